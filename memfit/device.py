@@ -1,0 +1,37 @@
+"""Device: the rates and sizes that predictions are made for. Profiles of known devices, and calibrated ones on disk."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+Rate = Annotated[float, msgspec.Meta(gt=0)]
+Bytes = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the simulator and the roofline need to know of a device.
+
+    `flops_per_second` by dtype name (`float32`, `bfloat16`, ...); `memory_bytes_per_second` is device memory's bandwidth;
+    the link's two directions are None where there is no host link; every allocation is rounded up to `alignment_bytes`;
+    `launch_seconds` is the least time an op takes. `source` says where the figures are from.
+    """
+
+    name: str
+    alignment_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1
+    memory_bytes: Bytes | None = None
+    host_memory_bytes: Bytes | None = None
+    flops_per_second: dict[str, Rate] = {}
+    memory_bytes_per_second: Rate | None = None
+    to_host_bytes_per_second: Rate | None = None
+    to_device_bytes_per_second: Rate | None = None
+    launch_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    source: str = ""
+
+    def aligned(self, size_bytes: int) -> int:
+        """Return `size_bytes` rounded up to the allocator's alignment."""
+        return -(-size_bytes // self.alignment_bytes) * self.alignment_bytes
+
+
+GENERIC = Device(name="generic", source="no device named: exact sizes, no host link")

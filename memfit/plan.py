@@ -1,0 +1,237 @@
+"""Problem, Result and Plan: what a planner is asked, what it answers, and the file that keeps the answer."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from memfit.device import Device
+from memfit.errors import InvalidFileError, InvalidScheduleError, PlanMismatchError
+from memfit.files import decode, read_bytes, write_atomically
+from memfit.graph import Bytes, Graph, Seconds, _Document
+from memfit.schedule import Schedule
+
+FORMAT = "memfit-plan"
+VERSION = 1
+
+
+class Status(enum.StrEnum):
+    """How planning ended; `remedy` says what a user can do about it."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    TIMED_OUT = "timed_out"
+
+    @property
+    def remedy(self) -> str:
+        """One sentence: what to do next."""
+        return {
+            Status.OPTIMAL: "nothing: no plan is faster",
+            Status.FEASIBLE: "a longer time limit may find a faster plan",
+            Status.INFEASIBLE: "raise the budget to least_budget_found_bytes, or make the batch smaller",
+            Status.TIMED_OUT: "raise the time limit",
+        }[self]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a planner reports while it works: seconds so far, best overhead so far (None before the first plan)."""
+
+    elapsed_seconds: float
+    best_overhead: float | None
+    best_peak_bytes: int | None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Fit `graph` on `device` into `budget_bytes`, everything resident included.
+
+    `pinned` maps an op id to whether its writes must be kept (True) or must be rematerialized (False): the user's mirror
+    attribute. `clock` gives seconds; `progress` is called now and then; both come from outside so that a planner stays pure.
+    A KeyboardInterrupt inside a planner makes it answer with its best schedule so far.
+    """
+
+    graph: Graph
+    device: Device
+    budget_bytes: int
+    host_budget_bytes: int = 0
+    bytes_outside: int = 0
+    pinned: Mapping[int, bool] = field(default_factory=dict[int, bool])
+    time_limit_seconds: float = 5.0
+    seed: int = 0
+    clock: Callable[[], float] = time.monotonic
+    progress: Callable[[Progress], None] = lambda progress: None
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the simulator says of a schedule."""
+
+    peak_bytes: Bytes
+    seconds: Seconds
+    host_peak_bytes: Bytes = 0
+
+
+class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What no plan can beat, and how low a plan got.
+
+    `least_budget_found_bytes` is the least budget this planner reached with a plan (None: it found none);
+    `least_budget_bound_bytes` is proved for every legal schedule; `overhead` is a proved lower bound on the overhead at
+    this budget; `holding_ops` are the ids of the ops whose own storages make the least budget what it is.
+    """
+
+    least_budget_found_bytes: Bytes | None
+    least_budget_bound_bytes: Bytes
+    overhead: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    holding_ops: tuple[int, ...] = ()
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """A checked schedule, its predictions, and what it was made for. Saved as JSON that carries its graph."""
+
+    graph: Graph
+    device: Device
+    budget_bytes: int
+    host_budget_bytes: int
+    bytes_outside: int
+    schedule: Schedule
+    predicted: Prediction
+    unplanned: Prediction
+    bounds: Bounds
+    status: Status
+    planner: str
+    seed: int
+    plan_seconds: float
+    versions: dict[str, str]
+
+    @property
+    def overhead(self) -> float:
+        """Predicted planned seconds over unplanned seconds, minus one."""
+        return self.predicted.seconds / self.unplanned.seconds - 1.0 if self.unplanned.seconds else 0.0
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the graph the plan is good for."""
+        return self.graph.fingerprint
+
+    def save(self, path: Path | str) -> None:
+        """Write the plan to `path` atomically, as JSON with one instruction a line."""
+        document = _PlanDocument(
+            format=FORMAT,
+            version=VERSION,
+            planner=self.planner,
+            status=self.status,
+            seed=self.seed,
+            plan_seconds=self.plan_seconds,
+            budget_bytes=self.budget_bytes,
+            host_budget_bytes=self.host_budget_bytes,
+            bytes_outside=self.bytes_outside,
+            predicted=self.predicted,
+            unplanned=self.unplanned,
+            bounds=self.bounds,
+            versions=self.versions,
+            fingerprint=self.fingerprint,
+            device=self.device,
+            schedule=tuple(self.schedule.lines()),
+            graph=_Document.of(self.graph),
+        )
+        write_atomically(Path(path), msgspec.json.format(msgspec.json.encode(document), indent=1))
+
+    @staticmethod
+    def load(path: Path | str, *, graph: Graph | None = None) -> Plan:
+        """Read a plan, replay it with the checker, and compare its fingerprint with `graph`'s where one is given.
+
+        Raises:
+            InvalidFileError: unreadable, malformed, or the graph in it was changed by hand.
+            InvalidScheduleError: the schedule is not legal on the plan's graph, or exceeds the plan's own prediction.
+            PlanMismatchError: made for another graph than `graph`.
+        """
+        from memfit.simulate import simulate  # the simulator needs schedules, not plans; only loading needs it
+
+        document = decode(read_bytes(Path(path)), _PlanDocument, path)
+        if document.format != FORMAT or document.version != VERSION:
+            raise InvalidFileError(
+                f"{path}: is {document.format!r} version {document.version}, expected {FORMAT!r} version {VERSION}"
+            )
+        plan = document.to_plan(str(path))
+        if plan.fingerprint != document.fingerprint:
+            raise InvalidFileError(f"{path}: its graph does not match its fingerprint; the file was changed, plan again")
+        if graph is not None:
+            plan.require_graph(graph)
+        timeline = simulate(plan.graph, plan.schedule, plan.device)
+        if timeline.peak_bytes != plan.predicted.peak_bytes:
+            raise InvalidScheduleError(
+                f"{path}: the schedule's peak is {timeline.peak_bytes} bytes, the plan claims {plan.predicted.peak_bytes}"
+            )
+        return plan
+
+    def require_graph(self, graph: Graph) -> None:
+        """Raise PlanMismatchError unless the plan was made for this graph."""
+        if graph.fingerprint != self.fingerprint:
+            raise PlanMismatchError(
+                f"plan was made for graph {self.graph.name!r} ({self.fingerprint}), this one is {graph.name!r} "
+                f"({graph.fingerprint}); plan again for this model, batch size and torch"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A planner's answer. `plan` is None exactly when `status` is infeasible, or timed out with nothing found."""
+
+    status: Status
+    plan: Plan | None
+    bounds: Bounds
+    stats: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+class _PlanDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: str
+    version: int
+    planner: str
+    status: Status
+    seed: int
+    plan_seconds: Seconds
+    budget_bytes: Bytes
+    host_budget_bytes: Bytes
+    bytes_outside: Bytes
+    predicted: Prediction
+    unplanned: Prediction
+    bounds: Bounds
+    versions: dict[str, str]
+    fingerprint: str
+    device: Device
+    schedule: tuple[str, ...]
+    graph: _Document
+
+    def to_plan(self, where: str) -> Plan:
+        from memfit.checker import check
+
+        graph = self.graph.to_graph(where)
+        try:
+            schedule = Schedule.parse(self.schedule)
+            check(graph, schedule)
+        except InvalidScheduleError as error:
+            raise InvalidScheduleError(f"{where}: {error}") from error
+        return Plan(
+            graph=graph,
+            device=self.device,
+            budget_bytes=self.budget_bytes,
+            host_budget_bytes=self.host_budget_bytes,
+            bytes_outside=self.bytes_outside,
+            schedule=schedule,
+            predicted=self.predicted,
+            unplanned=self.unplanned,
+            bounds=self.bounds,
+            status=self.status,
+            planner=self.planner,
+            seed=self.seed,
+            plan_seconds=self.plan_seconds,
+            versions=self.versions,
+        )

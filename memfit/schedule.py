@@ -1,0 +1,236 @@
+"""A schedule: the instructions that carry out a graph, one after the other, and their text form.
+
+    >>> from memfit.schedule import Compute, Drop, Schedule
+    >>> schedule = Schedule.of([Compute(op=0), Compute(op=1, in_place_of=3), Drop(storage=4)])
+    >>> print(schedule.text())
+    compute 0
+    compute 1 in_place_of 3
+    drop 4
+    >>> Schedule.parse(schedule.text()) == schedule
+    True
+
+What the instructions mean is said once, in `memfit.checker`, which replays them.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from memfit.errors import InvalidScheduleError
+
+
+class Code(enum.IntEnum):
+    """The kinds of instructions, as they stand in `Schedule.codes`."""
+
+    COMPUTE = 0
+    DROP = 1
+    OFFLOAD = 2
+    WAIT = 3
+    PREFETCH = 4
+    DROP_HOST = 5
+    BOUNDARY = 6
+
+
+class Compute(msgspec.Struct, frozen=True, kw_only=True):
+    """Run an op; it allocates all that it writes, or takes over the memory of `in_place_of`, which dies."""
+
+    op: int
+    in_place_of: int | None = None
+
+
+class Drop(msgspec.Struct, frozen=True, kw_only=True):
+    """Free the device's copy of a storage."""
+
+    storage: int
+
+
+class Offload(msgspec.Struct, frozen=True, kw_only=True):
+    """Start the copy device -> host; the storage stays readable."""
+
+    storage: int
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """Make compute wait for the storage's copy to the host; only after it may the storage be dropped."""
+
+    storage: int
+
+
+class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
+    """Allocate the storage on the device and start the copy host -> device; the first read waits for it."""
+
+    storage: int
+
+
+class DropHost(msgspec.Struct, frozen=True, kw_only=True):
+    """Free the host's copy of a storage."""
+
+    storage: int
+
+
+class Boundary(msgspec.Struct, frozen=True, kw_only=True):
+    """Hand control to the user at boundary number `boundary`; user code may hold `bytes_outside` until the step ends."""
+
+    boundary: int
+    bytes_outside: int = 0
+
+
+Instruction = Compute | Drop | Offload | Wait | Prefetch | DropHost | Boundary
+
+_OPERAND = {
+    Compute: (Code.COMPUTE, "op"),
+    Drop: (Code.DROP, "storage"),
+    Offload: (Code.OFFLOAD, "storage"),
+    Wait: (Code.WAIT, "storage"),
+    Prefetch: (Code.PREFETCH, "storage"),
+    DropHost: (Code.DROP_HOST, "storage"),
+    Boundary: (Code.BOUNDARY, "boundary"),
+}
+_KIND = {code: kind for kind, (code, _) in _OPERAND.items()}
+_NO_EXTRA = -1  # in `extras`: a Compute that takes nothing over
+_LINE = re.compile(
+    r"(?P<name>[a-z_]+) (?P<operand>\d+)(?: (?P<extra_name>in_place_of|bytes_outside) (?P<extra>\d+))?\s*(?:#.*)?"
+)
+
+
+class Schedule:
+    """An immutable list of instructions, held as three parallel arrays so that a simulation of it takes microseconds.
+
+    Attributes:
+        codes: int8[n], each a `Code`.
+        operands: int32[n], the op, storage or boundary of each instruction.
+        extras: int64[n], for a Compute the storage it takes over or -1, for a Boundary its bytes outside.
+    """
+
+    __slots__ = ("__dict__", "codes", "extras", "operands")
+
+    codes: NDArray[np.int8]
+    operands: NDArray[np.int32]
+    extras: NDArray[np.int64]
+
+    def __init__(self, codes: NDArray[np.int8], operands: NDArray[np.int32], extras: NDArray[np.int64]) -> None:
+        self.codes = np.ascontiguousarray(codes, np.int8)
+        self.operands = np.ascontiguousarray(operands, np.int32)
+        self.extras = np.ascontiguousarray(extras, np.int64)
+        assert len(self.codes) == len(self.operands) == len(self.extras)
+        for array in (self.codes, self.operands, self.extras):
+            array.setflags(write=False)
+
+    @staticmethod
+    def of(instructions: Iterable[Instruction]) -> Schedule:
+        """Return the schedule of these instructions."""
+        rows = [_row(instruction) for instruction in instructions]
+        columns = tuple(zip(*rows, strict=True)) if rows else ((), (), ())
+        return Schedule(
+            np.array(columns[0], np.int8), np.array(columns[1], np.int32), np.array(columns[2], np.int64)
+        )
+
+    @cached_property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """The instructions as objects."""
+        return tuple(self)
+
+    def __iter__(self) -> Iterator[Instruction]:
+        for code, operand, extra in zip(self.codes.tolist(), self.operands.tolist(), self.extras.tolist(), strict=True):
+            if code == Code.COMPUTE:
+                yield Compute(op=operand, in_place_of=None if extra == _NO_EXTRA else extra)
+            elif code == Code.BOUNDARY:
+                yield Boundary(boundary=operand, bytes_outside=extra)
+            else:
+                kind = _KIND[Code(code)]
+                yield kind(storage=operand)  # pyright: ignore[reportCallIssue]
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schedule) and all(
+            np.array_equal(mine, theirs)
+            for mine, theirs in (
+                (self.codes, other.codes),
+                (self.operands, other.operands),
+                (self.extras, other.extras),
+            )
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.codes.tobytes(), self.operands.tobytes(), self.extras.tobytes()))
+
+    def __repr__(self) -> str:
+        return f"Schedule({len(self)} instructions)"
+
+    def lines(self, note: Callable[[Instruction], str] | None = None) -> list[str]:
+        """Return one line an instruction; `note` may add a comment to each (after `#`, ignored when parsed)."""
+        lines: list[str] = []
+        for instruction in self:
+            line = format_instruction(instruction)
+            comment = note(instruction) if note else ""
+            lines.append(f"{line}  # {comment}" if comment else line)
+        return lines
+
+    def text(self, note: Callable[[Instruction], str] | None = None) -> str:
+        """Return the whole schedule as text, one instruction a line."""
+        return "\n".join(self.lines(note))
+
+    @staticmethod
+    def parse(text: str | Iterable[str]) -> Schedule:
+        """Read the text form back; empty lines and what follows `#` are ignored.
+
+        Raises:
+            InvalidScheduleError: a line is not an instruction; names the line's number.
+        """
+        lines = text.splitlines() if isinstance(text, str) else text
+        return Schedule.of(
+            _parse_line(line, number)
+            for number, line in enumerate(lines)
+            if line.strip() and not line.lstrip().startswith("#")
+        )
+
+
+def format_instruction(instruction: Instruction) -> str:
+    """Return the text form of one instruction: `compute 3`, `drop 7`, `boundary 0 bytes_outside 64`."""
+    code, field = _OPERAND[type(instruction)]
+    line = f"{code.name.lower()} {getattr(instruction, field)}"
+    if isinstance(instruction, Compute) and instruction.in_place_of is not None:
+        return f"{line} in_place_of {instruction.in_place_of}"
+    if isinstance(instruction, Boundary) and instruction.bytes_outside:
+        return f"{line} bytes_outside {instruction.bytes_outside}"
+    return line
+
+
+def _row(instruction: Instruction) -> tuple[int, int, int]:
+    code, field = _OPERAND[type(instruction)]
+    extra = _NO_EXTRA
+    if isinstance(instruction, Compute) and instruction.in_place_of is not None:
+        extra = instruction.in_place_of
+    elif isinstance(instruction, Boundary):
+        extra = instruction.bytes_outside
+    return code, getattr(instruction, field), extra
+
+
+def _parse_line(line: str, number: int) -> Instruction:
+    match = _LINE.fullmatch(line.strip())
+    if match is None or match["name"].upper() not in Code.__members__:
+        raise InvalidScheduleError(
+            f"instruction {number}: {line.strip()[:80]!r} is not an instruction, "
+            f"expected one of {', '.join(code.name.lower() for code in Code)} and a number"
+        )
+    code, operand = Code[match["name"].upper()], int(match["operand"])
+    expected_extra = {Code.COMPUTE: "in_place_of", Code.BOUNDARY: "bytes_outside"}.get(code)
+    if match["extra_name"] not in (None, expected_extra):
+        raise InvalidScheduleError(f"instruction {number}: {code.name.lower()} takes no {match['extra_name']!r}")
+    extra = int(match["extra"]) if match["extra"] else None
+    if operand >= 1 << 31 or (extra or 0) >= 1 << 62:
+        raise InvalidScheduleError(f"instruction {number}: {line.strip()[:80]!r} has a number that is too large")
+    if code == Code.COMPUTE:
+        return Compute(op=operand, in_place_of=extra)
+    if code == Code.BOUNDARY:
+        return Boundary(boundary=operand, bytes_outside=extra or 0)
+    return _KIND[code](storage=operand)  # pyright: ignore[reportCallIssue]
