@@ -1,0 +1,43 @@
+"""memfit makes a PyTorch training step fit a memory budget given in bytes, with the least slowdown, and proves it.
+
+Importing memfit imports no torch; the names below are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memfit.capture.training_step import TrainingStep
+    from memfit.checker import check
+    from memfit.device import Device
+    from memfit.errors import MemfitError
+    from memfit.graph import Graph
+    from memfit.plan import Plan, Problem
+    from memfit.runtime.fit import PlannedStep, fit
+
+__version__ = "0.1.0"
+__all__ = ["Device", "Graph", "MemfitError", "Plan", "PlannedStep", "Problem", "TrainingStep", "check", "fit"]
+
+_HOME = {
+    "Device": "memfit.device",
+    "Graph": "memfit.graph",
+    "MemfitError": "memfit.errors",
+    "Plan": "memfit.plan",
+    "PlannedStep": "memfit.runtime.fit",
+    "Problem": "memfit.plan",
+    "TrainingStep": "memfit.capture.training_step",
+    "check": "memfit.checker",
+    "fit": "memfit.runtime.fit",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'memfit' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

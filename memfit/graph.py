@@ -316,7 +316,9 @@ def _verify_op(graph: Graph, op: Op, present: list[bool]) -> None:
             name = graph.storages[storage].name
             if field == "writes" and present[storage]:
                 why = "resident (say `mutates`)" if graph.storages[storage].resident else "written before"
-                _fail(f"ops[{op.id}].writes[{place}]", f"op {op.name!r} writes storage {storage} {name!r}, which is {why}")
+                _fail(
+                    f"ops[{op.id}].writes[{place}]", f"op {op.name!r} writes storage {storage} {name!r}, which is {why}"
+                )
             if field != "writes" and not present[storage]:
                 _fail(
                     f"ops[{op.id}].{field}[{place}]",
@@ -328,7 +330,10 @@ def _verify_op(graph: Graph, op: Op, present: list[bool]) -> None:
         _fail(f"ops[{op.id}]", f"op {op.name!r} has negative seconds or workspace_bytes, expected 0 or more")
     for place, (read, written) in enumerate(op.reuses):
         if read not in op.reads or written not in op.writes:
-            _fail(f"ops[{op.id}].reuses[{place}]", f"op {op.name!r} reuses {read} -> {written}, expected a read and a write")
+            _fail(
+                f"ops[{op.id}].reuses[{place}]",
+                f"op {op.name!r} reuses {read} -> {written}, expected a read and a write",
+            )
         if graph.storages[read].bytes != graph.storages[written].bytes:
             _fail(f"ops[{op.id}].reuses[{place}]", f"op {op.name!r} reuses {read} -> {written} of different bytes")
 

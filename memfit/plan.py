@@ -162,7 +162,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             )
         plan = document.to_plan(str(path))
         if plan.fingerprint != document.fingerprint:
-            raise InvalidFileError(f"{path}: its graph does not match its fingerprint; the file was changed, plan again")
+            raise InvalidFileError(
+                f"{path}: its graph does not match its fingerprint; the file was changed, plan again"
+            )
         if graph is not None:
             plan.require_graph(graph)
         timeline = simulate(plan.graph, plan.schedule, plan.device)

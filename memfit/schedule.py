@@ -128,9 +128,7 @@ class Schedule:
         """Return the schedule of these instructions."""
         rows = [_row(instruction) for instruction in instructions]
         columns = tuple(zip(*rows, strict=True)) if rows else ((), (), ())
-        return Schedule(
-            np.array(columns[0], np.int8), np.array(columns[1], np.int32), np.array(columns[2], np.int64)
-        )
+        return Schedule(np.array(columns[0], np.int8), np.array(columns[1], np.int32), np.array(columns[2], np.int64))
 
     @cached_property
     def instructions(self) -> tuple[Instruction, ...]:

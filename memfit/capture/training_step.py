@@ -1,0 +1,49 @@
+"""TrainingStep: what a user gives memfit, in place of the loop body they would have written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStep:
+    """One training step: forward, loss, backward, and the optimizer's update where there is one.
+
+        >>> import torch
+        >>> from memfit import TrainingStep
+        >>> def loss(model, batch):
+        ...     inputs, labels = batch
+        ...     return torch.nn.functional.cross_entropy(model(inputs), labels)
+        >>> step = TrainingStep(
+        ...     model=torch.nn.Linear(8, 2), loss=loss, batch=(torch.randn(4, 8), torch.tensor([0, 1, 1, 0]))
+        ... )
+
+    Args:
+        model: any module; parameters, buffers and train/eval modes are read from it at every step.
+        loss: `loss(model, batch)` returns a scalar; autocast belongs in it. A loss module (`nn.CrossEntropyLoss()`) or a
+            function of torch.nn.functional is called as `loss(model(inputs), target)` with `inputs, target = batch`.
+        batch: any nesting of tuples, lists, dicts and tensors; an example of what later steps will be given.
+        optimizer: updates the model's parameters; None leaves the gradients in `.grad`.
+        clip_norm: the largest global gradient norm, as `torch.nn.utils.clip_grad_norm_` takes it; None clips nothing.
+        scaler: a `torch.amp.GradScaler` that scales the loss and guards the update.
+        name: shown in reports; the model's class name where it is empty.
+    """
+
+    model: torch.nn.Module
+    loss: Callable[..., torch.Tensor]
+    batch: Any
+    optimizer: torch.optim.Optimizer | None = None
+    clip_norm: float | None = None
+    scaler: torch.amp.GradScaler | None = None
+    name: str = ""
+
+    def compute_loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        """Return the loss of `model` on `batch`, by whichever convention `loss` follows."""
+        if isinstance(self.loss, torch.nn.Module) or self.loss.__module__ == "torch.nn.functional":
+            inputs, target = batch
+            return self.loss(model(inputs), target)
+        return self.loss(model, batch)
