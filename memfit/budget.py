@@ -1,0 +1,103 @@
+"""Sizes as people write them: `6GiB`, `500MB`, `60%` to bytes, and bytes back to text.
+
+>>> from memfit.budget import format_bytes, parse_budget
+>>> parse_budget("1.5GiB", unplanned_peak_bytes=0)
+1610612736
+>>> parse_budget("60%", unplanned_peak_bytes=1000)
+600
+>>> format_bytes(1610612736)
+'1.5 GiB'
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from memfit.errors import InvalidBudgetError
+
+_BYTES_PER_UNIT = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_NUMBER = re.compile(r"(?P<number>-?[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*|%)")
+_FORMS = "write 6GiB, 500MB, a whole number of bytes, or 60% of the unplanned peak"
+_MOST_BYTES = 1 << 62  # what a graph file may say of one storage; larger numbers are typing errors
+_MOST_CHARACTERS = 64
+
+
+def parse_budget(text: str | int, unplanned_peak_bytes: int) -> int:
+    """Return the bytes that `text` stands for; a fraction of a byte is dropped, so that a budget is never exceeded.
+
+        >>> parse_budget("500MB", unplanned_peak_bytes=0)
+        500000000
+
+    Args:
+        text: `6GiB`, `1.5 GiB`, `500MB`, a whole number of bytes, or a percentage of the unplanned peak up to 100%.
+            Units are B, kB, MB, GB, TB (powers of 1000) and KiB, MiB, GiB, TiB (powers of 1024), in any case.
+        unplanned_peak_bytes: what 100% stands for.
+
+    Raises:
+        InvalidBudgetError: not a size, no such unit, nothing or less than nothing, or more than 100%.
+    """
+    if isinstance(text, int):
+        return _positive(Fraction(text), str(text))
+    shown = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+    match = _NUMBER.fullmatch(text.strip()) if len(text) <= _MOST_CHARACTERS else None
+    if match is None:
+        raise InvalidBudgetError(f"budget {shown!r} is not a size: {_FORMS}")
+    number, unit = Fraction(match["number"]), match["unit"].lower()
+    if unit == "%":
+        return _percentage(number, shown, unplanned_peak_bytes)
+    if unit not in _BYTES_PER_UNIT:
+        raise InvalidBudgetError(
+            f"budget {shown!r} has the unknown unit {match['unit']!r}: expected one of B, kB, MB, GB, TB, KiB, MiB, GiB, "
+            "TiB, or %"
+        )
+    if not unit and number.denominator != 1:
+        raise InvalidBudgetError(f"budget {shown!r} has no unit, so it is in bytes and must be whole: {_FORMS}")
+    return _positive(number * _BYTES_PER_UNIT[unit], shown)
+
+
+def is_relative(text: str | int) -> bool:
+    """Whether `text` is a percentage, which needs the unplanned peak before it means a number of bytes."""
+    return isinstance(text, str) and text.strip().endswith("%")
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Return `size_bytes` in the largest binary unit that keeps it at 1 or more, with four digits at most.
+
+    >>> format_bytes(300), format_bytes(2048), format_bytes(710462464)
+    ('300 B', '2 KiB', '677.5 MiB')
+    """
+    size: float = size_bytes
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:,.2f} TiB"
+
+
+def _percentage(percent: Fraction, shown: str, unplanned_peak_bytes: int) -> int:
+    if percent > 100:
+        raise InvalidBudgetError(
+            f"budget {shown!r} is more than the unplanned peak ({format_bytes(unplanned_peak_bytes)}), which needs no "
+            "plan: choose at most 100%"
+        )
+    return _positive(percent * unplanned_peak_bytes / 100, shown)
+
+
+def _positive(size_bytes: Fraction, shown: str) -> int:
+    if size_bytes < 1:
+        raise InvalidBudgetError(f"budget {shown!r} is less than one byte: {_FORMS}")
+    if size_bytes > _MOST_BYTES:
+        raise InvalidBudgetError(f"budget {shown!r} is more than any device has ({_MOST_BYTES} bytes): {_FORMS}")
+    return int(size_bytes)
