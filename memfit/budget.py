@@ -59,8 +59,8 @@ def parse_budget(text: str | int, unplanned_peak_bytes: int) -> int:
         return _percentage(number, shown, unplanned_peak_bytes)
     if unit not in _BYTES_PER_UNIT:
         raise InvalidBudgetError(
-            f"budget {shown!r} has the unknown unit {match['unit']!r}: expected one of B, kB, MB, GB, TB, KiB, MiB, GiB, "
-            "TiB, or %"
+            f"budget {shown!r} has the unknown unit {match['unit']!r}: "
+            "expected one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, or %"
         )
     if not unit and number.denominator != 1:
         raise InvalidBudgetError(f"budget {shown!r} has no unit, so it is in bytes and must be whole: {_FORMS}")
