@@ -1,0 +1,311 @@
+"""The recorder against sizes computed by hand, against torch's profiler, and without a compiler."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.cost import recorder, recorder_build
+from memfit.cost.recorder import allocated_bytes, record
+from memfit.errors import InvalidDeviceError, InvalidFileError, MemfitError
+
+KIB = 1024
+ONE_KIB_FLOATS = KIB // 4
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, stride=2, groups=4),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
+
+
+def test_peak_and_ends_are_the_sizes_asked_for():
+    first = torch.empty(3 * ONE_KIB_FLOATS)
+    with record("cpu") as usage:
+        second = torch.empty(10 * ONE_KIB_FLOATS)
+        del second
+        third = torch.empty(4 * ONE_KIB_FLOATS)
+    assert usage.peak_bytes == 10 * KIB
+    assert usage.end_bytes - usage.start_bytes == 4 * KIB
+    assert usage.source == "cpu allocator"
+    assert usage.reserved_bytes is None
+    del first, third
+
+
+def test_peak_is_relative_to_what_was_live():
+    held = torch.empty(8 * ONE_KIB_FLOATS)
+    with record("cpu") as usage:
+        del held
+        smaller = torch.empty(5 * ONE_KIB_FLOATS)
+    assert usage.peak_bytes == 0
+    assert usage.end_bytes == usage.start_bytes - 3 * KIB
+    del smaller
+
+
+def test_allocated_bytes_follows_each_tensor():
+    before = allocated_bytes("cpu")
+    held = torch.empty(7 * ONE_KIB_FLOATS)
+    assert allocated_bytes("cpu") == before + 7 * KIB
+    del held
+    assert allocated_bytes("cpu") == before
+
+
+def test_views_cost_nothing_and_hold_their_base():
+    with record("cpu") as usage:
+        base = torch.empty(16 * ONE_KIB_FLOATS)
+        row = base.view(16, ONE_KIB_FLOATS)[3]
+        del base
+    assert usage.peak_bytes == 16 * KIB
+    assert usage.end_bytes - usage.start_bytes == 16 * KIB
+    before = allocated_bytes("cpu")
+    del row
+    assert allocated_bytes("cpu") == before - 16 * KIB
+
+
+def test_growing_a_storage_holds_both_copies():
+    grown = torch.empty(ONE_KIB_FLOATS)
+    with record("cpu") as usage:
+        grown.untyped_storage().resize_(6 * KIB)
+    assert usage.peak_bytes == 6 * KIB
+    assert usage.end_bytes - usage.start_bytes == 5 * KIB
+
+
+def test_nested_records_each_have_their_own_peak():
+    with record("cpu") as outer:
+        early = torch.empty(9 * ONE_KIB_FLOATS)
+        del early
+        held = torch.empty(2 * ONE_KIB_FLOATS)
+        with record("cpu") as inner:
+            torch.empty(3 * ONE_KIB_FLOATS)
+        with record("cpu") as second:
+            torch.empty(4 * ONE_KIB_FLOATS)
+    assert (inner.peak_bytes, second.peak_bytes, outer.peak_bytes) == (3 * KIB, 4 * KIB, 9 * KIB)
+    assert inner.start_bytes == outer.start_bytes + 2 * KIB
+    del held
+
+
+def test_records_that_overlap_without_nesting():
+    first, second = record("cpu"), record("cpu")
+    usage_first = first.__enter__()
+    torch.empty(ONE_KIB_FLOATS)
+    usage_second = second.__enter__()
+    torch.empty(5 * ONE_KIB_FLOATS)
+    first.__exit__(None, None, None)
+    torch.empty(8 * ONE_KIB_FLOATS)
+    second.__exit__(None, None, None)
+    assert (usage_first.peak_bytes, usage_second.peak_bytes) == (5 * KIB, 8 * KIB)
+
+
+def test_record_closes_on_an_exception():
+    with pytest.raises(RuntimeError, match="in the middle"), record("cpu") as usage:
+        torch.empty(2 * ONE_KIB_FLOATS)
+        raise RuntimeError("in the middle")
+    assert usage.peak_bytes == 2 * KIB
+    for _ in range(70):  # more than there are windows: each was given back
+        with pytest.raises(KeyError), record("cpu"):
+            raise KeyError
+    with record("cpu") as usage:
+        torch.empty(3 * ONE_KIB_FLOATS)
+    assert usage.peak_bytes == 3 * KIB
+
+
+def test_more_records_than_windows_are_refused():
+    opened = [record("cpu") for _ in range(64)]
+    for one in opened:
+        one.__enter__()
+    try:
+        with pytest.raises(MemfitError, match="64 records are open"):
+            record("cpu").__enter__()
+    finally:
+        for one in opened:
+            one.__exit__(None, None, None)
+
+
+def test_all_threads_are_counted_exactly():
+    threads_count, rounds = 4, 300
+    ready = threading.Barrier(threads_count)
+    kept: list[torch.Tensor] = []
+
+    def allocate() -> None:
+        ready.wait()
+        for _ in range(rounds):
+            torch.empty(ONE_KIB_FLOATS)
+        kept.append(torch.empty(2 * ONE_KIB_FLOATS))
+
+    before = allocated_bytes("cpu")
+    with record("cpu") as usage:
+        threads = [threading.Thread(target=allocate) for _ in range(threads_count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert usage.end_bytes - usage.start_bytes == threads_count * 2 * KIB
+    assert threads_count * 2 * KIB <= usage.peak_bytes <= threads_count * 3 * KIB
+    kept.clear()
+    assert allocated_bytes("cpu") == before
+
+
+def test_scratch_memory_of_a_convolution_is_seen():
+    convolution = nn.Conv2d(64, 128, 3, padding=1)
+    image = torch.randn(2, 64, 56, 56)
+    with torch.no_grad(), record("cpu") as usage:
+        result = convolution(image)
+    assert usage.end_bytes - usage.start_bytes == result.nbytes
+    assert usage.peak_bytes > result.nbytes
+
+
+def test_peak_equals_the_profilers_on_a_conv_net():
+    torch.manual_seed(0)
+    model, image = conv_net(), torch.randn(4, 3, 48, 48)
+
+    def drop_gradients() -> None:
+        model.zero_grad(set_to_none=True)  # outside: the profiler sees no free of what it saw nobody allocate
+        gc.collect()
+
+    drop_gradients()
+    with record("cpu") as usage:
+        model(image).logsumexp(1).sum().backward()
+    drop_gradients()
+    by_profiler = recorder._Profiler(source="torch.profiler")
+    reference = recorder.Usage(source="torch.profiler")
+    token = by_profiler.open(reference)
+    model(image).logsumexp(1).sum().backward()
+    by_profiler.close(reference, token)
+    assert usage.peak_bytes == reference.peak_bytes
+    assert usage.peak_bytes > 4 * 32 * 48 * 48 * 4  # more than the first activation
+
+
+@pytest.mark.slow
+def test_resnet50_peak_is_the_published_figure():
+    """DESIGN.md, section 4: 677.5 MiB, parameters and inputs not counted."""
+    workloads = pytest.importorskip("memfit.workloads")
+    torch.set_num_threads(2)
+    step = workloads.build("resnet50")
+    with record("cpu") as usage:
+        step.compute_loss(step.model, step.batch).backward()
+    assert usage.peak_bytes / 2**20 == pytest.approx(677.567, abs=0.2)
+
+
+def test_memory_from_before_the_recorder_is_freed_uncounted():
+    code = """
+import torch
+from memfit.cost.recorder import allocated_bytes
+early = [torch.empty(1024) for _ in range(100)]
+assert allocated_bytes("cpu") == 0
+late = torch.empty(256)
+early.clear()
+assert allocated_bytes("cpu") == 1024, allocated_bytes("cpu")
+del late
+assert allocated_bytes("cpu") == 0
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_two_processes_build_at_once(tmp_path: Path):
+    environment = {**os.environ, "MEMFIT_CACHE": str(tmp_path)}
+    code = "import torch, memfit.cost.recorder as r; print(r.allocated_bytes('cpu'))"
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [process.communicate(timeout=100)[0].strip() for process in running] == ["0", "0"]
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["recorder.so"]
+
+
+@pytest.fixture
+def without_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(recorder, "_instruments", {})
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_without_a_compiler_the_profiler_records_and_says_so():
+    held = torch.empty(2 * ONE_KIB_FLOATS)
+    with record("cpu") as outer:
+        early = torch.empty(9 * ONE_KIB_FLOATS)
+        del early
+        kept = torch.empty(ONE_KIB_FLOATS)
+        with record("cpu") as inner:
+            torch.empty(3 * ONE_KIB_FLOATS)
+        late = torch.empty(6 * ONE_KIB_FLOATS)
+        del kept
+    assert outer.source.startswith("torch.profiler, because")
+    assert "no C++ compiler (c++, g++ or clang++) on the PATH" in outer.source
+    assert (inner.peak_bytes, outer.peak_bytes) == (3 * KIB, 9 * KIB)
+    assert inner.start_bytes - outer.start_bytes == KIB
+    assert outer.end_bytes - outer.start_bytes == 6 * KIB
+    with pytest.raises(MemfitError, match="no C\\+\\+ compiler"):
+        allocated_bytes("cpu")
+    del held, late
+
+
+def test_a_failing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(recorder_build.RecorderUnavailableError, match="false failed"):
+        recorder_build.load_library()
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+def test_a_cache_that_cannot_be_written_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    monkeypatch.setenv("MEMFIT_CACHE", str(in_the_way))
+    with pytest.raises(InvalidFileError, match="set MEMFIT_CACHE to another folder"):
+        recorder_build.load_library()
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    compiler = tmp_path / "full"
+    compiler.write_text("#!/bin/sh\necho 'as: recorder.o: No space left on device' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(InvalidFileError, match="No space left on device; set MEMFIT_CACHE"):
+        recorder_build.load_library()
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda:99"])
+def test_a_device_that_cannot_be_recorded_is_refused(device: str):
+    with pytest.raises(InvalidDeviceError, match=f"'{device}' cannot be recorded"):
+        record(device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_records_nest():
+    with record("cuda") as outer:
+        early = torch.empty(9 << 20, dtype=torch.uint8, device="cuda")
+        del early
+        kept = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+        with record("cuda") as inner:
+            torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
+    assert (inner.peak_bytes, outer.peak_bytes) == (3 << 20, 9 << 20)
+    assert outer.end_bytes - outer.start_bytes == 1 << 20
+    assert outer.reserved_bytes is not None and outer.reserved_bytes >= 9 << 20
+    del kept
