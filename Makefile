@@ -1,0 +1,58 @@
+# `make demo` and `make test` need Python 3.11 or newer and a network that reaches PyPI; everything lands in .venv.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+# Named first in every install: a bare `torch` would bring CUDA packages of several GB along.
+TORCH ?= torch==2.13.0
+BUDGET ?= 400MiB
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --quiet
+RUN := PYTHONPATH=$(CURDIR) $(BIN)/python
+INSTALLED := $(VENV)/.installed
+DOCS_INSTALLED := $(VENV)/.docs-installed
+
+.DELETE_ON_ERROR:
+.PHONY: demo test lint bench gpu docs clean
+
+demo: $(INSTALLED)  ## Fit a ResNet-50 step into $(BUDGET), run it, prove its gradients, and leave demo/report.html
+	@mkdir -p demo
+	@$(BIN)/memfit fit resnet50 --budget $(BUDGET) --save demo/plan.json --report demo/report.html
+	@echo "Open $(CURDIR)/demo/report.html in a browser."
+
+test: $(INSTALLED)
+	@$(BIN)/python -m pytest -m "not gpu"
+
+lint: $(INSTALLED)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(DOCS_INSTALLED)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
+	@echo "Open $(CURDIR)/site/index.html in a browser."
+
+bench: $(INSTALLED)
+	@for script in torch_baselines sweep compare_baselines plan_shared_graphs simulate_speed tables; do \
+		echo "benchmarks/$$script.py"; $(RUN) benchmarks/$$script.py || exit 1; \
+	done
+
+# The machine with the GPU may have a torch of its own and no network: a Python that has torch is used as it is.
+gpu:
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; then PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu.py; \
+	else $(MAKE) --no-print-directory $(INSTALLED) && $(RUN) benchmarks/gpu.py; fi
+
+clean:
+	rm -rf $(VENV) build dist site demo memfit.egg-info .pytest_cache .ruff_cache .hypothesis
+
+# pytorchcv asks for torchvision, which memfit never needs.
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "installing memfit and its tools into $(VENV) (a minute or two)"
+	@$(PYTHON) -c 'import sys; sys.exit("memfit needs Python 3.11 or newer, $(PYTHON) is " + sys.version) if sys.version_info < (3, 11) else None'
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) $(TORCH) -c constraints.txt -e '.[bench,dev]'
+	@$(PIP) $(TORCH) -c constraints.txt --no-deps pytorchcv
+	@touch $@
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	@$(PIP) $(TORCH) -c constraints.txt -e '.[docs]'
+	@touch $@
