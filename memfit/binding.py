@@ -29,6 +29,8 @@ class Call:
 
     `results` lists the tensors of the returned value in order, flattened; None where the target returns something that is
     not a tensor, or a tensor that aliases an argument. A result may share its storage with another result.
+    `generator_state` is the storage that holds the state of the generator which the call draws from, to be replayed when
+    the op is rematerialized.
     """
 
     op: int
@@ -36,6 +38,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     results: tuple[Value | None, ...] = ()
+    generator_state: int | None = None
 
 
 class Origin(enum.StrEnum):

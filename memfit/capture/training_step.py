@@ -47,3 +47,33 @@ class TrainingStep:
             inputs, target = batch
             return self.loss(model(inputs), target)
         return self.loss(model, batch)
+
+    def run_eager(self, batch: Any) -> torch.Tensor:
+        """Run the step as plain PyTorch would, the reference of every comparison; return the loss, detached.
+
+        With an optimizer the gradients are None afterwards; without one they are added to `.grad`.
+        """
+        loss = self.compute_loss(self.model, batch)
+        self.scaled(loss).backward()
+        if self.optimizer is not None:
+            self.update()
+            self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return what backward starts from: the loss, times the scaler's factor where there is one."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def update(self) -> None:
+        """Clip and update from the gradients in `.grad`, with or without a scaler."""
+        assert self.optimizer is not None
+        if self.clip_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()

@@ -1,0 +1,125 @@
+"""Functional forms of in-place calls: the same kernel's arithmetic, into a storage of its own.
+
+A functional form is used only when it gives a tensor of exactly the metadata that the in-place call leaves; otherwise the
+call stays a mutation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# In-place calls whose result does not depend on what was there before: only the metadata of their first argument counts.
+_OVERWRITING = frozenset(
+    ["bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_"]
+    + ["uniform_", "zero_"]
+)
+
+# Batch normalizations by kernel: the positions of running_mean, running_var, and of `training` (None: always training).
+# native_, cudnn_ and miopen_batch_norm mutate their running statistics though their schemas do not say so.
+_aten = torch.ops.aten
+BATCH_NORMS: dict[Any, tuple[int, int, int | None]] = {
+    _aten.native_batch_norm: (3, 4, 5),
+    _aten._native_batch_norm_legit: (3, 4, 5),
+    _aten.cudnn_batch_norm: (3, 4, 5),
+    _aten.miopen_batch_norm: (3, 4, 5),
+    _aten._batch_norm_with_update: (3, 4, None),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchNorm:
+    """Training batch normalization that leaves its running statistics alone and returns updated copies after the rest."""
+
+    func: Any
+    mean_position: int
+    variance_position: int
+
+    @property
+    def __name__(self) -> str:
+        return str(self.func)
+
+    @staticmethod
+    def of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchNorm | None:
+        """Return the functional form of this call, or None when it updates no running statistics."""
+        mean, variance, training = BATCH_NORMS[func._overloadpacket]
+        if kwargs or len(args) <= variance or args[mean] is None or args[variance] is None:
+            return None
+        if training is not None and not args[training]:
+            return None
+        return BatchNorm(func=func, mean_position=mean, variance_position=variance)
+
+    def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        own = list(args)
+        own[self.mean_position] = args[self.mean_position].clone()
+        own[self.variance_position] = args[self.variance_position].clone()
+        return (*self.func(*own), own[self.mean_position], own[self.variance_position])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overwrite:
+    """An in-place call over a new tensor of the metadata that its first argument had: `Overwrite(copy_)(source)`."""
+
+    func: Any
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def __name__(self) -> str:
+        return f"overwrite.{self.func}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        target = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return self.func(target, *args, **kwargs)
+
+
+def functional_variant(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mutated: torch.Tensor
+) -> tuple[Callable[..., Any], bool] | None:
+    """Return (functional form, whether it takes the mutated tensor as its first argument), or None if there is none.
+
+    Only calls that mutate their first argument, and the whole of its storage, have one.
+    """
+    name = func._schema.name.split("::")[-1]
+    if not name.endswith("_") or func.namespace != "aten" or not args or args[0] is not mutated:
+        return None
+    if not _covers_its_storage(mutated):
+        return None
+    if name in _OVERWRITING:
+        overwrite = Overwrite(
+            func=func,
+            shape=tuple(mutated.shape),
+            stride=tuple(mutated.stride()),
+            dtype=mutated.dtype,
+            device=mutated.device,
+        )
+        return overwrite, False
+    packet = getattr(torch.ops.aten, name[:-1], None)
+    functional = getattr(packet, func._overloadname, None)
+    if functional is None or len(functional._schema.arguments) != len(func._schema.arguments):
+        return None
+    returned = functional(*args, **kwargs)
+    same = returned.shape == mutated.shape and returned.stride() == mutated.stride()
+    same = same and returned.dtype == mutated.dtype and returned.untyped_storage().nbytes() == _storage_bytes(mutated)
+    return (functional, True) if same else None
+
+
+def _covers_its_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is dense and is all of its storage, so that a new storage can take its place for every view."""
+    if tensor.numel() * tensor.element_size() != _storage_bytes(tensor) or tensor.storage_offset() != 0:
+        return False
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().nbytes())

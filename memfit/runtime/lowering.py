@@ -1,0 +1,255 @@
+"""Lowering: a schedule becomes the source of a Python function whose locals are the storages.
+
+A storage is a local variable for exactly as long as the schedule says: `Compute` binds it, `Drop` deletes it, so what the
+allocator holds is what the simulator counted. The source can be read (`print(step.program.source)`), and a traceback
+through it shows the line of the instruction.
+
+    s7 = convolution(s0, s3, None, [1, 1], ...)   # compute 2 convolution_1 conv1
+    del s0                                        # drop 0
+"""
+
+from __future__ import annotations
+
+import keyword
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memfit.binding import Binding, Call, Value
+from memfit.capture.generators import SaveGeneratorState, replay
+from memfit.capture.torch_private import tree_flatten
+from memfit.graph import Graph
+from memfit.runtime.transfers import offload
+from memfit.runtime.views import reinterpret
+from memfit.schedule import Boundary, Compute, Drop, DropHost, Instruction, Offload, Prefetch, Schedule, Wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoweredHalf:
+    """The lines between two boundaries: `takes` storages are its arguments, `gives` are what it returns."""
+
+    lines: tuple[str, ...]
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """Source lines of each part of a schedule, and the objects that they name.
+
+    `bases` is, for each storage that a schedule's code touches, the Value under which its variable holds it.
+    """
+
+    halves: tuple[LoweredHalf, ...]
+    namespace: dict[str, Any]
+    bases: dict[int, Value]
+
+
+def lower(graph: Graph, binding: Binding, schedule: Schedule) -> Lowered:
+    """Return the code of a checked schedule; one part, or two where the graph has a boundary."""
+    return _Lowering(graph, binding, schedule).run()
+
+
+@dataclass
+class _Lowering:
+    graph: Graph
+    binding: Binding
+    schedule: Schedule
+    namespace: dict[str, Any] = field(default_factory=dict[str, Any])
+    bases: dict[int, Value] = field(default_factory=dict[int, Value])
+    live: set[int] = field(default_factory=set[int])
+    arriving: set[int] = field(default_factory=set[int])  # prefetched, not read yet
+    computed: set[int] = field(default_factory=set[int])
+    lines: list[str] = field(default_factory=list[str])
+    _names: dict[int, str] = field(default_factory=dict[int, str])
+
+    def run(self) -> Lowered:
+        for resident in self.binding.residents:
+            self.bases.setdefault(resident.value.storage, resident.value)
+        for call in self.binding.calls:
+            for value in call.results:
+                if value is not None:
+                    self.bases.setdefault(value.storage, value)
+        for boundary in self.graph.boundaries:
+            for storage in boundary.arrivals:
+                self.bases.setdefault(storage, self._first_use(storage))
+        times = Counter(i.op for i in self.schedule if isinstance(i, Compute))
+        self.replayed = {self.binding.calls[op].generator_state for op, count in times.items() if count > 1}
+        self.namespace |= {"reinterpret": reinterpret, "replay": replay, "offload": offload}
+        parts: list[tuple[list[str], set[int]]] = []
+        for instruction in self.schedule:
+            if isinstance(instruction, Boundary):
+                parts.append((self.lines, set(self.live)))
+                self.lines = []
+                self.live |= set(self.graph.boundaries[instruction.boundary].arrivals)
+            else:
+                self._lower(instruction)
+        parts.append((self.lines, set(self.live)))
+        return Lowered(halves=tuple(self._halves(parts)), namespace=self.namespace, bases=self.bases)
+
+    def _halves(self, parts: list[tuple[list[str], set[int]]]) -> Iterable[LoweredHalf]:
+        before: set[int] = set()
+        for number, (lines, live) in enumerate(parts):
+            if number:
+                before = parts[number - 1][1] | set(self.graph.boundaries[number - 1].arrivals)
+            used = _storages_named(lines)
+            residents = {storage.id for storage in self.graph.storages if storage.resident}
+            takes = tuple(sorted((before | residents) & used))
+            yield LoweredHalf(lines=tuple(lines), takes=takes, gives=tuple(sorted(live)))
+
+    def _first_use(self, storage: int) -> Value:
+        for call in self.binding.calls:
+            for leaf in tree_flatten((call.args, dict(call.kwargs)))[0]:
+                if isinstance(leaf, Value) and leaf.storage == storage:
+                    return leaf
+        return next(value for value in self.binding.outputs.values() if value.storage == storage)
+
+    def _lower(self, instruction: Instruction) -> None:
+        match instruction:
+            case Compute():
+                self._lower_compute(instruction)
+            case Drop(storage=storage):
+                self._emit(f"del s{storage}", f"drop {storage}")
+                self.live.discard(storage)
+                self.arriving.discard(storage)
+            case Offload(storage=storage):
+                self._emit(f"h{storage} = offload(s{storage})", f"offload {storage}")
+            case Wait(storage=storage):
+                self._emit(f"h{storage}.wait()", f"wait {storage}")
+            case Prefetch(storage=storage):
+                self._emit(f"s{storage} = h{storage}.prefetch()", f"prefetch {storage}")
+                self.live.add(storage)
+                self.arriving.add(storage)
+            case DropHost(storage=storage):
+                self._emit(f"del h{storage}", f"drop_host {storage}")
+            case Boundary():
+                raise AssertionError("a boundary divides the lines, it is not one of them")
+
+    def _lower_compute(self, instruction: Compute) -> None:
+        op, call = self.graph.ops[instruction.op], self.binding.calls[instruction.op]
+        again = op.id in self.computed
+        self.computed.add(op.id)
+        for storage in self.arriving & set((*op.reads, *op.mutates)):
+            self._emit(f"h{storage}.arrived()", f"op {op.id} reads it")
+        self.arriving -= set((*op.reads, *op.mutates))
+        comment = f"compute {op.id} {op.name} {op.module}".rstrip()
+        if isinstance(call.target, SaveGeneratorState) and op.writes[0] not in self.replayed:
+            self._emit(f"s{op.writes[0]} = None", f"{comment}: nothing replays it")
+        else:
+            target, args = self._target(instruction, call, again)
+            self._emit_call(call, f"{target}({', '.join(args)})", comment)
+        if instruction.in_place_of is not None:
+            self._emit(f"del s{instruction.in_place_of}", "taken over")
+            self.live.discard(instruction.in_place_of)
+        self.live |= set(op.writes)
+
+    def _target(self, instruction: Compute, call: Call, again: bool) -> tuple[str, list[str]]:
+        target: Any = call.target
+        args = [self._render(arg) for arg in call.args]
+        args += [f"{key}={self._render(value)}" for key, value in call.kwargs.items()]
+        if instruction.in_place_of is not None:
+            target, extra = _in_place_form(call, instruction.in_place_of)
+            args += [f"{key}={self._render(value)}" for key, value in extra.items()]
+        name = self._name(target)
+        if again and call.generator_state is not None:
+            device_type = self.graph.ops[call.op].random
+            return "replay", [f"s{call.generator_state}", repr(device_type), name, *args]
+        return name, args
+
+    def _emit_call(self, call: Call, code: str, comment: str) -> None:
+        """Bind each new storage to the first result that shows it; a second copy of a live one is let go at once."""
+        names: list[str] = []
+        bound: set[int] = set()
+        for value in call.results:
+            new = value is not None and value.storage not in self.live and value.storage not in bound
+            names.append(f"s{value.storage}" if new and value is not None else "_")
+            if new and value is not None:
+                bound.add(value.storage)
+                self.bases[value.storage] = value
+        if not bound:
+            self._emit(code, comment)
+            return
+        if _returns_one_tensor(call):
+            self._emit(f"{names[0]} = {code}", comment)
+        else:
+            trailing = "," if len(names) == 1 else ""
+            self._emit(f"{', '.join(names)}{trailing} = {code}", comment)
+        if "_" in names:
+            self._emit("del _", "not wanted again")
+
+    def _emit(self, code: str, comment: str) -> None:
+        self.lines.append(f"{code}  # {comment}")
+
+    def _render(self, tree: Any) -> str:
+        """Python source of an argument: views are made where they are used, constants that print are printed."""
+        if isinstance(tree, Value):
+            return self._render_value(tree)
+        if isinstance(tree, (list, tuple)):
+            inner = ", ".join(self._render(item) for item in tree)
+            return f"[{inner}]" if isinstance(tree, list) else f"({inner}{',' if len(tree) == 1 else ''})"
+        if tree is None or isinstance(tree, (bool, int, str)):
+            return repr(tree)
+        if isinstance(tree, float) and math.isfinite(tree):
+            return repr(tree)
+        return self._name(tree)
+
+    def _render_value(self, value: Value) -> str:
+        base, name = self.bases[value.storage], f"s{value.storage}"
+        if value == base:
+            return name
+        shape, stride = tuple(value.shape), tuple(value.stride)
+        if value.dtype == base.dtype:
+            return f"{self._name(torch.as_strided)}({name}, {shape}, {stride}, {value.offset})"
+        return f"reinterpret({name}, {self._name(value.dtype)}, {shape}, {stride}, {value.offset})"
+
+    def _name(self, thing: Any) -> str:
+        """A name for an object in the function's namespace, the same one each time."""
+        if id(thing) not in self._names:
+            label = str(getattr(thing, "__name__", "constant")).replace(".", "_").lower()
+            label = label if label.isidentifier() and not keyword.iskeyword(label) else "constant"
+            name = f"{label}_{len(self._names)}"
+            self._names[id(thing)] = name
+            self.namespace[name] = thing
+        return self._names[id(thing)]
+
+
+def _returns_one_tensor(call: Call) -> bool:
+    """Whether the target returns a bare tensor; otherwise it returns a sequence of len(results)."""
+    schema = getattr(call.target, "_schema", None)
+    if schema is None:
+        return len(call.results) == 1
+    return len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
+
+
+def _in_place_form(call: Call, storage: int) -> tuple[Any, dict[str, Any]]:
+    """The call that writes its result over `storage`: the operator's in-place overload, or its out variant."""
+    target: Any = call.target
+    first = call.args[0] if call.args else None
+    name, overload = target._schema.name.split("::")[-1], target._overloadname
+    in_place = getattr(getattr(torch.ops.aten, f"{name}_", None), overload, None)
+    if in_place is not None and isinstance(first, Value) and first.storage == storage and call.results[0] is not None:
+        result = call.results[0]
+        if (first.shape, first.stride, first.dtype) == (result.shape, result.stride, result.dtype):
+            return in_place, {}
+    out = getattr(target._overloadpacket, "out" if overload == "default" else f"{overload}_out", None)
+    result = call.results[0]
+    assert out is not None and result is not None, f"{target} has no form that writes over an input"
+    over = Value(
+        storage=storage, dtype=result.dtype, shape=result.shape, stride=result.stride, offset=result.offset
+    )
+    return out, {out._schema.arguments[-1].name: over}
+
+
+def _storages_named(lines: Iterable[str]) -> set[int]:
+    """The storages that code refers to: identifiers s<number> outside of comments."""
+    found: set[int] = set()
+    for line in lines:
+        code = line.split("  # ", 1)[0]
+        for word in "".join(c if c.isalnum() or c == "_" else " " for c in code).split():
+            if word[0] == "s" and word[1:].isdigit():
+                found.add(int(word[1:]))
+    return found
