@@ -1,0 +1,86 @@
+"""What a report can be given beside the plan: points of the trade-off curve, and what was measured on a machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from memfit.errors import InvalidOptionError
+from memfit.plan import Result, Status
+
+
+class CurvePoint(NamedTuple):
+    """What a planner reached at one budget: the predicted overhead, or None where it found no plan.
+
+    >>> CurvePoint(6 << 30, 0.115, Status.FEASIBLE).budget_bytes
+    6442450944
+    """
+
+    budget_bytes: int
+    overhead: float | None
+    status: Status
+
+    @staticmethod
+    def of(budget_bytes: int, result: Result) -> CurvePoint:
+        """Return the point of a planner's answer at this budget."""
+        return CurvePoint(budget_bytes, result.plan.overhead if result.plan else None, result.status)
+
+
+Curve = Iterable[CurvePoint | tuple[int, float | None, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a machine measured: the planned step, and beside it the baseline, which is eager PyTorch.
+
+        >>> measured = Measured(peak_bytes=286 << 20, step_seconds=1.18, machine="2 CPU cores")
+        >>> measured.baseline_peak_bytes is None
+        True
+
+    Args:
+        peak_bytes, step_seconds: the planned step.
+        baseline_peak_bytes, baseline_step_seconds: the same step in eager PyTorch; None where it was not run.
+        bitwise_equal: whether outputs, gradients and buffers were the same bits as the unplanned step's; None where
+            that was not compared.
+        machine: where this was measured, in words.
+    """
+
+    peak_bytes: int
+    step_seconds: float
+    baseline_peak_bytes: int | None = None
+    baseline_step_seconds: float | None = None
+    bitwise_equal: bool | None = None
+    machine: str = ""
+
+    @property
+    def overhead(self) -> float | None:
+        """Measured planned seconds over measured baseline seconds, minus one; None without a baseline."""
+        return self.step_seconds / self.baseline_step_seconds - 1.0 if self.baseline_step_seconds else None
+
+
+def curve_points(curve: Curve) -> Sequence[CurvePoint]:
+    """Return the points in order of budget, plain tuples made into `CurvePoint`s.
+
+    Raises:
+        InvalidOptionError: a point has no positive budget, an overhead that is not a number, or an unknown status.
+    """
+    points = [_point(number, *entry) for number, entry in enumerate(curve)]
+    return sorted(points, key=lambda point: point.budget_bytes)
+
+
+def _point(number: int, budget_bytes: int, overhead: float | None, status: str) -> CurvePoint:
+    if budget_bytes <= 0:
+        raise InvalidOptionError(
+            f"point {number} of the curve has a budget of {budget_bytes} bytes, expected 1 or more"
+        )
+    if overhead is not None and not math.isfinite(overhead):
+        raise InvalidOptionError(
+            f"point {number} of the curve has the overhead {overhead}, expected a number, or None for no plan"
+        )
+    if status not in list(Status):
+        raise InvalidOptionError(
+            f"point {number} of the curve has the status {status!r}, expected one of {', '.join(Status)}"
+        )
+    return CurvePoint(budget_bytes, overhead, Status(status))

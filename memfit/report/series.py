@@ -1,0 +1,132 @@
+"""A run thinned out for a chart: at most so many points, the largest of each bin kept exactly as it is."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memfit.graph import Phase
+from memfit.report.live import Layer, Run
+from memfit.schedule import Code
+
+MOST_POINTS = 1500  # a chart is about 1,000 pixels wide
+_MOST_STRETCHES = 2000  # of a strip; nearer ones are drawn as one
+
+
+class Series(TypedDict):
+    """Live bytes of one run as columns. A point holds from its `seconds` (or `step`) to the next one's.
+
+    `seconds` and `step` (computations so far) are where a bin begins; `total`, `layers`, `ops` and `again` are those of
+    the bin's largest instruction; `end` is where the last one ends. `phases` are spans (name, first, last) by point.
+    """
+
+    seconds: list[float]
+    step: list[int]
+    total: list[int]
+    layers: dict[str, list[int]]
+    ops: list[int | None]
+    again: list[bool]
+    binned: list[int]
+    peak: int
+    end: tuple[float, int]
+    phases: list[tuple[str, float, float, int, int]]
+    strips: dict[str, list[tuple[float, float, float, float]]]
+
+
+def series(run: Run, outside_bytes: int = 0, most_points: int = MOST_POINTS) -> Series:
+    """Return the run's live bytes at `most_points` instructions or fewer; the largest of each bin of instructions.
+
+    Args:
+        outside_bytes: what is on the device for the whole step beside the graph; counted in every total.
+        most_points: the most points there may be; 1 or more.
+    """
+    computed = np.concatenate(([0], np.cumsum(run.schedule.codes == Code.COMPUTE)))
+    # Only these add bytes, so that the peak of a stretch of instructions is at one of them.
+    growing = np.flatnonzero(np.isin(run.schedule.codes, (Code.COMPUTE, Code.PREFETCH, Code.BOUNDARY)))
+    totals = run.timeline.device_bytes + outside_bytes
+    width = -(-len(growing) // most_points) or 1
+    bins = [growing[first : first + width] for first in range(0, len(growing), width)]
+    largest = np.array([members[np.argmax(totals[members])] for members in bins], np.int64)
+    firsts = np.array([members[0] for members in bins], np.int64)
+    layers = {layer: column + (outside_bytes if layer == Layer.OUTSIDE else 0) for layer, column in run.layers.items()}
+    ops = [run.op_at(position) for position in largest.tolist()]
+    return Series(
+        seconds=run.clock_seconds[firsts].tolist(),
+        step=computed[firsts].tolist(),
+        total=totals[largest].tolist(),
+        layers={layer.value: column[largest].tolist() for layer, column in layers.items() if column[largest].any()},
+        ops=ops,
+        again=[
+            op is not None and run.schedule.codes[position] == Code.COMPUTE and run.computations[op][0] != position
+            for op, position in zip(ops, largest.tolist(), strict=True)
+        ],
+        binned=[len(members) for members in bins],
+        peak=int(np.argmax(totals[largest])) if len(bins) else 0,
+        end=(run.timeline.makespan_seconds, int(computed[-1])),
+        phases=_phases(run, computed),
+        strips=_strips(run, computed),
+    )
+
+
+def _phases(run: Run, computed: NDArray[np.int64]) -> list[tuple[str, float, float, int, int]]:
+    """Spans of the step as (name, first second, last second, first step, last step), by first computations."""
+    firsts = sorted((positions[0], op) for op, positions in enumerate(run.computations) if positions)
+    phase_at = [(position, run.graph.ops[op].phase) for position, op in firsts]
+    later = next((position for position, phase in phase_at if phase != Phase.FORWARD), None)
+    if later is None:
+        return _spans(run, computed, [("forward", 0)])
+    last_backward = max((position for position, phase in phase_at if phase == Phase.BACKWARD), default=-1)
+    updates = [position for position, phase in phase_at if phase == Phase.UPDATE]
+    if not updates:
+        return _spans(run, computed, [("forward", 0), ("backward", later)])
+    if updates[0] < last_backward:
+        return _spans(run, computed, [("forward", 0), ("backward and update", later)])
+    if last_backward < 0:
+        return _spans(run, computed, [("forward", 0), ("update", later)])
+    return _spans(run, computed, [("forward", 0), ("backward", later), ("update", updates[0])])
+
+
+def _spans(
+    run: Run, computed: NDArray[np.int64], starts: list[tuple[str, int]]
+) -> list[tuple[str, float, float, int, int]]:
+    ends = [position for _, position in starts[1:]] + [len(run.schedule)]
+    clock = run.clock_seconds
+    spans = [
+        (name, float(clock[first]), float(clock[last]), int(computed[first]), int(computed[last]))
+        for (name, first), last in zip(starts, ends, strict=True)
+    ]
+    return [span for span in spans if span[3] < span[4]]
+
+
+def _strips(run: Run, computed: NDArray[np.int64]) -> dict[str, list[tuple[float, float, float, float]]]:
+    """What happens beside the first computations, as stretches (first second, last second, first step, last step)."""
+    again = sorted(position for positions in run.computations for position in positions[1:])
+    chosen = {
+        "computed again": again,
+        "to host": np.flatnonzero(run.schedule.codes == Code.OFFLOAD).tolist(),
+        "from host": np.flatnonzero(run.schedule.codes == Code.PREFETCH).tolist(),
+    }
+    starts, ends = run.timeline.start_seconds, run.timeline.end_seconds
+    strips: dict[str, list[tuple[float, float, float, float]]] = {}
+    for name, positions in chosen.items():
+        stretches = [(float(starts[p]), float(ends[p]), float(computed[p]), float(computed[p + 1])) for p in positions]
+        if stretches:
+            strips[name] = _merged(stretches, run.timeline.makespan_seconds, int(computed[-1]))
+    return strips
+
+
+def _merged(
+    stretches: list[tuple[float, float, float, float]], seconds: float, steps: int
+) -> list[tuple[float, float, float, float]]:
+    """Join stretches whose gap would not be seen, in seconds and in steps."""
+    merged = [stretches[0]]
+    for first, last, first_step, last_step in stretches[1:]:
+        previous = merged[-1]
+        near = (first - previous[1]) * _MOST_STRETCHES <= seconds
+        if near and (first_step - previous[3]) * _MOST_STRETCHES <= steps:
+            merged[-1] = (previous[0], last, previous[2], last_step)
+        else:
+            merged.append((first, last, first_step, last_step))
+    return merged

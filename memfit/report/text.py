@@ -1,0 +1,160 @@
+"""A plan in plain text: a summary for terminals, and the explanation behind `plan.explain()`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memfit.budget import format_bytes
+from memfit.errors import InvalidOptionError
+from memfit.plan import Plan
+from memfit.report.fates import MEANING, Fate, Kind, Total, fates, totals
+from memfit.report.figures import Curve, CurvePoint, curve_points
+from memfit.report.live import Run, play
+from memfit.report.words import change_text, count_text, printable, seconds_text
+
+_STORAGES_IN_SUMMARY = 5
+_STORAGES_AT_PEAK = 10
+_MODULE_WIDTH = 40
+_ORDER = (Kind.REMATERIALIZED, Kind.OFFLOADED, Kind.KEPT, Kind.FREED, Kind.RESIDENT)  # what the plan did comes first
+
+
+def text_summary(plan: Plan) -> str:
+    """Return a plan's key figures, its peak and the largest storages at it, as a few lines of plain text.
+
+        >>> text_summary(plan)  # doctest: +SKIP
+        resnet50: peak 5.98 GiB of a budget of 6 GiB (unplanned 21.29 GiB)
+        ...
+
+    Times and bytes are predictions, and the text says so.
+    """
+    run = play(plan.graph, plan.schedule, plan.device)
+    lines = [*_key_figures(plan), *_peak_lines(run, _STORAGES_IN_SUMMARY)]
+    return "\n".join([*lines, *(_total_line(total) for total in totals(fates(run), plan.graph))])
+
+
+def explain(plan: Plan, *, curve: Curve = (), storages_per_fate: int | None = 10) -> str:
+    """Return what holds the peak, each storage's fate and why, and what more memory would buy, as plain text.
+
+        >>> print(explain(plan, curve=[(6 << 30, 0.115, "feasible"), (7 << 30, 0.101, "feasible")]))  # doctest: +SKIP
+
+    Args:
+        curve: points (budget in bytes, predicted overhead or None, status), for what more memory would buy.
+        storages_per_fate: how many storages of each fate are listed, largest first; None lists all.
+
+    Raises:
+        InvalidOptionError: a malformed point of the curve, or a negative `storages_per_fate`.
+    """
+    if storages_per_fate is not None and storages_per_fate < 0:
+        raise InvalidOptionError(f"storages_per_fate is {storages_per_fate}, expected 0 or more, or None for all")
+    points = curve_points(curve)
+    run = play(plan.graph, plan.schedule, plan.device)
+    of_storage = fates(run)
+    lines = [*_key_figures(plan), "", *_peak_lines(run, _STORAGES_AT_PEAK)]
+    by_kind = {total.kind: total for total in totals(of_storage, plan.graph)}
+    for kind in _ORDER:
+        if kind in by_kind:
+            members = [fate for fate in of_storage if fate.kind == kind]
+            lines += ["", *_fate_lines(run, by_kind[kind], members, storages_per_fate)]
+    if points:
+        lines += ["", *_buys_lines(plan, points)]
+    return "\n".join(lines)
+
+
+def _key_figures(plan: Plan) -> list[str]:
+    graph, unplanned, predicted = plan.graph, plan.unplanned, plan.predicted
+    lines = [
+        f"{printable(graph.name)}: predicted peak {format_bytes(predicted.peak_bytes)} of a budget of "
+        f"{format_bytes(plan.budget_bytes)} (unplanned {format_bytes(unplanned.peak_bytes)})",
+    ]
+    if unplanned.seconds:
+        lines.append(
+            f"  predicted time: {seconds_text(predicted.seconds)} a step, {change_text(plan.overhead)} against "
+            f"{seconds_text(unplanned.seconds)} unplanned"
+        )
+    else:
+        lines.append("  predicted time: unknown, for the graph carries no times of its ops")
+    if plan.bytes_outside:
+        lines.append(f"  outside the graph: {format_bytes(plan.bytes_outside)}, which the budget covers as well")
+    if predicted.host_peak_bytes:
+        lines.append(f"  host memory: predicted peak {format_bytes(predicted.host_peak_bytes)}")
+    found, bound = plan.bounds.least_budget_found_bytes, plan.bounds.least_budget_bound_bytes
+    reached = f"least budget reached by a plan {format_bytes(found)}, " if found is not None else ""
+    lines.append(
+        f"  limits: {reached}no plan at all below {format_bytes(bound)}; at least "
+        f"{change_text(plan.bounds.overhead)} at this budget"
+    )
+    lines.append(
+        f"  planner {printable(plan.planner)}, {seconds_text(plan.plan_seconds)}: {plan.status}; {plan.status.remedy}"
+    )
+    unknown = sum(op.workspace_bytes is None for op in graph.ops)
+    if unknown:
+        lines.append(f"  workspace of {count_text(unknown, 'op')} is unknown and counted as 0: the peak may be higher")
+    return lines
+
+
+def _peak_lines(run: Run, most: int) -> list[str]:
+    timeline, graph = run.timeline, run.graph
+    position = timeline.peak_position
+    op = run.op_at(position)
+    doing = f", while {printable(graph.ops[op].name)} runs ({graph.ops[op].phase})" if op is not None else ""
+    lines = [f"at the peak, instruction {position} of {len(run.schedule)}{doing}:"]
+    live = run.live_at(position)
+    for storage in live[:most]:
+        lines.append(_storage_line(run, storage))
+    rest = sum(run.device.aligned(graph.storages[storage].bytes) for storage in live[most:])
+    if rest:
+        lines.append(f"  {format_bytes(rest):>10}  in {count_text(len(live) - most, 'more storage')}")
+    not_storages = timeline.peak_bytes - sum(run.device.aligned(graph.storages[storage].bytes) for storage in live)
+    if not_storages:
+        lines.append(f"  {format_bytes(not_storages):>10}  workspace, second copies, and what is outside the graph")
+    return lines
+
+
+def _storage_line(run: Run, storage: int) -> str:
+    held = run.graph.storages[storage]
+    return f"  {format_bytes(held.bytes):>10}  {held.role:<10}  {printable(held.name)}{_module(run, storage)}"
+
+
+def _module(run: Run, storage: int) -> str:
+    """Return the module whose op writes the storage, in brackets, its end cut off where it is long."""
+    writer = run.graph.writer_of.get(storage)
+    module = printable(run.graph.ops[writer].module) if writer is not None else ""
+    return f" [{module if len(module) <= _MODULE_WIDTH else module[: _MODULE_WIDTH - 1] + '…'}]" if module else ""
+
+
+def _total_line(total: Total) -> str:
+    return f"  {format_bytes(total.bytes):>10}  {total.kind}: {count_text(total.count, 'storage')}"
+
+
+def _fate_lines(run: Run, total: Total, members: list[Fate], most: int | None) -> list[str]:
+    sizes = run.graph.storages
+    members = sorted(members, key=lambda fate: (-sizes[fate.storage].bytes, fate.storage))
+    lines = [
+        f"{total.kind}: {count_text(total.count, 'storage')}, {format_bytes(total.bytes)} together "
+        f"({MEANING[total.kind]})"
+    ]
+    shown = members[:most]
+    lines += [f"{_storage_line(run, fate.storage)}: {fate.text}; {printable(fate.why)}" for fate in shown]
+    left = members[len(shown) :]
+    if left:
+        bytes_left = sum(sizes[fate.storage].bytes for fate in left)
+        lines.append(f"  {format_bytes(bytes_left):>10}  in {count_text(len(left), 'more storage')}")
+    return lines
+
+
+def _buys_lines(plan: Plan, points: Sequence[CurvePoint]) -> list[str]:
+    lines = [f"what another budget would cost (this plan: {change_text(plan.overhead)}):"]
+    for point in points:
+        difference = point.budget_bytes - plan.budget_bytes
+        if not difference:
+            continue
+        step = f"{format_bytes(abs(difference))} {'more' if difference > 0 else 'less'}"
+        if point.overhead is None:
+            lines.append(f"  {step} ({format_bytes(point.budget_bytes)}): no plan ({point.status.replace('_', ' ')})")
+            continue
+        points_of_percent = (point.overhead - plan.overhead) * 100
+        lines.append(
+            f"  {step} ({format_bytes(point.budget_bytes)}): {change_text(point.overhead)}, "
+            f"{points_of_percent:+.1f} points of a percent"
+        )
+    return lines
