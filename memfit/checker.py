@@ -20,7 +20,8 @@ storage that it reads or mutates at the version that it saw in the original orde
   version. The copy is under way until an op reads `s`, or `s` departs at a boundary, or the schedule ends.
 - **DropHost(s)** needs a host copy, and no copy of it under way in either direction.
 - **Boundary(b)** stands once for each boundary, in order, after a first computation of every op before its position
-  and of none after. Departures must be there, with all mutations so far; they are the user's from then on. Arrivals come.
+  and of none after. Departures must be there, with all mutations so far; they are the user's from then on. Arrivals
+  come.
 - **At the end** what is `required_at_end` is on the device, at its last version. Host copies may be left over.
 """
 

@@ -1,0 +1,176 @@
+"""The one simulator: exact bytes at every instruction of a schedule, and its time on three serial streams.
+
+Memory is exact because it is allocated and freed at positions, never at times: a write is there from its Compute on, a
+Drop frees at its position, a Prefetch allocates at its position. Time runs on three streams that overlap, each serial:
+
+- compute: Compute instructions in order. One starts when the one before it has ended, and every prefetch that it reads.
+- to_host: an Offload starts when compute has reached it and the offload before it has ended; Wait stops compute until
+  it has ended.
+- to_device: a Prefetch starts when compute has reached it and the prefetch before it has ended.
+
+The hot loop is compiled by numba. It finds a schedule that moves what is not there, and never reads out of bounds, but
+it assumes the rest: `memfit.checker.check` is the judge of what is legal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memfit.device import GENERIC, Device
+from memfit.errors import InvalidDeviceError, InvalidScheduleError
+from memfit.graph import Graph
+from memfit.schedule import Code, Schedule
+from memfit.simulate_loop import GraphArrays, TimelineArrays, replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """What happens when a schedule runs; arrays have one entry for each instruction.
+
+    Attributes:
+        start_seconds: float64[n], when the instruction starts on its stream, from 0 at the start of the step.
+        end_seconds: float64[n], when it ends; frees and allocations take no time.
+        device_bytes: int64[n], bytes on the device while it runs: residents, workspace and second copies included.
+        host_bytes: int64[n], bytes of host copies while it runs.
+        peak_bytes: the largest of `device_bytes`; `peak_position` is the first instruction that holds it.
+        host_peak_bytes: the largest of `host_bytes`.
+        makespan_seconds: when the last stream ends.
+        busy_seconds: stream (`compute`, `to_host`, `to_device`) -> seconds that it works.
+        stall_seconds: seconds that compute waits for copies.
+    """
+
+    start_seconds: NDArray[np.float64]
+    end_seconds: NDArray[np.float64]
+    device_bytes: NDArray[np.int64]
+    host_bytes: NDArray[np.int64]
+    peak_bytes: int
+    peak_position: int
+    host_peak_bytes: int
+    makespan_seconds: float
+    busy_seconds: dict[str, float]
+    stall_seconds: float
+
+
+def simulate(graph: Graph, schedule: Schedule, device: Device = GENERIC) -> Timeline:
+    """Return what happens when `schedule` carries out `graph` on `device`.
+
+        >>> from memfit.graph import Graph, Op, Phase, Role, Storage
+        >>> from memfit.schedule import Schedule
+        >>> graph = Graph.build(
+        ...     name="double",
+        ...     storages=[
+        ...         Storage(id=0, name="x", bytes=4096, role=Role.INPUT),
+        ...         Storage(id=1, name="y", bytes=4096, role=Role.OUTPUT),
+        ...     ],
+        ...     ops=[Op(id=0, name="mul", phase=Phase.FORWARD, reads=(0,), writes=(1,), seconds=1e-6)],
+        ... )
+        >>> timeline = simulate(graph, Schedule.parse("compute 0"))
+        >>> timeline.peak_bytes, timeline.makespan_seconds
+        (8192, 1e-06)
+
+    Args:
+        graph: its op times, in seconds, and storage sizes, in bytes, are taken as they stand.
+        schedule: legal on `graph`, as `memfit.checker.check` has it.
+        device: gives the alignment of allocations and the rates of the link to the host.
+
+    Raises:
+        InvalidScheduleError: an id is not the graph's, or an instruction moves what is not there.
+        InvalidDeviceError: the schedule offloads or prefetches, and the device has no rate for it.
+    """
+    arrays = arrays_of(graph, device.alignment_bytes)
+    count = len(schedule)
+    out = TimelineArrays(np.empty(count), np.empty(count), np.empty(count, np.int64), np.empty(count, np.int64))
+    rates = (device.to_host_bytes_per_second or 0.0, device.to_device_bytes_per_second or 0.0)
+    failed_at, peak_position, host_peak, compute, to_host, to_device, stall, makespan = replay(
+        schedule.codes, schedule.operands, schedule.extras, arrays, rates, out
+    )
+    if failed_at >= 0:
+        _fail(graph, schedule, device, failed_at)
+    residents_only = int(arrays.device_bytes @ arrays.resident) if count == 0 else 0
+    return Timeline(
+        start_seconds=out.start_seconds,
+        end_seconds=out.end_seconds,
+        device_bytes=out.device_bytes,
+        host_bytes=out.host_bytes,
+        peak_bytes=int(out.device_bytes[peak_position]) if count else residents_only,
+        peak_position=peak_position,
+        host_peak_bytes=host_peak,
+        makespan_seconds=makespan,
+        busy_seconds={"compute": compute, "to_host": to_host, "to_device": to_device},
+        stall_seconds=stall,
+    )
+
+
+def arrays_of(graph: Graph, alignment_bytes: int = 1) -> GraphArrays:
+    """Return the graph as arrays, storages rounded up to `alignment_bytes`; made once for each graph and alignment.
+
+    Raises:
+        InvalidGraphError: the graph was not made by `Graph.build`, and breaks a rule.
+    """
+    kept = cast("dict[int, GraphArrays]", vars(graph).setdefault("_arrays", {}))
+    if alignment_bytes not in kept:
+        kept[alignment_bytes] = _to_arrays(graph.verify(), alignment_bytes)
+    return kept[alignment_bytes]
+
+
+def _to_arrays(graph: Graph, alignment_bytes: int) -> GraphArrays:
+    sizes = np.array([storage.bytes for storage in graph.storages], np.int64)
+    read_starts, reads = _rows([storage for storage, _ in needs] for needs in graph.read_versions)
+    write_starts, writes = _rows(op.writes for op in graph.ops)
+    reuse_starts, reuses = _rows([storage for pair in op.reuses for storage in pair] for op in graph.ops)
+    arrival_starts, arrivals = _rows(boundary.arrivals for boundary in graph.boundaries)
+    departure_starts, departures = _rows(boundary.departures for boundary in graph.boundaries)
+    return GraphArrays(
+        device_bytes=-(-sizes // alignment_bytes) * alignment_bytes,
+        host_bytes=sizes,
+        resident=np.array([storage.resident for storage in graph.storages], np.uint8),
+        seconds=np.array([op.seconds for op in graph.ops], np.float64),
+        workspace_bytes=np.array([op.workspace_bytes or 0 for op in graph.ops], np.int64),
+        read_starts=read_starts,
+        reads=reads,
+        write_starts=write_starts,
+        writes=writes,
+        reuse_starts=reuse_starts,
+        reuses=reuses,
+        arrival_starts=arrival_starts,
+        arrivals=arrivals,
+        departure_starts=departure_starts,
+        departures=departures,
+    )
+
+
+def _rows(lists: Iterable[Sequence[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return (starts, entries): the lists end to end, and where each begins."""
+    rows = list(lists)
+    starts = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(row) for row in rows], out=starts[1:])
+    return starts, np.array([entry for row in rows for entry in row], np.int32)
+
+
+def _fail(graph: Graph, schedule: Schedule, device: Device, position: int) -> None:
+    code, operand = int(schedule.codes[position]), int(schedule.operands[position])
+    known = {Code.COMPUTE: len(graph.ops), Code.BOUNDARY: len(graph.boundaries)}
+    if code not in set(Code) or not 0 <= operand < known.get(Code(code), len(graph.storages)):
+        raise InvalidScheduleError(
+            f"instruction {position} (code {code}, operand {operand}) names what is not in graph {graph.name!r}; was "
+            f"the schedule made for another graph? memfit.check says more"
+        )
+    text = schedule.lines()[position]
+    for kind, rate in (
+        (Code.OFFLOAD, "to_host_bytes_per_second"),
+        (Code.PREFETCH, "to_device_bytes_per_second"),
+    ):
+        if code == kind and getattr(device, rate) is None:
+            raise InvalidDeviceError(
+                f"instruction {position} {text!r} copies, but device {device.name!r} has no {rate}; calibrate it, or "
+                f"name a device with a link to its host"
+            )
+    raise InvalidScheduleError(
+        f"instruction {position} {text!r} cannot be carried out on graph {graph.name!r}: something is not where it "
+        f"must be; memfit.check says what, and what to do"
+    )
