@@ -1,0 +1,54 @@
+"""From a sequence of computations to the schedule that frees everything right after its last use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from memfit.planners.program import NOT_AN_OP, Program
+from memfit.schedule import Boundary, Compute, Drop, Instruction, Schedule
+
+
+def emit(program: Program, sequence: Iterable[int]) -> Schedule:
+    """Return the schedule that computes `sequence` (positions of `program`) with the fewest bytes at every instruction.
+
+    A storage is dropped right after its last use; a write that nothing uses, at once. Where a dying read's memory may be
+    taken over by a write, it is.
+    """
+    order = list(sequence)
+    blocks: list[list[Instruction]] = []
+    needed: set[int] = set()
+    for position in reversed(order):
+        blocks.append(_block(program, position, needed))
+    return Schedule.of(instruction for block in reversed(blocks) for instruction in block)
+
+
+def _block(program: Program, position: int, needed: set[int]) -> list[Instruction]:
+    """Return the instructions of one position; `needed` goes from what is used after it to what is used from it on."""
+    arrays = program.arrays
+    reads = arrays.reads[arrays.read_start[position] : arrays.read_start[position + 1]].tolist()
+    writes = arrays.writes[arrays.write_start[position] : arrays.write_start[position + 1]].tolist()
+    unused = [storage for storage in writes if storage not in needed]
+    dying = [storage for storage in reads if storage not in needed]
+    needed.difference_update(writes)
+    needed.update(reads)
+    if position in program.boundary_at:
+        number = program.boundary_at[position]
+        holds = any(program.storage_of[storage] == len(program.graph.storages) for storage in writes)
+        block: list[Instruction] = [
+            Boundary(boundary=number, bytes_outside=program.problem.bytes_outside if holds else 0)
+        ]
+    elif program.op_at[position] == NOT_AN_OP:
+        return []  # the end: what it reads stays
+    else:
+        over = _taken_over(program, position, dying)
+        block = [Compute(op=program.op_at[position], in_place_of=None if over is None else program.storage_of[over])]
+        dying = [storage for storage in dying if storage != over]
+    return block + [Drop(storage=program.storage_of[storage]) for storage in sorted(unused + dying)]
+
+
+def _taken_over(program: Program, position: int, dying: list[int]) -> int | None:
+    """Return the dying read with the most bytes that a write of `position` may take over."""
+    arrays = program.arrays
+    pairs = arrays.reuse_reads[arrays.reuse_start[position] : arrays.reuse_start[position + 1]].tolist()
+    candidates = [storage for storage in pairs if storage in dying]
+    return max(candidates, key=lambda storage: (arrays.size_bytes[storage], -storage), default=None)
