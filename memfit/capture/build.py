@@ -1,4 +1,6 @@
-"""From a Trace to a Graph and its Binding: dead calls go, generator states come, everything gets its name and number."""
+"""From a Trace to a Graph and its Binding: dead calls go, generator states come, everything gets its name and
+number.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from memfit.graph import Boundary, Graph, Op, Role, Storage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A captured step: the graph to plan, and the binding that runs it. Seconds are 0 until `memfit.cost` fills them in."""
+    """A captured step: the graph to plan, and the binding that runs it. Seconds are 0 until `memfit.cost` fills
+    them in.
+    """
 
     graph: Graph
     binding: Binding
@@ -41,7 +45,7 @@ def build(
         UnsupportedStepError: the step runs collective operations.
     """
     kept = {value.storage for value in outputs.values()}
-    kept |= {storage for storage, traced in enumerate(trace.storages) if traced.resident}
+    kept |= {storage for storage, traced in enumerate(trace.storages) if traced.resident} | set(trace.arrivals)
     calls, position = _live_calls(trace.calls, kept, boundary.position if boundary else 0)
     for call in calls:
         if "c10d" in str(call.target):
@@ -49,13 +53,13 @@ def build(
                 f"{call.module or 'the step'} runs the collective {call.target}; memfit does not plan across ranks yet"
             )
     calls, storages, states_before = _with_generator_states(calls, list(trace.storages), position)
-    renumbered = _renumbering(trace, storages, calls, kept)
+    renumbered = _renumbering(trace, storages, calls)
     op_names = _op_names(calls)
     ops = tuple(_op(index, call, op_names[index], renumbered) for index, call in enumerate(calls))
     boundaries = ()
     if boundary is not None:
         departures = dict.fromkeys(renumbered[v.storage] for v in boundary.departures)
-        arrivals = tuple(renumbered[storage] for storage in trace.arrivals if storage in renumbered)
+        arrivals = tuple(renumbered[storage] for storage in trace.arrivals)
         boundaries = (
             Boundary(
                 position=position + states_before,
@@ -126,15 +130,10 @@ def _with_generator_states(
     return extended, storages, inserted_before
 
 
-def _renumbering(
-    trace: Trace, storages: Sequence[TracedStorage], calls: Sequence[TracedCall], kept: set[int]
-) -> dict[int, int]:
+def _renumbering(trace: Trace, storages: Sequence[TracedStorage], calls: Sequence[TracedCall]) -> dict[int, int]:
     """Old storage number -> new: residents first, then arrivals and written storages in the order they appear."""
-    used = set(kept)
-    for call in calls:
-        used.update(call.reads, call.writes, call.mutates)
     order = [number for number, storage in enumerate(storages) if storage.resident]
-    order += [number for number in trace.arrivals if number in used]
+    order += trace.arrivals
     for call in calls:
         order += call.writes
     return {old: new for new, old in enumerate(dict.fromkeys(order))}

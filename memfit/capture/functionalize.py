@@ -1,7 +1,7 @@
 """Functional forms of in-place calls: the same kernel's arithmetic, into a storage of its own.
 
-A functional form is used only when it gives a tensor of exactly the metadata that the in-place call leaves; otherwise the
-call stays a mutation.
+A functional form is used only when it gives a tensor of exactly the metadata that the in-place call leaves; otherwise
+the call stays a mutation.
 """
 
 from __future__ import annotations
@@ -12,10 +12,22 @@ from typing import Any
 
 import torch
 
-# In-place calls whose result does not depend on what was there before: only the metadata of their first argument counts.
+# In-place calls whose result does not depend on what was there before: only the metadata of their first argument
+# counts.
 _OVERWRITING = frozenset(
-    ["bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_"]
-    + ["uniform_", "zero_"]
+    [
+        "bernoulli_",
+        "cauchy_",
+        "copy_",
+        "exponential_",
+        "fill_",
+        "geometric_",
+        "log_normal_",
+        "normal_",
+        "random_",
+        "uniform_",
+        "zero_",
+    ]
 )
 
 # Batch normalizations by kernel: the positions of running_mean, running_var, and of `training` (None: always training).
@@ -32,7 +44,9 @@ BATCH_NORMS: dict[Any, tuple[int, int, int | None]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchNorm:
-    """Training batch normalization that leaves its running statistics alone and returns updated copies after the rest."""
+    """Training batch normalization that leaves its running statistics alone and returns updated copies after the
+    rest.
+    """
 
     func: Any
     mean_position: int
@@ -110,7 +124,9 @@ def functional_variant(
 
 
 def _covers_its_storage(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is dense and is all of its storage, so that a new storage can take its place for every view."""
+    """Whether the tensor is dense and is all of its storage, so that a new storage can take its place for every
+    view.
+    """
     if tensor.numel() * tensor.element_size() != _storage_bytes(tensor) or tensor.storage_offset() != 0:
         return False
     expected = 1

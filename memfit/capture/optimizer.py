@@ -1,9 +1,10 @@
 """The optimizer's part of a step, as ops whose targets run the optimizer's own code.
 
 What changes between steps (learning rates, step counts, bias corrections) is thereby read where eager reads it, and
-computed by eager's own arithmetic; nothing of it is baked into a graph. An optimizer of torch.optim treats its parameters
-one by one, so each parameter is updated as soon as its gradient is complete. What reads several gradients (clipping by the
-global norm, a GradScaler, an optimizer memfit does not know, one with step hooks) becomes one op at the end.
+computed by eager's own arithmetic; nothing of it is baked into a graph. An optimizer of torch.optim treats its
+parameters one by one, so each parameter is updated as soon as its gradient is complete. What reads several gradients
+(clipping by the global norm, a GradScaler, an optimizer memfit does not know, one with step hooks) becomes one op at
+the end.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class ParameterUpdate:
 
 
 class WholeUpdate:
-    """The update of all parameters at once: unscale, clip, step, as the eager loop would, with the gradients in `.grad`."""
+    """The update of all parameters at once: unscale, clip, step, as the eager loop would, with the gradients in
+    `.grad`.
+    """
 
     measurable = False
     __name__ = "optimizer_update"
@@ -83,7 +86,9 @@ class UpdateCost:
 
 
 def updates_one_by_one(step: TrainingStep) -> bool:
-    """Return whether each parameter may be updated by itself, as soon as its gradient is complete, with the same bits."""
+    """Return whether each parameter may be updated by itself, as soon as its gradient is complete, with the same
+    bits.
+    """
     optimizer = step.optimizer
     assert optimizer is not None
     hooks = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
@@ -109,8 +114,8 @@ def update_cost(
 ) -> UpdateCost:
     """Return what updating `parameter` takes, found by running the optimizer's code on fakes, which costs no memory.
 
-    Where its code cannot run on fakes (it looks at values), two states of the parameter's size are assumed, as Adam has,
-    and as much again for its workspace.
+    Where its code cannot run on fakes (it looks at values), two states of the parameter's size are assumed, as Adam
+    has, and as much again for its workspace.
     """
     alone = _alone(optimizer)
     with mode:

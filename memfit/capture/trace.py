@@ -1,15 +1,16 @@
 """Trace: the calls of one step in execution order, over storages in single-assignment form where mutation allows it.
 
-Both ways in (the whole step and the joint graph) feed tensors and calls to a `Trace`; `memfit.capture.build` turns it into a
-Graph and a Binding. Three things happen here and nowhere else:
+Both ways in (the whole step and the joint graph) feed tensors and calls to a `Trace`; `memfit.capture.build` turns it
+into a Graph and a Binding. Three things happen here and nowhere else:
 
-- Aliasing collapses: a tensor becomes a `Value`, a window on a storage, and a call that only makes views leaves no trace.
-- In-place calls are functionalized: `relu_` over the whole of a storage becomes `relu` into a new one, so that it can be
-  computed again. What cannot be (part of a storage, a resident) stays a mutation, which a schedule computes once.
-- Training batch normalization, which updates its running statistics without saying so in its schema, returns them as new
-  storages, copied back once. Its other results do not depend on the statistics, so it does not count as reading them
-  while they are the buffers' own: rematerializing it after the copy is right, and what it then returns for the statistics
-  is read by nobody.
+- Aliasing collapses: a tensor becomes a `Value`, a window on a storage, and a call that only makes views leaves no
+  trace.
+- In-place calls are functionalized: `relu_` over the whole of a storage becomes `relu` into a new one, so that it can
+  be computed again. What cannot be (part of a storage, a resident) stays a mutation, which a schedule computes once.
+- Training batch normalization, which updates its running statistics without saying so in its schema, returns them as
+  new storages, copied back once. Its other results do not depend on the statistics, so it does not count as reading
+  them while they are the buffers' own: rematerializing it after the copy is right, and what it then returns for the
+  statistics is read by nobody.
 """
 
 from __future__ import annotations
@@ -80,11 +81,13 @@ class Trace:
         self.residents.append(Resident(value=value, origin=origin, key=key, constant=constant))
         return value
 
-    def add_arrival(self, tensor: torch.Tensor, *, name: str) -> Value:
+    def add_arrival(self, tensor: torch.Tensor, *, key: int, name: str) -> Value:
         """Enter a tensor that comes at the boundary: a gradient that autograd hands to the backward half."""
         if storage_key(tensor) not in self._storage_of:
             self.arrivals.append(self._new_storage(tensor, name=name, role=Role.GRADIENT))
-        return self.value(tensor)
+        value = self.value(tensor)
+        self.residents.append(Resident(value=value, origin=Origin.TANGENT, key=key))
+        return value
 
     def value(self, tensor: torch.Tensor) -> Value:
         """Return `tensor` as a window on its storage as it is now; a real tensor never seen before is a constant."""
@@ -109,7 +112,9 @@ class Trace:
         )
 
     def add_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
-        """Enter one operator call and what it returned; the fakes it ran on are already mutated, their Values not yet."""
+        """Enter one operator call and what it returned; the fakes it ran on are already mutated, their Values not
+        yet.
+        """
         outputs = tree_flatten(returned)[0]
         mutated = _mutated_tensors(func, args, kwargs)
         if func._overloadpacket in BATCH_NORMS and self._add_batch_norm(func, args, kwargs, outputs):
@@ -127,10 +132,6 @@ class Trace:
                     traced_args = traced_args[1:]
                 outputs, mutated = [mutated[0]], []
         self._append(func, target, traced_args, traced_kwargs, outputs, mutated)
-
-    def add_opaque(self, call: TracedCall) -> None:
-        """Enter a call that memfit makes itself: an optimizer's update of one parameter, say."""
-        self.calls.append(call)
 
     def write_back(self) -> None:
         """Copy the running statistics to their buffers: once a step, when the forward pass is done."""
@@ -252,7 +253,9 @@ def _mutated_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _generator_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> str | None:
-    """The generator that a call draws from, or None; attention with dropout_p = 0 draws nothing though its tag says so."""
+    """The generator that a call draws from, or None; attention with dropout_p = 0 draws nothing though its tag
+    says so.
+    """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     for position, argument in enumerate(func._schema.arguments):

@@ -24,7 +24,8 @@ class TrainingStep:
 
     Args:
         model: any module; parameters, buffers and train/eval modes are read from it at every step.
-        loss: `loss(model, batch)` returns a scalar; autocast belongs in it. A loss module (`nn.CrossEntropyLoss()`) or a
+        loss: `loss(model, batch)` returns a scalar; autocast belongs in it. A loss module (`nn.CrossEntropyLoss()`) or
+        a
             function of torch.nn.functional is called as `loss(model(inputs), target)` with `inputs, target = batch`.
         batch: any nesting of tuples, lists, dicts and tensors; an example of what later steps will be given.
         optimizer: updates the model's parameters; None leaves the gradients in `.grad`.

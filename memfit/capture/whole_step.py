@@ -1,7 +1,8 @@
 """Capture of a whole step: forward, loss, backward and update run once on fake tensors, and every call is written down.
 
-Autograd itself runs, so what is recorded are the very kernels, in the very order, that eager PyTorch would call. Parameters,
-buffers and batch are fakes meanwhile: no memory is used, no generator advances, nothing of the user's changes.
+Autograd itself runs, so what is recorded are the very kernels, in the very order, that eager PyTorch would call.
+Parameters, buffers and batch are fakes meanwhile: no memory is used, no generator advances, nothing of the user's
+changes.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ from memfit.capture.torch_private import (
 )
 from memfit.capture.trace import Trace, TracedCall
 from memfit.capture.training_step import TrainingStep
-from memfit.errors import CaptureError, InvalidDeviceError, MemfitError
+from memfit.errors import CaptureError, InvalidDeviceError, InvalidOptionError, MemfitError, UnsupportedStepError
 from memfit.graph import Phase, Role
+
+_ACROSS_RANKS = frozenset(["DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"])
 
 
 def capture_whole_step(step: TrainingStep, batch: Any = None) -> Captured:
     """Return the graph of one step on `batch` (the step's own where it is None), and its binding.
 
-    Gradients already in `.grad` are residents that the step adds to. Without an optimizer the gradients are outputs named
-    `grad:<parameter>`; the loss is the output `loss`.
+    Gradients already in `.grad` are residents that the step adds to. Without an optimizer the gradients are outputs
+    named `grad:<parameter>`; the loss is the output `loss`.
 
     Raises:
         CaptureError: the step looks at a tensor's value, or its model raises; names the user's line.
@@ -79,8 +82,13 @@ class _WholeStepCapture:
 
     def run(self) -> Captured:
         step = self.step
+        require_one_rank(step.model)
         if step.optimizer is not None:
             require_supported(step.optimizer)
+        elif step.clip_norm is not None:
+            raise InvalidOptionError(
+                "clip_norm needs an optimizer; without one, clip the gradients in `.grad` yourself"
+            )
         if step.scaler is not None:  # its scale is made at its first use, and must be a real tensor
             step.scaler.scale(torch.zeros((), device=self.device))
         fake_batch = self._enter_batch()
@@ -100,7 +108,7 @@ class _WholeStepCapture:
             ) from error
         except MemfitError:
             raise
-        except Exception as error:  # noqa: BLE001  the user's model may raise anything: their line is what helps
+        except Exception as error:
             raise CaptureError(f"{user_line(error)}: the step raised {type(error).__name__}: {error}") from error
         finally:
             _restore_generators(generator_states)
@@ -114,11 +122,17 @@ class _WholeStepCapture:
             number = next(position)
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            fake = leaf if is_fake(leaf) else self.mode.from_tensor(leaf)
+            fake = leaf if is_fake(leaf) else self._fake_input(leaf)
             self.trace.add_resident(fake, role=Role.INPUT, origin=Origin.INPUT, key=number, name=f"batch_{number}")
             return fake
 
         return tree_map(enter, self.batch)
+
+    def _fake_input(self, leaf: torch.Tensor) -> torch.Tensor:
+        """A fake with a storage of its own: a batch may be cut out of a larger tensor, at another place each step."""
+        with self.mode:
+            fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        return fake.requires_grad_(leaf.requires_grad)
 
     def _make_fakes(self) -> None:
         for tensor in (*self.step.model.parameters(), *self.step.model.buffers()):
@@ -293,6 +307,16 @@ def step_device(model: torch.nn.Module, batch: Any) -> torch.device:
                 f"tensor {number} of the batch is on {leaf.device}, the model is on {device}; move the batch"
             )
     return device
+
+
+def require_one_rank(model: torch.nn.Module) -> None:
+    """Raise UnsupportedStepError for a model under DDP or FSDP."""
+    for module in model.modules():
+        wrapper = _ACROSS_RANKS.intersection(kind.__name__ for kind in type(module).__mro__)
+        if wrapper:
+            raise UnsupportedStepError(
+                f"the model is wrapped in {wrapper.pop()}; memfit does not plan across ranks yet: give it the bare module"
+            )
 
 
 def user_line(error: BaseException) -> str:

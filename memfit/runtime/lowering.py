@@ -1,8 +1,8 @@
 """Lowering: a schedule becomes the source of a Python function whose locals are the storages.
 
-A storage is a local variable for exactly as long as the schedule says: `Compute` binds it, `Drop` deletes it, so what the
-allocator holds is what the simulator counted. The source can be read (`print(step.program.source)`), and a traceback
-through it shows the line of the instruction.
+A storage is a local variable for exactly as long as the schedule says: `Compute` binds it, `Drop` deletes it, so what
+the allocator holds is what the simulator counted. The source can be read (`print(step.program.source)`), and a
+traceback through it shows the line of the instruction.
 
     s7 = convolution(s0, s3, None, [1, 1], ...)   # compute 2 convolution_1 conv1
     del s0                                        # drop 0
@@ -13,15 +13,14 @@ from __future__ import annotations
 import keyword
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from memfit.binding import Binding, Call, Value
 from memfit.capture.generators import SaveGeneratorState, replay
-from memfit.capture.torch_private import tree_flatten
 from memfit.graph import Graph
 from memfit.runtime.transfers import offload
 from memfit.runtime.views import reinterpret
@@ -30,28 +29,37 @@ from memfit.schedule import Boundary, Compute, Drop, DropHost, Instruction, Offl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoweredHalf:
-    """The lines between two boundaries: `takes` storages are its arguments, `gives` are what it returns."""
+    """The lines between two boundaries: `takes` are the storages it needs from outside, `gives` those live at its end.
+
+    `outputs` are expressions for the values that it hands to the user.
+    """
 
     lines: tuple[str, ...]
     takes: tuple[int, ...]
     gives: tuple[int, ...]
+    outputs: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """Source lines of each part of a schedule, and the objects that they name.
-
-    `bases` is, for each storage that a schedule's code touches, the Value under which its variable holds it.
-    """
+    """Source lines of each part of a schedule, and the objects that they name."""
 
     halves: tuple[LoweredHalf, ...]
     namespace: dict[str, Any]
-    bases: dict[int, Value]
 
 
-def lower(graph: Graph, binding: Binding, schedule: Schedule) -> Lowered:
-    """Return the code of a checked schedule; one part, or two where the graph has a boundary."""
-    return _Lowering(graph, binding, schedule).run()
+def lower(graph: Graph, binding: Binding, schedule: Schedule, outputs: Sequence[Sequence[Value]]) -> Lowered:
+    """Return the code of a checked schedule: one part, or two where the graph has a boundary.
+
+    `outputs` are, for each part, the values that it hands to the user.
+    """
+    return _Lowering(graph, binding, schedule, outputs).run()
+
+
+class _Part(NamedTuple):
+    lines: list[str]
+    outputs: tuple[str, ...]
+    live: set[int]
 
 
 @dataclass
@@ -59,6 +67,7 @@ class _Lowering:
     graph: Graph
     binding: Binding
     schedule: Schedule
+    outputs: Sequence[Sequence[Value]]
     namespace: dict[str, Any] = field(default_factory=dict[str, Any])
     bases: dict[int, Value] = field(default_factory=dict[int, Value])
     live: set[int] = field(default_factory=set[int])
@@ -74,39 +83,37 @@ class _Lowering:
             for value in call.results:
                 if value is not None:
                     self.bases.setdefault(value.storage, value)
-        for boundary in self.graph.boundaries:
-            for storage in boundary.arrivals:
-                self.bases.setdefault(storage, self._first_use(storage))
         times = Counter(i.op for i in self.schedule if isinstance(i, Compute))
         self.replayed = {self.binding.calls[op].generator_state for op, count in times.items() if count > 1}
         self.namespace |= {"reinterpret": reinterpret, "replay": replay, "offload": offload}
-        parts: list[tuple[list[str], set[int]]] = []
+        parts: list[_Part] = []
         for instruction in self.schedule:
             if isinstance(instruction, Boundary):
-                parts.append((self.lines, set(self.live)))
-                self.lines = []
+                parts.append(self._finished_part(len(parts)))
                 self.live |= set(self.graph.boundaries[instruction.boundary].arrivals)
             else:
                 self._lower(instruction)
-        parts.append((self.lines, set(self.live)))
-        return Lowered(halves=tuple(self._halves(parts)), namespace=self.namespace, bases=self.bases)
+        parts.append(self._finished_part(len(parts)))
+        return Lowered(halves=tuple(self._halves(parts)), namespace=self.namespace)
 
-    def _halves(self, parts: list[tuple[list[str], set[int]]]) -> Iterable[LoweredHalf]:
-        before: set[int] = set()
-        for number, (lines, live) in enumerate(parts):
-            if number:
-                before = parts[number - 1][1] | set(self.graph.boundaries[number - 1].arrivals)
-            used = _storages_named(lines)
-            residents = {storage.id for storage in self.graph.storages if storage.resident}
-            takes = tuple(sorted((before | residents) & used))
-            yield LoweredHalf(lines=tuple(lines), takes=takes, gives=tuple(sorted(live)))
+    def _finished_part(self, number: int) -> _Part:
+        outputs = tuple(self._render(value) for value in self.outputs[number])
+        part = _Part(self.lines, outputs, set(self.live))
+        self.lines = []
+        return part
 
-    def _first_use(self, storage: int) -> Value:
-        for call in self.binding.calls:
-            for leaf in tree_flatten((call.args, dict(call.kwargs)))[0]:
-                if isinstance(leaf, Value) and leaf.storage == storage:
-                    return leaf
-        return next(value for value in self.binding.outputs.values() if value.storage == storage)
+    def _halves(self, parts: list[_Part]) -> Iterable[LoweredHalf]:
+        available = {storage.id for storage in self.graph.storages if storage.resident}
+        for number, part in enumerate(parts):
+            takes = available & _storages_named([*part.lines, *part.outputs])
+            yield LoweredHalf(
+                lines=tuple(part.lines),
+                takes=tuple(sorted(takes)),
+                gives=tuple(sorted(part.live)),
+                outputs=part.outputs,
+            )
+            if number < len(self.graph.boundaries):
+                available |= part.live | set(self.graph.boundaries[number].arrivals)
 
     def _lower(self, instruction: Instruction) -> None:
         match instruction:
@@ -133,9 +140,9 @@ class _Lowering:
         op, call = self.graph.ops[instruction.op], self.binding.calls[instruction.op]
         again = op.id in self.computed
         self.computed.add(op.id)
-        for storage in self.arriving & set((*op.reads, *op.mutates)):
+        for storage in self.arriving & {*op.reads, *op.mutates}:
             self._emit(f"h{storage}.arrived()", f"op {op.id} reads it")
-        self.arriving -= set((*op.reads, *op.mutates))
+        self.arriving -= {*op.reads, *op.mutates}
         comment = f"compute {op.id} {op.name} {op.module}".rstrip()
         if isinstance(call.target, SaveGeneratorState) and op.writes[0] not in self.replayed:
             self._emit(f"s{op.writes[0]} = None", f"{comment}: nothing replays it")
@@ -238,9 +245,7 @@ def _in_place_form(call: Call, storage: int) -> tuple[Any, dict[str, Any]]:
     out = getattr(target._overloadpacket, "out" if overload == "default" else f"{overload}_out", None)
     result = call.results[0]
     assert out is not None and result is not None, f"{target} has no form that writes over an input"
-    over = Value(
-        storage=storage, dtype=result.dtype, shape=result.shape, stride=result.stride, offset=result.offset
-    )
+    over = Value(storage=storage, dtype=result.dtype, shape=result.shape, stride=result.stride, offset=result.offset)
     return out, {out._schema.arguments[-1].name: over}
 
 

@@ -1,7 +1,7 @@
 """Copies between device and host, as a program's Offload, Wait and Prefetch call them.
 
-On CUDA both directions have a stream of their own, the host's copy is pinned, and compute waits for events, never the host
-for the device. On a CPU the copies are plain and done when the call returns.
+On CUDA both directions have a stream of their own, the host's copy is pinned, and compute waits for events, never the
+host for the device. On a CPU the copies are plain and done when the call returns.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ class HostCopy:
 
     def prefetch(self) -> torch.Tensor:
         """Allocate on the device at once, start the copy back, return the tensor; read it only after `arrived`."""
-        tensor = torch.empty_strided(
-            self._host.shape, self._host.stride(), dtype=self._host.dtype, device=self.device
-        )
+        tensor = torch.empty_strided(self._host.shape, self._host.stride(), dtype=self._host.dtype, device=self.device)
         if not tensor.is_cuda:
             return tensor.copy_(self._host)
         _, to_device = _streams(self.device)

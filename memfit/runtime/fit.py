@@ -1,0 +1,233 @@
+"""`fit`: a training step that stays inside a budget of bytes, as an object that is called once a batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memfit.binding import Value
+from memfit.capture import Captured, TrainingStep, capture
+from memfit.capture.torch_private import tree_flatten
+from memfit.errors import VerificationError
+from memfit.plan import Plan, Progress
+from memfit.runtime.planning import (
+    DEFAULT_PLANNER,
+    DEFAULT_TIME_LIMIT_SECONDS,
+    Prepared,
+    Settings,
+    prepare,
+    unheard,
+)
+from memfit.runtime.residents import Fetch, make_fetchers
+
+if TYPE_CHECKING:
+    from memfit.runtime.measure import Measurement
+
+_GRADIENT = "grad:"
+
+
+def fit(
+    model: torch.nn.Module,
+    loss: Callable[..., torch.Tensor],
+    batch: Any,
+    *,
+    budget: str | int,
+    optimizer: torch.optim.Optimizer | None = None,
+    clip_norm: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    planner: str = DEFAULT_PLANNER,
+    options: Mapping[str, object] | None = None,
+    time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS,
+    seed: int = 0,
+    plan: Plan | Path | str | None = None,
+    verify: bool = False,
+    on_stage: Callable[[str], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> PlannedStep:
+    """Plan a training step within `budget` and return it, ready to be called with batches.
+
+        >>> import torch, memfit
+        >>> def loss(model, batch):
+        ...     inputs, labels = batch
+        ...     return torch.nn.functional.cross_entropy(model(inputs), labels)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+        >>> batch = torch.randn(32, 8), torch.randint(0, 2, (32,))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> step = memfit.fit(model, loss, batch, optimizer=optimizer, budget="1MiB")
+        >>> loss_value = step(batch)
+
+    Args:
+        model, loss, batch, optimizer, clip_norm, scaler: see `TrainingStep`.
+        budget: bytes that the step may use on its device, everything included: `"6GiB"`, `"60%"` of the unplanned peak,
+            or an integer.
+        planner, options: one of `memfit planners`, and its options.
+        time_limit_seconds: how long the planner may search.
+        seed: the same seed and the same limits give the same plan.
+        plan: a plan made before (or its file), used instead of searching.
+        verify: run one planned and one eager step from the same state and refuse on the first tensor that differs.
+        on_stage, progress: told what is being done, and how the search goes.
+
+    Raises:
+        InfeasibleBudgetError: no plan fits; carries the least budget found and the least that any plan could reach.
+        CaptureError: the step cannot be captured; names the user's line.
+        VerificationError: the planned step's bits differ from eager's; names the first differing tensor.
+        MemfitError: any other bad input; each message says what to do.
+
+    Guarantees: outputs, gradients, buffers and random streams are those of the unplanned step, wherever kernels are
+    deterministic; with an optimizer every `.grad` is None after the step, without one gradients are added to `.grad`.
+    """
+    settings = Settings(
+        budget=budget,
+        planner=planner,
+        options=options or {},
+        time_limit_seconds=time_limit_seconds,
+        seed=seed,
+        on_stage=on_stage or unheard,
+        progress=progress or unheard,
+    )
+    step = TrainingStep(model=model, loss=loss, batch=batch, optimizer=optimizer, clip_norm=clip_norm, scaler=scaler)
+    return fit_step(step, settings, plan=plan, verify=verify)
+
+
+def fit_step(
+    step: TrainingStep, settings: Settings, *, plan: Plan | Path | str | None = None, verify: bool = False
+) -> PlannedStep:
+    """As `fit`, of a TrainingStep and Settings."""
+    planned = PlannedStep(step, settings, plan if plan is None or isinstance(plan, Plan) else Plan.load(plan))
+    if verify:
+        settings.on_stage("verifying against eager")
+        planned.verify()
+    return planned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ready:
+    prepared: Prepared
+    fetchers: tuple[Fetch, ...]
+    gradients: tuple[str, ...]
+
+
+class PlannedStep:
+    """A training step inside its budget: call it with a batch, get the loss.
+
+    A batch of another shape, a model switched between train and eval, gradients that are there already: each gets a
+    plan of its own within the same budget the first time, and that plan is kept.
+
+    Attributes:
+        step: the TrainingStep it carries out.
+        settings: the budget and how plans are searched.
+    """
+
+    def __init__(self, step: TrainingStep, settings: Settings, plan: Plan | None = None) -> None:
+        self.step = step
+        self.settings = settings
+        self._ready: dict[Any, _Ready] = {}
+        self._modules = list(step.model.modules())
+        self._parameters = dict(step.model.named_parameters())
+        self._first = self._prepare(step.batch, plan)
+        self._ready[self._signature(step.batch)] = self._first
+
+    @property
+    def plan(self) -> Plan:
+        """The plan for the batch that the step was made with."""
+        return self._first.prepared.plan
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """All plans made so far, one for each signature of batch and model."""
+        return tuple(ready.prepared.plan for ready in self._ready.values())
+
+    @property
+    def captured(self) -> Captured:
+        """The graph and binding of the first plan."""
+        return self._first.prepared.captured
+
+    @property
+    def source(self) -> str:
+        """The Python source that runs the first plan."""
+        return self._first.prepared.program.source
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """How long capture, measurement and planning of the first plan took."""
+        return self._first.prepared.seconds
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """Run one step on `batch`; return the loss, detached.
+
+        Raises:
+            InfeasibleBudgetError: a batch of a new shape for which no plan fits the budget.
+        """
+        signature = self._signature(batch)
+        ready = self._ready.get(signature)
+        if ready is None:
+            ready = self._ready[signature] = self._prepare(batch, None)
+        leaves = tree_flatten(batch)[0]
+        (half,) = ready.prepared.program.halves
+        loss, *gradients = half.function([fetch(leaves) for fetch in ready.fetchers])
+        for name, gradient in zip(ready.gradients, gradients, strict=True):
+            parameter = self._parameters[name]
+            if parameter.grad is None:
+                parameter.grad = gradient
+        optimizer = self.step.optimizer
+        if optimizer is not None and hasattr(optimizer, "_opt_called"):
+            optimizer._opt_called = True  # a scheduler warns where `step` was not called; ours ran it by parameter
+        return loss
+
+    def verify(self, batch: Any = None) -> None:
+        """Run one eager and one planned step from the same state; both leave no trace.
+
+        Raises:
+            VerificationError: a loss, gradient, parameter, buffer, optimizer state or generator differs in its bits.
+        """
+        from memfit.runtime.verify import first_difference
+
+        difference = first_difference(self, self.step.batch if batch is None else batch)
+        if difference is not None:
+            raise VerificationError(
+                f"the planned step differs from eager in {difference}; its kernels may not be deterministic: try "
+                "torch.use_deterministic_algorithms(True), or compare with planner 'none'"
+            )
+
+    def measure(self, batch: Any = None, *, repeats: int = 3) -> Measurement:
+        """Measure peak bytes and seconds of planned and eager steps, interleaved; both leave no trace."""
+        from memfit.runtime.measure import measure_step
+
+        return measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
+
+    def _signature(self, batch: Any) -> Any:
+        leaves, structure = tree_flatten(batch)
+        return (
+            structure,
+            tuple(_leaf_signature(leaf) for leaf in leaves),
+            tuple(module.training for module in self._modules),
+            tuple((p.requires_grad, p.grad is None) for p in self._parameters.values()),
+        )
+
+    def _prepare(self, batch: Any, plan: Plan | None) -> _Ready:
+        started = time.perf_counter()
+        self.settings.on_stage("capturing the step")
+        captured = capture(self.step, batch)
+        capture_seconds = time.perf_counter() - started
+        outputs: list[Value] = list(captured.binding.outputs.values())
+        prepared = prepare(captured, self.settings, outputs=[outputs], plan=plan)
+        prepared = prepared.with_seconds(capture=capture_seconds)
+        (half,) = prepared.program.halves
+        names = tuple(captured.binding.outputs)
+        assert names[0] == "loss", names
+        return _Ready(
+            prepared=prepared,
+            fetchers=tuple(make_fetchers(self.step.model, captured.binding.residents, half.takes)),
+            gradients=tuple(name.removeprefix(_GRADIENT) for name in names[1:]),
+        )
+
+
+def _leaf_signature(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    return type(leaf), repr(leaf)

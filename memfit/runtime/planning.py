@@ -1,0 +1,125 @@
+"""From a captured step to a program: measure its ops, plan within the budget, compile the plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from memfit.binding import Value
+from memfit.budget import parse_budget
+from memfit.capture import Captured
+from memfit.cost import local_device, measure
+from memfit.device import Device
+from memfit.errors import PlanMismatchError
+from memfit.plan import Plan, Problem, Progress
+from memfit.planners import make_planner
+from memfit.planners.ask import require_plan, unplanned_peak_bytes
+from memfit.runtime.program import Program, make_program
+
+DEFAULT_PLANNER = "search"
+DEFAULT_TIME_LIMIT_SECONDS = 5.0
+
+
+def unheard(_said: object) -> None:
+    """The default listener."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a user asks of every plan of a step.
+
+    `budget` is text (`6GiB`, `60%`) or bytes; `device` replaces the measured profile of the step's device;
+    `on_stage` hears what is being done, `progress` hears the planner.
+    """
+
+    budget: str | int
+    planner: str = DEFAULT_PLANNER
+    options: Mapping[str, object] = field(default_factory=dict[str, object])
+    time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS
+    seed: int = 0
+    device: Device | None = None
+    on_stage: Callable[[str], None] = unheard
+    progress: Callable[[Progress], None] = unheard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A step that is ready to run, and how long each part of getting there took."""
+
+    captured: Captured
+    plan: Plan
+    program: Program
+    seconds: Mapping[str, float]
+
+    def with_seconds(self, **more: float) -> Prepared:
+        """Return the same with the seconds of more stages."""
+        return replace(self, seconds={**more, **self.seconds})
+
+
+def prepare(
+    captured: Captured,
+    settings: Settings,
+    *,
+    outputs: Sequence[Sequence[Value]],
+    plan: Plan | None = None,
+    bytes_outside: int = 0,
+) -> Prepared:
+    """Return the program of a captured step within the settings' budget.
+
+    Args:
+        outputs: the values that each part of the program hands to the user.
+        plan: a plan made before, used instead of asking a planner.
+        bytes_outside: what user code holds between the halves, and what is on the device beside the graph's residents.
+
+    Raises:
+        InfeasibleBudgetError, TimeLimitError: there is no plan.
+        InvalidBudgetError, InvalidOptionError: a setting that cannot be read.
+        PlanMismatchError: `plan` is for another graph, or another torch.
+    """
+    seconds: dict[str, float] = {}
+    if plan is None:
+        started = time.perf_counter()
+        settings.on_stage("measuring each op")
+        graph = measure(captured.graph, captured.binding)
+        captured = replace(captured, graph=graph)
+        seconds["measure"] = time.perf_counter() - started
+        plan = make_plan(captured, settings, bytes_outside)
+        seconds["plan"] = time.perf_counter() - started - seconds["measure"]
+    else:
+        require_usable(plan, captured)
+    program = make_program(captured, plan.schedule, outputs)
+    return Prepared(captured=captured, plan=plan, program=program, seconds=seconds)
+
+
+def make_plan(captured: Captured, settings: Settings, bytes_outside: int = 0) -> Plan:
+    """Ask the settings' planner for a plan of a measured graph."""
+    device = settings.device or local_device(captured.binding.device)
+    graph = captured.graph
+    planner = make_planner(settings.planner, **settings.options)
+    budget_bytes = parse_budget(settings.budget, unplanned_peak_bytes(graph, device, bytes_outside))
+    settings.on_stage("searching a plan")
+    result = planner.plan(
+        Problem(
+            graph=graph,
+            device=device,
+            budget_bytes=budget_bytes,
+            bytes_outside=bytes_outside,
+            time_limit_seconds=settings.time_limit_seconds,
+            seed=settings.seed,
+            progress=settings.progress,
+        )
+    )
+    return require_plan(result, graph, budget_bytes, settings.planner)
+
+
+def require_usable(plan: Plan, captured: Captured) -> None:
+    """Raise PlanMismatchError unless `plan` was made for this graph and this torch."""
+    plan.require_graph(captured.graph)
+    made_with = plan.versions.get("torch", "").partition("+")[0]
+    here: Any = torch.__version__.partition("+")[0]
+    if made_with and made_with != here:
+        raise PlanMismatchError(f"plan was made with torch {made_with}, this is torch {here}; plan again")

@@ -1,0 +1,114 @@
+"""The state that a training step changes: taken, compared, put back. Verification and measurement leave no trace
+by it.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memfit.capture import TrainingStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepState:
+    """Copies of everything a step changes: parameters, buffers, gradients, optimizer, scaler, generators."""
+
+    tensors: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor | None]
+    optimizer: dict[torch.Tensor, dict[str, Any]]
+    scaler: dict[str, Any] | None
+    generator: torch.Tensor
+    cuda_generator: torch.Tensor | None
+
+    @staticmethod
+    def take(step: TrainingStep) -> StepState:
+        """Return copies of the step's state as it is now."""
+        optimizer = step.optimizer.state if step.optimizer is not None else {}
+        return StepState(
+            tensors={name: tensor.detach().clone() for name, tensor in _tensors(step).items()},
+            gradients={
+                name: None if parameter.grad is None else parameter.grad.detach().clone()
+                for name, parameter in step.model.named_parameters()
+            },
+            optimizer={
+                parameter: {key: _copied(value) for key, value in state.items()}
+                for parameter, state in optimizer.items()
+            },
+            scaler=copy.deepcopy(step.scaler.state_dict()) if step.scaler is not None else None,
+            generator=torch.get_rng_state(),
+            cuda_generator=torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        )
+
+    def put_back(self, step: TrainingStep) -> None:
+        """Write the copies back into the step's own tensors."""
+        with torch.no_grad():
+            for name, tensor in _tensors(step).items():
+                tensor.copy_(self.tensors[name])
+        for name, parameter in step.model.named_parameters():
+            gradient = self.gradients[name]
+            parameter.grad = None if gradient is None else gradient.clone()
+        if step.optimizer is not None:
+            step.optimizer.state.clear()
+            for parameter, state in self.optimizer.items():
+                step.optimizer.state[parameter] = {key: _copied(value) for key, value in state.items()}
+        if step.scaler is not None and self.scaler is not None:
+            step.scaler.load_state_dict(self.scaler)
+        torch.set_rng_state(self.generator)
+        if self.cuda_generator is not None:
+            torch.cuda.set_rng_state(self.cuda_generator)
+
+    def first_difference(self, other: StepState) -> str | None:
+        """Return the name of the first thing whose bits differ in `other`, or None."""
+        for name, tensor in self.tensors.items():
+            if not same_bits(tensor, other.tensors[name]):
+                return name
+        for name, gradient in self.gradients.items():
+            theirs = other.gradients[name]
+            both = gradient is not None and theirs is not None
+            if (gradient is None) != (theirs is None) or (both and not same_bits(gradient, theirs)):
+                return f"the gradient of {name}"
+        for number, (parameter, state) in enumerate(self.optimizer.items()):
+            theirs = other.optimizer.get(parameter, {})
+            for key, value in state.items():
+                if key not in theirs or not _same(value, theirs[key]):
+                    return f"optimizer state {key!r} of parameter {number}"
+        if self.scaler != other.scaler:
+            return "the gradient scaler"
+        if not torch.equal(self.generator, other.generator):
+            return "the state of the CPU's random generator"
+        if self.cuda_generator is not None and other.cuda_generator is not None:
+            if not torch.equal(self.cuda_generator, other.cuda_generator):
+                return "the state of the GPU's random generator"
+        return None
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape, dtype and bits; NaNs of equal bits are the same."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if torch.equal(left, right):
+        return not _has_zeros_of_other_sign(left, right)
+    left, right = left.detach().contiguous().view(-1), right.detach().contiguous().view(-1)
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def _has_zeros_of_other_sign(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.is_floating_point() and bool((torch.signbit(left) != torch.signbit(right)).any())
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return same_bits(left, right)
+    return type(left) is type(right) and left == right
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _tensors(step: TrainingStep) -> dict[str, torch.Tensor]:
+    return {**dict(step.model.named_parameters()), **dict(step.model.named_buffers())}
