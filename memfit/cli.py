@@ -1,0 +1,77 @@
+"""The `memfit` command: puts the commands together, and turns every error into one line and an exit status.
+
+Exit status: 0 done; 2 bad input; 3 infeasible budget; 4 verification failed; 5 time was up with no plan;
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import memfit
+from memfit.commands import calibrate, check, estimate, fit, listing, plan, report
+from memfit.commands.answer import BAD_INPUT, DONE, deliver_error
+from memfit.errors import MemfitError
+
+app = typer.Typer(
+    name="memfit",
+    help="Make a PyTorch training step fit a memory budget given in bytes, with the least slowdown, and prove it.",
+    epilog="Start with: memfit fit resnet50 --budget 60%",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+app.command("fit", epilog=fit.EXAMPLES)(fit.fit)
+app.command("estimate", epilog=estimate.EXAMPLES)(estimate.estimate)
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
+app.command("check", epilog=check.EXAMPLES)(check.check)
+app.command("report", epilog=report.EXAMPLES)(report.report)
+app.command("calibrate", epilog=calibrate.EXAMPLES)(calibrate.calibrate)
+app.command("planners", epilog=listing.EXAMPLES["planners"])(listing.planners)
+app.command("workloads", epilog=listing.EXAMPLES["workloads"])(listing.workloads)
+app.command("devices", epilog=listing.EXAMPLES["devices"])(listing.devices)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"memfit {memfit.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; the console script `memfit` exits with it.
+
+    >>> main(["planners", "--json"])  # doctest: +SKIP
+    0
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in words
+    try:
+        status = app(words, prog_name="memfit", standalone_mode=False)
+        sys.stdout.flush()
+    except MemfitError as error:
+        return deliver_error(error, as_json=as_json, exit_status=error.exit_status)
+    except typer.TyperException as error:
+        message = f"{error.format_message()} (see `memfit --help`)"
+        return deliver_error(message, as_json=as_json, exit_status=BAD_INPUT)
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; Python must not complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    return status if isinstance(status, int) else DONE

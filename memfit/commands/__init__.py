@@ -1,0 +1,1 @@
+"""The commands of `memfit`, one file a command (or a few that belong together); `memfit.cli` puts them together."""

@@ -1,0 +1,33 @@
+"""`memfit calibrate`: measure this device and its link to the host."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from memfit.commands import options
+from memfit.commands.answer import Answer, deliver, rows_table
+from memfit.commands.progress import Stages, interruptible
+
+EXAMPLES = """
+memfit calibrate
+
+memfit calibrate --device cuda:0 --json
+"""
+
+
+def calibrate(
+    device: Annotated[str, typer.Option("--device", metavar="NAME", help="As torch names it: cpu, cuda:0.")] = "cpu",
+    as_json: options.Json = False,
+) -> int:
+    """Measure compute, memory and link rates of a device that is here, and keep them for later plans."""
+    from memfit.cost import calibrate as measure_device
+
+    stages = Stages()
+    with interruptible(), stages.stage(f"measuring {device}"):
+        profile = measure_device(device)
+    keys: dict[str, Any] = msgspec.to_builtins(profile)
+    rows = {name.replace("_", " "): str(value) for name, value in keys.items() if value not in (None, {}, "")}
+    return deliver(Answer(target=device, device=profile.name, keys=keys, parts=(rows_table(rows),)), as_json=as_json)

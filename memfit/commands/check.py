@@ -1,0 +1,85 @@
+"""`memfit check`: replay a plan on a graph with the checker, which knows no planner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from memfit.budget import format_bytes
+from memfit.checker import check as check_schedule
+from memfit.commands import options
+from memfit.commands.answer import DONE, VERIFICATION_FAILED, Answer, deliver, rows_table
+from memfit.commands.planning import load_target
+from memfit.errors import InvalidScheduleError
+from memfit.graph import Graph
+from memfit.plan import Plan
+from memfit.report.words import count_text, seconds_text
+from memfit.simulate import Timeline, simulate
+
+EXAMPLES = """
+memfit check step.graph.json.gz step.plan.json
+
+memfit check resnet50 resnet50.plan.json --json
+"""
+
+
+def check(
+    graph: Annotated[
+        str,
+        typer.Argument(
+            metavar="GRAPH", show_default=False, help="A graph file, or any other TARGET, which is then captured."
+        ),
+    ],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", show_default=False, help="A file that `--save` wrote.")],
+    set_: options.Settings = None,
+    as_json: options.Json = False,
+) -> int:
+    """Replay PLAN on GRAPH instruction by instruction. Exit status 4 says that the plan is not valid."""
+    resolved = load_target(graph, options.read_settings(set_, "--set"))
+    try:
+        loaded = _load(plan, resolved)
+        timeline = _replay(loaded, resolved)
+    except InvalidScheduleError as error:
+        return deliver(_invalid(graph, error), as_json=as_json)
+    return deliver(_valid(graph, loaded, timeline), as_json=as_json)
+
+
+def _load(path: Path, resolved: Any) -> Plan:
+    """Return the plan, which was made for this very graph."""
+    if isinstance(resolved, Graph):
+        return Plan.load(path, graph=resolved)
+    from memfit.capture import capture  # torch's room
+
+    return Plan.load(path, graph=capture(resolved).graph)
+
+
+def _replay(plan: Plan, resolved: Any) -> Timeline:
+    """Replay the plan on the graph of the command line where that is a file: its workspace and seconds may differ."""
+    graph = resolved if isinstance(resolved, Graph) else plan.graph
+    check_schedule(graph, plan.schedule)
+    timeline = simulate(graph, plan.schedule, plan.device)
+    if timeline.peak_bytes > plan.budget_bytes:
+        position = timeline.peak_position
+        raise InvalidScheduleError(
+            f"instruction {position} {plan.schedule.lines()[position]}: {timeline.peak_bytes} bytes are live, "
+            f"the budget of the plan is {plan.budget_bytes} bytes; plan again"
+        )
+    return timeline
+
+
+def _valid(target: str, plan: Plan, timeline: Timeline) -> Answer:
+    keys = {"valid": True, "peak_bytes": timeline.peak_bytes, "seconds": timeline.makespan_seconds}
+    rows = {
+        "valid": f"{count_text(len(plan.schedule), 'instruction')} by planner {plan.planner}",
+        "peak": f"{format_bytes(timeline.peak_bytes)} of a budget of {format_bytes(plan.budget_bytes)}",
+        "time": f"{seconds_text(timeline.makespan_seconds)} a step (predicted)",
+    }
+    return Answer(target=target, device=plan.device.name, keys=keys, parts=(rows_table(rows),), exit_status=DONE)
+
+
+def _invalid(target: str, error: InvalidScheduleError) -> Answer:
+    keys = {"valid": False, "peak_bytes": None, "seconds": None, "error": str(error)}
+    parts = (rows_table({"not valid": str(error)}),)
+    return Answer(target=target, device=None, keys=keys, parts=parts, exit_status=VERIFICATION_FAILED)

@@ -1,0 +1,173 @@
+"""`memfit estimate`: the memory of a step as it stands, by role and by module, without allocating it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from memfit.budget import format_bytes
+from memfit.commands import options
+from memfit.commands.answer import Answer, columns_table, deliver, rows_table
+from memfit.commands.planning import load_target
+from memfit.commands.progress import Stages, interruptible
+from memfit.device import GENERIC, Device
+from memfit.errors import InvalidTargetError
+from memfit.graph import Graph, Op, Phase, Role, Storage
+from memfit.plan import Problem
+from memfit.planners.result import unplanned_schedule
+from memfit.report.live import Run, play
+from memfit.report.words import count_text, printable, share_text
+
+EXAMPLES = """
+memfit estimate resnet50 --set batch=256
+
+memfit estimate train.py:make_step --json
+
+memfit estimate gpt2 --forward-only --device-profile h100
+"""
+
+_MODULES_SHOWN = 10
+_STORAGES_SHOWN = 10
+_MODULE_DEPTH = 3  # `features.stage1.unit1.body.conv1` is counted under `features.stage1.unit1`
+
+
+def estimate(
+    target: options.Target,
+    forward_only: Annotated[
+        bool, typer.Option("--forward-only", help="Leave out backward and update: what inference needs.")
+    ] = False,
+    set_: options.Settings = None,
+    device_profile: options.DeviceProfile = None,
+    as_json: options.Json = False,
+) -> int:
+    """Say how much memory TARGET needs unplanned, and what holds it. Runs nothing and allocates no activations.
+
+    Workspace of kernels is not known without running them, and is left out unless TARGET is a graph file that has it.
+    """
+    settings = options.read_settings(set_, "--set")
+    stages = Stages()
+    with interruptible():
+        graph, device = _graph_of(target, settings, device_profile, stages)
+        graph = forward_part(graph) if forward_only else graph
+        run = play(graph, unplanned_schedule(Problem(graph=graph, device=device, budget_bytes=0)), device)
+    return deliver(_answer(target, run), as_json=as_json)
+
+
+def _graph_of(
+    target: str, settings: dict[str, str], device_profile: str | None, stages: Stages
+) -> tuple[Graph, Device]:
+    from memfit.device_profiles import load_device
+
+    resolved = load_target(target, settings)
+    profile = load_device(device_profile) if device_profile else None
+    if isinstance(resolved, Graph):
+        return resolved, profile or GENERIC
+    from memfit.capture import capture
+    from memfit.cost import local_device
+
+    with stages.stage("capturing the step with fake tensors"):
+        captured = capture(resolved, fake=True)
+    return captured.graph, profile or local_device(captured.binding.device)
+
+
+def forward_part(graph: Graph) -> Graph:
+    """Return the graph of the forward pass alone: its ops, and the storages that they touch or that are the model's.
+
+    What only backward reads is then dropped at once, as in inference.
+
+    Raises:
+        InvalidTargetError: the graph has no op of the forward phase.
+    """
+    ops = [op for op in graph.ops if op.phase is Phase.FORWARD]
+    if not ops:
+        raise InvalidTargetError(f"graph {graph.name!r} has no op of phase 'forward'; leave out --forward-only")
+    touched = {storage for op in ops for storage in (*op.reads, *op.mutates, *op.writes)}
+    kept = [s for s in graph.storages if s.id in touched or (s.resident and s.role is Role.PARAMETER)]
+    number = {storage.id: index for index, storage in enumerate(kept)}
+    return Graph.build(
+        name=f"{graph.name}, forward only",
+        storages=[msgspec.structs.replace(storage, id=number[storage.id]) for storage in kept],
+        ops=[_renumbered(op, index, number) for index, op in enumerate(ops)],
+        device=graph.device,
+        source=graph.source,
+    )
+
+
+def _renumbered(op: Op, index: int, number: dict[int, int]) -> Op:
+    def renumber(ids: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(number[storage] for storage in ids)
+
+    return msgspec.structs.replace(
+        op,
+        id=index,
+        reads=renumber(op.reads),
+        writes=renumber(op.writes),
+        mutates=renumber(op.mutates),
+        reuses=tuple((number[read], number[written]) for read, written in op.reuses),
+    )
+
+
+def _answer(target: str, run: Run) -> Answer:
+    graph, position = run.graph, run.timeline.peak_position
+    live = [graph.storages[storage] for storage in run.live_at(position)]
+    by_role = {layer.value: int(sizes[position]) for layer, sizes in run.layers.items() if sizes[position]}
+    op = run.op_at(position)
+    keys: dict[str, Any] = {
+        "peak_bytes": run.timeline.peak_bytes,
+        "by_role": dict(sorted(by_role.items(), key=lambda entry: -entry[1])),
+        "peak_op": None if op is None else graph.ops[op].name,
+        "storages_at_peak": [
+            {"name": s.name, "bytes": s.bytes, "role": s.role, "module": module_of(graph, s)} for s in live
+        ],
+    }
+    return Answer(target=target, device=run.device.name, keys=keys, parts=_parts(run, keys, op))
+
+
+def _parts(run: Run, keys: dict[str, Any], op: int | None) -> tuple[RenderableType, ...]:
+    peak_bytes = run.timeline.peak_bytes
+    head = {"peak": format_bytes(peak_bytes), "step": printable(run.graph.name)}
+    if op is not None:
+        peak_op = run.graph.ops[op]
+        head["reached at"] = f"{peak_op.name} ({peak_op.phase}{f', {peak_op.module}' if peak_op.module else ''})"
+    unknown = sum(o.workspace_bytes is None for o in run.graph.ops)
+    if unknown:
+        head["left out"] = f"workspace of {count_text(unknown, 'op')}, which is known only when they run"
+    roles = [(role, format_bytes(size), share_text(size, peak_bytes)) for role, size in keys["by_role"].items()]
+    modules = _by_module(run)[:_MODULES_SHOWN]
+    shown = [(name, format_bytes(size), share_text(size, peak_bytes)) for name, size in modules]
+    storages = [
+        (s["name"], format_bytes(s["bytes"]), s["role"], s["module"])
+        for s in keys["storages_at_peak"][:_STORAGES_SHOWN]
+    ]
+    return (
+        rows_table(head),
+        Text(),
+        columns_table(("role", "bytes at the peak", "share"), roles),
+        Text(),
+        columns_table(("module", "bytes at the peak", "share"), shown),
+        Text(),
+        columns_table(("largest storages at the peak", "bytes", "role", "module"), storages),
+    )
+
+
+def module_of(graph: Graph, storage: Storage) -> str:
+    """Return the module that a storage belongs to: its writer's, or for a parameter the one it is named after."""
+    writer = graph.writer_of.get(storage.id)
+    if writer is not None:
+        return graph.ops[writer].module
+    return storage.name.rpartition(".")[0]
+
+
+def _by_module(run: Run) -> list[tuple[str, int]]:
+    """Return bytes at the peak by module, largest first; deep modules count under the one at `_MODULE_DEPTH`."""
+    sizes: defaultdict[str, int] = defaultdict(int)
+    for storage in run.live_at(run.timeline.peak_position):
+        module = module_of(run.graph, run.graph.storages[storage]).split(".")
+        name = ".".join(module[:_MODULE_DEPTH]) or "(no module)"
+        sizes[name] += run.device.aligned(run.graph.storages[storage].bytes)
+    return sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0]))

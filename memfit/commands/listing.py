@@ -1,0 +1,122 @@
+"""`memfit planners`, `workloads`, `devices`: what there is, with options and sources. None of them imports torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from memfit.budget import format_bytes
+from memfit.commands import options
+from memfit.commands.answer import Answer, columns_table, deliver
+from memfit.device import Device
+from memfit.planners import PLANNERS
+from memfit.report.words import printable
+from memfit.workloads import WORKLOADS
+
+EXAMPLES = {
+    "planners": "\nmemfit planners\n\nmemfit planners --json\n",
+    "workloads": "\nmemfit workloads\n\nmemfit fit gpt2 --set batch=2 --set layers=6 --budget 60%\n",
+    "devices": "\nmemfit devices\n\nmemfit plan resnet50 --set batch=256 --budget 14GiB --device-profile t4\n",
+}
+
+
+def planners(as_json: options.Json = False) -> int:
+    """List the planners, with their options and sources."""
+    entries: list[dict[str, Any]] = [
+        {"name": name, "description": _first_line(kind), "source": kind.source, "options": _options(kind)}
+        for name, kind in PLANNERS.items()
+    ]
+    return _deliver("planners", entries, "--option", as_json)
+
+
+def workloads(as_json: options.Json = False) -> int:
+    """List the built-in workloads, with their options and sources."""
+    entries: list[dict[str, Any]] = [
+        {
+            "name": workload.name,
+            "description": workload.description,
+            "source": workload.source,
+            "requires": workload.requires,
+            "options": [
+                {
+                    "name": option.name,
+                    "default": option.default,
+                    "description": option.what,
+                    "choices": list(option.choices),
+                }
+                for option in workload.options
+            ],
+        }
+        for workload in WORKLOADS.values()
+    ]
+    return _deliver("workloads", entries, "--set", as_json)
+
+
+def devices(as_json: options.Json = False) -> int:
+    """List the device profiles that a plan can be made for."""
+    from memfit.device_profiles import DEVICES
+
+    rows = [_device_row(name, device) for name, device in DEVICES.items()]
+    columns = ("name", "memory", "float32", "bfloat16", "memory rate", "link")
+    sources = [Text(f"{name}: {printable(device.source)}", style="dim") for name, device in DEVICES.items()]
+    keys = {"devices": [msgspec.to_builtins(device) for device in DEVICES.values()]}
+    parts: tuple[RenderableType, ...] = (columns_table(columns, rows), Text(), *sources)
+    return deliver(Answer(target=None, device=None, keys=keys, parts=parts), as_json=as_json)
+
+
+def _device_row(name: str, device: Device) -> tuple[str, ...]:
+    def rate(figure: float | None, unit: str) -> str:
+        return (
+            "-"
+            if figure is None
+            else f"{figure / 1e12:.3g} T{unit}"
+            if figure >= 1e12
+            else f"{figure / 1e9:.3g} G{unit}"
+        )
+
+    return (
+        name,
+        "-" if device.memory_bytes is None else format_bytes(device.memory_bytes),
+        rate(device.flops_per_second.get("float32"), "flop/s"),
+        rate(device.flops_per_second.get("bfloat16"), "flop/s"),
+        rate(device.memory_bytes_per_second, "B/s"),
+        rate(device.to_host_bytes_per_second, "B/s"),
+    )
+
+
+def _deliver(noun: str, entries: list[dict[str, Any]], option_flag: str, as_json: bool) -> int:
+    parts = tuple(_entry_part(entry, option_flag) for entry in entries)
+    return deliver(Answer(target=None, device=None, keys={noun: entries}, parts=parts), as_json=as_json)
+
+
+def _entry_part(entry: dict[str, Any], option_flag: str) -> RenderableType:
+    head = Text.assemble(
+        (entry["name"], "bold"), f"  {entry['description']}\n", (f"  source: {entry['source']}", "dim")
+    )
+    rows = [(f"  {option_flag} {o['name']}={_shown(o['default'])}", _meaning(o)) for o in entry["options"]]
+    return Group(head, columns_table(("", ""), rows), Text()) if rows else Group(head, Text())
+
+
+def _meaning(option: dict[str, Any]) -> str:
+    choices = option.get("choices")
+    return f"{option['description']} ({', '.join(map(_shown, choices))})" if choices else str(option["description"])
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _options(kind: type) -> list[dict[str, Any]]:
+    """Return the fields of a planner's dataclass: what `--option` takes."""
+    return [
+        {"name": entry.name, "default": entry.default, "description": entry.metadata.get("help", "")}
+        for entry in dataclasses.fields(kind)
+    ]
+
+
+def _first_line(kind: type) -> str:
+    return (kind.__doc__ or "").strip().partition("\n")[0]

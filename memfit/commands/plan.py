@@ -1,0 +1,90 @@
+"""`memfit plan`: find a plan and say what it would cost; nothing is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from memfit.commands import options
+from memfit.commands.answer import DONE, INTERRUPTED, Answer, deliver, rows_table
+from memfit.commands.planning import (
+    Search,
+    bounds_of,
+    counts_of,
+    find_plan,
+    graph_with_costs,
+    load_target,
+    write_report,
+)
+from memfit.commands.progress import Stages, interruptible
+from memfit.plan import Plan
+from memfit.report import text_summary
+
+EXAMPLES = """
+memfit plan resnet50 --budget 60%
+
+memfit plan step.graph.json.gz --budget 6GiB --planner search --time-limit 20
+
+memfit plan train.py:make_step --budget 4GiB --save step.plan.json --report step.html
+
+memfit plan gpt2 --set batch=64 --budget 40GiB --device-profile a100-40
+"""
+
+
+def plan(
+    target: options.Target,
+    budget: options.Budget,
+    planner: options.Planner = "search",
+    option: options.PlannerOptions = None,
+    time_limit: options.TimeLimit = 5.0,
+    seed: options.Seed = 0,
+    set_: options.Settings = None,
+    device_profile: options.DeviceProfile = None,
+    save: options.Save = None,
+    report: options.Report = None,
+    curve: options.CurvePoints = 10,
+    as_json: options.Json = False,
+) -> int:
+    """Find a plan for TARGET within a budget, and say what it would cost. Nothing is run."""
+    options.require_writable(save, report)
+    options.require_count(curve, "--curve")
+    settings = options.read_settings(set_, "--set")
+    search = Search(
+        planner=planner,
+        options=options.read_settings(option, "--option"),
+        time_limit_seconds=options.require_time_limit(time_limit),
+        seed=seed,
+    )
+    stages = Stages()
+    with interruptible() as interruption:
+        graph, device = graph_with_costs(load_target(target, settings), device_profile, stages)
+        found = find_plan(graph, device, budget, search, stages)
+        if save:
+            found.save(save)
+            interruption.kept = save
+        if report and not interruption.happened:
+            write_report(found, report, curve, search, stages)
+    status = INTERRUPTED if interruption.happened else DONE
+    return deliver(_answer(target, found, save, report, status), as_json=as_json)
+
+
+def _answer(target: str, plan: Plan, save: Path | None, report: Path | None, exit_status: int) -> Answer:
+    keys: dict[str, Any] = {
+        "budget_bytes": plan.budget_bytes,
+        "planner": plan.planner,
+        "status": plan.status,
+        "plan_seconds": plan.plan_seconds,
+        "predicted": {"peak_bytes": plan.predicted.peak_bytes, "seconds": plan.predicted.seconds},
+        "unplanned": {"peak_bytes": plan.unplanned.peak_bytes, "seconds": plan.unplanned.seconds},
+        "overhead": plan.overhead,
+        "bounds": bounds_of(plan),
+        "counts": counts_of(plan),
+    }
+    written = {"plan": str(save)} if save else {}
+    if exit_status == INTERRUPTED:
+        where = f"it is in {save}" if save else "give --save to keep it"
+        written["interrupted"] = f"this is the best plan so far; {where}"
+    elif report:
+        written["report"] = str(report)
+    parts = (text_summary(plan), rows_table(written)) if written else (text_summary(plan),)
+    return Answer(target=target, device=plan.device.name, keys=keys, parts=parts, exit_status=exit_status)

@@ -1,0 +1,149 @@
+"""From a target to a graph with times, and from a budget to a plan: what `plan`, `fit` and `report` have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import msgspec
+
+from memfit.budget import parse_budget
+from memfit.commands.progress import Stages
+from memfit.device import GENERIC, Device
+from memfit.errors import InvalidOptionError
+from memfit.graph import Graph
+from memfit.plan import Plan, Problem, Result
+from memfit.planners import PLANNERS, Planner, make_planner
+from memfit.planners.ask import require_plan, unplanned_peak_bytes
+from memfit.planners.frontier import plan_frontier
+from memfit.report import write_html
+from memfit.report.figures import CurvePoint, Measured
+from memfit.schedule import Code
+
+if TYPE_CHECKING:
+    from memfit.capture.training_step import TrainingStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """How a plan is to be looked for."""
+
+    planner: str
+    options: Mapping[str, str] = field(default_factory=dict[str, str])
+    time_limit_seconds: float
+    seed: int
+
+
+def load_target(target: str, settings: Mapping[str, str]) -> TrainingStep | Graph:
+    """Return the training step or the graph that `target` names; only a training step brings torch."""
+    from memfit.workloads.target import resolve  # torch's room: a graph file must not pay for it
+
+    return resolve(target, settings)
+
+
+def graph_with_costs(
+    resolved: TrainingStep | Graph, device_profile: str | None, stages: Stages
+) -> tuple[Graph, Device]:
+    """Return the step's graph with seconds and workspace of each op, and the device that they are for.
+
+    A graph file brings its own seconds; `device_profile` then only gives link rates and alignment.
+    """
+    from memfit.device_profiles import load_device
+
+    profile = load_device(device_profile) if device_profile else None
+    if isinstance(resolved, Graph):
+        return resolved, profile or GENERIC
+    from memfit.capture import capture
+    from memfit.cost import local_device, measure, roofline
+
+    with stages.stage("capturing the step"):
+        captured = capture(resolved, fake=profile is not None)
+    if profile is not None:
+        return roofline(captured.graph, captured.binding, profile), profile
+    with stages.stage("measuring each op") as update:
+        graph = measure(captured.graph, captured.binding, progress=update)
+    return graph, local_device(captured.binding.device)
+
+
+def planner_named(name: str, options: Mapping[str, str]) -> Planner:
+    """Return the planner with its options read from text, each as the type of the planner's own field."""
+    hints = get_type_hints(PLANNERS[name]) if name in PLANNERS else {}
+    values: dict[str, object] = {}
+    for option, text in options.items():
+        try:
+            values[option] = msgspec.convert(text, hints.get(option, str), strict=False)
+        except msgspec.ValidationError as error:
+            raise InvalidOptionError(f"planner {name!r}: option {option}={text!r}: {error}") from error
+    return make_planner(name, **values)
+
+
+def find_plan(graph: Graph, device: Device, budget: str, search: Search, stages: Stages) -> Plan:
+    """Return a plan of `graph` within `budget`.
+
+    Raises:
+        InvalidBudgetError, InvalidOptionError: a budget or an option that cannot be read.
+        InfeasibleBudgetError: no plan fits.
+        TimeLimitError: time was up with no plan.
+    """
+    planner = planner_named(search.planner, search.options)
+    budget_bytes = parse_budget(budget, unplanned_peak_bytes(graph, device))
+    with stages.planning("searching a plan", search.time_limit_seconds) as on_progress:
+        problem = Problem(
+            graph=graph,
+            device=device,
+            budget_bytes=budget_bytes,
+            time_limit_seconds=search.time_limit_seconds,
+            seed=search.seed,
+            progress=on_progress,
+        )
+        result: Result = planner.plan(problem)
+    return require_plan(result, graph, budget_bytes, search.planner)
+
+
+def counts_of(plan: Plan) -> dict[str, int]:
+    """Return how many instructions of each kind the plan has; `rematerialized` are computations beyond the first."""
+    per_code = {code: int((plan.schedule.codes == code).sum()) for code in Code}
+    return {
+        "computed": per_code[Code.COMPUTE],
+        "rematerialized": per_code[Code.COMPUTE] - len(plan.graph.ops),
+        "offloaded": per_code[Code.OFFLOAD],
+        "dropped": per_code[Code.DROP],
+    }
+
+
+def bounds_of(plan: Plan) -> dict[str, Any]:
+    """Return the JSON form of the plan's bounds."""
+    return {
+        "least_budget_found_bytes": plan.bounds.least_budget_found_bytes,
+        "least_budget_bound_bytes": plan.bounds.least_budget_bound_bytes,
+        "overhead": plan.bounds.overhead,
+    }
+
+
+def write_report(
+    plan: Plan, path: Path, curve_points: int, search: Search, stages: Stages, measured: Measured | None = None
+) -> None:
+    """Write the HTML report of `plan`, with a trade-off curve of so many points around it."""
+    write_html(plan, path, curve=trade_off(plan, curve_points, search, stages), measured=measured)
+
+
+def trade_off(plan: Plan, points: int, search: Search, stages: Stages) -> list[CurvePoint]:
+    """Return what the planner reaches at `points` budgets, evenly from the unplanned peak down to the proved bound."""
+    highest, lowest = plan.unplanned.peak_bytes, plan.bounds.least_budget_bound_bytes
+    if points == 0 or highest <= lowest:
+        return []
+    budgets = [highest - (highest - lowest) * step // max(points - 1, 1) for step in range(points)]
+    with stages.planning("drawing the trade-off curve", search.time_limit_seconds) as on_progress:
+        problem = Problem(
+            graph=plan.graph,
+            device=plan.device,
+            budget_bytes=plan.budget_bytes,
+            bytes_outside=plan.bytes_outside,
+            time_limit_seconds=search.time_limit_seconds,
+            seed=search.seed,
+            progress=on_progress,
+        )
+        results = plan_frontier(problem, budgets)
+    return [CurvePoint.of(budget, result) for budget, result in zip(budgets, results, strict=True)]

@@ -1,0 +1,87 @@
+"""`memfit report`: a plan as a page, a picture, a trace, or an explanation on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memfit.commands import options
+from memfit.commands.answer import Answer, deliver, rows_table
+from memfit.commands.planning import Search, trade_off, write_report
+from memfit.commands.progress import Stages, interruptible
+from memfit.errors import InvalidOptionError
+from memfit.plan import Plan
+from memfit.report import explain, write_png, write_trace
+
+EXAMPLES = """
+memfit report step.plan.json
+
+memfit report step.plan.json -o step.html
+
+memfit report step.plan.json -o step.png -o step.trace.json --curve 0
+"""
+
+
+def report(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", show_default=False, help="A file that `--save` wrote.")],
+    output: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="FILE.html is a page, FILE.png a picture, FILE.json a trace for Chrome or Perfetto; may be repeated.",
+        ),
+    ] = None,
+    curve: options.CurvePoints = 10,
+    time_limit: options.TimeLimit = 5.0,
+    seed: options.Seed = 0,
+    as_json: options.Json = False,
+) -> int:
+    """Show a plan: as a page, a picture, a trace, or (without -o) as an explanation in plain text."""
+    files = output or []
+    writers = [(path, _writer(path)) for path in files]
+    options.require_writable(*files)
+    options.require_count(curve, "--curve")
+    loaded = Plan.load(plan)
+    search = Search(planner=loaded.planner, time_limit_seconds=options.require_time_limit(time_limit), seed=seed)
+    stages = Stages()
+    with interruptible():
+        for path, write in writers:
+            write(loaded, path, curve, search, stages)
+        parts = (rows_table({str(path): "written" for path in files}),)
+        if not files:
+            parts = (explain(loaded, curve=trade_off(loaded, curve, search, stages)),)
+    keys = {"files": [str(path) for path in files]}
+    return deliver(Answer(target=str(plan), device=loaded.device.name, keys=keys, parts=parts), as_json=as_json)
+
+
+Writer = Callable[[Plan, Path, int, Search, Stages], None]
+
+
+def _writer(path: Path) -> Writer:
+    """Return what writes a file of this suffix.
+
+    Raises:
+        InvalidOptionError: none of the suffixes that there are.
+    """
+    if path.suffix not in _WRITERS:
+        raise InvalidOptionError(
+            f"--output {str(path)!r} ends in {path.suffix!r}, expected one of {', '.join(_WRITERS)}"
+        )
+    return _WRITERS[path.suffix]
+
+
+def _write_picture(plan: Plan, path: Path, _curve: int, _search: Search, stages: Stages) -> None:
+    with stages.stage("drawing the picture"):
+        write_png(plan, path)
+
+
+def _write_trace(plan: Plan, path: Path, _curve: int, _search: Search, _stages: Stages) -> None:
+    write_trace(plan, path)
+
+
+_WRITERS: dict[str, Writer] = {".html": write_report, ".png": _write_picture, ".json": _write_trace}

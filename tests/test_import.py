@@ -1,0 +1,43 @@
+"""`import memfit` is quick and brings no torch; planning from files never does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+MOST_SECONDS = 0.3
+TRIES = 5
+
+
+def _run(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    ).stdout.strip()
+
+
+def test_import_is_quick() -> None:
+    code = "import time; start = time.perf_counter(); import memfit; print(time.perf_counter() - start)"
+    assert min(float(_run(code)) for _ in range(TRIES)) < MOST_SECONDS
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import memfit",
+        "import memfit; memfit.Graph, memfit.Plan, memfit.Problem, memfit.Device, memfit.MemfitError, memfit.check",
+        "import memfit.simulate, memfit.planners, memfit.report, memfit.workloads",
+        "import memfit.cli",
+    ],
+)
+def test_brings_no_torch(statement: str) -> None:
+    heavy = "[m for m in sys.modules if m in ('torch', 'transformers', 'pytorchcv', 'ortools')]"
+    assert _run(f"import sys; {statement}; print({heavy})") == "[]"
+
+
+def test_an_unknown_name_says_what_there_is() -> None:
+    import memfit
+
+    with pytest.raises(AttributeError, match=r"has no attribute 'Schedul'; it has .*TrainingStep"):
+        memfit.Schedul  # noqa: B018 - the access is what raises
