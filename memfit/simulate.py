@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NoReturn, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from memfit.device import GENERIC, Device
 from memfit.errors import InvalidDeviceError, InvalidScheduleError
 from memfit.graph import Graph
 from memfit.schedule import Code, Schedule
-from memfit.simulate_loop import GraphArrays, TimelineArrays, replay
+from memfit.simulate_loop import GraphArrays, trace_memory, trace_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,26 +83,28 @@ def simulate(graph: Graph, schedule: Schedule, device: Device = GENERIC) -> Time
         InvalidDeviceError: the schedule offloads or prefetches, and the device has no rate for it.
     """
     arrays = arrays_of(graph, device.alignment_bytes)
-    count = len(schedule)
-    out = TimelineArrays(np.empty(count), np.empty(count), np.empty(count, np.int64), np.empty(count, np.int64))
-    rates = (device.to_host_bytes_per_second or 0.0, device.to_device_bytes_per_second or 0.0)
-    failed_at, peak_position, host_peak, compute, to_host, to_device, stall, makespan = replay(
-        schedule.codes, schedule.operands, schedule.extras, arrays, rates, out
-    )
-    if failed_at >= 0:
-        _fail(graph, schedule, device, failed_at)
-    residents_only = int(arrays.device_bytes @ arrays.resident) if count == 0 else 0
+    codes, operands, count = schedule.codes, schedule.operands, len(schedule)
+    device_bytes, host_bytes = np.empty(count, np.int64), np.empty(count, np.int64)
+    memory = trace_memory(codes, operands, schedule.extras, arrays, device_bytes, host_bytes)
+    if memory.failed_at >= 0:
+        _fail_instruction(graph, schedule, memory.failed_at)
+    start_seconds, end_seconds = np.empty(count), np.empty(count)
+    to_host_rate = device.to_host_bytes_per_second or 0.0
+    to_device_rate = device.to_device_bytes_per_second or 0.0
+    seconds = trace_seconds(codes, operands, arrays, to_host_rate, to_device_rate, start_seconds, end_seconds)
+    if seconds.failed_at >= 0:
+        _fail_link(device, schedule, seconds.failed_at)
     return Timeline(
-        start_seconds=out.start_seconds,
-        end_seconds=out.end_seconds,
-        device_bytes=out.device_bytes,
-        host_bytes=out.host_bytes,
-        peak_bytes=int(out.device_bytes[peak_position]) if count else residents_only,
-        peak_position=peak_position,
-        host_peak_bytes=host_peak,
-        makespan_seconds=makespan,
-        busy_seconds={"compute": compute, "to_host": to_host, "to_device": to_device},
-        stall_seconds=stall,
+        start_seconds=start_seconds,
+        end_seconds=end_seconds,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        peak_bytes=memory.peak_bytes,
+        peak_position=memory.peak_position,
+        host_peak_bytes=memory.host_peak_bytes,
+        makespan_seconds=seconds.makespan,
+        busy_seconds={"compute": seconds.compute, "to_host": seconds.to_host, "to_device": seconds.to_device},
+        stall_seconds=seconds.stall,
     )
 
 
@@ -144,33 +146,31 @@ def _to_arrays(graph: Graph, alignment_bytes: int) -> GraphArrays:
     )
 
 
-def _rows(lists: Iterable[Sequence[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _rows(lists: Iterable[Sequence[int]]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
     """Return (starts, entries): the lists end to end, and where each begins."""
     rows = list(lists)
-    starts = np.zeros(len(rows) + 1, np.int32)
+    starts = np.zeros(len(rows) + 1, np.uint32)
     np.cumsum([len(row) for row in rows], out=starts[1:])
-    return starts, np.array([entry for row in rows for entry in row], np.int32)
+    return starts, np.array([entry for row in rows for entry in row], np.uint32)
 
 
-def _fail(graph: Graph, schedule: Schedule, device: Device, position: int) -> None:
+def _fail_instruction(graph: Graph, schedule: Schedule, position: int) -> NoReturn:
     code, operand = int(schedule.codes[position]), int(schedule.operands[position])
-    known = {Code.COMPUTE: len(graph.ops), Code.BOUNDARY: len(graph.boundaries)}
-    if code not in set(Code) or not 0 <= operand < known.get(Code(code), len(graph.storages)):
+    counts = {Code.COMPUTE: len(graph.ops), Code.BOUNDARY: len(graph.boundaries)}
+    if code not in set(Code) or not 0 <= operand < counts.get(Code(code), len(graph.storages)):
         raise InvalidScheduleError(
             f"instruction {position} (code {code}, operand {operand}) names what is not in graph {graph.name!r}; was "
             f"the schedule made for another graph? memfit.check says more"
         )
-    text = schedule.lines()[position]
-    for kind, rate in (
-        (Code.OFFLOAD, "to_host_bytes_per_second"),
-        (Code.PREFETCH, "to_device_bytes_per_second"),
-    ):
-        if code == kind and getattr(device, rate) is None:
-            raise InvalidDeviceError(
-                f"instruction {position} {text!r} copies, but device {device.name!r} has no {rate}; calibrate it, or "
-                f"name a device with a link to its host"
-            )
     raise InvalidScheduleError(
-        f"instruction {position} {text!r} cannot be carried out on graph {graph.name!r}: something is not where it "
-        f"must be; memfit.check says what, and what to do"
+        f"instruction {position} {schedule.lines()[position]!r} cannot be carried out on graph {graph.name!r}: "
+        f"something is not where it must be; memfit.check says what, and what to do"
+    )
+
+
+def _fail_link(device: Device, schedule: Schedule, position: int) -> NoReturn:
+    rate = "to_host" if schedule.codes[position] == Code.OFFLOAD else "to_device"
+    raise InvalidDeviceError(
+        f"instruction {position} {schedule.lines()[position]!r} copies, but device {device.name!r} has no "
+        f"{rate}_bytes_per_second; calibrate it, or name a device with a link to its host"
     )

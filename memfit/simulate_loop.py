@@ -1,8 +1,15 @@
-"""The simulator's hot loop, compiled by numba, over a graph and a schedule held as arrays.
+"""The simulator's hot loops, compiled by numba, over a graph and a schedule held as arrays.
 
-A module of its own, that nothing runs as a script: numba's files on disk name the module that the code came from, and
-files written under another name (by a doctest run on a path) would break every later import.
+Two passes: bytes, which depend on positions only and find what cannot be carried out, then seconds. Each pass is one
+loop in one function, and what it calls takes numbers only: an array handed to another compiled function inside the loop
+costs more (its count of references) than all the rest.
+
+This module stands alone because nothing runs it as a script: numba's files on disk name the module that the code came
+from, and files written under another name (by a doctest run on a path) would break every later import.
 """
+
+# Numba infers the types in here; those that pyright sees for elements of arrays are not the ones at work.
+# pyright: reportArgumentType=false, reportReturnType=false
 
 from __future__ import annotations
 
@@ -18,21 +25,18 @@ from memfit.schedule import Code
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_COMPUTE_STREAM, _TO_HOST, _TO_DEVICE = 0, 1, 2
-_STALL = 3  # in `seconds`: time that compute waits
-_LIVE, _HOST_LIVE, _PREFETCHING, _OUTSIDE = 0, 1, 2, 3  # in `counters`
-_IDLE = -1.0  # when a copy ends that is not under way; compiled code has no None
-_ILLEGAL = -1.0  # a start that says that the instruction cannot be carried out
-_MOST_BYTES = 1 << 61  # sums of bytes stay below what int64 holds
-_COMPUTE, _DROP, _OFFLOAD, _WAIT, _PREFETCH, _DROP_HOST, _BOUNDARY = (
-    int(code) for code in Code
-)  # numba knows no enums
+# What a storage's byte of state says; compiled code has neither enums nor None.
+_ON_DEVICE, _ON_HOST, _OFFLOADING, _PREFETCHING, _RESIDENT = 1, 2, 4, 8, 16
+_COMPUTE, _DROP, _OFFLOAD, _WAIT, _PREFETCH, _DROP_HOST, _BOUNDARY = (int(code) for code in Code)
+_NONE = -1  # no position, no storage, no legal state
+_MOST_BYTES_OUTSIDE = 1 << 60  # sums of bytes stay below what int64 holds
 
 
 class GraphArrays(NamedTuple):
     """A graph as numpy arrays, for compiled code. `xs[x_starts[i]:x_starts[i + 1]]` are the xs of op or boundary i.
 
-    `device_bytes` are aligned, `host_bytes` exact; unknown workspace is 0; `reads` include what is only mutated.
+    `device_bytes` are aligned, `host_bytes` exact; unknown workspace is 0; `reads` include what is only mutated;
+    `reuses` are (read, written) pairs end to end.
     """
 
     device_bytes: NDArray[np.int64]
@@ -40,37 +44,36 @@ class GraphArrays(NamedTuple):
     resident: NDArray[np.uint8]
     seconds: NDArray[np.float64]
     workspace_bytes: NDArray[np.int64]
-    read_starts: NDArray[np.int32]
-    reads: NDArray[np.int32]
-    write_starts: NDArray[np.int32]
-    writes: NDArray[np.int32]
-    reuse_starts: NDArray[np.int32]
-    reuses: NDArray[np.int32]
-    arrival_starts: NDArray[np.int32]
-    arrivals: NDArray[np.int32]
-    departure_starts: NDArray[np.int32]
-    departures: NDArray[np.int32]
+    read_starts: NDArray[np.uint32]
+    reads: NDArray[np.uint32]
+    write_starts: NDArray[np.uint32]
+    writes: NDArray[np.uint32]
+    reuse_starts: NDArray[np.uint32]
+    reuses: NDArray[np.uint32]
+    arrival_starts: NDArray[np.uint32]
+    arrivals: NDArray[np.uint32]
+    departure_starts: NDArray[np.uint32]
+    departures: NDArray[np.uint32]
 
 
-class _State(NamedTuple):
-    """Where everything is and what time it is; a copy that is not under way ends at `_IDLE`."""
+class Memory(NamedTuple):
+    """What the first pass found; `failed_at` is -1, or the instruction that cannot be carried out."""
 
-    on_device: NDArray[np.uint8]
-    on_host: NDArray[np.uint8]
-    offload_ends: NDArray[np.float64]
-    prefetch_ends: NDArray[np.float64]
-    clocks: NDArray[np.float64]
-    seconds: NDArray[np.float64]
-    counters: NDArray[np.int64]
+    failed_at: int
+    peak_bytes: int
+    peak_position: int
+    host_peak_bytes: int
 
 
-class TimelineArrays(NamedTuple):
-    """The arrays of a Timeline, to be filled."""
+class Seconds(NamedTuple):
+    """What the second pass found; `failed_at` is -1, or the copy for which the device has no rate."""
 
-    start_seconds: NDArray[np.float64]
-    end_seconds: NDArray[np.float64]
-    device_bytes: NDArray[np.int64]
-    host_bytes: NDArray[np.int64]
+    failed_at: int
+    compute: float
+    to_host: float
+    to_device: float
+    stall: float
+    makespan: float
 
 
 def _compiled(function: Callable[P, R]) -> Callable[P, R]:
@@ -79,165 +82,159 @@ def _compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @_compiled
-def _await(entries: NDArray[np.int32], first: int, last: int, state: _State) -> None:
-    """Make compute wait for every prefetch of the given storages."""
-    for k in range(first, last):
-        end = state.prefetch_ends[entries[k]]
-        if end >= 0:
-            state.seconds[_STALL] += max(0.0, end - state.clocks[_COMPUTE_STREAM])
-            state.clocks[_COMPUTE_STREAM] = max(end, state.clocks[_COMPUTE_STREAM])
-            state.prefetch_ends[entries[k]] = _IDLE
-            state.counters[_PREFETCHING] -= 1
+def _moved(code: int, state: int) -> int:
+    """Return a storage's state after an instruction other than Compute and Boundary, or -1 where it cannot be."""
+    copying = state & (_OFFLOADING | _PREFETCHING)
+    if code == _DROP and state & _ON_DEVICE and not copying and not state & _RESIDENT:
+        return state & ~_ON_DEVICE
+    if code == _OFFLOAD and state & _ON_DEVICE and not copying and not state & _RESIDENT:
+        return state | _ON_HOST | _OFFLOADING
+    if code == _WAIT and state & _OFFLOADING:
+        return state & ~_OFFLOADING
+    if code == _PREFETCH and state & _ON_HOST and not state & (_ON_DEVICE | _OFFLOADING):
+        return state | _ON_DEVICE | _PREFETCHING
+    if code == _DROP_HOST and state & _ON_HOST and not copying:
+        return state & ~_ON_HOST
+    return _NONE
 
 
 @_compiled
-def _copy(stream: int, duration: float, state: _State) -> tuple[float, float]:
-    """Put a copy at the end of its stream, no earlier than compute has come; return its start and end."""
-    start = max(state.clocks[stream], state.clocks[_COMPUTE_STREAM])
-    state.clocks[stream] = start + duration
-    state.seconds[stream] += duration
-    return start, start + duration
+def _take_over(op: int, taken: int, states: NDArray[np.uint8], graph: GraphArrays) -> int:
+    """Give the memory of `taken` to a write of `op` and return that write, or -1 where none can have it."""
+    if taken >= len(states) or states[taken] & (_OFFLOADING | _RESIDENT) or not states[taken] & _ON_DEVICE:
+        return _NONE
+    for k in range(graph.reuse_starts[op], graph.reuse_starts[op + 1], 2):
+        if graph.reuses[k] == taken and not states[graph.reuses[k + 1]] & _ON_DEVICE:
+            states[taken] &= ~_ON_DEVICE
+            states[graph.reuses[k + 1]] |= _ON_DEVICE
+            return graph.reuses[k + 1]
+    return _NONE
 
 
 @_compiled
-def _move(
-    code: int, storage: int, graph: GraphArrays, rates: tuple[float, float], state: _State
-) -> tuple[float, float]:
-    """Drop, offload, wait, prefetch or drop the host's copy; return start and end, below 0 where it cannot be."""
-    counters, device_bytes, host_bytes = state.counters, graph.device_bytes[storage], graph.host_bytes[storage]
-    here, there, resident = state.on_device[storage], state.on_host[storage], graph.resident[storage]
-    offloading, prefetching = state.offload_ends[storage] >= 0, state.prefetch_ends[storage] >= 0
-    start = end = state.clocks[_COMPUTE_STREAM]
-    if code == _DROP and here and not (resident or offloading or prefetching):
-        state.on_device[storage] = 0
-        counters[_LIVE] -= device_bytes
-    elif code == _OFFLOAD and here and rates[0] > 0 and not (resident or offloading or prefetching):
-        counters[_HOST_LIVE] += 0 if there else host_bytes
-        state.on_host[storage] = 1
-        start, end = _copy(_TO_HOST, host_bytes / rates[0], state)
-        state.offload_ends[storage] = end
-    elif code == _WAIT and offloading:
-        end = max(start, state.offload_ends[storage])
-        state.seconds[_STALL] += end - start
-        state.clocks[_COMPUTE_STREAM], state.offload_ends[storage] = end, _IDLE
-    elif code == _PREFETCH and there and rates[1] > 0 and not (here or offloading):
-        state.on_device[storage] = 1
-        counters[_LIVE] += device_bytes
-        counters[_PREFETCHING] += 1
-        start, end = _copy(_TO_DEVICE, host_bytes / rates[1], state)
-        state.prefetch_ends[storage] = end
-    elif code == _DROP_HOST and there and not (offloading or prefetching):
-        state.on_host[storage] = 0
-        counters[_HOST_LIVE] -= host_bytes
-    else:
-        return _ILLEGAL, 0.0
-    return start, end
+def _first_unknown(codes: NDArray[np.int8], operands: NDArray[np.int32], graph: GraphArrays) -> int:
+    """Return the first instruction whose code or operand does not exist, or -1."""
+    op_count, storage_count, boundary_count = len(graph.seconds), len(graph.resident), len(graph.arrival_starts) - 1
+    for position in range(len(codes)):
+        code, operand = codes[position], operands[position]
+        count = op_count if code == _COMPUTE else boundary_count if code == _BOUNDARY else storage_count
+        if operand < 0 or operand >= count:
+            return position
+    return _NONE
 
 
 @_compiled
-def _cross(boundary: int, bytes_outside: int, graph: GraphArrays, state: _State) -> tuple[float, float, int]:
-    """Hand departures out and take arrivals in; return as `_compute` does."""
-    start, counters = state.clocks[_COMPUTE_STREAM], state.counters
-    if bytes_outside < 0 or bytes_outside > _MOST_BYTES - counters[_OUTSIDE]:
-        return _ILLEGAL, 0.0, 0
-    counters[_OUTSIDE] += bytes_outside
-    counters[_LIVE] += bytes_outside
-    _await(graph.departures, graph.departure_starts[boundary], graph.departure_starts[boundary + 1], state)
+def _cross(boundary: int, states: NDArray[np.uint8], graph: GraphArrays) -> int:
+    """Hand departures out and take arrivals in; return the bytes that came, or -1 where one was there already."""
+    for k in range(graph.departure_starts[boundary], graph.departure_starts[boundary + 1]):
+        states[graph.departures[k]] &= ~_PREFETCHING
+    came_bytes = 0
     for k in range(graph.arrival_starts[boundary], graph.arrival_starts[boundary + 1]):
-        arrival = graph.arrivals[k]
-        if state.on_device[arrival]:
-            return _ILLEGAL, 0.0, 0
-        state.on_device[arrival] = 1
-        counters[_LIVE] += graph.device_bytes[arrival]
-    return start, state.clocks[_COMPUTE_STREAM], counters[_LIVE]
+        if states[graph.arrivals[k]] & _ON_DEVICE:
+            return _NONE
+        states[graph.arrivals[k]] |= _ON_DEVICE
+        came_bytes += graph.device_bytes[graph.arrivals[k]]
+    return came_bytes
 
 
 @_compiled
-def _compute(op: int, in_place_of: int, graph: GraphArrays, state: _State) -> tuple[float, float, int]:
-    """Run an op; return its start, its end and the bytes held meanwhile; a start below 0 says that it cannot be."""
-    on_device, clocks = state.on_device, state.clocks
-    first, last = graph.read_starts[op], graph.read_starts[op + 1]
-    for k in range(first, last):
-        if not on_device[graph.reads[k]]:
-            return _ILLEGAL, 0.0, 0
-    if state.counters[_PREFETCHING]:
-        _await(graph.reads, first, last, state)
-    taker = -1
-    if in_place_of >= 0:
-        for k in range(graph.reuse_starts[op], graph.reuse_starts[op + 1], 2):
-            if taker < 0 and graph.reuses[k] == in_place_of and not on_device[graph.reuses[k + 1]]:
-                taker = graph.reuses[k + 1]
-        if taker < 0 or graph.resident[in_place_of] or state.offload_ends[in_place_of] >= 0:
-            return _ILLEGAL, 0.0, 0
-        on_device[in_place_of], on_device[taker] = 0, 1
-    transient = graph.workspace_bytes[op]
-    for k in range(graph.write_starts[op], graph.write_starts[op + 1]):
-        written = graph.writes[k]
-        if written == taker:
-            continue
-        if on_device[written]:
-            transient += graph.device_bytes[written]
-        else:
-            on_device[written] = 1
-            state.counters[_LIVE] += graph.device_bytes[written]
-    start = clocks[_COMPUTE_STREAM]
-    clocks[_COMPUTE_STREAM] += graph.seconds[op]
-    state.seconds[_COMPUTE_STREAM] += graph.seconds[op]
-    return start, clocks[_COMPUTE_STREAM], state.counters[_LIVE] + transient
-
-
-@_compiled
-def _start(graph: GraphArrays) -> _State:
-    """Return the state before the first instruction: only residents are there."""
-    count = len(graph.device_bytes)
-    counters = np.zeros(4, np.int64)
-    for storage in range(count):
-        counters[_LIVE] += graph.device_bytes[storage] * graph.resident[storage]
-    return _State(
-        graph.resident.copy(),
-        np.zeros(count, np.uint8),
-        np.full(count, _IDLE),
-        np.full(count, _IDLE),
-        np.zeros(3),
-        np.zeros(4),
-        counters,
-    )
-
-
-@_compiled
-def replay(
+def trace_memory(
     codes: NDArray[np.int8],
     operands: NDArray[np.int32],
     extras: NDArray[np.int64],
     graph: GraphArrays,
-    rates: tuple[float, float],
-    out: TimelineArrays,
-) -> tuple[int, int, int, float, float, float, float, float]:
-    """Fill `out`; return (failed position or -1, peak position, host peak, busy seconds x 3, stall, makespan).
-
-    `rates` are bytes per second to the host and to the device, 0 where there is no link.
-    """
-    state = _start(graph)
-    counters, seconds = state.counters, state.seconds
-    storage_count, op_count, boundary_count = len(graph.device_bytes), len(graph.seconds), len(graph.arrival_starts) - 1
-    peak_position, peak, host_peak = 0, -1, 0
-    for position in range(len(codes)):
+    device_bytes: NDArray[np.int64],
+    host_bytes: NDArray[np.int64],
+) -> Memory:
+    """Fill in the bytes that are on device and host while each instruction runs."""
+    unknown = _first_unknown(codes, operands, graph)
+    sizes, host_sizes, read_starts, reads = graph.device_bytes, graph.host_bytes, graph.read_starts, graph.reads
+    workspace, write_starts, writes = graph.workspace_bytes, graph.write_starts, graph.writes
+    states = graph.resident * np.uint8(_ON_DEVICE | _RESIDENT)
+    live, host_live, outside = (sizes * graph.resident).sum(), 0, 0
+    peak, peak_position, host_peak = live, 0, 0
+    for position in range(len(codes) if unknown == _NONE else unknown):
         code, operand, extra = codes[position], operands[position], extras[position]
-        limit = op_count if code == _COMPUTE else boundary_count if code == _BOUNDARY else storage_count
-        if operand < 0 or operand >= limit:
-            return position, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0
+        briefly, legal = 0, True
         if code == _COMPUTE:
-            start, end, held = _compute(operand, extra, graph, state)
+            for k in range(read_starts[operand], read_starts[operand + 1]):
+                if not states[reads[k]] & _ON_DEVICE:
+                    return Memory(position, 0, 0, 0)
+                states[reads[k]] &= ~_PREFETCHING
+            taker = _take_over(operand, extra, states, graph) if extra >= 0 else _NONE
+            legal = extra < 0 or taker >= 0
+            briefly = workspace[operand]
+            for k in range(write_starts[operand], write_starts[operand + 1]):
+                if not states[writes[k]] & _ON_DEVICE:
+                    states[writes[k]] |= _ON_DEVICE
+                    live += sizes[writes[k]]
+                elif writes[k] != taker:
+                    briefly += sizes[writes[k]]
         elif code == _BOUNDARY:
-            start, end, held = _cross(operand, extra, graph, state)
+            came = _cross(operand, states, graph)
+            legal = came >= 0 and 0 <= extra <= _MOST_BYTES_OUTSIDE - outside
+            outside, live = outside + extra, live + came + extra
         else:
-            start, end = _move(code, operand, graph, rates, state)
-            held = counters[_LIVE]
-        if start < 0:
-            return position, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0
-        out.start_seconds[position], out.end_seconds[position] = start, end
-        out.device_bytes[position], out.host_bytes[position] = held, counters[_HOST_LIVE]
-        if held > peak:
-            peak, peak_position = held, position
-        host_peak = max(host_peak, counters[_HOST_LIVE])
-    return -1, peak_position, host_peak, seconds[0], seconds[1], seconds[2], seconds[3], state.clocks.max()
+            before = states[operand]
+            after = _moved(code, before)
+            legal = after >= 0
+            states[operand] = after
+            live += sizes[operand] * ((after & _ON_DEVICE) - (before & _ON_DEVICE))
+            host_live += host_sizes[operand] * ((after & _ON_HOST) - (before & _ON_HOST)) // _ON_HOST
+        if not legal:
+            return Memory(position, 0, 0, 0)
+        device_bytes[position], host_bytes[position] = live + briefly, host_live
+        if live + briefly > peak:
+            peak, peak_position = live + briefly, position
+        host_peak = max(host_peak, host_live)
+    return Memory(unknown, peak, peak_position, host_peak)
+
+
+@_compiled
+def trace_seconds(
+    codes: NDArray[np.int8],
+    operands: NDArray[np.int32],
+    graph: GraphArrays,
+    to_host_rate: float,
+    to_device_rate: float,
+    start_seconds: NDArray[np.float64],
+    end_seconds: NDArray[np.float64],
+) -> Seconds:
+    """Fill in when each instruction starts and ends; `codes` have passed `trace_memory`; a rate of 0 is no link."""
+    op_seconds, host_sizes, read_starts, reads = graph.seconds, graph.host_bytes, graph.read_starts, graph.reads
+    departure_starts, departures = graph.departure_starts, graph.departures
+    # When the last copy of each storage ends: waiting for one that has ended already takes no time, so none is cleared.
+    offload_ends, prefetch_ends = np.zeros(len(host_sizes)), np.zeros(len(host_sizes))
+    now, to_host_end, to_device_end = 0.0, 0.0, 0.0
+    compute, to_host, to_device, stall = 0.0, 0.0, 0.0, 0.0
+    for position in range(len(codes)):
+        code, operand = codes[position], operands[position]
+        start = now
+        if (code == _OFFLOAD and to_host_rate <= 0) or (code == _PREFETCH and to_device_rate <= 0):
+            return Seconds(position, 0.0, 0.0, 0.0, 0.0, 0.0)
+        if code == _COMPUTE:
+            if to_device_end > now:
+                for k in range(read_starts[operand], read_starts[operand + 1]):
+                    start = max(start, prefetch_ends[reads[k]])
+            stall += start - now
+            compute += op_seconds[operand]
+            now = end = start + op_seconds[operand]
+        elif code == _OFFLOAD:
+            start = max(now, to_host_end)
+            to_host += host_sizes[operand] / to_host_rate
+            to_host_end = end = offload_ends[operand] = start + host_sizes[operand] / to_host_rate
+        elif code == _PREFETCH:
+            start = max(now, to_device_end)
+            to_device += host_sizes[operand] / to_device_rate
+            to_device_end = end = prefetch_ends[operand] = start + host_sizes[operand] / to_device_rate
+        else:
+            end = now
+            if code == _WAIT:
+                end = max(now, offload_ends[operand])
+            elif code == _BOUNDARY:
+                for k in range(departure_starts[operand], departure_starts[operand + 1]):
+                    end = max(end, prefetch_ends[departures[k]])
+            stall += end - now
+            now = end
+        start_seconds[position], end_seconds[position] = start, end
+    return Seconds(_NONE, compute, to_host, to_device, stall, max(now, to_host_end, to_device_end))
