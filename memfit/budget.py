@@ -89,8 +89,7 @@ def format_bytes(size_bytes: int) -> str:
 def _percentage(percent: Fraction, shown: str, unplanned_peak_bytes: int) -> int:
     if percent > 100:
         raise InvalidBudgetError(
-            f"budget {shown!r} is more than the unplanned peak ({format_bytes(unplanned_peak_bytes)}), which needs no "
-            "plan: choose at most 100%"
+            f"budget {shown!r} is more than 100% of the unplanned peak, which needs no plan: choose at most 100%"
         )
     return _positive(percent * unplanned_peak_bytes / 100, shown)
 

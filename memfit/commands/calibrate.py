@@ -9,7 +9,7 @@ import typer
 
 from memfit.commands import options
 from memfit.commands.answer import Answer, deliver, rows_table
-from memfit.commands.progress import Stages, interruptible
+from memfit.commands.work import working
 
 EXAMPLES = """
 memfit calibrate
@@ -25,8 +25,8 @@ def calibrate(
     """Measure compute, memory and link rates of a device that is here, and keep them for later plans."""
     from memfit.cost import calibrate as measure_device
 
-    stages = Stages()
-    with interruptible(), stages.stage(f"measuring {device}"):
+    with working() as work:
+        work.stage(f"measuring {device}")
         profile = measure_device(device)
     keys: dict[str, Any] = msgspec.to_builtins(profile)
     rows = {name.replace("_", " "): str(value) for name, value in keys.items() if value not in (None, {}, "")}

@@ -14,7 +14,7 @@ from memfit.budget import format_bytes
 from memfit.commands import options
 from memfit.commands.answer import Answer, columns_table, deliver, rows_table
 from memfit.commands.planning import load_target
-from memfit.commands.progress import Stages, interruptible
+from memfit.commands.work import Work, working
 from memfit.device import GENERIC, Device
 from memfit.errors import InvalidTargetError
 from memfit.graph import Graph, Op, Phase, Role, Storage
@@ -50,17 +50,14 @@ def estimate(
     Workspace of kernels is not known without running them, and is left out unless TARGET is a graph file that has it.
     """
     settings = options.read_settings(set_, "--set")
-    stages = Stages()
-    with interruptible():
-        graph, device = _graph_of(target, settings, device_profile, stages)
+    with working() as work:
+        graph, device = _graph_of(target, settings, device_profile, work)
         graph = forward_part(graph) if forward_only else graph
         run = play(graph, unplanned_schedule(Problem(graph=graph, device=device, budget_bytes=0)), device)
     return deliver(_answer(target, run), as_json=as_json)
 
 
-def _graph_of(
-    target: str, settings: dict[str, str], device_profile: str | None, stages: Stages
-) -> tuple[Graph, Device]:
+def _graph_of(target: str, settings: dict[str, str], device_profile: str | None, work: Work) -> tuple[Graph, Device]:
     from memfit.device_profiles import load_device
 
     resolved = load_target(target, settings)
@@ -70,8 +67,8 @@ def _graph_of(
     from memfit.capture import capture
     from memfit.cost import local_device
 
-    with stages.stage("capturing the step with fake tensors"):
-        captured = capture(resolved, fake=True)
+    work.stage("capturing the step with fake tensors")
+    captured = capture(resolved)
     return captured.graph, profile or local_device(captured.binding.device)
 
 

@@ -9,7 +9,10 @@ from typing import Annotated
 
 import typer
 
+from memfit.budget import parse_budget
 from memfit.errors import InvalidFileError, InvalidOptionError
+
+_ANY_PEAK_BYTES = 1 << 50  # what a percentage is taken of while only its form is looked at
 
 Target = Annotated[
     str,
@@ -29,6 +32,10 @@ Budget = Annotated[
         show_default=False,
         help="6GiB, 500MB, a whole number of bytes, or 60% of the unplanned peak. It covers parameters and inputs too.",
     ),
+]
+OptionalBudget = Annotated[
+    str | None,
+    typer.Option("--budget", "-b", metavar="BUDGET", show_default=False, help="As for `memfit plan`; or give --plan."),
 ]
 Planner = Annotated[str, typer.Option("--planner", "-p", metavar="NAME", help="See `memfit planners`.")]
 PlannerOptions = Annotated[
@@ -79,6 +86,11 @@ def read_settings(texts: Iterable[str] | None, option: str) -> dict[str, str]:
             raise InvalidOptionError(f"{option} gives {name.strip()!r} twice; give it once")
         settings[name.strip()] = value.strip()
     return settings
+
+
+def require_budget(text: str) -> None:
+    """Refuse, before any work is done, a budget that could not be read later."""
+    parse_budget(text, unplanned_peak_bytes=_ANY_PEAK_BYTES)
 
 
 def require_time_limit(seconds: float) -> float:

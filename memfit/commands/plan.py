@@ -8,15 +8,15 @@ from typing import Any
 from memfit.commands import options
 from memfit.commands.answer import DONE, INTERRUPTED, Answer, deliver, rows_table
 from memfit.commands.planning import (
-    Search,
     bounds_of,
     counts_of,
     find_plan,
     graph_with_costs,
     load_target,
+    make_search,
     write_report,
 )
-from memfit.commands.progress import Stages, interruptible
+from memfit.commands.work import working
 from memfit.plan import Plan
 from memfit.report import text_summary
 
@@ -48,23 +48,16 @@ def plan(
     """Find a plan for TARGET within a budget, and say what it would cost. Nothing is run."""
     options.require_writable(save, report)
     options.require_count(curve, "--curve")
+    options.require_budget(budget)
     settings = options.read_settings(set_, "--set")
-    search = Search(
-        planner=planner,
-        options=options.read_settings(option, "--option"),
-        time_limit_seconds=options.require_time_limit(time_limit),
-        seed=seed,
-    )
-    stages = Stages()
-    with interruptible() as interruption:
-        graph, device = graph_with_costs(load_target(target, settings), device_profile, stages)
-        found = find_plan(graph, device, budget, search, stages)
-        if save:
-            found.save(save)
-            interruption.kept = save
-        if report and not interruption.happened:
-            write_report(found, report, curve, search, stages)
-    status = INTERRUPTED if interruption.happened else DONE
+    search = make_search(planner, option, time_limit, seed)
+    with working() as work:
+        graph, device = graph_with_costs(load_target(target, settings), device_profile, work)
+        found = find_plan(graph, device, budget, search, work)
+        work.keep(found, save)
+        if report and not work.interrupted:
+            write_report(found, report, curve, search, work)
+    status = INTERRUPTED if work.interrupted else DONE
     return deliver(_answer(target, found, save, report, status), as_json=as_json)
 
 

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import msgspec
 
 from memfit.budget import parse_budget
-from memfit.commands.progress import Stages
+from memfit.commands import options
+from memfit.commands.work import Work
 from memfit.device import GENERIC, Device
 from memfit.errors import InvalidOptionError
 from memfit.graph import Graph
-from memfit.plan import Plan, Problem, Result
-from memfit.planners import PLANNERS, Planner, make_planner
+from memfit.plan import Plan, Problem
+from memfit.planners import PLANNERS, make_planner
 from memfit.planners.ask import require_plan, unplanned_peak_bytes
 from memfit.planners.frontier import plan_frontier
 from memfit.report import write_html
@@ -43,9 +44,7 @@ def load_target(target: str, settings: Mapping[str, str]) -> TrainingStep | Grap
     return resolve(target, settings)
 
 
-def graph_with_costs(
-    resolved: TrainingStep | Graph, device_profile: str | None, stages: Stages
-) -> tuple[Graph, Device]:
+def graph_with_costs(resolved: TrainingStep | Graph, device_profile: str | None, work: Work) -> tuple[Graph, Device]:
     """Return the step's graph with seconds and workspace of each op, and the device that they are for.
 
     A graph file brings its own seconds; `device_profile` then only gives link rates and alignment.
@@ -58,48 +57,63 @@ def graph_with_costs(
     from memfit.capture import capture
     from memfit.cost import local_device, measure, roofline
 
-    with stages.stage("capturing the step"):
-        captured = capture(resolved, fake=profile is not None)
+    work.stage("capturing the step")
+    captured = capture(resolved)
     if profile is not None:
         return roofline(captured.graph, captured.binding, profile), profile
-    with stages.stage("measuring each op") as update:
-        graph = measure(captured.graph, captured.binding, progress=update)
+    work.stage("measuring each op")
+    graph = measure(captured.graph, captured.binding, progress=work.done)
     return graph, local_device(captured.binding.device)
 
 
-def planner_named(name: str, options: Mapping[str, str]) -> Planner:
-    """Return the planner with its options read from text, each as the type of the planner's own field."""
-    hints = get_type_hints(PLANNERS[name]) if name in PLANNERS else {}
+def make_search(planner: str, option: list[str] | None, time_limit: float, seed: int) -> Search:
+    """Return the search that the command line asks for.
+
+    Raises:
+        InvalidOptionError: no such planner, no such option, or a value that it cannot take.
+    """
+    search = Search(
+        planner=planner,
+        options=options.read_settings(option, "--option"),
+        time_limit_seconds=options.require_time_limit(time_limit),
+        seed=seed,
+    )
+    make_planner(planner, **typed_options(search))
+    return search
+
+
+def typed_options(search: Search) -> dict[str, object]:
+    """Return the planner's options read from text, each as the type of the planner's own field."""
+    hints = get_type_hints(PLANNERS[search.planner]) if search.planner in PLANNERS else {}
     values: dict[str, object] = {}
-    for option, text in options.items():
+    for option, text in search.options.items():
         try:
             values[option] = msgspec.convert(text, hints.get(option, str), strict=False)
         except msgspec.ValidationError as error:
-            raise InvalidOptionError(f"planner {name!r}: option {option}={text!r}: {error}") from error
-    return make_planner(name, **values)
+            raise InvalidOptionError(f"planner {search.planner!r}: option {option}={text!r}: {error}") from error
+    return values
 
 
-def find_plan(graph: Graph, device: Device, budget: str, search: Search, stages: Stages) -> Plan:
+def find_plan(graph: Graph, device: Device, budget: str, search: Search, work: Work) -> Plan:
     """Return a plan of `graph` within `budget`.
 
     Raises:
-        InvalidBudgetError, InvalidOptionError: a budget or an option that cannot be read.
+        InvalidBudgetError: a budget that cannot be read.
         InfeasibleBudgetError: no plan fits.
         TimeLimitError: time was up with no plan.
     """
-    planner = planner_named(search.planner, search.options)
+    planner = make_planner(search.planner, **typed_options(search))
     budget_bytes = parse_budget(budget, unplanned_peak_bytes(graph, device))
-    with stages.planning("searching a plan", search.time_limit_seconds) as on_progress:
-        problem = Problem(
-            graph=graph,
-            device=device,
-            budget_bytes=budget_bytes,
-            time_limit_seconds=search.time_limit_seconds,
-            seed=search.seed,
-            progress=on_progress,
-        )
-        result: Result = planner.plan(problem)
-    return require_plan(result, graph, budget_bytes, search.planner)
+    work.stage("searching a plan", expected_seconds=search.time_limit_seconds)
+    problem = Problem(
+        graph=graph,
+        device=device,
+        budget_bytes=budget_bytes,
+        time_limit_seconds=search.time_limit_seconds,
+        seed=search.seed,
+        progress=work.on_search,
+    )
+    return require_plan(planner.plan(problem), graph, budget_bytes, search.planner)
 
 
 def counts_of(plan: Plan) -> dict[str, int]:
@@ -123,27 +137,29 @@ def bounds_of(plan: Plan) -> dict[str, Any]:
 
 
 def write_report(
-    plan: Plan, path: Path, curve_points: int, search: Search, stages: Stages, measured: Measured | None = None
+    plan: Plan, path: Path, curve_points: int, search: Search, work: Work, measured: Measured | None = None
 ) -> None:
     """Write the HTML report of `plan`, with a trade-off curve of so many points around it."""
-    write_html(plan, path, curve=trade_off(plan, curve_points, search, stages), measured=measured)
+    curve = trade_off(plan, curve_points, search, work)
+    work.stage("writing the report")
+    write_html(plan, path, curve=curve, measured=measured)
 
 
-def trade_off(plan: Plan, points: int, search: Search, stages: Stages) -> list[CurvePoint]:
+def trade_off(plan: Plan, points: int, search: Search, work: Work) -> list[CurvePoint]:
     """Return what the planner reaches at `points` budgets, evenly from the unplanned peak down to the proved bound."""
     highest, lowest = plan.unplanned.peak_bytes, plan.bounds.least_budget_bound_bytes
     if points == 0 or highest <= lowest:
         return []
     budgets = [highest - (highest - lowest) * step // max(points - 1, 1) for step in range(points)]
-    with stages.planning("drawing the trade-off curve", search.time_limit_seconds) as on_progress:
-        problem = Problem(
-            graph=plan.graph,
-            device=plan.device,
-            budget_bytes=plan.budget_bytes,
-            bytes_outside=plan.bytes_outside,
-            time_limit_seconds=search.time_limit_seconds,
-            seed=search.seed,
-            progress=on_progress,
-        )
-        results = plan_frontier(problem, budgets)
+    work.stage("drawing the trade-off curve", expected_seconds=search.time_limit_seconds)
+    problem = Problem(
+        graph=plan.graph,
+        device=plan.device,
+        budget_bytes=plan.budget_bytes,
+        bytes_outside=plan.bytes_outside,
+        time_limit_seconds=search.time_limit_seconds,
+        seed=search.seed,
+        progress=work.on_search,
+    )
+    results = plan_frontier(problem, budgets)
     return [CurvePoint.of(budget, result) for budget, result in zip(budgets, results, strict=True)]

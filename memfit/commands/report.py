@@ -11,7 +11,7 @@ import typer
 from memfit.commands import options
 from memfit.commands.answer import Answer, deliver, rows_table
 from memfit.commands.planning import Search, trade_off, write_report
-from memfit.commands.progress import Stages, interruptible
+from memfit.commands.work import Work, working
 from memfit.errors import InvalidOptionError
 from memfit.plan import Plan
 from memfit.report import explain, write_png, write_trace
@@ -48,18 +48,17 @@ def report(
     options.require_count(curve, "--curve")
     loaded = Plan.load(plan)
     search = Search(planner=loaded.planner, time_limit_seconds=options.require_time_limit(time_limit), seed=seed)
-    stages = Stages()
-    with interruptible():
+    with working() as work:
         for path, write in writers:
-            write(loaded, path, curve, search, stages)
+            write(loaded, path, curve, search, work)
         parts = (rows_table({str(path): "written" for path in files}),)
         if not files:
-            parts = (explain(loaded, curve=trade_off(loaded, curve, search, stages)),)
+            parts = (explain(loaded, curve=trade_off(loaded, curve, search, work)),)
     keys = {"files": [str(path) for path in files]}
     return deliver(Answer(target=str(plan), device=loaded.device.name, keys=keys, parts=parts), as_json=as_json)
 
 
-Writer = Callable[[Plan, Path, int, Search, Stages], None]
+Writer = Callable[[Plan, Path, int, Search, Work], None]
 
 
 def _writer(path: Path) -> Writer:
@@ -75,12 +74,12 @@ def _writer(path: Path) -> Writer:
     return _WRITERS[path.suffix]
 
 
-def _write_picture(plan: Plan, path: Path, _curve: int, _search: Search, stages: Stages) -> None:
-    with stages.stage("drawing the picture"):
-        write_png(plan, path)
+def _write_picture(plan: Plan, path: Path, _curve: int, _search: Search, work: Work) -> None:
+    work.stage("drawing the picture")
+    write_png(plan, path)
 
 
-def _write_trace(plan: Plan, path: Path, _curve: int, _search: Search, _stages: Stages) -> None:
+def _write_trace(plan: Plan, path: Path, _curve: int, _search: Search, _work: Work) -> None:
     write_trace(plan, path)
 
 
