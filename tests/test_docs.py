@@ -1,0 +1,93 @@
+"""Every example in the documents and docstrings runs, and every command line in them exists."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import io
+import pkgutil
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import memfit
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+MODULES = sorted(
+    info.name
+    for info in pkgutil.walk_packages(memfit.__path__, "memfit.")
+    if not info.name.startswith("memfit.workloads.") or info.name.endswith("target")
+)
+_FENCE = re.compile(r"^```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def _blocks(language: str) -> list[tuple[str, str]]:
+    """Return (where, code) of every fenced block in this language."""
+    found: list[tuple[str, str]] = []
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        for match in _FENCE.finditer(text):
+            if match["language"] == language:
+                line = text[: match.start()].count("\n") + 1
+                found.append((f"{document.relative_to(ROOT)}:{line}", match["code"]))
+    return found
+
+
+def _command_lines() -> list[tuple[str, str]]:
+    """Return (where, line) of every `memfit ...` line in shell blocks and in the commands' own help."""
+    lines = [(where, line) for where, code in _blocks("sh") for line in code.splitlines()]
+    from memfit.commands import calibrate, check, estimate, fit, listing, plan, report
+
+    epilogs = [module.EXAMPLES for module in (calibrate, check, estimate, fit, plan, report)]
+    for epilog in [*epilogs, *listing.EXAMPLES.values()]:
+        lines += [("--help", line) for line in epilog.splitlines()]
+    return [(where, line) for where, line in lines if line.startswith("memfit ")]
+
+
+@pytest.mark.parametrize(("where", "code"), _blocks("python"), ids=lambda value: value if ":" in value[:40] else "")
+def test_python_block_runs(where: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(code, where, "exec"), {"__name__": "document"})
+    assert code.strip()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_run(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize(("where", "line"), _command_lines())
+def test_command_line_exists(where: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from memfit.cli import main
+
+    words = shlex.split(line, comments=True)
+    assert main([words[1], "--help"]) == 0 or words[1].startswith("-")
+    shown = capsys.readouterr().out
+    for word in words[2:]:
+        if word.startswith("-"):
+            assert re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", shown), f"{where}: {word} is not an option"
+
+
+@pytest.mark.parametrize(
+    ("where", "target"),
+    [
+        (document, target)
+        for document in DOCUMENTS
+        for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#]+)", document.read_text(encoding="utf-8"))
+    ],
+    ids=str,
+)
+def test_link_leads_somewhere(where: Path, target: str) -> None:
+    assert (where.parent / target).exists(), f"{where}: link to {target}"
+
+
+def test_the_documents_are_found() -> None:
+    assert {"README.md", "CONTRIBUTING.md", "how-it-works.md", "commands.md"} <= {d.name for d in DOCUMENTS}
+    assert len(_blocks("python")) >= 5
+    assert len(_command_lines()) >= 15
