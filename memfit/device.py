@@ -13,13 +13,13 @@ Bytes = Annotated[int, msgspec.Meta(ge=0)]
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the simulator and the roofline need to know of a device.
 
-    `flops_per_second` by dtype name (`float32`, `bfloat16`, ...); `memory_bytes_per_second` is device memory's bandwidth;
-    the link's two directions are None where there is no host link; every allocation is rounded up to `alignment_bytes`;
-    `launch_seconds` is the least time an op takes. `source` says where the figures are from.
+    `flops_per_second` by dtype name (`float32`, `bfloat16`, ...); `memory_bytes_per_second` is device memory's
+    bandwidth; the link's two directions are None where there is no host link; every allocation is rounded up to
+    `alignment_bytes`; `launch_seconds` is the least time an op takes. `source` says where the figures are from.
     """
 
     name: str
-    alignment_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1
+    alignment_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] = 1
     memory_bytes: Bytes | None = None
     host_memory_bytes: Bytes | None = None
     flops_per_second: dict[str, Rate] = {}

@@ -16,27 +16,36 @@ from memfit.errors import InvalidFileError
 T = TypeVar("T")
 
 _GZIP_MAGIC = b"\x1f\x8b"
-_MOST_FILE_BYTES = 2 << 30  # a gzip bomb must not fill the memory of the machine that reads it
+_MOST_FILE_BYTES = 1 << 30  # a gzip bomb must not fill the memory of the machine that reads it
+_CHUNK_BYTES = 1 << 24
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of `path`, gunzipped where it is gzip, and refuse what is not a readable file."""
+    """Return the content of `path`, gunzipped where it is gzip, whatever its name.
+
+    Raises:
+        InvalidFileError: missing, not readable, truncated gzip, or more than 1 GiB once unpacked.
+    """
+    chunks: list[bytes] = []
+    size_bytes = 0
     try:
         with open(path, "rb") as file:
             is_gzip = file.read(2) == _GZIP_MAGIC
         opener = gzip.open if is_gzip else open
         with opener(path, "rb") as file:
-            content = file.read(_MOST_FILE_BYTES + 1)
+            while size_bytes <= _MOST_FILE_BYTES and (chunk := file.read(_CHUNK_BYTES)):
+                chunks.append(chunk)
+                size_bytes += len(chunk)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise InvalidFileError(f"{path}: cannot be read: {reason}") from error
-    if len(content) > _MOST_FILE_BYTES:
+    if size_bytes > _MOST_FILE_BYTES:
         raise InvalidFileError(f"{path}: more than {_MOST_FILE_BYTES} bytes once unpacked; not a memfit file")
-    return content
+    return b"".join(chunks)
 
 
 def decode(content: bytes, kind: type[T], path: Path | str) -> T:
-    """Decode strict JSON into `kind`; an error names the file, the place in it, what was expected and what stands there.
+    """Decode strict JSON into `kind`; an error names the file, the place in it, what was expected and what is there.
 
     Raises:
         InvalidFileError: truncated or malformed JSON, an unknown key, a missing key, a wrong type.
@@ -57,15 +66,18 @@ def write_atomically(path: Path, content: bytes) -> None:
     """
     if path.suffix == ".gz":
         content = gzip.compress(content, mtime=0)
-    unfinished: str | None = None
+    unfinished: Path | None = None
     try:
-        handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        unfinished = Path(name)
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        os.chmod(unfinished, 0o644)
-        os.replace(unfinished, path)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.chmod(0o644)  # mkstemp lets only its owner read
+        unfinished.replace(path)
     except OSError as error:
-        raise InvalidFileError(f"{path}: cannot be written: {error.strerror}; choose another place") from error
+        raise InvalidFileError(f"{path}: cannot be written: {error.strerror or error}; choose another place") from error
     finally:
-        if unfinished is not None and os.path.exists(unfinished):
-            os.unlink(unfinished)
+        if unfinished is not None:
+            unfinished.unlink(missing_ok=True)

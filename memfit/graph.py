@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,7 @@ from memfit.files import decode, read_bytes, write_atomically
 
 FORMAT = "memfit-graph"
 VERSION = 1
+_MOST_BYTES = 1 << 60  # so that any sum of bytes that can be live at once is far from what int64 holds
 
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -101,8 +103,8 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where control goes to the user and comes back: before the op at `position`, departures leave, arrivals come.
 
-    A departure is the user's from there on: it stays on the device to the end (it is `required_at_end`). An arrival is a
-    storage that no op writes and that is not resident: it is on the device from the boundary until it is dropped.
+    A departure is the user's from there on: it stays on the device to the end (it is `required_at_end`). An arrival is
+    a storage that no op writes and that is not resident: it is on the device from the boundary until it is dropped.
     """
 
     position: Id
@@ -111,7 +113,7 @@ class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True, weakref=True):
-    """A whole training step. Make one with `Graph.build` or `Graph.load`: they fill what may be left out, and verify."""
+    """A whole training step. `Graph.build` and `Graph.load` make one: they fill what may be left out, and verify."""
 
     name: str
     storages: tuple[Storage, ...]
@@ -156,12 +158,12 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             InvalidFileError: unreadable, malformed, an unknown key, a wrong type; names the file and the place.
             InvalidGraphError: well-formed, but breaks a rule of graphs; names the file as well.
         """
-        document = decode(read_bytes(Path(path)), _Document, path)
+        document = decode(read_bytes(Path(path)), GraphDocument, path)
         return document.to_graph(str(path))
 
     def save(self, path: Path | str) -> None:
         """Write the graph to `path`, atomically; gzip if the name ends in `.gz`."""
-        write_atomically(Path(path), msgspec.json.format(msgspec.json.encode(_Document.of(self)), indent=1))
+        write_atomically(Path(path), msgspec.json.format(msgspec.json.encode(GraphDocument.of(self)), indent=1))
 
     def verify(self) -> Graph:
         """Return self, or raise InvalidGraphError at the first rule that is broken.
@@ -217,8 +219,8 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return digest.hexdigest()[:32]
 
 
-class _Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The graph file, version 1 (DESIGN.md, section 2)."""
+class GraphDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The graph file, version 1 (DESIGN.md, section 2). A plan file holds one as well."""
 
     format: str
     version: int
@@ -231,8 +233,8 @@ class _Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     boundaries: tuple[Boundary, ...] = ()
 
     @staticmethod
-    def of(graph: Graph) -> _Document:
-        return _Document(
+    def of(graph: Graph) -> GraphDocument:
+        return GraphDocument(
             format=FORMAT,
             version=VERSION,
             name=graph.name,
@@ -285,73 +287,92 @@ def _fail(place: str, message: str) -> NoReturn:
 
 
 def _verify(graph: Graph) -> None:
-    for index, storage in enumerate(graph.storages):
-        if storage.id != index:
-            _fail(f"storages[{index}].id", f"storage {storage.name!r} has id {storage.id}, expected {index}")
-        if storage.bytes < 0:
-            _fail(f"storages[{index}].bytes", f"storage {storage.name!r} has {storage.bytes} bytes, expected 0 or more")
+    _verify_storages(graph)
     present = [storage.resident for storage in graph.storages]
-    boundaries = list(graph.boundaries)
+    boundaries = list(enumerate(graph.boundaries))
     for index, op in enumerate(graph.ops):
         if op.id != index:
             _fail(f"ops[{index}].id", f"op {op.name!r} has id {op.id}, expected {index}")
-        while boundaries and boundaries[0].position <= index:
-            _verify_boundary(graph, boundaries.pop(0), present, index)
+        while boundaries and boundaries[0][1].position <= index:
+            _verify_boundary(graph, *boundaries.pop(0), present, index)
         _verify_op(graph, op, present)
-    for boundary in boundaries:
-        _verify_boundary(graph, boundary, present, len(graph.ops))
+    for number, boundary in boundaries:
+        _verify_boundary(graph, number, boundary, present, len(graph.ops))
     for storage in graph.storages:
         if not present[storage.id]:
             _fail(f"storages[{storage.id}]", f"storage {storage.name!r} is not resident and nothing writes it")
 
 
+def _verify_storages(graph: Graph) -> None:
+    for index, storage in enumerate(graph.storages):
+        if storage.id != index:
+            _fail(f"storages[{index}].id", f"storage {storage.name!r} has id {storage.id}, expected {index}")
+        if storage.bytes < 0:
+            _fail(f"storages[{index}].bytes", f"storage {storage.name!r} has {storage.bytes} bytes, expected 0 or more")
+    total = sum(storage.bytes for storage in graph.storages)
+    if total > _MOST_BYTES:
+        _fail("storages", f"all storages together have {total} bytes, expected at most {_MOST_BYTES}")
+
+
 def _verify_op(graph: Graph, op: Op, present: list[bool]) -> None:
-    for field, ids in (("reads", op.reads), ("mutates", op.mutates), ("writes", op.writes)):
-        for place, storage in enumerate(ids):
-            if not 0 <= storage < len(graph.storages):
+    place = f"ops[{op.id}]"
+    for field, storages in (("reads", op.reads), ("mutates", op.mutates)):
+        for index, storage in enumerate(storages):
+            name = _known(graph, f"{place}.{field}[{index}]", f"op {op.name!r}", storage).name
+            if not present[storage]:
                 _fail(
-                    f"ops[{op.id}].{field}[{place}]",
-                    f"op {op.name!r} names storage {storage}, expected 0 to {len(graph.storages) - 1}",
+                    f"{place}.{field}[{index}]",
+                    f"op {op.name!r} needs storage {storage} {name!r} before any op wrote it: a cycle, or a wrong order",
                 )
-            name = graph.storages[storage].name
-            if field == "writes" and present[storage]:
-                why = "resident (say `mutates`)" if graph.storages[storage].resident else "written before"
-                _fail(
-                    f"ops[{op.id}].writes[{place}]", f"op {op.name!r} writes storage {storage} {name!r}, which is {why}"
-                )
-            if field != "writes" and not present[storage]:
-                _fail(
-                    f"ops[{op.id}].{field}[{place}]",
-                    f"op {op.name!r} needs storage {storage} {name!r} before any op wrote it (a cycle, or a wrong order)",
-                )
-            if field == "writes":
-                present[storage] = True
-    if op.seconds < 0 or (op.workspace_bytes or 0) < 0:
-        _fail(f"ops[{op.id}]", f"op {op.name!r} has negative seconds or workspace_bytes, expected 0 or more")
-    for place, (read, written) in enumerate(op.reuses):
+    if len(set(op.mutates)) < len(op.mutates):
+        _fail(f"{place}.mutates", f"op {op.name!r} mutates a storage twice, expected each once: {list(op.mutates)}")
+    for index, storage in enumerate(op.writes):
+        known = _known(graph, f"{place}.writes[{index}]", f"op {op.name!r}", storage)
+        if present[storage]:
+            why = "resident (say `mutates`)" if known.resident else "written before, or arrives at a boundary"
+            _fail(f"{place}.writes[{index}]", f"op {op.name!r} writes storage {storage} {known.name!r}, which is {why}")
+        present[storage] = True
+    if not 0 <= op.seconds < math.inf:
+        _fail(f"{place}.seconds", f"op {op.name!r} has {op.seconds} seconds, expected a number from 0")
+    if not 0 <= (op.workspace_bytes or 0) <= _MOST_BYTES:
+        _fail(
+            f"{place}.workspace_bytes",
+            f"op {op.name!r} has {op.workspace_bytes} workspace bytes, expected 0 to {_MOST_BYTES}",
+        )
+    _verify_reuses(graph, op)
+
+
+def _verify_reuses(graph: Graph, op: Op) -> None:
+    for index, (read, written) in enumerate(op.reuses):
+        place = f"ops[{op.id}].reuses[{index}]"
         if read not in op.reads or written not in op.writes:
+            _fail(place, f"op {op.name!r} reuses {read} -> {written}, expected a read and a write of it")
+        sizes = graph.storages[read].bytes, graph.storages[written].bytes
+        if sizes[0] != sizes[1]:
             _fail(
-                f"ops[{op.id}].reuses[{place}]",
-                f"op {op.name!r} reuses {read} -> {written}, expected a read and a write",
+                place, f"op {op.name!r} reuses {read} -> {written} of {sizes[0]} and {sizes[1]} bytes, expected equal"
             )
-        if graph.storages[read].bytes != graph.storages[written].bytes:
-            _fail(f"ops[{op.id}].reuses[{place}]", f"op {op.name!r} reuses {read} -> {written} of different bytes")
 
 
-def _verify_boundary(graph: Graph, boundary: Boundary, present: list[bool], position: int) -> None:
-    place = f"boundaries[{graph.boundaries.index(boundary)}]"
+def _verify_boundary(graph: Graph, number: int, boundary: Boundary, present: list[bool], position: int) -> None:
+    place = f"boundaries[{number}]"
     if boundary.position != position:
         _fail(
             f"{place}.position",
-            f"boundary stands at {boundary.position}, expected {position} or more: in order, and within the ops",
+            f"boundary stands at {boundary.position}, expected {position}: in order, and within the ops",
         )
-    for storage in (*boundary.arrivals, *boundary.departures):
-        if not 0 <= storage < len(graph.storages):
-            _fail(place, f"boundary names storage {storage}, expected 0 to {len(graph.storages) - 1}")
-    for storage in boundary.departures:
+    for index, storage in enumerate(boundary.departures):
+        name = _known(graph, f"{place}.departures[{index}]", "boundary", storage).name
         if not present[storage]:
-            _fail(f"{place}.departures", f"storage {storage} departs before any op wrote it")
-    for storage in boundary.arrivals:
+            _fail(f"{place}.departures[{index}]", f"storage {storage} {name!r} departs before any op wrote it")
+    for index, storage in enumerate(boundary.arrivals):
+        name = _known(graph, f"{place}.arrivals[{index}]", "boundary", storage).name
         if present[storage]:
-            _fail(f"{place}.arrivals", f"storage {storage} arrives but is there already")
+            _fail(f"{place}.arrivals[{index}]", f"storage {storage} {name!r} arrives but is there already")
         present[storage] = True
+
+
+def _known(graph: Graph, place: str, who: str, storage: int) -> Storage:
+    if not 0 <= storage < len(graph.storages):
+        _fail(place, f"{who} names storage {storage}, expected 0 to {len(graph.storages) - 1}")
+    return graph.storages[storage]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import msgspec
 from memfit.device import Device
 from memfit.errors import InvalidFileError, InvalidScheduleError, PlanMismatchError
 from memfit.files import decode, read_bytes, write_atomically
-from memfit.graph import Bytes, Graph, Seconds, _Document
+from memfit.graph import Bytes, Graph, GraphDocument, Seconds
 from memfit.schedule import Schedule
 
 FORMAT = "memfit-plan"
@@ -50,13 +51,17 @@ class Progress:
     message: str = ""
 
 
+def _report_nothing(_: Progress) -> None:
+    """Take a progress report and do nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """Fit `graph` on `device` into `budget_bytes`, everything resident included.
 
-    `pinned` maps an op id to whether its writes must be kept (True) or must be rematerialized (False): the user's mirror
-    attribute. `clock` gives seconds; `progress` is called now and then; both come from outside so that a planner stays pure.
-    A KeyboardInterrupt inside a planner makes it answer with its best schedule so far.
+    `pinned` maps an op id to whether its writes must be kept (True) or must be rematerialized (False): the user's
+    mirror attribute. `clock` gives seconds; `progress` is called now and then; both come from outside so that a planner
+    stays pure. A KeyboardInterrupt inside a planner makes it answer with its best schedule so far.
     """
 
     graph: Graph
@@ -68,7 +73,7 @@ class Problem:
     time_limit_seconds: float = 5.0
     seed: int = 0
     clock: Callable[[], float] = time.monotonic
-    progress: Callable[[Progress], None] = lambda progress: None
+    progress: Callable[[Progress], None] = _report_nothing
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,7 +145,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             fingerprint=self.fingerprint,
             device=self.device,
             schedule=tuple(self.schedule.lines()),
-            graph=_Document.of(self.graph),
+            graph=GraphDocument.of(self.graph),
         )
         write_atomically(Path(path), msgspec.json.format(msgspec.json.encode(document), indent=1))
 
@@ -150,11 +155,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
         Raises:
             InvalidFileError: unreadable, malformed, or the graph in it was changed by hand.
-            InvalidScheduleError: the schedule is not legal on the plan's graph, or exceeds the plan's own prediction.
+            InvalidScheduleError: the schedule is not legal on the plan's graph, or gives another prediction than the
+                plan's own.
             PlanMismatchError: made for another graph than `graph`.
         """
-        from memfit.simulate import simulate  # the simulator needs schedules, not plans; only loading needs it
-
         document = decode(read_bytes(Path(path)), _PlanDocument, path)
         if document.format != FORMAT or document.version != VERSION:
             raise InvalidFileError(
@@ -167,12 +171,29 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             )
         if graph is not None:
             plan.require_graph(graph)
-        timeline = simulate(plan.graph, plan.schedule, plan.device)
-        if timeline.peak_bytes != plan.predicted.peak_bytes:
-            raise InvalidScheduleError(
-                f"{path}: the schedule's peak is {timeline.peak_bytes} bytes, the plan claims {plan.predicted.peak_bytes}"
-            )
+        plan._require_prediction(str(path))
         return plan
+
+    def _require_prediction(self, where: str) -> None:
+        """Raise InvalidScheduleError unless the schedule gives what the plan says of it, within the plan's budgets."""
+        from memfit.simulate import simulate  # numba takes a while to import, and only loading a plan needs it
+
+        timeline = simulate(self.graph, self.schedule, self.device)
+        outside = 0 if self.graph.boundaries else self.bytes_outside  # else the boundaries of the schedule carry them
+        for what, got, claimed, most in (
+            ("peak_bytes", timeline.peak_bytes + outside, self.predicted.peak_bytes, self.budget_bytes),
+            ("host_peak_bytes", timeline.host_peak_bytes, self.predicted.host_peak_bytes, self.host_budget_bytes),
+        ):
+            if got != claimed or got > most:
+                raise InvalidScheduleError(
+                    f"{where}: the schedule's {what} are {got}, the plan claims {claimed} within a budget of {most}; "
+                    f"the file was changed, plan again"
+                )
+        if not math.isclose(timeline.makespan_seconds, self.predicted.seconds, rel_tol=1e-9):
+            raise InvalidScheduleError(
+                f"{where}: the schedule takes {timeline.makespan_seconds} seconds, the plan claims "
+                f"{self.predicted.seconds}; the file was changed, plan again"
+            )
 
     def require_graph(self, graph: Graph) -> None:
         """Raise PlanMismatchError unless the plan was made for this graph."""
@@ -210,7 +231,7 @@ class _PlanDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     fingerprint: str
     device: Device
     schedule: tuple[str, ...]
-    graph: _Document
+    graph: GraphDocument
 
     def to_plan(self, where: str) -> Plan:
         from memfit.checker import check

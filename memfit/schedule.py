@@ -76,7 +76,7 @@ class DropHost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Boundary(msgspec.Struct, frozen=True, kw_only=True):
-    """Hand control to the user at boundary number `boundary`; user code may hold `bytes_outside` until the step ends."""
+    """Hand control to the user at boundary number `boundary`; user code may hold `bytes_outside` to the step's end."""
 
     boundary: int
     bytes_outside: int = 0
@@ -96,8 +96,10 @@ _OPERAND = {
 _KIND = {code: kind for kind, (code, _) in _OPERAND.items()}
 _NO_EXTRA = -1  # in `extras`: a Compute that takes nothing over
 _LINE = re.compile(
-    r"(?P<name>[a-z_]+) (?P<operand>\d+)(?: (?P<extra_name>in_place_of|bytes_outside) (?P<extra>\d+))?\s*(?:#.*)?"
+    r"(?P<name>[a-z_]+) +(?P<operand>[0-9]{1,19})"
+    r"(?: +(?P<extra_name>in_place_of|bytes_outside) +(?P<extra>[0-9]{1,19}))?\s*(?:#.*)?"
 )
+_MOST_OPERAND, _MOST_EXTRA = (1 << 31) - 1, (1 << 62) - 1  # what `operands` and `extras` hold, with room for sums
 
 
 class Schedule:
@@ -125,8 +127,12 @@ class Schedule:
 
     @staticmethod
     def of(instructions: Iterable[Instruction]) -> Schedule:
-        """Return the schedule of these instructions."""
-        rows = [_row(instruction) for instruction in instructions]
+        """Return the schedule of these instructions.
+
+        Raises:
+            InvalidScheduleError: a number is negative or too large to be an id.
+        """
+        rows = [_row(number, instruction) for number, instruction in enumerate(instructions)]
         columns = tuple(zip(*rows, strict=True)) if rows else ((), (), ())
         return Schedule(np.array(columns[0], np.int8), np.array(columns[1], np.int32), np.array(columns[2], np.int64))
 
@@ -144,6 +150,10 @@ class Schedule:
             else:
                 kind = _KIND[Code(code)]
                 yield kind(storage=operand)  # pyright: ignore[reportCallIssue]
+
+    def __getitem__(self, position: int) -> Instruction:
+        alone = Schedule(self.codes[[position]], self.operands[[position]], self.extras[[position]])
+        return alone.instructions[0]
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -182,12 +192,12 @@ class Schedule:
         """Read the text form back; empty lines and what follows `#` are ignored.
 
         Raises:
-            InvalidScheduleError: a line is not an instruction; names the line's number.
+            InvalidScheduleError: a line is not an instruction; names the line's number, from 1.
         """
         lines = text.splitlines() if isinstance(text, str) else text
         return Schedule.of(
             _parse_line(line, number)
-            for number, line in enumerate(lines)
+            for number, line in enumerate(lines, start=1)
             if line.strip() and not line.lstrip().startswith("#")
         )
 
@@ -203,30 +213,41 @@ def format_instruction(instruction: Instruction) -> str:
     return line
 
 
-def _row(instruction: Instruction) -> tuple[int, int, int]:
+def _row(number: int, instruction: Instruction) -> tuple[int, int, int]:
     code, field = _OPERAND[type(instruction)]
-    extra = _NO_EXTRA
-    if isinstance(instruction, Compute) and instruction.in_place_of is not None:
+    operand, extra = getattr(instruction, field), None
+    if isinstance(instruction, Compute):
         extra = instruction.in_place_of
     elif isinstance(instruction, Boundary):
         extra = instruction.bytes_outside
-    return code, getattr(instruction, field), extra
+    if not 0 <= operand <= _MOST_OPERAND or not 0 <= (extra or 0) <= _MOST_EXTRA:
+        raise InvalidScheduleError(
+            f"instruction {number}: {instruction} has a number out of range, expected 0 to {_MOST_OPERAND} "
+            f"(bytes: to {_MOST_EXTRA})"
+        )
+    return code, operand, _NO_EXTRA if extra is None else extra
 
 
 def _parse_line(line: str, number: int) -> Instruction:
     match = _LINE.fullmatch(line.strip())
     if match is None or match["name"].upper() not in Code.__members__:
         raise InvalidScheduleError(
-            f"instruction {number}: {line.strip()[:80]!r} is not an instruction, "
+            f"schedule line {number}: {line.strip()[:80]!r} is not an instruction, "
             f"expected one of {', '.join(code.name.lower() for code in Code)} and a number"
         )
     code, operand = Code[match["name"].upper()], int(match["operand"])
     expected_extra = {Code.COMPUTE: "in_place_of", Code.BOUNDARY: "bytes_outside"}.get(code)
     if match["extra_name"] not in (None, expected_extra):
-        raise InvalidScheduleError(f"instruction {number}: {code.name.lower()} takes no {match['extra_name']!r}")
+        raise InvalidScheduleError(
+            f"schedule line {number}: {code.name.lower()} takes no {match['extra_name']}, "
+            f"expected {expected_extra or 'one number'}"
+        )
     extra = int(match["extra"]) if match["extra"] else None
-    if operand >= 1 << 31 or (extra or 0) >= 1 << 62:
-        raise InvalidScheduleError(f"instruction {number}: {line.strip()[:80]!r} has a number that is too large")
+    if operand > _MOST_OPERAND or (extra or 0) > _MOST_EXTRA:
+        raise InvalidScheduleError(
+            f"schedule line {number}: {line.strip()[:80]!r} has a number that is too large, "
+            f"expected at most {_MOST_OPERAND} (bytes: {_MOST_EXTRA})"
+        )
     if code == Code.COMPUTE:
         return Compute(op=operand, in_place_of=extra)
     if code == Code.BOUNDARY:

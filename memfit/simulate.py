@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from memfit.device import GENERIC, Device
 from memfit.errors import InvalidDeviceError, InvalidScheduleError
 from memfit.graph import Graph
-from memfit.schedule import Code, Schedule
+from memfit.schedule import Code, Schedule, format_instruction
 from memfit.simulate_loop import GraphArrays, trace_memory, trace_seconds
 
 
@@ -163,14 +163,14 @@ def _fail_instruction(graph: Graph, schedule: Schedule, position: int) -> NoRetu
             f"the schedule made for another graph? memfit.check says more"
         )
     raise InvalidScheduleError(
-        f"instruction {position} {schedule.lines()[position]!r} cannot be carried out on graph {graph.name!r}: "
-        f"something is not where it must be; memfit.check says what, and what to do"
+        f"instruction {position} {format_instruction(schedule[position])!r} cannot be carried out on graph "
+        f"{graph.name!r}: something is not where it must be; memfit.check says what, and what to do"
     )
 
 
 def _fail_link(device: Device, schedule: Schedule, position: int) -> NoReturn:
     rate = "to_host" if schedule.codes[position] == Code.OFFLOAD else "to_device"
     raise InvalidDeviceError(
-        f"instruction {position} {schedule.lines()[position]!r} copies, but device {device.name!r} has no "
+        f"instruction {position} {format_instruction(schedule[position])!r} copies, but device {device.name!r} has no "
         f"{rate}_bytes_per_second; calibrate it, or name a device with a link to its host"
     )
