@@ -67,11 +67,6 @@ def parse_budget(text: str | int, unplanned_peak_bytes: int) -> int:
     return _positive(number * _BYTES_PER_UNIT[unit], shown)
 
 
-def is_relative(text: str | int) -> bool:
-    """Whether `text` is a percentage, which needs the unplanned peak before it means a number of bytes."""
-    return isinstance(text, str) and text.strip().endswith("%")
-
-
 def format_bytes(size_bytes: int) -> str:
     """Return `size_bytes` in the largest binary unit that keeps it at 1 or more, with four digits at most.
 

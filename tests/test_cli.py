@@ -1,0 +1,409 @@
+"""The commands on graph files and listings: JSON keys, exit statuses, one line for every bad input, and no torch."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memfit
+from memfit.cli import main
+from memfit.graph import Graph, Op, Phase, Role, Storage
+from memfit.plan import Plan
+
+LAYERS = 6
+COMMON_KEYS = {"target", "device", "memfit_version"}
+
+
+def _chain(layers: int = LAYERS, kilobytes: int = 4) -> Graph:
+    """Return a chain of layers, forward and backward: backward of layer k reads the activation of layer k - 1."""
+    size = kilobytes * 1024
+    storages = [Storage(id=0, name="x", bytes=size, role=Role.INPUT)]
+    ops: list[Op] = []
+
+    def add(name: str, phase: Phase, role: Role, reads: tuple[int, ...]) -> int:
+        storage = len(storages)
+        storages.append(Storage(id=storage, name=name, bytes=size, role=role))
+        ops.append(Op(id=len(ops), name=name, phase=phase, module=name, reads=reads, writes=(storage,), seconds=1e-3))
+        return storage
+
+    activations = [0]
+    for layer in range(layers):
+        activations.append(add(f"layer{layer}", Phase.FORWARD, Role.ACTIVATION, (activations[-1],)))
+    gradient = add("loss_grad", Phase.BACKWARD, Role.GRADIENT, (activations[-1],))
+    for layer in reversed(range(layers)):
+        role = Role.OUTPUT if layer == 0 else Role.GRADIENT
+        gradient = add(f"layer{layer}_grad", Phase.BACKWARD, role, (gradient, activations[layer]))
+    return Graph.build(name="chain", storages=storages, ops=ops)
+
+
+@pytest.fixture
+def graph_file(tmp_path: Path) -> Path:
+    path = tmp_path / "chain.graph.json"
+    _chain().save(path)
+    return path
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs one command and gives exit status, standard output and standard error."""
+
+    def run_command(*words: object) -> tuple[int, str, str]:
+        status = main([str(word) for word in words])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run_command
+
+
+def _json(out: str) -> dict[str, Any]:
+    """Return the one JSON object that must be all of standard output."""
+    document = json.loads(out)
+    assert isinstance(document, dict)
+    assert document["memfit_version"] == memfit.__version__
+    return document
+
+
+def test_plan_answers_with_the_keys_of_the_contract(run: Run, graph_file: Path) -> None:
+    status, out, err = run("plan", graph_file, "--budget", "70%", "--time-limit", 1, "--json")
+    document = _json(out)
+    assert (status, err) == (0, "")
+    assert set(document) == COMMON_KEYS | {
+        "budget_bytes", "planner", "status", "plan_seconds", "predicted", "unplanned", "overhead", "bounds", "counts",
+    }  # fmt: skip
+    assert set(document["predicted"]) == set(document["unplanned"]) == {"peak_bytes", "seconds"}
+    assert set(document["bounds"]) == {"least_budget_found_bytes", "least_budget_bound_bytes", "overhead"}
+    assert set(document["counts"]) == {"computed", "rematerialized", "offloaded", "dropped"}
+    assert document["predicted"]["peak_bytes"] <= document["budget_bytes"] < document["unplanned"]["peak_bytes"]
+    assert document["counts"]["rematerialized"] == document["counts"]["computed"] - len(_chain().ops) > 0
+    assert document["overhead"] == pytest.approx(document["predicted"]["seconds"] / 13e-3 - 1)
+    assert document["target"] == str(graph_file)
+
+
+def test_plan_in_words(run: Run, graph_file: Path) -> None:
+    status, out, _ = run("plan", graph_file, "--budget", "100%", "--planner", "none")
+    assert status == 0
+    assert "chain" in out
+    assert "predicted peak" in out
+
+
+@pytest.mark.parametrize("budget", ["0", "-1", "12XB", "200%", "nan", "inf", "", "1.5", "1e9", "GiB"])
+def test_bad_budget_is_one_line_and_status_2(run: Run, graph_file: Path, budget: str) -> None:
+    status, out, err = run("plan", graph_file, "--budget", budget)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"memfit: error: budget {budget!r} ")
+    assert err.count("\n") == 1
+
+
+def test_bad_budget_is_refused_before_any_work(run: Run) -> None:
+    status, _, err = run("plan", "no-such-target", "--budget", "12XB")
+    assert status == 2
+    assert "12XB" in err
+
+
+def test_infeasible_budget_says_what_would_do(run: Run, graph_file: Path) -> None:
+    status, out, err = run("plan", graph_file, "--budget", "5kB", "--json")
+    document = _json(out)
+    assert status == 3
+    assert document["status"] == "infeasible"
+    assert 5000 < document["least_budget_bound_bytes"] <= document["least_budget_found_bytes"]
+    assert err.startswith("memfit: error: no plan fits 4.883 KiB (5000 bytes)")
+    assert err.count("\n") == 1
+    least = document["least_budget_found_bytes"]
+    assert run("plan", graph_file, "--budget", least)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["plan", "{graph}"], "--budget"),
+        (["plan"], "TARGET"),
+        (["plan", "{graph}", "--budget", "1MiB", "--colour"], "--colour"),
+        (["plan", "{graph}", "--budget", "1MiB", "--planner", "magic"], "magic"),
+        (["plan", "{graph}", "--budget", "1MiB", "--option", "depth=3", "--planner", "none"], "depth"),
+        (["plan", "{graph}", "--budget", "1MiB", "--option", "depth"], "NAME=VALUE"),
+        (["plan", "{graph}", "--budget", "1MiB", "--time-limit", "0"], "--time-limit"),
+        (["plan", "{graph}", "--budget", "1MiB", "--time-limit", "nan"], "--time-limit"),
+        (["plan", "{graph}", "--budget", "1MiB", "--time-limit", "soon"], "soon"),
+        (["plan", "{graph}", "--budget", "1MiB", "--seed", "x"], "x"),
+        (["plan", "{graph}", "--budget", "1MiB", "--set", "batch=4"], "batch"),
+        (["plan", "{graph}", "--budget", "1MiB", "--save", "no/such/folder/p.json"], "no folder"),
+        (["plan", "{graph}", "--budget", "1MiB", "--device-profile", "abacus"], "abacus"),
+        (["plan", "missing.graph.json", "--budget", "1MiB"], "missing.graph.json"),
+        (["plan", "resnet51", "--budget", "1MiB"], "resnet51"),
+        (["fit", "{graph}", "--budget", "1MiB"], "graph file"),
+        (["fit", "{graph}"], "--plan"),
+        (["check", "{graph}", "missing.plan.json"], "missing.plan.json"),
+        (["check", "{graph}", "{graph}"], "chain.graph.json"),
+        (["report", "missing.plan.json"], "missing.plan.json"),
+        (["report", "{graph}", "-o", "page.docx"], ".docx"),
+        (["fly", "{graph}"], "fly"),
+        (["--fly"], "--fly"),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_bad_input_is_one_line_and_status_2(
+    run: Run, graph_file: Path, words: list[str], what: str, as_json: bool
+) -> None:
+    words = [word.replace("{graph}", str(graph_file)) for word in words]
+    status, out, err = run(*words, *(["--json"] if as_json else []))
+    assert status == 2
+    assert err.startswith("memfit: error: ")
+    assert err.count("\n") == 1
+    assert what in err
+    if as_json:
+        assert what in _json(out)["error"]
+    else:
+        assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"", "truncated"),
+        (b"{", "truncated"),
+        (b"[]", "Expected `object`"),
+        (b"\x00\xff\xfe", "malformed"),
+        (b'{"format": "memfit-graph", "version": 1}', "name"),
+        (b"[" * 100_000, "malformed.graph.json"),
+        (gzip.compress(b'{"format": ')[:-12], "malformed.graph.json"),
+        (
+            b'{"format": "memfit-graph", "version": 1, "name": "x", "storages": [], "ops": [], "__class__": 1}',
+            "__class__",
+        ),
+        (
+            b'{"format": "memfit-graph", "version": 1, "name": "x", "ops": [], '
+            b'"storages": [{"id": 0, "name": "\\u001b[2J\\n", "bytes": -1, "role": "input"}]}',
+            "$.storages",
+        ),
+    ],
+)
+def test_hostile_file_is_one_line_and_status_2(run: Run, tmp_path: Path, content: bytes, what: str) -> None:
+    path = tmp_path / "malformed.graph.json"
+    path.write_bytes(content)
+    for words in (["plan", path, "--budget", "1MiB"], ["estimate", path], ["check", path, path], ["report", path]):
+        status, out, err = run(*words)
+        assert (status, out) == (2, "")
+        assert err.count("\n") == 1
+        assert "malformed.graph.json" in err
+        assert "\x1b" not in err
+    assert what in run("plan", path, "--budget", "1MiB")[2]
+
+
+def test_check_accepts_what_plan_saved(run: Run, graph_file: Path, tmp_path: Path) -> None:
+    plan_file = tmp_path / "chain.plan.json"
+    assert run("plan", graph_file, "--budget", "70%", "--time-limit", 1, "--save", plan_file)[0] == 0
+    status, out, _ = run("check", graph_file, plan_file, "--json")
+    document = _json(out)
+    assert status == 0
+    assert set(document) == COMMON_KEYS | {"valid", "peak_bytes", "seconds"}
+    plan = Plan.load(plan_file)
+    assert document["valid"] is True
+    assert (document["peak_bytes"], document["seconds"]) == (plan.predicted.peak_bytes, plan.predicted.seconds)
+    assert run("check", graph_file, plan_file)[0] == 0
+
+
+def _tampered(plan_file: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    document = json.loads(plan_file.read_text(encoding="utf-8"))
+    change(document)
+    path = plan_file.with_name("tampered.plan.json")
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "what"),
+    [
+        (lambda d: d["schedule"].remove("compute 0"), 4, "layer0"),
+        (lambda d: d["schedule"].insert(2, "drop 0"), 4, "resident"),
+        (lambda d: d["schedule"].append("launch 3"), 4, "launch 3"),
+        (lambda d: d["predicted"].update(peak_bytes=1), 4, "claims 1"),
+        (lambda d: d.update(budget_bytes=1), 4, "the budget of the plan is 1 bytes"),
+        (lambda d: d["graph"]["storages"][1].update(bytes=8), 2, "fingerprint"),
+        (lambda d: d.update(version=99), 2, "99"),
+        (lambda d: d.update(surprise=1), 2, "surprise"),
+        (lambda d: d.pop("bounds"), 2, "bounds"),
+    ],
+)
+def test_check_refuses_a_plan_that_was_changed(
+    run: Run, graph_file: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], status: int, what: str
+) -> None:
+    plan_file = tmp_path / "chain.plan.json"
+    assert run("plan", graph_file, "--budget", "100%", "--planner", "none", "--save", plan_file)[0] == 0
+    tampered = _tampered(plan_file, change)
+    found, out, err = run("check", graph_file, tampered, "--json")
+    document = _json(out)
+    assert found == status
+    assert what in document["error"]
+    if status == 4:
+        assert document["valid"] is False
+    else:
+        assert err.count("\n") == 1
+
+
+def test_check_refuses_a_plan_for_another_graph(run: Run, graph_file: Path, tmp_path: Path) -> None:
+    plan_file, other = tmp_path / "chain.plan.json", tmp_path / "other.graph.json"
+    assert run("plan", graph_file, "--budget", "100%", "--planner", "none", "--save", plan_file)[0] == 0
+    _chain(layers=3).save(other)
+    status, out, err = run("check", other, plan_file)
+    assert (status, out) == (2, "")
+    assert "plan was made for graph 'chain'" in err
+
+
+def test_estimate_answers_with_the_keys_of_the_contract(run: Run, graph_file: Path) -> None:
+    status, out, err = run("estimate", graph_file, "--json")
+    document = _json(out)
+    assert (status, err) == (0, "")
+    assert set(document) == COMMON_KEYS | {"peak_bytes", "by_role", "peak_op", "storages_at_peak"}
+    assert document["peak_bytes"] == sum(document["by_role"].values()) == (LAYERS + 3) * 4096
+    assert document["peak_op"] == f"layer{LAYERS - 1}_grad"
+    assert sum(s["bytes"] for s in document["storages_at_peak"]) == document["peak_bytes"]
+    assert {s["module"] for s in document["storages_at_peak"]} >= {"layer0", "layer5", ""}
+
+
+def test_estimate_of_the_forward_pass_alone(run: Run, graph_file: Path) -> None:
+    document = _json(run("estimate", graph_file, "--forward-only", "--json")[1])
+    assert document["peak_bytes"] == 3 * 4096  # the input, and the two ends of a layer
+    assert set(document["by_role"]) == {"input", "activation"}
+    status, out, _ = run("estimate", graph_file, "--forward-only")
+    assert status == 0
+    assert "12 KiB" in out
+
+
+def test_report_writes_what_its_suffix_says(run: Run, graph_file: Path, tmp_path: Path) -> None:
+    plan_file, page, trace = (tmp_path / name for name in ("chain.plan.json", "chain.html", "chain.trace.json"))
+    assert run("plan", graph_file, "--budget", "80%", "--time-limit", 1, "--save", plan_file)[0] == 0
+    status, out, _ = run("report", plan_file, "-o", page, "-o", trace, "--curve", 3, "--time-limit", 1, "--json")
+    assert status == 0
+    assert _json(out)["files"] == [str(page), str(trace)]
+    assert page.read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html")
+    assert json.loads(trace.read_text(encoding="utf-8"))
+    status, out, _ = run("report", plan_file, "--curve", 0)
+    assert status == 0
+    assert "at the peak" in out
+
+
+def test_plan_writes_a_report(run: Run, graph_file: Path, tmp_path: Path) -> None:
+    page = tmp_path / "chain.html"
+    words = ["plan", graph_file, "--budget", "80%", "--time-limit", 1, "--curve", 2, "--report", page]
+    assert run(*words)[0] == 0
+    assert page.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("noun", ["planners", "workloads", "devices"])
+def test_listings(run: Run, noun: str) -> None:
+    status, out, err = run(noun, "--json")
+    document = _json(out)
+    assert (status, err) == (0, "")
+    names = {entry["name"] for entry in document[noun]}
+    expected = {
+        "planners": {"none", "sublinear", "search"},
+        "workloads": {"resnet50", "vgg16", "densenet121", "inceptionv3", "unet", "gpt2", "lstm", "encoder"},
+        "devices": {"t4", "a10", "a100-40", "a100-80", "h100", "h200", "rtx4090"},
+    }[noun]
+    assert {name.lower() for name in names} >= expected
+    assert all(entry["source"] for entry in document[noun])
+    shown = run(noun)[1]
+    assert all(name in shown for name in names)
+
+
+@pytest.mark.parametrize(
+    "command", ["fit", "estimate", "plan", "check", "report", "calibrate", "planners", "workloads", "devices"]
+)
+def test_help_has_examples(run: Run, command: str) -> None:
+    status, out, _ = run(command, "--help")
+    assert status == 0
+    assert f"memfit {command}" in out.split("Usage", 1)[1].split("\n", 1)[1]
+
+
+def test_no_words_show_the_help(run: Run) -> None:
+    status, out, _ = run()
+    assert status == 0
+    assert "estimate" in out
+    assert run("--version")[1] == f"memfit {memfit.__version__}\n"
+
+
+TORCH_FREE = """
+import sys
+from memfit.cli import main
+status = main(sys.argv[1:])
+assert "torch" not in sys.modules, "torch was imported"
+sys.exit(status)
+"""
+
+
+def _process(*words: object, code: str = TORCH_FREE) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-c", code, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_graph_files_need_no_torch(graph_file: Path, tmp_path: Path) -> None:
+    plan_file = tmp_path / "chain.plan.json"
+    commands: list[list[object]] = [
+        ["plan", graph_file, "--budget", "80%", "--time-limit", 1, "--save", plan_file],
+        ["check", graph_file, plan_file],
+        ["report", plan_file, "-o", tmp_path / "chain.html", "--curve", 0],
+        ["estimate", graph_file],
+        ["planners"],
+        ["workloads"],
+        ["devices"],
+    ]
+    for words in commands:
+        done = _process(*words)
+        assert (done.returncode, done.stderr) == (0, ""), f"{words}: {done.stderr}"
+        assert done.stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    code = "import sys; from memfit.cli import main; sys.exit(main(['workloads', '--json']))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
+def test_ctrl_c_in_a_search_keeps_the_best_plan(tmp_path: Path) -> None:
+    graph_file, plan_file = tmp_path / "long.graph.json", tmp_path / "long.plan.json"
+    _chain(layers=200).save(graph_file)
+    words = ["plan", graph_file, "--budget", "50%", "--time-limit", 60, "--save", plan_file, "--json"]
+    started = tmp_path / "started"
+    code = f"""
+import pathlib, sys
+from memfit.commands import work
+seen = work.Work.on_search
+def on_search(self, progress):
+    if progress.best_overhead is not None:
+        pathlib.Path({str(started)!r}).touch()
+    seen(self, progress)
+work.Work.on_search = on_search
+from memfit.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 90
+    while not started.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert json.loads(out)["predicted"]["peak_bytes"] <= json.loads(out)["budget_bytes"]
+    assert Plan.load(plan_file).predicted.peak_bytes == json.loads(out)["predicted"]["peak_bytes"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["long.graph.json", "long.plan.json", "started"]
