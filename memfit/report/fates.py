@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from memfit.graph import Graph, Op, Phase
 from memfit.report.live import LiveRange, Run
@@ -144,8 +145,7 @@ def _why(run: Run, storage: int, kind: Kind, stays: list[LiveRange], again: list
         return _why_kept(run.graph, storage, writer, readers)
     if kind == Kind.FREED:
         return f"last read by {readers[-1].name}" if readers else "nothing reads it"
-    back = next(stay for stay in stays[1:]) if len(stays) > 1 else None
-    gap = f"not held between {_name_at(run, stays[0].last_read)} and {_name_at(run, back.first_read)}" if back else ""
+    gap = _longest_gap(run, stays)
     if kind == Kind.OFFLOADED:
         return gap or "a copy goes to the host; it never leaves the device"
     assert writer is not None and again, "only what an op writes is computed again"
@@ -163,6 +163,16 @@ def _why_kept(graph: Graph, storage: int, writer: Op | None, readers: list[Op]) 
     if writer.computed_once:
         return f"{need}; {writer.name} can only be computed once"
     return f"{need}; computing it again would take {seconds_text(writer.seconds)}, and all that {writer.name} reads"
+
+
+def _longest_gap(run: Run, stays: list[LiveRange]) -> str:
+    """Say where the storage is away for the longest, and how long; nothing where it never leaves."""
+    if len(stays) < 2:
+        return ""
+    clock = run.clock_seconds if run.timeline.makespan_seconds else range(len(run.schedule) + 1)
+    left, back = max(pairwise(stays), key=lambda pair: clock[pair[1].first] - clock[pair[0].last])
+    away = f" {seconds_text(float(clock[back.first] - clock[left.last]))}" if run.timeline.makespan_seconds else ""
+    return f"away{away} between {_name_at(run, left.last_read)} and {_name_at(run, back.first_read)}"
 
 
 def _name_at(run: Run, position: int | None) -> str:

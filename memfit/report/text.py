@@ -28,7 +28,7 @@ def text_summary(plan: Plan) -> str:
     Times and bytes are predictions, and the text says so.
     """
     run = play(plan.graph, plan.schedule, plan.device)
-    lines = [*_key_figures(plan), *_peak_lines(run, _STORAGES_IN_SUMMARY)]
+    lines = [*_key_figures(plan), *_peak_lines(run, _STORAGES_IN_SUMMARY), "all storages, by what happens to them:"]
     return "\n".join([*lines, *(_total_line(total) for total in totals(fates(run), plan.graph))])
 
 
@@ -134,7 +134,9 @@ def _fate_lines(run: Run, total: Total, members: list[Fate], most: int | None) -
         f"({MEANING[total.kind]})"
     ]
     shown = members[:most]
-    lines += [f"{_storage_line(run, fate.storage)}: {fate.text}; {printable(fate.why)}" for fate in shown]
+    for fate in shown:
+        how_often = f"{fate.text}; " if fate.rematerialized or fate.offloaded else ""
+        lines.append(f"{_storage_line(run, fate.storage)}: {how_often}{printable(fate.why)}")
     left = members[len(shown) :]
     if left:
         bytes_left = sum(sizes[fate.storage].bytes for fate in left)

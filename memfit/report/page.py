@@ -1,0 +1,196 @@
+"""The HTML report: one file, nothing loaded from anywhere, every name in it inert."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from plotly.offline import get_plotlyjs  # pyright: ignore
+
+from memfit.budget import format_bytes
+from memfit.files import write_atomically
+from memfit.graph import Role
+from memfit.plan import Plan, Problem
+from memfit.planners.result import unplanned_schedule
+from memfit.report import story
+from memfit.report.fates import Fate, Kind, fates
+from memfit.report.figures import Curve, CurvePoint, Measured, curve_points
+from memfit.report.live import Layer, Run, play
+from memfit.report.series import series
+from memfit.report.words import change_text, printable
+
+_PLACE = re.compile(r"@@(\w+)@@")
+_SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
+_FRAGILE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}  # in JSON inside a script element
+
+
+def write_html(plan: Plan, path: Path | str, *, curve: Curve = (), measured: Measured | None = None) -> None:
+    """Write the report of `plan` to `path`: one HTML file that needs no network, atomically.
+
+        >>> write_html(plan, "report.html", curve=[(6 << 30, 0.115, "feasible")])  # doctest: +SKIP
+
+    Args:
+        curve: points (budget in bytes, predicted overhead or None, status) of the trade-off curve; this plan is drawn
+            among them.
+        measured: figures that a machine measured; they stand in columns of their own.
+
+    Raises:
+        InvalidOptionError: a malformed point of the curve.
+        InvalidFileError: the file cannot be written.
+
+    Guarantees: no text of the graph or the plan can become markup or script; a content security policy allows the two
+    scripts of the page by their hashes, and no loads at all. Charts of more than 1,500 moments keep the largest of each
+    bin exactly.
+    """
+    write_atomically(Path(path), render(plan, curve=curve, measured=measured).encode())
+
+
+def render(
+    plan: Plan, *, curve: Curve = (), measured: Measured | None = None, picture_height_pixels: int | None = None
+) -> str:
+    """Return the page's text; with a height, a page of that height that holds only the picture of `write_png`."""
+    points = curve_points(curve)
+    planned = play(plan.graph, plan.schedule, plan.device)
+    unplanned = play(plan.graph, unplanned_schedule(_problem(plan)), plan.device)
+    of_storage = fates(planned)
+    return _filled(
+        {
+            "title": f"memfit: {story.text(plan.graph.name)} in {format_bytes(plan.budget_bytes)}",
+            "name": story.text(plan.graph.name),
+            "mode": "report" if picture_height_pixels is None else "picture",
+            "verdict": "fits the budget" if story.fits(plan) else "over the budget",
+            "verdict_class": "good" if story.fits(plan) else "bad",
+            "lead": story.lead(plan, of_storage),
+            "key_figures": story.key_figures(plan) + story.figures_table(plan, measured),
+            "picture_caption": _picture_caption(plan),
+            "live_label": (
+                f"Live bytes over the step: up to {format_bytes(plan.unplanned.peak_bytes)} unplanned, "
+                f"up to {format_bytes(plan.predicted.peak_bytes)} with the plan"
+            ),
+            "curve": story.curve_section(bool(points)),
+            "fates": story.fates_table(plan, of_storage),
+            "made": story.made(plan),
+            "data": _inert_json(_data(plan, planned, unplanned, of_storage, points, picture_height_pixels)),
+        }
+    )
+
+
+def _problem(plan: Plan) -> Problem:
+    return Problem(
+        graph=plan.graph, device=plan.device, budget_bytes=plan.budget_bytes, bytes_outside=plan.bytes_outside
+    )
+
+
+def _filled(parts: dict[str, str]) -> str:
+    """Fill the template's places in one pass, so that a part which looks like a place stays text."""
+    template = resources.files("memfit.report").joinpath("page.html").read_text(encoding="utf-8")
+    plotly: str = get_plotlyjs()
+    scripts = [plotly if script == "@@plotly@@" else script for script in _SCRIPT.findall(template)]
+    parts = {**parts, "plotly": plotly, "policy": _policy(scripts)}
+    return _PLACE.sub(lambda place: parts[place[1]], template)
+
+
+def _policy(scripts: Iterable[str]) -> str:
+    """Return a content security policy that allows these scripts, styles in the page, and no loads at all."""
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+def _inert_json(content: Any) -> str:
+    """Return JSON that cannot end the script element it stands in: pure ASCII, without `<`, `>` and `&`."""
+    encoded = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return re.sub("[<>&]", lambda character: _FRAGILE[character[0]], encoded)
+
+
+def _picture_caption(plan: Plan) -> str:
+    price = f", {change_text(plan.overhead)} time" if plan.unplanned.seconds else ""
+    return (
+        f"one training step, predicted: {format_bytes(plan.unplanned.peak_bytes)} unplanned, "
+        f"{format_bytes(plan.predicted.peak_bytes)} with a plan for {format_bytes(plan.budget_bytes)}{price}"
+    )
+
+
+def _data(
+    plan: Plan,
+    planned: Run,
+    unplanned: Run,
+    of_storage: Sequence[Fate],
+    points: Sequence[CurvePoint],
+    picture_height_pixels: int | None,
+) -> dict[str, Any]:
+    outside_bytes = (
+        0 if plan.graph.boundaries else plan.bytes_outside
+    )  # with boundaries, the schedule says when it comes
+    runs = {"unplanned": series(unplanned, outside_bytes), "planned": series(planned, outside_bytes)}
+    shown_ops = {op for run in runs.values() for op in run["ops"] if op is not None}
+    strings: dict[str, int] = {}
+    return {
+        "picture_height_pixels": picture_height_pixels,
+        "axis": "seconds" if plan.unplanned.seconds else "step",
+        "budget_bytes": plan.budget_bytes,
+        "bound_bytes": plan.bounds.least_budget_bound_bytes,
+        "unplanned_bytes": plan.unplanned.peak_bytes,
+        "runs": runs,
+        "ops": {op: _op(plan, op) for op in sorted(shown_ops)},
+        "peaks": {"unplanned": _peak(unplanned, outside_bytes), "planned": _peak(planned, outside_bytes)},
+        "roles": list(Role),
+        "kinds": list(Kind),
+        "storages": _storages(plan, of_storage, strings),
+        "strings": list(strings),
+        "curve": [_curve_point(point) for point in points],
+        "this_point": _curve_point(CurvePoint(plan.budget_bytes, plan.overhead, plan.status)),
+    }
+
+
+def _op(plan: Plan, op_id: int) -> dict[str, str | float]:
+    op = plan.graph.ops[op_id]
+    return {"name": printable(op.name), "module": printable(op.module), "phase": op.phase, "seconds": op.seconds}
+
+
+def _peak(run: Run, outside_bytes: int) -> dict[str, Any]:
+    timeline, sizes = run.timeline, run.graph.storages
+    position = timeline.peak_position
+    rows = [(storage, run.device.aligned(sizes[storage].bytes)) for storage in run.live_at(position)]
+    others = {layer: int(run.layers[layer][position]) for layer in (Layer.WORKSPACE, Layer.OUTSIDE)} if rows else {}
+    others[Layer.OUTSIDE] = others.get(Layer.OUTSIDE, 0) + outside_bytes
+    op = run.op_at(position)
+    doing = f"while {printable(run.graph.ops[op].name)} runs ({run.graph.ops[op].phase})" if op is not None else ""
+    total = format_bytes(timeline.peak_bytes + outside_bytes)
+    return {
+        "note": f"All that is on the device at the fullest moment: {total} {doing}.",
+        "rows": rows,
+        "others": [(layer, size) for layer, size in others.items() if size],
+    }
+
+
+def _storages(plan: Plan, of_storage: Sequence[Fate], strings: dict[str, int]) -> dict[str, list[Any]]:
+    """Return the storages as columns; `strings` gathers the texts that many of them share."""
+    graph = plan.graph
+    writers = [graph.writer_of.get(storage.id) for storage in graph.storages]
+    modules = ["" if writer is None else printable(graph.ops[writer].module) for writer in writers]
+    roles, kinds = list(Role), list(Kind)
+    seconds = plan.predicted.seconds
+    return {
+        "name": [printable(storage.name) for storage in graph.storages],
+        "module": [strings.setdefault(module, len(strings)) for module in modules],
+        "role": [roles.index(storage.role) for storage in graph.storages],
+        "bytes": [storage.bytes for storage in graph.storages],
+        "fate": [strings.setdefault(fate.text, len(strings)) for fate in of_storage],
+        "kind": [kinds.index(fate.kind) for fate in of_storage],
+        "extra_seconds": [fate.extra_seconds for fate in of_storage],
+        "held": [round(fate.held_seconds / seconds, 4) if seconds else None for fate in of_storage],
+        "why": [printable(fate.why) for fate in of_storage],
+    }
+
+
+def _curve_point(point: CurvePoint) -> dict[str, Any]:
+    reached = point.status.replace("_", " ")
+    text = f"no plan ({reached})" if point.overhead is None else f"{change_text(point.overhead)} time ({reached})"
+    return {"budget_bytes": point.budget_bytes, "overhead": point.overhead, "text": text}

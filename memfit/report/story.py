@@ -1,0 +1,249 @@
+"""The parts of a report that are words and tables: what was asked, what came out, how sure that is. HTML, escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from memfit.budget import format_bytes
+from memfit.device import GENERIC
+from memfit.plan import Plan, Status
+from memfit.report.fates import MEANING, Fate, Kind, totals
+from memfit.report.figures import Measured
+from memfit.report.words import change_text, count_text, printable, seconds_text, share_text
+
+_STATUS_MEANING = {
+    Status.OPTIMAL: "Proved: no plan within this budget is faster.",
+    Status.FEASIBLE: "The best plan found in the time given; a longer time limit may find a faster one.",
+    Status.TIMED_OUT: "Time was up; this is the best plan found until then.",
+    Status.INFEASIBLE: "No plan within this budget was found.",
+}
+
+
+def text(content: str) -> str:
+    """Return `content`, which may come from anywhere, as HTML text: inert, and without control characters."""
+    return escape(printable(content))
+
+
+def fits(plan: Plan) -> bool:
+    """Whether the predicted peak, everything included, is within the budget."""
+    return plan.predicted.peak_bytes <= plan.budget_bytes
+
+
+def lead(plan: Plan, of_storage: Sequence[Fate]) -> str:
+    """Return the opening paragraphs: the whole report in three sentences."""
+    planned, unplanned = plan.predicted, plan.unplanned
+    device = "" if plan.device == GENERIC else f" on <b>{text(plan.device.name)}</b>"
+    took = f" and takes {seconds_text(unplanned.seconds)}" if unplanned.seconds else ""
+    asked = (
+        f"One training step of <b>{text(plan.graph.name)}</b>{device} needs {_size(unplanned.peak_bytes)} of memory at "
+        f"its peak{took} when nothing is planned. It was asked to stay within <b>{_size(plan.budget_bytes)}</b>."
+    )
+    share = f", {share_text(planned.peak_bytes, unplanned.peak_bytes)} of that," if planned != unplanned else ""
+    came_out = f"The plan in this report needs <b>{_size(planned.peak_bytes)}</b>{share} {_price(plan)}"
+    return f'<p class="lead">{asked} {came_out}.</p>\n<p>{_means(plan, of_storage)}</p>'
+
+
+def _price(plan: Plan) -> str:
+    if not plan.unplanned.seconds:
+        return "at a price in time that is not known, for the graph carries no times of its operations"
+    if plan.overhead < 0.0005:
+        return "and is predicted to take no longer"
+    return f"and is predicted to take {seconds_text(plan.predicted.seconds)}: <b>{plan.overhead:.1%} longer</b>"
+
+
+def _means(plan: Plan, of_storage: Sequence[Fate]) -> str:
+    by_kind = {total.kind: total for total in totals(of_storage, plan.graph)}
+    done: list[str] = []
+    if Kind.REMATERIALIZED in by_kind:
+        total = by_kind[Kind.REMATERIALIZED]
+        done.append(
+            f"{count_text(total.count, 'storage')} ({_size(total.bytes)}) dropped early and computed again when needed"
+        )
+    if Kind.OFFLOADED in by_kind:
+        total = by_kind[Kind.OFFLOADED]
+        done.append(f"{count_text(total.count, 'storage')} ({_size(total.bytes)}) moved to the host's memory and back")
+    how = "; ".join(done) if done else "nothing is computed twice, and everything is dropped after its last use"
+    return f"How: {how}. The same operations run on the same values; only when memory is held changes."
+
+
+def key_figures(plan: Plan) -> str:
+    """Return the tiles and the bar chart of sizes."""
+    bounds = plan.bounds
+    found = (
+        f"a plan was found down to {_size(bounds.least_budget_found_bytes)}"
+        if bounds.least_budget_found_bytes is not None
+        else "no plan was found"
+    )
+    time = seconds_text(plan.predicted.seconds) if plan.unplanned.seconds else "unknown"
+    least = (
+        f"no plan within this budget adds less than {change_text(bounds.overhead)}" if bounds.overhead >= 0.0005 else ""
+    )
+    tiles = [
+        ("Budget", _size(plan.budget_bytes), f"{plan.budget_bytes:,} bytes, everything included"),
+        ("Peak memory, predicted", _size(plan.predicted.peak_bytes), f"{plan.predicted.peak_bytes:,} bytes"),
+        ("Step time, predicted", time, _against(plan, least)),
+        ("Always there", _size(plan.graph.resident_bytes), "parameters, optimizer state, inputs: part of every peak"),
+        ("Proved impossible below", _size(bounds.least_budget_bound_bytes), found),
+    ]
+    if plan.predicted.host_peak_bytes:
+        tiles.append(("Host memory, predicted", _size(plan.predicted.host_peak_bytes), "for offloaded storages"))
+    rows = "".join(
+        f'<div class="tile"><dt>{title}</dt><dd>{figure}</dd><dd class="small">{note}</dd></div>'
+        for title, figure, note in tiles
+    )
+    return f'<section class="full figures"><dl class="tiles">{rows}</dl>{_scale(plan)}</section>'
+
+
+def _against(plan: Plan, least: str) -> str:
+    if not plan.unplanned.seconds:
+        return "the graph carries no times of its operations"
+    against = f"{change_text(plan.overhead)} against {seconds_text(plan.unplanned.seconds)} unplanned"
+    return f"{against}; {least}" if least else against
+
+
+def _scale(plan: Plan) -> str:
+    """Return the bars that compare unplanned, planned and least memory, with the budget across them."""
+    rows = [
+        ("Unplanned", plan.unplanned.peak_bytes, ""),
+        ("With this plan", plan.predicted.peak_bytes, "plan"),
+        ("No plan below", plan.bounds.least_budget_bound_bytes, "bound"),
+    ]
+    whole = max(*(size for _, size, _ in rows), plan.budget_bytes, 1)
+    bars = "".join(
+        f'<div class="row {kind}"><span>{title}</span><div class="track">'
+        f'<div class="fill" style="width:{100 * size / whole:.2f}%"></div></div>'
+        f'<span class="number">{_size(size)}</span></div>'
+        for title, size, kind in rows
+    )
+    place = 100 * plan.budget_bytes / whole
+    side = "right" if place > 85 else "left" if place < 15 else ""
+    budget = f"<span>budget {format_bytes(plan.budget_bytes)}</span>"
+    mark = f'<div class="over"><div class="mark {side}" style="left:{place:.2f}%">{budget}</div></div>'
+    return f'<div class="scale">{bars}{mark}</div>'
+
+
+def figures_table(plan: Plan, measured: Measured | None) -> str:
+    """Return the table of predicted and measured figures, in columns of their own, or a note that there are none."""
+    if measured is None:
+        return '<p class="note full">These are predictions of a simulation; nothing was run for this report.</p>'
+    rows = [
+        ("Peak memory", _size(plan.unplanned.peak_bytes), _size(plan.predicted.peak_bytes)),
+        ("Step time", _time(plan.unplanned.seconds), _time(plan.predicted.seconds)),
+        ("Extra time", "–", change_text(plan.overhead) if plan.unplanned.seconds else "unknown"),
+    ]
+    machine = f", on {text(measured.machine)}" if measured.machine else ""
+    head = (
+        '<tr class="group"><td></td><th colspan="2" scope="colgroup">predicted by simulation</th>'
+        f'<th colspan="2" scope="colgroup" class="measured">measured{machine}</th></tr><tr><td></td>'
+        '<th class="number" scope="col">unplanned</th><th class="number" scope="col">this plan</th>'
+        '<th class="number measured" scope="col">eager PyTorch</th><th class="number" scope="col">this plan</th></tr>'
+    )
+    body = "".join(
+        f'<tr><th scope="row">{title}</th><td class="number">{unplanned}</td><td class="number">{planned}</td>'
+        f'<td class="number measured">{eager}</td><td class="number">{run}</td></tr>'
+        for (title, unplanned, planned), (eager, run) in zip(rows, _measured_columns(measured), strict=True)
+    )
+    table = f'<div class="scroll"><table id="figures"><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+    bits = {
+        True: "Outputs, gradients and buffers were the same bits as those of the unplanned step.",
+        False: "<b>Outputs, gradients or buffers differed</b> from those of the unplanned step.",
+        None: "The results were not compared bit by bit with the unplanned step's.",
+    }[measured.bitwise_equal]
+    return f'<section class="full"><h2>Predicted and measured</h2>{table}<p class="note" id="bits">{bits}</p></section>'
+
+
+def _measured_columns(measured: Measured) -> list[tuple[str, str]]:
+    """Return (eager PyTorch, this plan) for each row of the table of figures."""
+    baseline_peak = "–" if measured.baseline_peak_bytes is None else _size(measured.baseline_peak_bytes)
+    baseline_time = "–" if measured.baseline_step_seconds is None else seconds_text(measured.baseline_step_seconds)
+    overhead = "–" if measured.overhead is None else change_text(measured.overhead)
+    return [
+        (baseline_peak, _size(measured.peak_bytes)),
+        (baseline_time, seconds_text(measured.step_seconds)),
+        ("–", overhead),
+    ]
+
+
+def fates_table(plan: Plan, of_storage: Sequence[Fate]) -> str:
+    """Return the table of fates: how many storages, how many bytes, and what the fate means."""
+    rows = "".join(
+        f'<tr><th scope="row">{total.kind}</th><td class="number">{total.count:,}</td><td class="number">'
+        f'{_size(total.bytes)}</td><td class="why">{MEANING[total.kind]}</td></tr>'
+        for total in totals(of_storage, plan.graph)
+    )
+    head = (
+        '<th scope="col">fate</th><th class="number" scope="col">storages</th><th class="number" scope="col">size</th>'
+    )
+    return (
+        f'<div class="scroll"><table id="fates"><thead><tr>{head}<th scope="col">what that means</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def curve_section(present: bool) -> str:
+    """Return the frame of the trade-off curve, or nothing."""
+    if not present:
+        return ""
+    note = (
+        "Each point is a budget: the less memory, the more time. A plan for one budget also fits every larger one, so "
+        "the curve never rises to the right."
+    )
+    return (
+        f'<section class="full" id="curve-section"><h2>What another budget would cost</h2><p class="note">{note}</p>'
+        '<div class="chart" id="curve" role="img" aria-label="Predicted extra time against budget"></div></section>'
+    )
+
+
+def made(plan: Plan) -> str:
+    """Return what is needed to make this plan again, and the words of the report."""
+    unknown = sum(op.workspace_bytes is None for op in plan.graph.ops)
+    rows = [
+        ("planner", f"{text(plan.planner)}, seed {plan.seed}, {seconds_text(plan.plan_seconds)}"),
+        ("outcome", f"{plan.status.replace('_', ' ')}. {_STATUS_MEANING[plan.status]}"),
+        ("schedule", _counts(plan)),
+        ("device", f"{text(plan.device.name)}. {text(plan.device.source)}"),
+        ("graph", f"{text(plan.graph.name)}, fingerprint {plan.fingerprint}. {text(plan.graph.source)}"),
+        ("versions", text(", ".join(f"{name} {version}" for name, version in sorted(plan.versions.items())))),
+    ]
+    if plan.graph.notes:
+        rows.append(("notes", text(plan.graph.notes)))
+    if plan.bytes_outside:
+        rows.append(("outside the graph", f"{_size(plan.bytes_outside)} that user code holds; the budget covers it"))
+    if unknown:
+        rows.append(("not known", f"the workspace of {count_text(unknown, 'operation')}: counted as 0"))
+    return f"{_definitions(rows)}<details><summary>The words of this report</summary>{_definitions(_WORDS)}</details>"
+
+
+def _counts(plan: Plan) -> str:
+    computed = int((plan.schedule.codes == 0).sum())
+    again = computed - len(plan.graph.ops)
+    return (
+        f"{count_text(len(plan.schedule), 'instruction')}: {count_text(computed, 'computation')} of "
+        f"{count_text(len(plan.graph.ops), 'operation')}, {again:,} of them again"
+    )
+
+
+_WORDS = [
+    ("training step", "forward pass, loss, backward pass, and the optimizer's update where it is part of the graph"),
+    ("unplanned", "every operation once, in the original order, everything dropped after its last use"),
+    ("budget", "the bytes that the step may use on its device, everything included"),
+    ("peak", "the largest sum of live bytes at any moment of the step"),
+    ("live", "on the device at that moment"),
+    ("rematerialize", "compute again what was dropped; the same operation on the same inputs gives the same bits"),
+    ("offload", "copy to the host's memory, and back before it is needed"),
+    ("workspace", "what an operation needs for itself while it runs"),
+    ("second copy", "what an operation that is computed again writes beside a storage that is still there"),
+]
+
+
+def _definitions(rows: Sequence[tuple[str, str]]) -> str:
+    return '<dl class="words">' + "".join(f"<dt>{word}</dt><dd>{what}</dd>" for word, what in rows) + "</dl>"
+
+
+def _size(size_bytes: int) -> str:
+    return f'<span title="{size_bytes:,} bytes">{format_bytes(size_bytes)}</span>'
+
+
+def _time(seconds: float) -> str:
+    return seconds_text(seconds) if seconds else "unknown"
