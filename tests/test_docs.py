@@ -9,6 +9,8 @@ import io
 import pkgutil
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ import memfit
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MODULES = sorted(
     info.name
     for info in pkgutil.walk_packages(memfit.__path__, "memfit.")
@@ -56,6 +59,15 @@ def test_python_block_runs(where: str, code: str, tmp_path: Path, monkeypatch: p
     assert code.strip()
 
 
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_example_runs(example: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(example)], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_run(name: str) -> None:
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
@@ -90,4 +102,5 @@ def test_link_leads_somewhere(where: Path, target: str) -> None:
 def test_the_documents_are_found() -> None:
     assert {"README.md", "CONTRIBUTING.md", "how-it-works.md", "commands.md"} <= {d.name for d in DOCUMENTS}
     assert len(_blocks("python")) >= 5
+    assert len(EXAMPLES) >= 3
     assert len(_command_lines()) >= 15
