@@ -1,0 +1,67 @@
+"""Checker and simulator against the plain reference, on random graphs and schedules."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memfit.checker import check
+from memfit.errors import InvalidScheduleError
+from memfit.simulate import simulate
+from reference import Reference, first_illegal
+from strategies import LINKED, broken_schedules, graphs, legal_schedules
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_legal_schedules_pass_and_give_the_reference_timeline(data: st.DataObject) -> None:
+    graph = data.draw(graphs())
+    schedule = data.draw(legal_schedules(graph))
+    check(graph, schedule)
+    timeline = simulate(graph, schedule, LINKED)
+    reference = Reference(graph, LINKED)
+    for instruction in schedule:
+        reference.run(instruction)
+    starts, ends, device_bytes, host_bytes = zip(*reference.rows, strict=True)
+    assert timeline.device_bytes.tolist() == list(device_bytes)
+    assert timeline.host_bytes.tolist() == list(host_bytes)
+    np.testing.assert_allclose(timeline.start_seconds, starts)
+    np.testing.assert_allclose(timeline.end_seconds, ends)
+    assert timeline.peak_bytes == max(device_bytes)
+    assert timeline.peak_position == device_bytes.index(max(device_bytes))
+    assert timeline.host_peak_bytes == max(host_bytes)
+    assert timeline.makespan_seconds == pytest.approx(max(reference.clocks))
+    work = sum(graph.ops[op].seconds for op in reference.computed)
+    assert timeline.busy_seconds["compute"] == pytest.approx(work)
+    assert timeline.stall_seconds == pytest.approx(reference.clocks[0] - work)
+
+
+@given(st.data())
+@settings(max_examples=600)
+def test_broken_schedules_fail_where_the_reference_fails(data: st.DataObject) -> None:
+    graph = data.draw(graphs())
+    schedule = data.draw(broken_schedules(graph))
+    illegal = first_illegal(graph, schedule, LINKED)
+    if illegal is None:
+        check(graph, schedule)
+        simulate(graph, schedule, LINKED)
+        return
+    place = illegal if isinstance(illegal, str) else f"instruction {illegal} "
+    with pytest.raises(InvalidScheduleError, match=f"^{place}"):
+        check(graph, schedule)
+    try:
+        simulate(graph, schedule, LINKED)
+    except InvalidScheduleError as error:
+        # The simulator takes more on trust, but what it refuses is illegal, there or before.
+        assert isinstance(illegal, str) or int(str(error).split()[1]) >= illegal
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_text_round_trip(data: st.DataObject) -> None:
+    graph = data.draw(graphs())
+    schedule = data.draw(legal_schedules(graph))
+    noted = schedule.text(lambda instruction: type(instruction).__name__)
+    assert type(schedule).parse(noted) == schedule
