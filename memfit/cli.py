@@ -6,7 +6,6 @@ Exit status: 0 done; 2 bad input; 3 infeasible budget; 4 verification failed; 5 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -22,7 +21,6 @@ app = typer.Typer(
     name="memfit",
     help="Make a PyTorch training step fit a memory budget given in bytes, with the least slowdown, and prove it.",
     epilog="Start with: memfit fit resnet50 --budget 60%",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -60,18 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     >>> main(["planners", "--json"])  # doctest: +SKIP
     0
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     as_json = "--json" in words
     try:
         status = app(words, prog_name="memfit", standalone_mode=False)
-        sys.stdout.flush()
     except MemfitError as error:
         return deliver_error(error, as_json=as_json, exit_status=error.exit_status)
     except typer.TyperException as error:
         message = f"{error.format_message()} (see `memfit --help`)"
         return deliver_error(message, as_json=as_json, exit_status=BAD_INPUT)
-    except BrokenPipeError:
-        # Whoever read our output has seen enough; Python must not complain when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE
     return status if isinstance(status, int) else DONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,16 +44,26 @@ def deliver(answer: Answer, *, as_json: bool) -> int:
         write_json({"target": answer.target, "device": answer.device, **answer.keys})
     else:
         console = Console(highlight=False)
-        for part in answer.parts:
-            console.print(part)
+        with console.capture() as shown:
+            for part in answer.parts:
+                console.print(part, markup=False)
+        _write(shown.get())
     return answer.exit_status
 
 
 def write_json(keys: Mapping[str, Any]) -> None:
     """Write one JSON object to standard output; what is not a number there (nan, inf) becomes null."""
     document = {**keys, "memfit_version": memfit.__version__}
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")
-    sys.stdout.flush()
+    _write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")
+
+
+def _write(text: str) -> None:
+    """Write to standard output; a reader that has seen enough and closed the pipe is no error."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
 
 
 def deliver_error(error: MemfitError | str, *, as_json: bool, exit_status: int) -> int:
@@ -79,7 +90,8 @@ def rows_table(rows: Mapping[str, str], title: str | None = None) -> Table:
 
 def columns_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
     """Return a table with a header; the texts are taken as they are, never as markup."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    has_header = any(columns)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_header=has_header)
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:

@@ -12,6 +12,8 @@ from memfit.commands.answer import Answer, deliver, rows_table
 from memfit.commands.work import working
 
 EXAMPLES = """
+Examples:
+
 memfit calibrate
 
 memfit calibrate --device cuda:0 --json

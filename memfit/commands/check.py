@@ -19,6 +19,8 @@ from memfit.report.words import count_text, seconds_text
 from memfit.simulate import Timeline, simulate
 
 EXAMPLES = """
+Examples:
+
 memfit check step.graph.json.gz step.plan.json
 
 memfit check resnet50 resnet50.plan.json --json

@@ -24,6 +24,8 @@ from memfit.report.live import Run, play
 from memfit.report.words import count_text, printable, share_text
 
 EXAMPLES = """
+Examples:
+
 memfit estimate resnet50 --set batch=256
 
 memfit estimate train.py:make_step --json

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from memfit.runtime.measure import Measurement
 
 EXAMPLES = """
+Examples:
+
 memfit fit resnet50 --budget 60%
 
 memfit fit train.py:make_step --budget 6GiB --report step.html

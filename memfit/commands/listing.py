@@ -18,9 +18,9 @@ from memfit.report.words import printable
 from memfit.workloads import WORKLOADS
 
 EXAMPLES = {
-    "planners": "\nmemfit planners\n\nmemfit planners --json\n",
-    "workloads": "\nmemfit workloads\n\nmemfit fit gpt2 --set batch=2 --set layers=6 --budget 60%\n",
-    "devices": "\nmemfit devices\n\nmemfit plan resnet50 --set batch=256 --budget 14GiB --device-profile t4\n",
+    "planners": "\nExamples:\n\nmemfit planners\n\nmemfit planners --json\n",
+    "workloads": "\nExamples:\n\nmemfit workloads\n\nmemfit fit gpt2 --set batch=2 --set layers=6 --budget 60%\n",
+    "devices": "\nExamples:\n\nmemfit devices\n\nmemfit plan resnet50 --set batch=256 --budget 14GiB --device-profile t4\n",
 }
 
 

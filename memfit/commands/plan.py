@@ -21,6 +21,8 @@ from memfit.plan import Plan
 from memfit.report import text_summary
 
 EXAMPLES = """
+Examples:
+
 memfit plan resnet50 --budget 60%
 
 memfit plan step.graph.json.gz --budget 6GiB --planner search --time-limit 20

@@ -17,6 +17,8 @@ from memfit.plan import Plan
 from memfit.report import explain, write_png, write_trace
 
 EXAMPLES = """
+Examples:
+
 memfit report step.plan.json
 
 memfit report step.plan.json -o step.html

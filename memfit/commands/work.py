@@ -78,14 +78,16 @@ class Work:
 @contextmanager
 def working() -> Generator[Work]:
     """Show the work, and turn what a Ctrl-C breaks off into CommandInterrupted; the handler before is put back."""
+    console = Console(stderr=True)
     progress = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         TimeElapsedColumn(),
         TextColumn("{task.fields[detail]}", style="dim", markup=False),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,
     )
     work = Work(progress)
 
