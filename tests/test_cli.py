@@ -368,12 +368,13 @@ def test_graph_files_need_no_torch(graph_file: Path, tmp_path: Path) -> None:
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     code = "import sys; from memfit.cli import main; sys.exit(main(['workloads', '--json']))"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.stderr is not None
-    assert process.stderr.read() == ""
-    assert process.wait(timeout=60) == 0
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=60) == 0
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")

@@ -17,11 +17,12 @@ from memfit.planners import PLANNERS
 from memfit.report.words import printable
 from memfit.workloads import WORKLOADS
 
-EXAMPLES = {
-    "planners": "\nExamples:\n\nmemfit planners\n\nmemfit planners --json\n",
-    "workloads": "\nExamples:\n\nmemfit workloads\n\nmemfit fit gpt2 --set batch=2 --set layers=6 --budget 60%\n",
-    "devices": "\nExamples:\n\nmemfit devices\n\nmemfit plan resnet50 --set batch=256 --budget 14GiB --device-profile t4\n",
+_MORE = {
+    "planners": "memfit plan resnet50 --budget 60% --planner sublinear",
+    "workloads": "memfit fit gpt2 --set batch=2 --set layers=6 --budget 60%",
+    "devices": "memfit plan resnet50 --set batch=256 --budget 14GiB --device-profile t4",
 }
+EXAMPLES = {noun: f"\nExamples:\n\nmemfit {noun}\n\n{more}\n" for noun, more in _MORE.items()}
 
 
 def planners(as_json: options.Json = False) -> int:
