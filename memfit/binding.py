@@ -42,7 +42,7 @@ class Call:
 
 
 class Origin(enum.StrEnum):
-    """Where a resident storage is found when a step runs."""
+    """Where a storage that no op writes is found when a step runs; a tangent arrives at the boundary."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -50,11 +50,12 @@ class Origin(enum.StrEnum):
     INPUT = "input"
     STATE = "state"
     CONSTANT = "constant"
+    TANGENT = "tangent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resident:
-    """A tensor that is there before the step: `key` is its qualified name, or its position among the step's inputs.
+    """A tensor that comes from outside of the step: `key` is its qualified name, or its position among the step's inputs.
 
     `constant` holds the tensor itself where the step closes over it.
     """

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-# In-place calls whose result does not depend on what was there before: only the metadata of their first argument
-# counts.
+# In-place calls whose result does not depend on what was there before: only their first argument's metadata counts.
 _OVERWRITING = frozenset(
     [
         "bernoulli_",
@@ -40,6 +39,32 @@ BATCH_NORMS: dict[Any, tuple[int, int, int | None]] = {
     _aten.miopen_batch_norm: (3, 4, 5),
     _aten._batch_norm_with_update: (3, 4, None),
 }
+
+# Their functional forms, which AOTAutograd uses, and which return the statistics by themselves.
+FUNCTIONAL_BATCH_NORMS: dict[Any, tuple[int, int, int | None]] = {
+    _aten._native_batch_norm_legit_functional: (3, 4, 5),
+    _aten._batch_norm_with_update_functional: (3, 4, None),
+}
+
+# Their gradients: the positions of running_mean, running_var and of `train` (None: always training). In training the
+# statistics are not looked at; without them, no backward pass depends on buffers that a second forward pass changes.
+_BATCH_NORM_GRADIENTS: dict[Any, tuple[int, int, int | None]] = {
+    _aten.native_batch_norm_backward: (3, 4, 7),
+    _aten.batch_norm_backward: (4, 5, 8),
+    _aten.cudnn_batch_norm_backward: (3, 4, None),
+    _aten.miopen_batch_norm_backward: (3, 4, None),
+}
+
+
+def without_idle_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a batch normalization's gradient without the statistics that it does not look at."""
+    positions = _BATCH_NORM_GRADIENTS.get(func._overloadpacket)
+    if positions is None:
+        return args
+    mean, variance, training = positions
+    if training is not None and not args[training]:
+        return args
+    return tuple(None if position in (mean, variance) else arg for position, arg in enumerate(args))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

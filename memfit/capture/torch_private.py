@@ -5,15 +5,19 @@ memfit runs on torch 2.11 to the newest. When a release moves one of these names
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.utils.checkpoint
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.aot_autograd import make_boxed_func as make_boxed_func
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
@@ -70,3 +74,53 @@ def checkpoints_inlined() -> Iterator[None]:
         yield
     finally:
         module._checkpoint_without_reentrant_generator, module.CheckpointFunction = kept
+
+
+def trace_joint(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    partition: Callable[..., Any],
+    forward_compiler: Callable[..., Any],
+    backward_compiler: Callable[..., Any],
+    inference_compiler: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Run AOTAutograd on a module that Dynamo captured, at the concrete sizes of `inputs`; return the compiled callable.
+
+    No decompositions: the kernels are eager's. Without keep_inference_input_mutations the buffers of batch normalization
+    would raise version-counter errors in backward.
+    """
+    with torch._functorch.config.patch(donated_buffer=False):  # its refusal of retain_graph would come before memfit's
+        return aot_module_simplified(
+            module,
+            inputs,
+            fw_compiler=forward_compiler,
+            bw_compiler=backward_compiler,
+            inference_compiler=inference_compiler,
+            partition_fn=partition,
+            decompositions={},
+            keep_inference_input_mutations=True,
+        )
+
+
+def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Say that `function` takes one list and empties it: AOTAutograd then keeps no argument alive."""
+
+    def call(arguments: list[Any]) -> Any:
+        return function(arguments)
+
+    call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return call
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Leave whatever fake or tracing modes are active: ops that are measured run for real."""
+    with _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad():
+        yield
+
+
+def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
+    """Return the mode that a fake tensor belongs to."""
+    assert isinstance(tensor, FakeTensor)
+    return tensor.fake_mode

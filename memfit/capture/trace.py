@@ -22,7 +22,13 @@ from typing import Any
 import torch
 
 from memfit.binding import Origin, Resident, Value
-from memfit.capture.functionalize import BATCH_NORMS, BatchNorm, functional_variant
+from memfit.capture.functionalize import (
+    BATCH_NORMS,
+    FUNCTIONAL_BATCH_NORMS,
+    BatchNorm,
+    functional_variant,
+    without_idle_statistics,
+)
 from memfit.capture.torch_private import is_fake, storage_key, tree_flatten, tree_map
 from memfit.errors import CaptureError
 from memfit.graph import Phase, Role
@@ -116,6 +122,7 @@ class Trace:
         yet.
         """
         outputs = tree_flatten(returned)[0]
+        args = without_idle_statistics(func, args)
         mutated = _mutated_tensors(func, args, kwargs)
         if func._overloadpacket in BATCH_NORMS and self._add_batch_norm(func, args, kwargs, outputs):
             return
@@ -132,6 +139,10 @@ class Trace:
                     traced_args = traced_args[1:]
                 outputs, mutated = [mutated[0]], []
         self._append(func, target, traced_args, traced_kwargs, outputs, mutated)
+        if func._overloadpacket in FUNCTIONAL_BATCH_NORMS:
+            mean, variance, training = FUNCTIONAL_BATCH_NORMS[func._overloadpacket]
+            if training is None or args[training]:
+                self._hide_buffers([traced_args[mean], traced_args[variance]])
 
     def write_back(self) -> None:
         """Copy the running statistics to their buffers: once a step, when the forward pass is done."""
@@ -214,10 +225,14 @@ class Trace:
                 self._write_backs[storage_key(tensor)] = (tensor, storage)
             self._rename(tensor, func)
         self._append(func, norm, traced_args, traced_kwargs, [*outputs, *statistics], [])
-        call = self.calls[-1]
-        hidden = {storage for storage in buffers if self.storages[storage].resident}
-        call.reads = tuple(storage for storage in call.reads if storage not in hidden)
+        self._hide_buffers([traced_args[norm.mean_position], traced_args[norm.variance_position]])
         return True
+
+    def _hide_buffers(self, statistics: list[Any]) -> None:
+        """Training batch normalization does not count as reading its running statistics while they are buffers."""
+        call = self.calls[-1]
+        hidden = {v.storage for v in statistics if isinstance(v, Value) and self.storages[v.storage].resident}
+        call.reads = tuple(storage for storage in call.reads if storage not in hidden)
 
     def _rename(self, tensor: torch.Tensor, func: Any) -> None:
         """From here on, what the tensor's storage holds is another storage of the graph, of the same bytes."""

@@ -45,6 +45,10 @@ class Settings:
     on_stage: Callable[[str], None] = unheard
     progress: Callable[[Progress], None] = unheard
 
+    def within(self, budget_bytes: int) -> Settings:
+        """Return the same settings with another budget."""
+        return replace(self, budget=budget_bytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:

@@ -1,0 +1,188 @@
+"""Capture of the joint graph that AOTAutograd hands to a torch.compile backend: forward and backward around a boundary.
+
+The joint graph is functional already. Ops that no output of the forward pass needs belong to backward, and only those that
+depend on a tangent keep their place there: the rest (statistics, views, what was hoisted) is computed on demand, as late
+as possible, or it would live through the whole step.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from memfit.binding import Origin, Value
+from memfit.capture.build import Captured, TracedBoundary, build
+from memfit.capture.torch_private import tree_map
+from memfit.capture.trace import Trace
+from memfit.graph import Phase, Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointCapture:
+    """A captured joint graph. `forward_outputs` and `backward_outputs` are Values, or what stands there instead.
+
+    A value is numbered as in the graph; None stands where an input has no gradient.
+    """
+
+    captured: Captured
+    forward_outputs: tuple[Any, ...]
+    backward_outputs: tuple[Any, ...]
+
+
+def capture_joint(joint: GraphModule, *, forward_outputs: int, name: str, device: torch.device) -> JointCapture:
+    """Return the graph of a joint module whose first `forward_outputs` outputs are the forward pass's.
+
+    Its parameters and inputs are residents by their position among the primals; tangents arrive at the boundary.
+
+    Raises:
+        CaptureError: a tensor memfit cannot plan (sparse, conjugated).
+        UnsupportedStepError: collectives.
+    """
+    return _JointCapture(joint, forward_outputs, device).run(name)
+
+
+class _JointCapture:
+    def __init__(self, joint: GraphModule, forward_outputs: int, device: torch.device) -> None:
+        self.nodes = list(joint.graph.nodes)
+        self.joint = joint
+        (outputs,) = self.nodes[-1].args
+        self.forward_outputs = list(outputs[:forward_outputs])
+        self.backward_outputs = list(outputs[forward_outputs:])
+        self.phase = Phase.FORWARD
+        self.module = ""
+        self.trace = Trace(device=device, scope=lambda: (self.phase, self.module))
+
+    def run(self, name: str) -> JointCapture:
+        primals = [n for n in self.nodes if n.op == "placeholder" and not _is_tangent(n)]
+        tangents = [n for n in self.nodes if n.op == "placeholder" and _is_tangent(n)]
+        for position, node in enumerate(primals):
+            self._enter(node, position)
+        forward = self._forward_nodes()
+        for node in self.nodes:
+            if node in forward:
+                self._call(node)
+        position = len(self.trace.calls)
+        departures = [self._value(node) for node in self.forward_outputs]
+        self.phase = Phase.BACKWARD
+        for number, node in enumerate(tangents):
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                self.trace.add_arrival(node.meta["val"], key=number, name=f"tangent_{number}")
+        for node in self._backward_order(forward):
+            self._call(node)
+        gradients = [self._value(node) for node in self.backward_outputs]
+        outputs = {f"output:{i}": v for i, v in enumerate(departures) if isinstance(v, Value)}
+        outputs |= {f"gradient:{i}": v for i, v in enumerate(gradients) if isinstance(v, Value)}
+        for value in outputs.values():
+            if not self.trace.storages[value.storage].resident and value not in departures:
+                self.trace.storages[value.storage].role = Role.GRADIENT
+        leaving = [v for v in departures if isinstance(v, Value) and not self.trace.storages[v.storage].resident]
+        for value in leaving:
+            self.trace.storages[value.storage].role = Role.OUTPUT
+        captured = build(
+            self.trace,
+            name=name,
+            outputs=outputs,
+            boundary=TracedBoundary(position=position, departures=leaving),
+            source=f"joint graph of torch.compile, torch {torch.__version__}",
+        )
+        renumbered = captured.binding.outputs
+        return JointCapture(
+            captured=captured,
+            forward_outputs=tuple(renumbered.get(f"output:{i}", v) for i, v in enumerate(departures)),
+            backward_outputs=tuple(renumbered.get(f"gradient:{i}", v) for i, v in enumerate(gradients)),
+        )
+
+    def _enter(self, node: Node, position: int) -> None:
+        value = node.meta.get("val")  # a size that Dynamo made symbolic is a plain number here
+        if not isinstance(value, torch.Tensor):
+            return
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        self.trace.add_resident(
+            value,
+            role=Role.PARAMETER if is_parameter else Role.INPUT,
+            origin=Origin.INPUT,
+            key=position,
+            name=node.name,
+        )
+
+    def _forward_nodes(self) -> set[Node]:
+        """What the forward pass's outputs and the updates of buffers need."""
+        waiting = [node for node in self.forward_outputs if isinstance(node, Node)]
+        waiting += [node for node in self.nodes if node.op == "call_function" and _mutates(node)]
+        found: set[Node] = set()
+        while waiting:
+            node = waiting.pop()
+            if node not in found:
+                found.add(node)
+                waiting += node.all_input_nodes
+        return found
+
+    def _backward_order(self, forward: set[Node]) -> list[Node]:
+        """Ops that depend on a tangent in their order, each preceded by what it needs and nobody computed yet."""
+        depends: set[Node] = set()
+        for node in self.nodes:
+            if (node.op == "placeholder" and _is_tangent(node)) or any(n in depends for n in node.all_input_nodes):
+                depends.add(node)
+        done = set(forward)
+        order: list[Node] = []
+        roots = [node for node in self.nodes if node in depends and node.op == "call_function"]
+        for root in [*roots, *(node for node in self.backward_outputs if isinstance(node, Node))]:
+            stack = [root]
+            while stack:
+                node = stack[-1]
+                missing = [n for n in node.all_input_nodes if n not in done]
+                if missing and node not in done:
+                    stack += missing
+                    continue
+                stack.pop()
+                if node not in done:
+                    done.add(node)
+                    order.append(node)
+        return order
+
+    def _call(self, node: Node) -> None:
+        if node.op == "get_attr":
+            return
+        if node.op != "call_function" or node.target is operator.getitem:
+            return
+        self.module = _module_name(node)
+        args, kwargs = tree_map(self._argument, (node.args, dict(node.kwargs)))
+        self.trace.add_call(node.target, args, kwargs, node.meta["val"])
+
+    def _argument(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Node):
+            return leaf
+        if leaf.op == "get_attr":
+            return operator.attrgetter(str(leaf.target))(self.joint)
+        if leaf.target is operator.getitem:
+            source, index = leaf.args
+            assert isinstance(source, Node)
+            return self._argument(source)[index]
+        return leaf.meta["val"]
+
+    def _value(self, leaf: Any) -> Any:
+        """The Value of an output, or the constant that stands in its place."""
+        found = self._argument(leaf)
+        return self.trace.value(found) if isinstance(found, torch.Tensor) else found
+
+
+def _is_tangent(node: Node) -> bool:
+    return str(node.target).startswith("tangents")
+
+
+def _mutates(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _module_name(node: Node) -> str:
+    """`layer1.0.conv`: the innermost module of the op, or of the op whose gradient it is."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    for path, _kind in reversed(list(stack.values())):
+        cleaned = str(path).replace("L['self']", "").replace("L['fn']", "").replace("._modules['", ".")
+        return cleaned.replace("']", "").strip(".")
+    return ""
