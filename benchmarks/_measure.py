@@ -1,0 +1,108 @@
+"""What the benchmarks measure of a training step: its peak, its tensors, and whether two runs gave the same bits."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from memfit import TrainingStep
+from memfit.cost.recorder import Usage, record
+
+SEED = 20240229
+MIB = 1 << 20
+
+
+def forward_backward(step: TrainingStep, model: Callable[..., Any] | None = None) -> torch.Tensor:
+    """Run zero_grad(set_to_none=True), forward, loss and backward, eagerly or through `model`; return the loss."""
+    step.model.zero_grad(set_to_none=True)
+    loss = step.compute_loss(step.model if model is None else model, step.batch)  # type: ignore[arg-type]
+    loss.backward()
+    return loss.detach()
+
+
+def usage_of(run: Callable[[], object], step: TrainingStep, device: torch.device | str = "cpu") -> Usage:
+    """Record one run that starts without gradients: its peak is what it holds above parameters, buffers and inputs.
+
+    This is the measure of DESIGN.md, section 4: gradients are in it, parameters and inputs are not.
+    """
+    step.model.zero_grad(set_to_none=True)
+    gc.collect()
+    with record(device) as usage:
+        run()
+    return usage
+
+
+def outcome(run: Callable[[], torch.Tensor], step: TrainingStep) -> dict[str, torch.Tensor]:
+    """Run once from a fixed seed; return copies, by name, of the loss and all that the step left; put the step back."""
+    before = {name: tensor.detach().clone() for name, tensor in _state(step).items()}
+    step.model.zero_grad(set_to_none=True)
+    torch.manual_seed(SEED)
+    loss = run()
+    found = {"loss": loss.detach().clone()}
+    for name, parameter in step.model.named_parameters():
+        if parameter.grad is not None:
+            found[f"gradient {name}"] = parameter.grad.detach().clone()
+    found |= {name: tensor.detach().clone() for name, tensor in _state(step).items()}
+    _put_back(step, before)
+    return found
+
+
+def same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Compare two outcomes bit by bit: whether loss, gradients and buffers agree, and the first name that does not."""
+    differing = [
+        name
+        for name in dict.fromkeys([*expected, *found])
+        if name not in found or name not in expected or not _same_bits(found[name], expected[name])
+    ]
+    kinds = {name.split()[0] for name in differing}
+    return {
+        **{f"{kind}_same_bits": kind not in kinds for kind in ("loss", "gradient", "buffer", "parameter", "state")},
+        "first_difference": differing[0] if differing else None,
+    }
+
+
+def all_same(compared: dict[str, Any]) -> bool:
+    """Whether `same_bits` found no difference."""
+    return compared["first_difference"] is None
+
+
+def resident_bytes(step: TrainingStep) -> int:
+    """Bytes of parameters, buffers, batch and optimizer state, each storage once."""
+    batch = [leaf for leaf in tree_leaves(step.batch) if isinstance(leaf, torch.Tensor)]
+    return storage_bytes([*_state(step).values(), *batch])
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the tensors' storages, each storage once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def _state(step: TrainingStep) -> dict[str, torch.Tensor]:
+    state = {f"parameter {name}": parameter for name, parameter in step.model.named_parameters()}
+    state |= {f"buffer {name}": buffer for name, buffer in step.model.named_buffers()}
+    if step.optimizer is not None:
+        for number, values in enumerate(step.optimizer.state.values()):
+            state |= {f"state {number} {key}": value for key, value in values.items() if torch.is_tensor(value)}
+    return state
+
+
+def _put_back(step: TrainingStep, before: dict[str, torch.Tensor]) -> None:
+    """Write the copies back; an optimizer state that was not there before goes."""
+    step.model.zero_grad(set_to_none=True)
+    if step.optimizer is not None and not any(name.startswith("state ") for name in before):
+        step.optimizer.state.clear()
+    with torch.no_grad():
+        for name, tensor in _state(step).items():
+            tensor.copy_(before[name])
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    flat_one, flat_other = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(flat_one, flat_other)

@@ -1,0 +1,118 @@
+"""What torch offers today: eager, `activation_memory_budget` from 1.0 to 0.0, and checkpoints placed by hand.
+
+Memory is the peak above parameters, buffers and inputs in zero_grad(set_to_none=True) + forward + loss + backward. Time is
+against eager, run in turns in the same process. One process for each configuration. Each result is stored as soon as it
+is there, and kept unless `--again` is given.
+
+    python benchmarks/torch_baselines.py                      # all eight workloads: an hour on two cores
+    python benchmarks/torch_baselines.py resnet50 --repeats 3 --budgets 0.9 0.5
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from _measure import MIB, forward_backward, outcome, resident_bytes, same_bits, storage_bytes, usage_of
+from _process import answer_if_child, in_fresh_process
+from _record import interleaved_ratio, load, result_path, store
+from _torch_budget import compile_with_budget
+
+from memfit import TrainingStep
+from memfit.workloads import WORKLOADS, build, checkpointed
+from memfit.workloads.building import GRANULARITIES
+
+BUDGETS = tuple(round(1 - tenth / 10, 1) for tenth in range(11))
+CHILD_SECONDS = 900  # compiling the unrolled lstm takes torch minutes
+
+
+def configurations(budgets: Sequence[float] = BUDGETS) -> list[dict[str, Any]]:
+    """Every configuration that a workload is measured in."""
+    return [
+        {"kind": "eager"},
+        *({"kind": "budget", "budget": budget} for budget in budgets),
+        *({"kind": "checkpoint", "granularity": granularity} for granularity in GRANULARITIES),
+    ]
+
+
+def baseline(step: TrainingStep, configuration: dict[str, Any]) -> tuple[Callable[[], torch.Tensor], TrainingStep]:
+    """Return the run (forward, loss, backward) of `step` under a configuration, and the step whose model it runs."""
+    if configuration["kind"] == "checkpoint":
+        placed = checkpointed(step, configuration["granularity"])
+        return lambda: forward_backward(placed), placed
+    if configuration["kind"] == "budget":
+        compiled = compile_with_budget(step.model, configuration["budget"])
+        return lambda: forward_backward(step, compiled), step
+    return lambda: forward_backward(step), step
+
+
+def measure(workload: str, configuration: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """Measure one configuration of one workload; called in a process of its own."""
+    step = build(workload)
+    expected = outcome(lambda: forward_backward(step), step)
+    run, whose = baseline(step, configuration)
+    start = time.perf_counter()
+    found = outcome(run, whose)
+    first_seconds = time.perf_counter() - start
+    usage = usage_of(run, whose)
+    return {
+        **configuration,
+        "peak_bytes": usage.peak_bytes,
+        "peak_source": usage.source,
+        "resident_bytes": resident_bytes(step),
+        "gradient_bytes": storage_bytes(parameter for parameter in step.model.parameters() if parameter.requires_grad),
+        "first_step_seconds": first_seconds,
+        **same_bits(found, expected),
+        **interleaved_ratio(run, lambda: forward_backward(step), repeats).summary(),
+    }
+
+
+def measure_workload(workload: str, budgets: Sequence[float], repeats: int, *, again: bool) -> None:
+    """Measure the configurations of a workload that are not stored yet; print and store each as it comes."""
+    name = f"torch_baselines/{workload}"
+    stored = [] if again or not result_path(name).exists() else load(result_path(name))["payload"]["points"]
+    points = {_what(point): point for point in stored if "error" not in point}
+    for configuration in configurations(budgets):
+        if _what(configuration) not in points:
+            request = {"workload": workload, "configuration": configuration, "repeats": repeats}
+            point = configuration | in_fresh_process(__file__, request, timeout_seconds=CHILD_SECONDS)
+            points[_what(configuration)] = point
+            store(name, {"workload": workload, "points": list(points.values())})
+        print(f"{workload:12} {_described(points[_what(configuration)])}", flush=True)
+
+
+def best(points: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:
+    """The point of `kind` with the least memory among those with eager's gradients; None if there is none."""
+    usable = [point for point in points if point["kind"] == kind and point.get("gradient_same_bits")]
+    return min(usable, key=lambda point: (point["peak_bytes"], point["time_ratio"]), default=None)
+
+
+def _what(point: dict[str, Any]) -> str:
+    return " ".join([point["kind"], *(str(point[key]) for key in ("budget", "granularity") if key in point)])
+
+
+def _described(point: dict[str, Any]) -> str:
+    if "error" in point:
+        return f"{_what(point):20} {point['error']}"
+    differing = point["first_difference"]
+    bits = "same bits" if differing is None else f"differs first in {differing}"
+    return f"{_what(point):20} {point['peak_bytes'] / MIB:8.1f} MiB {point['time_ratio']:6.3f} of eager's time, {bits}"
+
+
+def main() -> None:
+    """Measure the workloads named on the command line, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), metavar="WORKLOAD")
+    parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS, help="activation_memory_budget settings")
+    parser.add_argument("--repeats", type=int, default=5, help="timed pairs of steps for each configuration")
+    parser.add_argument("--again", action="store_true", help="measure again what is stored already")
+    options = parser.parse_args()
+    for workload in options.workloads:
+        measure_workload(workload, options.budgets, options.repeats, again=options.again)
+
+
+if __name__ == "__main__" and not answer_if_child(measure):
+    main()
