@@ -6,6 +6,7 @@ Exit status: 0 done; 2 bad input; 3 infeasible budget; 4 verification failed; 5 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -14,7 +15,7 @@ import typer
 
 import memfit
 from memfit.commands import calibrate, check, estimate, fit, listing, plan, report
-from memfit.commands.answer import BAD_INPUT, DONE, deliver_error
+from memfit.commands.answer import BAD_INPUT, DONE, WarningLines, deliver_error
 from memfit.errors import MemfitError
 
 app = typer.Typer(
@@ -60,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     as_json = "--json" in words
+    logger, handler = logging.getLogger("memfit"), WarningLines()
+    logger.addHandler(handler)
     try:
         status = app(words, prog_name="memfit", standalone_mode=False)
     except MemfitError as error:
@@ -67,4 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         message = f"{error.format_message()} (see `memfit --help`)"
         return deliver_error(message, as_json=as_json, exit_status=BAD_INPUT)
+    finally:
+        logger.removeHandler(handler)
     return status if isinstance(status, int) else DONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -78,6 +79,15 @@ def deliver_error(error: MemfitError | str, *, as_json: bool, exit_status: int) 
             keys["least_budget_bound_bytes"] = error.least_budget_bound_bytes
         write_json(keys)
     return exit_status
+
+
+class WarningLines(logging.Handler):
+    """Writes what memfit logs as lines on standard error, whatever that is at the moment: progress may stand on it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line."""
+        message = printable(" ".join(record.getMessage().removeprefix("memfit: ").split()))
+        sys.stderr.write(f"memfit: {record.levelname.lower()}: {message}\n")
 
 
 def rows_table(rows: Mapping[str, str], title: str | None = None) -> Table:

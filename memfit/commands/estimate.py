@@ -150,7 +150,7 @@ def _parts(run: Run, keys: dict[str, Any], op: int | None) -> tuple[RenderableTy
         Text(),
         columns_table(("module", "bytes at the peak", "share"), shown),
         Text(),
-        columns_table(("largest storages at the peak", "bytes", "role", "module"), storages),
+        columns_table(("largest storages", "bytes", "role", "module"), storages),
     )
 
 
