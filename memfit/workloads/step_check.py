@@ -1,0 +1,122 @@
+"""Whether a TrainingStep that a user made is one: every part of the right kind, and all of it on one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from memfit.capture.training_step import TrainingStep
+from memfit.errors import InvalidDeviceError, InvalidTargetError, UnsupportedStepError
+
+
+def check_step(step: TrainingStep, where: str) -> None:
+    """Raise the first error that makes `step` unfit for capture; `where` says who made it.
+
+    Raises:
+        InvalidTargetError: a part of the wrong kind, or an optimizer of another model's parameters.
+        InvalidDeviceError: parameters or batch on several devices.
+        UnsupportedStepError: a model under DDP, FSDP or tensor parallelism.
+    """
+    _check_kinds(step, where)
+    check_not_distributed(step.model, where)
+    if step.optimizer is not None:
+        _check_optimizer(step.model, step.optimizer, where)
+    _check_devices(step, where)
+
+
+def check_not_distributed(model: torch.nn.Module, where: str) -> None:
+    """Raise UnsupportedStepError where `model`, or a part of it, is wrapped to run on several devices."""
+    wrappers, sharded = _distributed_kinds()
+    for name, module in model.named_modules():
+        kind = next((word for word, wrapper in wrappers.items() if isinstance(module, wrapper)), None)
+        if kind is not None:
+            part = f"module {name!r} of the model" if name else "the model"
+            raise UnsupportedStepError(
+                f"{where}: {part} is wrapped in {kind}; memfit does not plan across ranks yet: give the bare model"
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, sharded):
+            raise UnsupportedStepError(
+                f"{where}: parameter {name!r} is a DTensor; memfit does not plan across ranks yet: give the bare model"
+            )
+
+
+def _distributed_kinds() -> tuple[dict[str, type], tuple[type, ...]]:
+    wrappers: dict[str, type] = {"DataParallel": torch.nn.DataParallel}
+    if not torch.distributed.is_available():
+        return wrappers, ()
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrappers |= {"DDP": DistributedDataParallel, "FSDP": FullyShardedDataParallel, "FSDP (fully_shard)": FSDPModule}
+    return wrappers, (DTensor,)
+
+
+def _check_kinds(step: TrainingStep, where: str) -> None:
+    if not isinstance(step.model, torch.nn.Module):
+        raise InvalidTargetError(f"{where}: model is a {_kind(step.model)}, expected a torch.nn.Module")
+    if not callable(step.loss):
+        raise InvalidTargetError(
+            f"{where}: loss is a {_kind(step.loss)}, expected a function loss(model, batch) or a loss module"
+        )
+    if step.optimizer is not None and not isinstance(step.optimizer, torch.optim.Optimizer):
+        raise InvalidTargetError(
+            f"{where}: optimizer is a {_kind(step.optimizer)}, expected a torch.optim.Optimizer or None"
+        )
+    if step.scaler is not None and not isinstance(step.scaler, torch.amp.GradScaler):
+        raise InvalidTargetError(f"{where}: scaler is a {_kind(step.scaler)}, expected a torch.amp.GradScaler or None")
+    norm = step.clip_norm
+    if norm is not None and not (isinstance(norm, int | float) and math.isfinite(norm) and norm > 0):
+        raise InvalidTargetError(f"{where}: clip_norm is {norm!r}, expected a number above 0, or None")
+    if not any(parameter.requires_grad for parameter in step.model.parameters()):
+        raise InvalidTargetError(
+            f"{where}: no parameter of the model requires a gradient, so there is nothing to train"
+        )
+
+
+def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, where: str) -> None:
+    own = {id(parameter) for parameter in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in own:
+                raise InvalidTargetError(
+                    f"{where}: parameter {place} of the optimizer's group {number}, of shape {tuple(parameter.shape)}, "
+                    "is not the model's; make the optimizer from model.parameters(), after the model is complete"
+                )
+
+
+def _check_devices(step: TrainingStep, where: str) -> None:
+    first: tuple[str, torch.device] | None = None
+    for name, parameter in step.model.named_parameters():
+        first = first or (name, parameter.device)
+        if parameter.device != first[1]:
+            raise InvalidDeviceError(
+                f"{where}: parameter {name!r} is on {parameter.device} and {first[0]!r} on {first[1]}; "
+                "memfit plans for one device: move the model to one"
+            )
+    assert first is not None
+    for place, tensor in _tensors(step.batch, "batch"):
+        is_number = tensor.ndim == 0 and tensor.device.type == "cpu"  # torch takes those on every device
+        if tensor.device != first[1] and not is_number:
+            raise InvalidDeviceError(
+                f"{where}: {place} is on {tensor.device} and the model on {first[1]}; move the batch to {first[1]}"
+            )
+
+
+def _tensors(tree: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield place, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _tensors(value, f"{place}[{key!r}]")
+    elif isinstance(tree, tuple | list):
+        for number, value in enumerate(tree):
+            yield from _tensors(value, f"{place}[{number}]")
+
+
+def _kind(value: object) -> str:
+    return f"class {value.__name__}" if isinstance(value, type) else type(value).__name__
