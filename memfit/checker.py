@@ -54,7 +54,7 @@ def check(graph: Graph, schedule: Schedule) -> None:
         >>> check(graph, Schedule.of([Compute(op=0), Drop(storage=1)]))  # doctest: +NORMALIZE_WHITESPACE
         Traceback (most recent call last):
         memfit.errors.InvalidScheduleError: the end: storage 1 'y' is required at the end but was dropped at 1;
-        compute op 0 'mul' again, or keep it
+        compute op 0 'mul' again
 
     Time is linear in the instructions and in what their ops read and write.
 
@@ -169,10 +169,10 @@ class _Replay:
             self._fail(f"takes over storage {storage}, expected a number below {len(self.graph.storages)}")
         pairs = [written for read, written in op.reuses if read == storage]
         if not pairs:
-            reusable = sorted({read for read, _ in op.reuses})
+            allowed = ", ".join(self._name(read) for read in sorted({read for read, _ in op.reuses})) or "nothing"
             self._fail(
-                f"takes over {self._name(storage)}, which its kernel may not write over; expected one of {reusable} "
-                f"(the op's `reuses`), or no in_place_of"
+                f"takes over {self._name(storage)}, which its kernel may not write over: its `reuses` allow {allowed}; "
+                f"leave in_place_of out"
             )
         if all(self.device_version[written] is not None for written in pairs):
             self._fail(
@@ -215,7 +215,8 @@ class _Replay:
     def offload(self, storage: int, _: int) -> None:
         version = self.device_version[storage]
         if version is None:
-            self._fail(f"offloads {self._name(storage)}, which {self._whereabouts(storage)}; {self._way_back(storage)}")
+            remedy = self._way_back(storage, self.mutation_count[storage])
+            self._fail(f"offloads {self._name(storage)}, which {self._whereabouts(storage)}; {remedy}")
         if self.graph.storages[storage].resident:
             self._fail(f"offloads {self._name(storage)}, which is resident; expected a storage that an op writes")
         if self.offloading_since[storage] is not None:
@@ -273,8 +274,9 @@ class _Replay:
 
     def boundary(self, number: int, bytes_outside: int) -> None:
         if number != self.next_boundary:
-            expected = self.next_boundary if self.next_boundary < len(self.graph.boundaries) else "no other"
-            self._fail(f"stands out of order, expected boundary {expected}: each exactly once, in order")
+            more = self.next_boundary < len(self.graph.boundaries)
+            expected = f"boundary {self.next_boundary}" if more else "no other boundary"
+            self._fail(f"stands out of order, expected {expected}: each exactly once, in order")
         if bytes_outside < 0:
             self._fail(f"has {bytes_outside} bytes outside, expected 0 or more")
         boundary = self.graph.boundaries[number]
@@ -308,25 +310,23 @@ class _Replay:
                 f"Boundary({self.next_boundary})"
             )
         for storage in graph.storages:
-            if storage.required_at_end and self.device_version[storage.id] != graph.last_version[storage.id]:
+            last = graph.last_version[storage.id]
+            if storage.required_at_end and self.device_version[storage.id] != last:
                 raise InvalidScheduleError(
-                    f"the end: {self._name(storage.id)} is required at the end"
-                    f"{self._at_version(storage.id, graph.last_version[storage.id])} but "
-                    f"{self._whereabouts(storage.id)}; {self._way_back(storage.id, again='again')}, or keep it"
+                    f"the end: {self._name(storage.id)} is required at the end{self._at_version(storage.id, last)} but "
+                    f"{self._whereabouts(storage.id)}; {self._way_back(storage.id, last, again='again')}"
                 )
 
     def _fail_needed(self, verb: str, storage: int, version: int) -> NoReturn:
         """Raise for a storage that is not there, or there at another version."""
-        needed = f"{verb} {self._name(storage)}{self._at_version(storage, version)}"
         present = self.device_version[storage]
-        if present is None or present > version:
-            again = "first" if present is None else "again after dropping it"
-            if self.graph.storages[storage].resident:
-                self._fail(f"{needed}, which {self._whereabouts(storage)}; compute it before that mutation")
-            self._fail(f"{needed}, which {self._whereabouts(storage)}; {self._way_back(storage, again=again)}")
-        mutations = [op for op in self.graph.ops if storage in op.mutates]
-        first = mutations[present]
-        self._fail(f"{needed}, which {self._whereabouts(storage)}; op {first.id} {first.name!r} must mutate it first")
+        remedy = self._way_back(storage, version, again="first" if present is None else "again after dropping it")
+        if self.graph.storages[storage].resident and present is not None and present > version:
+            remedy = "compute it before that mutation"
+        self._fail(
+            f"{verb} {self._name(storage)}{self._at_version(storage, version)}, which {self._whereabouts(storage)}; "
+            f"{remedy}"
+        )
 
     def _at_version(self, storage: int, version: int) -> str:
         return f" at version {version}" if self.graph.last_version[storage] else ""
@@ -342,10 +342,15 @@ class _Replay:
             return "was never computed"
         return "has not arrived yet"
 
-    def _way_back(self, storage: int, *, again: str = "first") -> str:
-        """What would bring the storage to the device."""
-        if self.host_version[storage] is not None and self.host_stale_since[storage] is None:
+    def _way_back(self, storage: int, version: int, *, again: str = "first") -> str:
+        """What would bring the storage to the device at this version."""
+        if self.host_version[storage] == version and self.host_stale_since[storage] is None:
             return f"prefetch it {again}"
+        if version > 0:
+            mutating = [op for op in self.graph.ops if storage in op.mutates][version - 1]
+            if self.first_computed[mutating.id] is None:
+                return f"compute op {mutating.id} {mutating.name!r} first, which mutates it"
+            return f"it comes only from op {mutating.id} {mutating.name!r}, once: keep it, or offload it before"
         writer = self.graph.writer_of.get(storage)
         if writer is not None:
             return f"compute op {writer} {self.graph.ops[writer].name!r} {again}"

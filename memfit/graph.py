@@ -322,7 +322,7 @@ def _verify_op(graph: Graph, op: Op, present: list[bool]) -> None:
             if not present[storage]:
                 _fail(
                     f"{place}.{field}[{index}]",
-                    f"op {op.name!r} needs storage {storage} {name!r} before any op wrote it: a cycle, or a wrong order",
+                    f"op {op.name!r} needs storage {storage} {name!r} before any op wrote it (a cycle or wrong order)",
                 )
     if len(set(op.mutates)) < len(op.mutates):
         _fail(f"{place}.mutates", f"op {op.name!r} mutates a storage twice, expected each once: {list(op.mutates)}")

@@ -34,18 +34,23 @@ _SIZES = (0, 1, 64, 100, 100, 256)  # few, so that equal ones meet and in-place 
 _MOVES = (Drop, Offload, Wait, Prefetch, DropHost)
 
 
+# Hypothesis draws the number of steps and a seed: drawing every choice by itself leans to tiny and dull cases.
+_picks = st.integers(0, (1 << 32) - 1).map(random.Random)
+
+
 def _chance(pick: random.Random, probability: float) -> bool:
-    return pick.random() > 1 - probability  # the simplest draw, 0, is no
+    return pick.random() < probability
 
 
 @st.composite
 def graphs(draw: st.DrawFn, *, most_ops: int = 8, boundaries: bool = True, mutations: bool = True) -> Graph:
     """Draw a verified graph of 1 to `most_ops` ops, with random ops, reuses, workspace, and what is asked for."""
-    pick = draw(st.randoms(use_true_random=False))
+    op_count = draw(st.integers(1, most_ops))
+    pick = draw(_picks)
     storages = [_storage(pick, i, Role.INPUT, resident=True) for i in range(pick.randint(1, 3))]
     ops: list[Op] = []
     crossings: list[GraphBoundary] = []
-    for op_id in range(pick.randint(1, most_ops)):
+    for op_id in range(op_count):
         if boundaries and _chance(pick, 0.15):
             crossings.append(_boundary(pick, op_id, storages))
         ops.append(_op(pick, op_id, storages, mutations=mutations))
@@ -92,16 +97,16 @@ def _op(pick: random.Random, op_id: int, storages: list[Storage], *, mutations: 
 @st.composite
 def legal_schedules(draw: st.DrawFn, graph: Graph) -> Schedule:
     """Draw a legal schedule: the ops in some legal order, with drops, copies and rematerialization in between."""
-    pick = draw(st.randoms(use_true_random=False))
-    return _Walk(graph, pick).schedule()
+    return _Walk(graph, draw(_picks), draw(st.integers(0, 6))).schedule()
 
 
 class _Walk:
     """Carries a graph out step by step; what it throws away it can bring back, or nobody needs."""
 
-    def __init__(self, graph: Graph, pick: random.Random) -> None:
+    def __init__(self, graph: Graph, pick: random.Random, most_detours: int) -> None:
         self.graph = graph
         self.pick = pick
+        self.most_detours = most_detours
         self.reference = Reference(graph, LINKED)
         self.instructions: list[Instruction] = []
         self.pure = _pure_storages(graph)
@@ -109,7 +114,7 @@ class _Walk:
     def schedule(self) -> Schedule:
         for op in self.graph.ops:
             self.cross_boundaries(op.id)
-            for _ in range(self.pick.randint(0, 3)):
+            for _ in range(self.pick.randint(0, self.most_detours)):
                 self.wander()
             if op.id not in self.reference.computed:
                 self.recover_all({*op.reads, *op.mutates})
@@ -142,16 +147,18 @@ class _Walk:
         if _chance(self.pick, 0.2):
             self.attempt(Compute(op=self.pick.randrange(len(self.graph.ops))))
             return
-        storage = self.pick.randrange(len(self.graph.storages))
-        kind = self.pick.choice(_MOVES)
-        keeps_a_copy = storage in self.reference.host and storage not in self.reference.stale
-        allowed = {
-            Drop: self.expendable(storage),
-            Offload: not keeps_a_copy,  # or the copy of a later version might be lost
-            DropHost: self.whole(storage) or storage in self.reference.stale or self.expendable(storage, host=False),
+        reference, here = self.reference, set(self.reference.versions) - _residents(self.graph)
+        copied = reference.host.keys() - reference.stale
+        choices = {
+            Drop: [s for s in here if self.expendable(s)],
+            Offload: here - copied,  # or the copy of a later version might be lost
+            Wait: reference.offloading,
+            Prefetch: copied - here,
+            DropHost: [s for s in reference.host if self.whole(s) or s not in copied or self.expendable(s, host=False)],
         }
-        if allowed.get(kind, True):
-            self.attempt(kind(storage=storage))
+        kind = self.pick.choice([kind for kind in _MOVES if choices[kind]] or [Drop])
+        if choices[kind]:
+            self.attempt(kind(storage=self.pick.choice(sorted(choices[kind]))))
 
     def whole(self, s: int) -> bool:
         """Whether the device holds the version that the latest mutation left."""
@@ -202,10 +209,14 @@ class _Walk:
             self.must(Prefetch(storage=s))
 
 
+def _residents(graph: Graph) -> set[int]:
+    return {storage.id for storage in graph.storages if storage.resident}
+
+
 def _pure_storages(graph: Graph) -> set[int]:
     """Return the storages that can be computed again at any time: nothing on their way is ever mutated."""
     steady = {s.id for s in graph.storages if graph.last_version[s.id] == 0}
-    pure = {s.id for s in graph.storages if s.resident} & steady
+    pure = _residents(graph) & steady
     for op in graph.ops:
         if op.recomputable and not op.mutates and set(op.reads) <= pure:
             pure |= set(op.writes) & steady
@@ -216,7 +227,7 @@ def _pure_storages(graph: Graph) -> set[int]:
 def broken_schedules(draw: st.DrawFn, graph: Graph) -> Schedule:
     """Draw a legal schedule with one to three edits: most are illegal, and each rule is broken now and then."""
     instructions = list(draw(legal_schedules(graph)))
-    pick = draw(st.randoms(use_true_random=False))
+    pick = draw(_picks)
     for _ in range(pick.randint(1, 3)):
         edit: Callable[[list[Instruction], random.Random], None] = pick.choice((_remove, _repeat, _swap, _move))
         if instructions and _chance(pick, 0.6):
