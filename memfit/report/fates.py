@@ -137,7 +137,7 @@ def _phase_made(graph: Graph, storage: int) -> Phase | None:
 def _why(run: Run, storage: int, kind: Kind, stays: list[LiveRange], again: list[LiveRange], readers: list[Op]) -> str:
     writer = _writer(run.graph, storage)
     if kind == Kind.RESIDENT:
-        mutating = next((op for op in run.graph.ops if storage in op.mutates), None) if readers else None
+        mutating = next((reader for reader in readers if storage in reader.mutates), None)
         return f"{run.graph.storages[storage].role}, there for the whole step" + (
             f"; updated in place by {mutating.name}" if mutating else ""
         )

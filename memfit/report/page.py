@@ -11,8 +11,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from plotly.offline import get_plotlyjs  # pyright: ignore
-
 from memfit.budget import format_bytes
 from memfit.files import write_atomically
 from memfit.graph import Role
@@ -33,7 +31,7 @@ _FRAGILE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}  # in JSON inside a 
 def write_html(plan: Plan, path: Path | str, *, curve: Curve = (), measured: Measured | None = None) -> None:
     """Write the report of `plan` to `path`: one HTML file that needs no network, atomically.
 
-        >>> write_html(plan, "report.html", curve=[(6 << 30, 0.115, "feasible")])  # doctest: +SKIP
+    `write_html(plan, "report.html", curve=[(6 << 30, 0.115, "feasible")])`; the package's docstring has all around it.
 
     Args:
         curve: points (budget in bytes, predicted overhead or None, status) of the trade-off curve; this plan is drawn
@@ -89,6 +87,8 @@ def _problem(plan: Plan) -> Problem:
 
 def _filled(parts: dict[str, str]) -> str:
     """Fill the template's places in one pass, so that a part which looks like a place stays text."""
+    from plotly.offline import get_plotlyjs  # pyright: ignore  # it takes as long to import as all else together
+
     template = resources.files("memfit.report").joinpath("page.html").read_text(encoding="utf-8")
     plotly: str = get_plotlyjs()
     scripts = [plotly if script == "@@plotly@@" else script for script in _SCRIPT.findall(template)]

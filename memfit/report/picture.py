@@ -51,8 +51,6 @@ def write_png(
 ) -> None:
     """Write a picture of the plan to `path`: live bytes over the step, unplanned and planned, and the budget line.
 
-        >>> write_png(plan, "plan.png")  # doctest: +SKIP
-
     Args:
         width_pixels, height_pixels: the size of the picture before scaling.
         scale: device pixels for each of these; 2 suits screens of today.

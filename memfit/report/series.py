@@ -59,7 +59,7 @@ def series(run: Run, outside_bytes: int = 0, most_points: int = MOST_POINTS) -> 
         layers={layer.value: column[largest].tolist() for layer, column in layers.items() if column[largest].any()},
         ops=ops,
         again=[
-            op is not None and run.schedule.codes[position] == Code.COMPUTE and run.computations[op][0] != position
+            op is not None and position in run.computations[op][1:]
             for op, position in zip(ops, largest.tolist(), strict=True)
         ],
         binned=[len(members) for members in bins],

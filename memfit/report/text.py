@@ -21,10 +21,6 @@ _ORDER = (Kind.REMATERIALIZED, Kind.OFFLOADED, Kind.KEPT, Kind.FREED, Kind.RESID
 def text_summary(plan: Plan) -> str:
     """Return a plan's key figures, its peak and the largest storages at it, as a few lines of plain text.
 
-        >>> text_summary(plan)  # doctest: +SKIP
-        resnet50: peak 5.98 GiB of a budget of 6 GiB (unplanned 21.29 GiB)
-        ...
-
     Times and bytes are predictions, and the text says so.
     """
     run = play(plan.graph, plan.schedule, plan.device)
@@ -34,8 +30,6 @@ def text_summary(plan: Plan) -> str:
 
 def explain(plan: Plan, *, curve: Curve = (), storages_per_fate: int | None = 10) -> str:
     """Return what holds the peak, each storage's fate and why, and what more memory would buy, as plain text.
-
-        >>> print(explain(plan, curve=[(6 << 30, 0.115, "feasible"), (7 << 30, 0.101, "feasible")]))  # doctest: +SKIP
 
     Args:
         curve: points (budget in bytes, predicted overhead or None, status), for what more memory would buy.
@@ -154,9 +148,9 @@ def _buys_lines(plan: Plan, points: Sequence[CurvePoint]) -> list[str]:
         if point.overhead is None:
             lines.append(f"  {step} ({format_bytes(point.budget_bytes)}): no plan ({point.status.replace('_', ' ')})")
             continue
-        points_of_percent = (point.overhead - plan.overhead) * 100
+        gained = (point.overhead - plan.overhead) * 100
         lines.append(
             f"  {step} ({format_bytes(point.budget_bytes)}): {change_text(point.overhead)}, "
-            f"{points_of_percent:+.1f} points of a percent"
+            f"{abs(gained):.1f} percentage points {'more' if gained > 0 else 'less'}"
         )
     return lines

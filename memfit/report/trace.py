@@ -28,8 +28,6 @@ Event = dict[str, Any]
 def write_trace(plan: Plan, path: Path | str) -> None:
     """Write the plan's schedule, as the simulator times it, to `path` in Chrome's trace format, atomically.
 
-        >>> write_trace(plan, "plan.trace.json.gz")  # doctest: +SKIP
-
     Open it in https://ui.perfetto.dev or chrome://tracing. Computations and waits are slices of the thread `compute`,
     copies slices of the threads `to host` and `to device`, drops are instants; the counters are live bytes on the
     device and on the host. Every slice says its instruction, its module and phase, and whether it is computed again.

@@ -61,4 +61,6 @@ def printable(name: str) -> str:
     >>> printable("relu\\x1b[2J\\n")
     'relu?[2J?'
     """
+    if name.isprintable():
+        return name
     return "".join(character if character.isprintable() else "?" for character in name)

@@ -1,0 +1,654 @@
+"""The report without a browser: live bytes by role, fates, texts, the page's data, the trace."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memfit.checker import check
+from memfit.device import GENERIC, Device
+from memfit.errors import InvalidFileError, InvalidOptionError, MemfitError
+from memfit.graph import Boundary, Graph, Op, Phase, Role, Storage
+from memfit.plan import Bounds, Plan, Prediction, Problem, Status
+from memfit.planners.result import unplanned_schedule
+from memfit.report import CurvePoint, Measured, explain, text_summary, write_html, write_png, write_trace
+from memfit.report.fates import Kind, fates, totals
+from memfit.report.live import Layer, play
+from memfit.report.page import render
+from memfit.report.series import series
+from memfit.report.words import change_text, printable, seconds_text, share_text
+from memfit.schedule import Compute, Drop, Instruction, Schedule
+from memfit.simulate import simulate
+
+HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=hacked()>@@data@@\x1b[2J\u202e'\"&"
+
+
+def small_graph(name: str = "small", seconds: float = 1.0) -> Graph:
+    """Two layers, their loss, their gradients and an update; `a` is read again in backward."""
+    sizes = {"w": 100, "x": 50, "a": 400, "b": 400, "loss": 8, "grad_b": 400, "grad_a": 400, "grad_w": 100}
+    roles = [Role.PARAMETER, Role.INPUT, Role.ACTIVATION, Role.ACTIVATION, Role.OUTPUT, *[Role.GRADIENT] * 3]
+    forward, backward = Phase.FORWARD, Phase.BACKWARD
+
+    def op(number: int, name: str, phase: Phase, reads: tuple[int, ...], writes: tuple[int, ...], **more: Any) -> Op:
+        took = seconds * more.pop("units", 1)
+        return Op(id=number, name=name, phase=phase, reads=reads, writes=writes, seconds=took, **more)
+
+    return Graph.build(
+        name=name,
+        storages=[
+            Storage(id=number, name=storage, bytes=size, role=role)
+            for number, ((storage, size), role) in enumerate(zip(sizes.items(), roles, strict=True))
+        ],
+        ops=[
+            op(0, "fc1", forward, (0, 1), (2,), workspace_bytes=30, module="net.fc1"),
+            op(1, "relu", forward, (2,), (3,), reuses=((2, 3),), module="net.act"),
+            op(2, "mean", forward, (3,), (4,)),
+            op(3, "mean_backward", backward, (3, 4), (5,), reuses=((3, 5),), units=2),
+            op(4, "relu_backward", backward, (5, 2), (6,), units=2),
+            op(5, "fc1_backward", backward, (6, 1), (7,), units=2),
+            op(6, "sgd", Phase.UPDATE, (7,), (), mutates=(0,)),
+        ],
+    )
+
+
+REMATERIALIZED = """
+compute 0
+compute 1
+drop 2
+compute 2
+compute 3 in_place_of 3
+compute 0
+compute 4
+drop 2
+drop 5
+compute 5
+drop 6
+compute 6
+drop 7
+"""
+OFFLOADED = REMATERIALIZED.replace("drop 2\ncompute 2", "offload 2\nwait 2\ndrop 2\ncompute 2", 1).replace(
+    "compute 0\ncompute 4", "prefetch 2\ncompute 4"
+)
+LINKED = Device(name="linked", to_host_bytes_per_second=100.0, to_device_bytes_per_second=200.0)
+
+
+def plan_of(graph: Graph, text: str | Schedule, device: Device = GENERIC, **changes: Any) -> Plan:
+    """Return a plan around a schedule, with the simulator's own predictions."""
+    schedule = Schedule.parse(text) if isinstance(text, str) else text
+    check(graph, schedule)
+    planned = simulate(graph, schedule, device)
+    free = Problem(graph=graph, device=device, budget_bytes=1)
+    unplanned = simulate(graph, unplanned_schedule(free), device)
+    plan = Plan(
+        graph=graph,
+        device=device,
+        budget_bytes=planned.peak_bytes + 42,
+        host_budget_bytes=0,
+        bytes_outside=0,
+        schedule=schedule,
+        predicted=Prediction(
+            peak_bytes=planned.peak_bytes, seconds=planned.makespan_seconds, host_peak_bytes=planned.host_peak_bytes
+        ),
+        unplanned=Prediction(peak_bytes=unplanned.peak_bytes, seconds=unplanned.makespan_seconds),
+        bounds=Bounds(least_budget_found_bytes=planned.peak_bytes, least_budget_bound_bytes=1000, overhead=0.01),
+        status=Status.FEASIBLE,
+        planner="by_hand",
+        seed=7,
+        plan_seconds=0.25,
+        versions={"memfit": "0.1.0"},
+    )
+    return msgspec.structs.replace(plan, **changes)
+
+
+def chain(pairs: int) -> Graph:
+    """A forward chain and its backward: 2 * pairs ops, each forward storage read again on the way back."""
+    storages = [Storage(id=0, name="x", bytes=64, role=Role.INPUT)]
+    ops: list[Op] = []
+    for number in range(pairs):
+        storages.append(Storage(id=number + 1, name=f"act_{number}", bytes=1000 + number % 7, role=Role.ACTIVATION))
+        module = f"model.layers.{number // 10}.block.attention.projection_{number % 10}"
+        ops.append(
+            Op(id=number, name=f"op_{number}", phase=Phase.FORWARD, reads=(number,), writes=(number + 1,),
+               seconds=1e-4 * (1 + number % 3), module=module)
+        )  # fmt: skip
+    for back in range(pairs):
+        number = pairs + back
+        storages.append(Storage(id=number + 1, name=f"grad_{back}", bytes=900 + back % 5, role=Role.GRADIENT))
+        ops.append(
+            Op(id=number, name=f"op_{number}_backward", phase=Phase.BACKWARD, reads=(number, pairs - back),
+               writes=(number + 1,), seconds=2e-4)
+        )  # fmt: skip
+    return Graph.build(name="chain", storages=storages, ops=ops)
+
+
+def lowered(graph: Graph, dropped_early: set[int]) -> Schedule:
+    """Compute in order; what is in `dropped_early` goes after each op, and is computed again whenever it is read."""
+    last_read = {storage: op.id for op in graph.ops for storage in op.reads}
+    live = {storage.id for storage in graph.storages if storage.resident}
+    instructions: list[Instruction] = []
+
+    def compute(op: Op) -> None:
+        for storage in op.reads:
+            if storage not in live:
+                compute(graph.ops[graph.writer_of[storage]])
+        instructions.append(Compute(op=op.id))
+        live.update(op.writes)
+
+    for op in graph.ops:
+        compute(op)
+        for storage in sorted(live):
+            done = last_read.get(storage, op.id) <= op.id and storage in graph.writer_of
+            early = storage in dropped_early and storage not in op.writes
+            if (done and not graph.storages[storage].required_at_end) or early:
+                live.discard(storage)
+                instructions.append(Drop(storage=storage))
+    return Schedule.of(instructions)
+
+
+def data_of(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+class Tags(HTMLParser):
+    """The tags, attributes and text of a page, scripts and styles apart."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.attributes: set[str] = set()
+        self.policy = ""
+        self.texts: list[str] = []
+        self.scripts: list[str] = []
+        self.inside = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes |= {name for name, _ in attrs}
+        self.inside = tag if tag != "script" or not attrs else "data"
+        if ("http-equiv", "Content-Security-Policy") in attrs:
+            self.policy = dict(attrs)["content"] or ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = "" if tag else self.inside
+
+    def handle_data(self, data: str) -> None:
+        if self.inside == "script":
+            self.scripts.append(data)
+        elif self.inside not in ("style", "data"):
+            self.texts.append(data)
+
+
+# -- live bytes -------------------------------------------------------------------------------------------------------
+
+
+def test_layers_of_a_schedule_solved_by_hand() -> None:
+    run = play(small_graph(), Schedule.parse(REMATERIALIZED), GENERIC)
+    expected = {
+        Layer.PARAMETER: [100] * 13,
+        Layer.INPUT: [50] * 13,
+        Layer.ACTIVATION: [400, 800, 400, 400, 0, 400, 400, 0, 0, 0, 0, 0, 0],
+        Layer.OUTPUT: [0, 0, 0, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8],
+        Layer.GRADIENT: [0, 0, 0, 0, 400, 400, 800, 800, 400, 500, 100, 100, 0],
+        Layer.WORKSPACE: [30, 0, 0, 0, 0, 30, 0, 0, 0, 0, 0, 0, 0],
+        Layer.STATE: [0] * 13,
+        Layer.CONSTANT: [0] * 13,
+        Layer.OUTSIDE: [0] * 13,
+    }
+    assert {layer: column.tolist() for layer, column in run.layers.items()} == expected
+    assert run.timeline.peak_position == 6
+    assert run.live_at(6) == [2, 5, 6, 0, 1, 4]
+    assert run.computations[0] == (0, 5)
+
+
+def test_second_copies_are_counted_while_the_op_runs() -> None:
+    run = play(
+        small_graph(), Schedule.parse(REMATERIALIZED.replace("compute 1\n", "compute 0\ncompute 1\n", 1)), GENERIC
+    )
+    assert run.second_copy_bytes.tolist()[:3] == [0, 400, 0]
+    assert run.layers[Layer.WORKSPACE].tolist()[:3] == [30, 430, 0]
+    assert run.timeline.device_bytes.tolist()[1] == 100 + 50 + 400 + 430
+
+
+@pytest.mark.parametrize("text", [REMATERIALIZED, OFFLOADED])
+@pytest.mark.parametrize("alignment_bytes", [1, 64, 512])
+def test_layers_add_up_to_the_simulators_bytes(text: str, alignment_bytes: int) -> None:
+    device = msgspec.structs.replace(LINKED, alignment_bytes=alignment_bytes)
+    run = play(small_graph(), Schedule.parse(text), device)
+    assert sum(run.layers.values()).tolist() == run.timeline.device_bytes.tolist()
+
+
+def test_bytes_outside_and_arrivals_come_at_the_boundary() -> None:
+    graph = Graph.build(
+        name="halves",
+        storages=[
+            Storage(id=0, name="x", bytes=10, role=Role.INPUT),
+            Storage(id=1, name="y", bytes=20, role=Role.ACTIVATION),
+            Storage(id=2, name="tangent", bytes=30, role=Role.GRADIENT),
+            Storage(id=3, name="dx", bytes=40, role=Role.OUTPUT),
+        ],
+        ops=[
+            Op(id=0, name="f", phase=Phase.FORWARD, reads=(0,), writes=(1,), seconds=1.0),
+            Op(id=1, name="g", phase=Phase.BACKWARD, reads=(1, 2), writes=(3,), seconds=1.0),
+        ],
+        boundaries=[Boundary(position=1, arrivals=(2,), departures=(1,))],
+    )
+    schedule = Schedule.parse("compute 0\nboundary 0 bytes_outside 7\ncompute 1\ndrop 2")
+    run = play(graph, schedule, GENERIC)
+    assert run.layers[Layer.OUTSIDE].tolist() == [0, 7, 7, 7]
+    assert run.layers[Layer.GRADIENT].tolist() == [0, 30, 30, 0]
+    assert sum(run.layers.values()).tolist() == run.timeline.device_bytes.tolist()
+    assert fates(run)[2].why == "last read by g"
+    page = data_of(render(plan_of(graph, schedule, bytes_outside=7)))
+    assert page["runs"]["planned"]["layers"]["outside"] == [0, 7, 7]  # once, not once more for the whole step
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_layers_and_fates_hold_on_any_chain(data: st.DataObject) -> None:
+    graph = chain(data.draw(st.integers(1, 8)))
+    forward = [op.writes[0] for op in graph.ops if op.phase == Phase.FORWARD]
+    schedule = lowered(graph, data.draw(st.sets(st.sampled_from(forward))))
+    check(graph, schedule)
+    device = Device(name="aligned", alignment_bytes=data.draw(st.sampled_from([1, 16, 512])))
+    run = play(graph, schedule, device)
+    assert sum(run.layers.values()).tolist() == run.timeline.device_bytes.tolist()
+    at_peak = sum(device.aligned(graph.storages[s].bytes) for s in run.live_at(run.timeline.peak_position))
+    assert at_peak + run.layers[Layer.WORKSPACE][run.timeline.peak_position] == run.timeline.peak_bytes
+    of_storage = fates(run)
+    for fate in of_storage:
+        writer = graph.writer_of.get(fate.storage)
+        again = len(run.computations[writer]) - 1 if writer is not None else 0
+        assert fate.rematerialized <= again
+        assert (fate.kind == Kind.REMATERIALIZED) == (fate.rematerialized > 0)
+    assert sum(fate.extra_seconds for fate in of_storage) == pytest.approx(
+        run.timeline.makespan_seconds - sum(op.seconds for op in graph.ops)
+    )
+
+
+# -- fates ------------------------------------------------------------------------------------------------------------
+
+
+def test_fates_of_a_schedule_solved_by_hand() -> None:
+    of_storage = fates(play(small_graph(), Schedule.parse(REMATERIALIZED), GENERIC))
+    assert [fate.kind for fate in of_storage] == [
+        Kind.RESIDENT,
+        Kind.RESIDENT,
+        Kind.REMATERIALIZED,
+        Kind.KEPT,
+        Kind.KEPT,
+        Kind.FREED,
+        Kind.FREED,
+        Kind.KEPT,
+    ]
+    a = of_storage[2]
+    assert (a.text, a.extra_seconds, a.held_seconds) == ("rematerialized once", 1.0, 5.0)
+    assert a.why == "away 3.000 s between relu and relu_backward; computing it takes 1.000 s each time"
+    assert of_storage[0].why == "parameter, there for the whole step; updated in place by sgd"
+    assert of_storage[3].why.startswith("mean_backward reads it in backward; computing it again would take 1.000 s")
+    assert of_storage[4].why == "handed to you at the end of the step"
+    assert of_storage[6].why == "last read by fc1_backward"
+
+
+def test_an_offloaded_storage_says_so() -> None:
+    run = play(small_graph(), Schedule.parse(OFFLOADED), LINKED)
+    fate = fates(run)[2]
+    assert (fate.kind, fate.offloaded, fate.rematerialized, fate.text) == (Kind.OFFLOADED, 1, 0, "offloaded once")
+    assert fate.why == "away 3.000 s between relu and relu_backward"
+
+
+def test_a_computation_for_another_write_is_not_a_fate() -> None:
+    """Op 0 writes two storages; only the second is dropped and wanted again, the first comes along unread."""
+    graph = Graph.build(
+        name="twins",
+        storages=[Storage(id=0, name="x", bytes=8, role=Role.INPUT)]
+        + [Storage(id=n, name=f"s{n}", bytes=8, role=Role.ACTIVATION) for n in (1, 2, 3)]
+        + [Storage(id=4, name="y", bytes=8, role=Role.OUTPUT)],
+        ops=[
+            Op(id=0, name="split", phase=Phase.FORWARD, reads=(0,), writes=(1, 2), seconds=1.0),
+            Op(id=1, name="left", phase=Phase.FORWARD, reads=(1,), writes=(3,), seconds=1.0),
+            Op(id=2, name="join", phase=Phase.BACKWARD, reads=(2, 3), writes=(4,), seconds=1.0),
+        ],
+    )
+    schedule = Schedule.parse("compute 0\ncompute 1\ndrop 1\ndrop 2\ncompute 0\ndrop 1\ncompute 2\ndrop 2\ndrop 3")
+    check(graph, schedule)
+    of_storage = fates(play(graph, schedule, GENERIC))
+    assert [of_storage[1].kind, of_storage[2].kind] == [Kind.FREED, Kind.REMATERIALIZED]
+    assert [(total.kind, total.count) for total in totals(of_storage, graph)] == [
+        (Kind.RESIDENT, 1),
+        (Kind.KEPT, 2),
+        (Kind.REMATERIALIZED, 1),
+        (Kind.FREED, 1),
+    ]
+
+
+# -- thinning out -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most_points", [1, 7, 100, 100_000])
+def test_thinning_keeps_the_largest_of_each_bin(most_points: int) -> None:
+    graph = chain(300)
+    run = play(graph, lowered(graph, {n for n in range(1, 301) if n % 3}), GENERIC)
+    thin = series(run, most_points=most_points)
+    growing = [position for position, code in enumerate(run.schedule.codes) if code == 0]
+    assert len(thin["total"]) <= most_points
+    assert sum(thin["binned"]) == len(growing)
+    first = 0
+    for total, count in zip(thin["total"], thin["binned"], strict=True):
+        assert total == max(run.timeline.device_bytes[growing[first : first + count]])
+        first += count
+    assert thin["total"][thin["peak"]] == run.timeline.peak_bytes
+    assert np.sum(list(thin["layers"].values()), axis=0).tolist() == thin["total"]
+
+
+def test_parts_of_the_step_follow_the_first_computations() -> None:
+    thin = series(play(small_graph(), Schedule.parse(REMATERIALIZED), GENERIC))
+    assert thin["phases"] == [("forward", 0.0, 3.0, 0, 3), ("backward", 3.0, 10.0, 3, 7), ("update", 10.0, 11.0, 7, 8)]
+    assert thin["strips"] == {"computed again": [(5.0, 6.0, 4.0, 5.0)]}
+    assert thin["again"] == [False, False, False, False, True, False, False, False]
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+EXPLANATION = """\
+small: predicted peak 1.326 KiB of a budget of 1.367 KiB (unplanned 1.326 KiB)
+  predicted time: 11.000 s a step, +10.0% against 10.000 s unplanned
+  limits: least budget reached by a plan 1.326 KiB, no plan at all below 1000 B; at least +1.0% at this budget
+  planner by_hand, 250 ms: feasible; a longer time limit may find a faster plan
+
+at the peak, instruction 6 of 13, while relu_backward runs (backward):
+       400 B  activation  a [net.fc1]
+       400 B  gradient    grad_b
+       400 B  gradient    grad_a
+       100 B  parameter   w
+        50 B  input       x
+         8 B  output      loss
+
+rematerialized: 1 storage, 400 B together (dropped, and computed again when it is needed)
+       400 B  activation  a [net.fc1]: rematerialized once; away 3.000 s between relu and relu_backward; computing it \
+takes 1.000 s each time
+
+kept: 3 storages, 508 B together (stays on the device from one part of the step to the next, as it would without a plan)
+       400 B  activation  b [net.act]: mean_backward reads it in backward; computing it again would take 1.000 s, and \
+all that relu reads
+       108 B  in 2 more storages
+
+freed at once: 2 storages, 800 B together (dropped in the part of the step that made it, as it would be without a plan)
+       400 B  gradient    grad_b: last read by relu_backward
+       400 B  in 1 more storage
+
+resident: 2 storages, 150 B together (on the device for the whole step; no plan can change that)
+       100 B  parameter   w: parameter, there for the whole step; updated in place by sgd
+        50 B  in 1 more storage
+
+what another budget would cost (this plan: +10.0%):
+  300 B less (1.074 KiB): no plan (infeasible)
+  512 B more (1.867 KiB): +0.0%, 10.0 percentage points less"""
+
+
+def test_explanation_of_a_plan_solved_by_hand() -> None:
+    plan = plan_of(small_graph(), REMATERIALIZED)
+    curve = [(1100, None, "infeasible"), (1400, 0.1, "feasible"), (1912, 0.0, "optimal")]
+    assert explain(plan, curve=curve, storages_per_fate=1) == EXPLANATION
+
+
+def test_summary_says_what_is_not_known() -> None:
+    graph = small_graph(seconds=0.0)
+    unknown = tuple(msgspec.structs.replace(op, workspace_bytes=None) for op in graph.ops)
+    plan = plan_of(Graph.build(name="x", storages=graph.storages, ops=unknown), REMATERIALIZED, bytes_outside=64)
+    text = text_summary(plan)
+    assert "predicted time: unknown" in text
+    assert "workspace of 7 ops is unknown and counted as 0" in text
+    assert "outside the graph: 64 B" in text
+
+
+def test_texts_keep_the_terminal_safe() -> None:
+    plan = plan_of(small_graph(HOSTILE), REMATERIALIZED, planner=HOSTILE)
+    for text in (explain(plan), text_summary(plan)):
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (seconds_text(0.9999), "1.000 s"),
+        (seconds_text(123.456), "123 s"),
+        (seconds_text(3e-12), "0.00 ns"),
+        (change_text(-1e-9), "+0.0%"),
+        (change_text(1.5), "+150.0%"),
+        (share_text(1, 3), "33%"),
+        (share_text(1, 50), "2.0%"),
+        (printable("a\tb\x00"), "a?b?"),
+    ],
+)
+def test_words(shown: str, expected: str) -> None:
+    assert shown == expected
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_pages_figures_are_the_plans() -> None:
+    plan = plan_of(small_graph(), REMATERIALIZED)
+    page = render(plan, curve=[(1400, 0.1, "feasible"), CurvePoint(1100, None, Status.INFEASIBLE)])
+    data = data_of(page)
+    assert data["budget_bytes"] == plan.budget_bytes
+    assert data["bound_bytes"] == plan.bounds.least_budget_bound_bytes
+    for name, prediction in (("planned", plan.predicted), ("unplanned", plan.unplanned)):
+        run = data["runs"][name]
+        assert max(run["total"]) == prediction.peak_bytes
+        assert run["end"][0] == prediction.seconds
+        peak = data["peaks"][name]
+        assert sum(size for _, size in peak["rows"] + peak["others"]) == prediction.peak_bytes
+        assert [size for _, size in peak["rows"]] == sorted((size for _, size in peak["rows"]), reverse=True)
+    assert data["this_point"] == {
+        "budget_bytes": plan.budget_bytes, "overhead": plan.overhead, "text": "+10.0% time (feasible)"
+    }  # fmt: skip
+    assert [point["budget_bytes"] for point in data["curve"]] == [1100, 1400]
+    text = " ".join(Tags(page).texts)
+    for figure in (f"{plan.budget_bytes:,} bytes", f"{plan.predicted.peak_bytes:,} bytes", "11.000 s", "10.0% longer"):
+        assert figure in text
+
+
+def test_storages_of_the_page() -> None:
+    table = data_of(render(plan_of(small_graph(), REMATERIALIZED)))
+    storages = table["storages"]
+    assert storages["name"] == ["w", "x", "a", "b", "loss", "grad_b", "grad_a", "grad_w"]
+    assert storages["bytes"] == [100, 50, 400, 400, 8, 400, 400, 100]
+    assert table["strings"][storages["module"][2]] == "net.fc1"
+    assert table["strings"][storages["fate"][2]] == "rematerialized once"
+    assert storages["held"][2] == round(5 / 11, 4)
+
+
+def test_hostile_names_are_inert() -> None:
+    graph = small_graph(HOSTILE)
+    hostile = Graph.build(
+        name=HOSTILE,
+        storages=[msgspec.structs.replace(storage, name=HOSTILE) for storage in graph.storages],
+        ops=[msgspec.structs.replace(op, name=HOSTILE, module=HOSTILE) for op in graph.ops],
+        source=HOSTILE,
+        notes=HOSTILE,
+    )
+    device = Device(name=HOSTILE, source=HOSTILE)
+    plan = plan_of(hostile, REMATERIALIZED, device, planner=HOSTILE, versions={HOSTILE: HOSTILE})
+    measured = Measured(peak_bytes=1, step_seconds=1.0, machine=HOSTILE)
+    named, plain = Tags(render(plan, measured=measured)), Tags(
+        render(plan_of(graph, REMATERIALIZED, LINKED), measured=Measured(peak_bytes=1, step_seconds=1.0))
+    )  # fmt: skip
+    assert named.tags == plain.tags + Counter(dt=1, dd=1)  # the notes
+    assert named.tags["script"] == 3
+    assert not named.attributes & {"onerror", "onload", "src", "href"}
+    shown = "</script><script>window.hacked=1</script><img src=x onerror=hacked()>@@data@@?[2J?'\"&"
+    assert any(shown in text for text in named.texts)
+
+
+def test_only_the_pages_own_scripts_may_run() -> None:
+    tags = Tags(render(plan_of(small_graph(), REMATERIALIZED)))
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in tags.scripts]
+    assert len(hashes) == 2
+    assert tags.policy.startswith("default-src 'none'; script-src ")
+    assert re.findall(r"'sha256-([^']+)'", tags.policy) == hashes
+
+
+def test_measurements_stand_in_columns_of_their_own() -> None:
+    plan = plan_of(small_graph(), REMATERIALIZED)
+    measured = Measured(
+        peak_bytes=1300, step_seconds=12.5, baseline_peak_bytes=1500, baseline_step_seconds=10.0, bitwise_equal=False
+    )
+    page = render(plan, measured=measured)
+    rows = re.findall(r"<tr><th scope=\"row\">(.*?)</tr>", page.split('id="figures"')[1].split("</table>")[0])
+    cells = [re.findall(r">([^<>]+)<", f">{row}<") for row in rows]
+    assert cells == [
+        ["Peak memory", "1.326 KiB", "1.326 KiB", "1.465 KiB", "1.27 KiB"],
+        ["Step time", "10.000 s", "11.000 s", "10.000 s", "12.500 s"],
+        ["Extra time", "–", "+10.0%", "–", "+25.0%"],
+    ]
+    assert "differed</b> from those of the unplanned step" in page
+    assert "nothing was run for this report" in render(plan)
+
+
+def test_a_plan_over_its_budget_says_so() -> None:
+    plan = plan_of(small_graph(), REMATERIALIZED, budget_bytes=500)
+    assert "over the budget" in render(plan)
+    assert "fits the budget" not in render(plan)
+
+
+def test_a_graph_without_times_is_drawn_by_operation() -> None:
+    page = render(plan_of(small_graph(seconds=0.0), REMATERIALIZED))
+    assert data_of(page)["axis"] == "step"
+    assert data_of(page)["storages"]["held"] == [None] * 8
+    assert "the graph carries no times" in page
+
+
+def test_a_graph_without_ops_has_a_report(tmp_path: Path) -> None:
+    graph = Graph.build(name="nothing", storages=[Storage(id=0, name="x", bytes=5, role=Role.INPUT)], ops=[])
+    plan = plan_of(graph, "")
+    assert data_of(render(plan))["runs"]["planned"]["total"] == []
+    assert "nothing" in explain(plan)
+    write_trace(plan, tmp_path / "trace.json")
+    assert all(event["ph"] == "M" for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
+
+
+def test_ten_thousand_ops_stay_below_eight_megabytes(tmp_path: Path) -> None:
+    graph = chain(5000)
+    plan = plan_of(graph, lowered(graph, {n for n in range(1, 5001) if n % 4}))
+    write_html(plan, tmp_path / "large.html")
+    assert (tmp_path / "large.html").stat().st_size < 8_000_000
+
+
+@pytest.mark.parametrize(
+    ("point", "message"),
+    [
+        ((0, 0.1, "feasible"), "point 1 of the curve has a budget of 0 bytes"),
+        ((10, float("nan"), "feasible"), "point 1 of the curve has the overhead nan"),
+        ((10, 0.1, "splendid"), "point 1 of the curve has the status 'splendid', expected one of optimal"),
+    ],
+)
+def test_a_malformed_point_is_refused(point: tuple[int, float, str], message: str, tmp_path: Path) -> None:
+    plan = plan_of(small_graph(), REMATERIALIZED)
+    with pytest.raises(InvalidOptionError, match=message):
+        write_html(plan, tmp_path / "report.html", curve=[(20, 0.0, "optimal"), point])
+    with pytest.raises(InvalidOptionError, match=message):
+        explain(plan, curve=[(20, 0.0, "optimal"), point])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_negative_count_is_refused() -> None:
+    with pytest.raises(InvalidOptionError, match="storages_per_fate is -1"):
+        explain(plan_of(small_graph(), REMATERIALIZED), storages_per_fate=-1)
+
+
+@pytest.mark.parametrize("write", [write_html, write_trace])
+def test_a_missing_folder_is_one_clear_error(write: Any, tmp_path: Path) -> None:
+    with pytest.raises(InvalidFileError, match=r"no_such/report: cannot be written: No such file"):
+        write(plan_of(small_graph(), REMATERIALIZED), tmp_path / "no_such" / "report")
+
+
+# -- the trace --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["plan.trace.json", "plan.trace.json.gz"])
+def test_trace_of_three_streams(name: str, tmp_path: Path) -> None:
+    plan = plan_of(small_graph(HOSTILE), OFFLOADED, LINKED)
+    write_trace(plan, tmp_path / name)
+    content = (tmp_path / name).read_bytes()
+    document = json.loads(gzip.decompress(content) if name.endswith(".gz") else content)
+    events = document["traceEvents"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert threads == {1: "compute", 2: "to host", 3: "to device"}
+    timeline = simulate(plan.graph, plan.schedule, LINKED)
+    slices = [event for event in events if event["ph"] == "X"]
+    for event in slices:
+        position = event["args"]["instruction"]
+        assert event["ts"] == pytest.approx(timeline.start_seconds[position] * 1e6)
+        assert event["ts"] + event["dur"] == pytest.approx(timeline.end_seconds[position] * 1e6)
+    assert len(slices) == int(np.isin(plan.schedule.codes, (0, 2, 3, 4)).sum())
+    for stream in threads:
+        in_order = sorted((e["ts"], e["ts"] + e["dur"]) for e in slices if e["tid"] == stream)
+        assert in_order
+        assert all(end <= start for (_, end), (start, _) in pairwise(in_order))
+    counters = {e["name"]: [] for e in events if e["ph"] == "C"}
+    for event in events:
+        if event["ph"] == "C":
+            counters[event["name"]].append(event["args"]["bytes"])
+    assert max(counters["device bytes"]) == plan.predicted.peak_bytes
+    assert max(counters["host bytes"]) == plan.predicted.host_peak_bytes == 400
+
+
+def test_trace_marks_what_is_computed_again(tmp_path: Path) -> None:
+    write_trace(plan_of(small_graph(), REMATERIALIZED), tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    again = [event for event in events if event["args"].get("again")]
+    assert [(event["name"], event["ts"], event["dur"], event["args"]["module"]) for event in again] == [
+        ("fc1 (again)", 5e6, 1e6, "net.fc1")
+    ]
+
+
+# -- the picture ------------------------------------------------------------------------------------------------------
+
+
+def test_without_chrome_a_picture_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(small_graph(), REMATERIALIZED)
+    monkeypatch.delenv("BROWSER_PATH", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MemfitError, match=r"no Chrome or Chromium was found; install one"):
+        write_png(plan, tmp_path / "plan.png")
+    monkeypatch.setenv("BROWSER_PATH", "/no/such/chrome")
+    with pytest.raises(MemfitError, match=r"no browser at '/no/such/chrome'"):
+        write_png(plan, tmp_path / "plan.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_chrome_that_fails_is_one_clear_error(tmp_path: Path) -> None:
+    chrome = tmp_path / "chrome"
+    chrome.write_text("#!/bin/sh\necho first >&2\necho 'cannot open display' >&2\nexit 3\n")
+    chrome.chmod(0o755)
+    with pytest.raises(MemfitError, match=r"drew no picture of page.html: cannot open display"):
+        write_png(plan_of(small_graph(), REMATERIALIZED), tmp_path / "plan.png", chrome=chrome)
+    assert not (tmp_path / "plan.png").exists()
+
+
+@pytest.mark.parametrize(("width", "height"), [(0, 500), (5000, 500), (500, 299)])
+def test_a_picture_of_no_sensible_size_is_refused(width: int, height: int, tmp_path: Path) -> None:
+    with pytest.raises(InvalidOptionError, match=r"_pixels is \d+, expected 300 to 4096"):
+        write_png(
+            plan_of(small_graph(), REMATERIALIZED), tmp_path / "plan.png", width_pixels=width, height_pixels=height
+        )
