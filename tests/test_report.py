@@ -301,7 +301,7 @@ def test_fates_of_a_schedule_solved_by_hand() -> None:
     assert (a.text, a.extra_seconds, a.held_seconds) == ("rematerialized once", 1.0, 5.0)
     assert a.why == "away 3.000 s between relu and relu_backward; computing it takes 1.000 s each time"
     assert of_storage[0].why == "parameter, there for the whole step; updated in place by sgd"
-    assert of_storage[3].why.startswith("mean_backward reads it in backward; computing it again would take 1.000 s")
+    assert of_storage[3].why.startswith("read in backward by mean_backward; computing it again would take 1.000 s")
     assert of_storage[4].why == "handed to you at the end of the step"
     assert of_storage[6].why == "last read by fc1_backward"
 
@@ -386,8 +386,8 @@ rematerialized: 1 storage, 400 B together (dropped, and computed again when it i
 takes 1.000 s each time
 
 kept: 3 storages, 508 B together (stays on the device from one part of the step to the next, as it would without a plan)
-       400 B  activation  b [net.act]: mean_backward reads it in backward; computing it again would take 1.000 s, and \
-all that relu reads
+       400 B  activation  b [net.act]: read in backward by mean_backward; computing it again would take 1.000 s where \
+its inputs are at hand
        108 B  in 2 more storages
 
 freed at once: 2 storages, 800 B together (dropped in the part of the step that made it, as it would be without a plan)

@@ -157,12 +157,12 @@ def _why_kept(graph: Graph, storage: int, writer: Op | None, readers: list[Op]) 
         return "handed to you at the end of the step"
     phase = _phase_made(graph, storage)
     reader = next(reader for reader in readers if reader.phase != phase)
-    need = f"{reader.name} reads it in {reader.phase}"
+    need = f"read in {reader.phase} by {reader.name}"
     if writer is None:
         return f"{need}; it arrives from outside, and nothing here can compute it again"
     if writer.computed_once:
         return f"{need}; {writer.name} can only be computed once"
-    return f"{need}; computing it again would take {seconds_text(writer.seconds)}, and all that {writer.name} reads"
+    return f"{need}; computing it again would take {seconds_text(writer.seconds)} where its inputs are at hand"
 
 
 def _longest_gap(run: Run, stays: list[LiveRange]) -> str:

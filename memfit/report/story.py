@@ -92,7 +92,8 @@ def key_figures(plan: Plan) -> str:
         f'<div class="tile"><dt>{title}</dt><dd>{figure}</dd><dd class="small">{note}</dd></div>'
         for title, figure, note in tiles
     )
-    return f'<section class="full figures"><dl class="tiles">{rows}</dl>{_scale(plan)}</section>'
+    columns = "tiles six" if len(tiles) == 6 else "tiles"
+    return f'<section class="full figures"><dl class="{columns}">{rows}</dl>{_scale(plan)}</section>'
 
 
 def _against(plan: Plan, least: str) -> str:
@@ -202,8 +203,8 @@ def made(plan: Plan) -> str:
         ("planner", f"{text(plan.planner)}, seed {plan.seed}, {seconds_text(plan.plan_seconds)}"),
         ("outcome", f"{plan.status.replace('_', ' ')}. {_STATUS_MEANING[plan.status]}"),
         ("schedule", _counts(plan)),
-        ("device", f"{text(plan.device.name)}. {text(plan.device.source)}"),
-        ("graph", f"{text(plan.graph.name)}, fingerprint {plan.fingerprint}. {text(plan.graph.source)}"),
+        ("device", _sentences(plan.device.name, plan.device.source)),
+        ("graph", _sentences(f"{plan.graph.name}, fingerprint {plan.fingerprint}", plan.graph.source)),
         ("versions", text(", ".join(f"{name} {version}" for name, version in sorted(plan.versions.items())))),
     ]
     if plan.graph.notes:
@@ -213,6 +214,10 @@ def made(plan: Plan) -> str:
     if unknown:
         rows.append(("not known", f"the workspace of {count_text(unknown, 'operation')}: counted as 0"))
     return f"{_definitions(rows)}<details><summary>The words of this report</summary>{_definitions(_WORDS)}</details>"
+
+
+def _sentences(*parts: str) -> str:
+    return ". ".join(text(part) for part in parts if part)
 
 
 def _counts(plan: Plan) -> str:
