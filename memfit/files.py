@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import tempfile
 import zlib
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,6 +19,8 @@ T = TypeVar("T")
 _GZIP_MAGIC = b"\x1f\x8b"
 _MOST_FILE_BYTES = 1 << 30  # a gzip bomb must not fill the memory of the machine that reads it
 _CHUNK_BYTES = 1 << 24
+_EXPECTED = re.compile(r"(?P<expected>Expected .*) - at `(?P<place>\$(\.\w+|\[\d+\])*)`")  # as msgspec writes it
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 
 
 def read_bytes(path: Path) -> bytes:
@@ -52,8 +55,22 @@ def decode(content: bytes, kind: type[T], path: Path | str) -> T:
     """
     try:
         return msgspec.json.decode(content, type=kind)
+    except msgspec.ValidationError as error:
+        raise InvalidFileError(f"{path}: {_with_value(str(error), content)}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidFileError(f"{path}: {error}") from error
+        size = f"{len(content)} bytes that are not"
+        raise InvalidFileError(f"{path}: {error}; expected a whole JSON document, got {size}") from error
+
+
+def _with_value(message: str, content: bytes) -> str:
+    """Add the value that was found to a message that says only what was expected, and where."""
+    match = _EXPECTED.fullmatch(message)
+    if match is None or ", got " in message:
+        return message
+    value: Any = msgspec.json.decode(content)
+    for key, index in _STEP.findall(match["place"]):
+        value = value[key] if key else value[int(index)]
+    return f"{match['expected']}, got {repr(value)[:60]} - at `{match['place']}`"
 
 
 def write_atomically(path: Path, content: bytes) -> None:

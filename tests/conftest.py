@@ -31,6 +31,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     def compare(name: str, text: str) -> None:
         path = GOLDEN / name
         if request.config.getoption("--renew-golden"):
+            path.parent.mkdir(exist_ok=True)
             path.write_text(text + "\n", encoding="utf-8")
         assert path.exists(), f"{path} does not exist; run pytest --renew-golden and look at what it writes"
         expected = path.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """The meaning of a schedule, written as plainly as it can be said: checker and simulator in one, slow on purpose.
 
-It shares nothing with memfit but the graph and the instructions: it looks for versions, orders and bytes anew at every step.
+It shares nothing with memfit but the graph and the instructions, and looks for versions, orders and bytes at each step.
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ import random
 from collections.abc import Callable
 
 from hypothesis import strategies as st
+from reference import IllegalError, Reference
 
 from memfit.device import Device
 from memfit.graph import Boundary as GraphBoundary
 from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.schedule import Boundary, Compute, Drop, DropHost, Instruction, Offload, Prefetch, Schedule, Wait
-from reference import IllegalError, Reference
 
 LINKED = Device(
     name="linked",

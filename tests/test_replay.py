@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import Reference, first_illegal
+from strategies import LINKED, broken_schedules, graphs, legal_schedules
 
 from memfit.checker import check
 from memfit.errors import InvalidScheduleError
 from memfit.simulate import simulate
-from reference import Reference, first_illegal
-from strategies import LINKED, broken_schedules, graphs, legal_schedules
 
 
 @given(st.data())
