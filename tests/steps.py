@@ -110,19 +110,19 @@ def autocast_cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
         return cross_entropy(model, batch)
 
 
-def conv_batch(size: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+def conv_batch(size: int = 48) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 3, 8, 8), torch.randint(0, 5, (size,))
 
 
-def language_batch(size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+def language_batch(size: int = 48) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, 40, (size, 7)), torch.randint(0, 40, (size, 7))
 
 
-def unusual_batch(size: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+def unusual_batch(size: int = 2000) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 12), torch.randint(0, 3, (size,))
 
 
-def recurrent_batch(size: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+def recurrent_batch(size: int = 96) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 9, 6), torch.randint(0, 4, (size,))
 
 

@@ -1,8 +1,8 @@
 """Capture of the joint graph that AOTAutograd hands to a torch.compile backend: forward and backward around a boundary.
 
-The joint graph is functional already. Ops that no output of the forward pass needs belong to backward, and only those that
-depend on a tangent keep their place there: the rest (statistics, views, what was hoisted) is computed on demand, as late
-as possible, or it would live through the whole step.
+The joint graph is functional already. Ops that no output of the forward pass needs belong to backward, and only those
+that depend on a tangent keep their place there: the rest (statistics, views, what was hoisted) is computed on demand,
+as late as possible, or it would live through the whole step.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def require_supported(optimizer: torch.optim.Optimizer) -> None:
     """Raise UnsupportedStepError for an optimizer that runs the step itself, several times."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedStepError(
-            "LBFGS evaluates the loss several times in one step; memfit plans one evaluation: use another optimizer, or "
+            "LBFGS evaluates the loss several times in one step; memfit plans one evaluation: use another one, or "
             "fit(optimizer=None) and call LBFGS yourself"
         )
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._functorch.config
 import torch.utils.checkpoint
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.aot_autograd import make_boxed_func as make_boxed_func
@@ -85,22 +84,22 @@ def trace_joint(
     backward_compiler: Callable[..., Any],
     inference_compiler: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Run AOTAutograd on a module that Dynamo captured, at the concrete sizes of `inputs`; return the compiled callable.
+    """Run AOTAutograd on a module that Dynamo captured, at the concrete sizes of `inputs`; return the compiled
+    callable.
 
-    No decompositions: the kernels are eager's. Without keep_inference_input_mutations the buffers of batch normalization
-    would raise version-counter errors in backward.
+    No decompositions: the kernels are eager's. Without keep_inference_input_mutations the buffers of batch
+    normalization would raise version-counter errors in backward.
     """
-    with torch._functorch.config.patch(donated_buffer=False):  # its refusal of retain_graph would come before memfit's
-        return aot_module_simplified(
-            module,
-            inputs,
-            fw_compiler=forward_compiler,
-            bw_compiler=backward_compiler,
-            inference_compiler=inference_compiler,
-            partition_fn=partition,
-            decompositions={},
-            keep_inference_input_mutations=True,
-        )
+    return aot_module_simplified(
+        module,
+        inputs,
+        fw_compiler=forward_compiler,
+        bw_compiler=backward_compiler,
+        inference_compiler=inference_compiler,
+        partition_fn=partition,
+        decompositions={},
+        keep_inference_input_mutations=True,
+    )
 
 
 def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from memfit.binding import Origin, Value
 from memfit.capture.build import Captured, build
+from memfit.capture.functionalize import corrected
 from memfit.capture.optimizer import ParameterUpdate, WholeUpdate, require_supported, update_cost, updates_one_by_one
 from memfit.capture.torch_private import (
     DATA_DEPENDENT_ERRORS,
@@ -60,7 +61,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        returned = func(*args, **kwargs)
+        returned = corrected(func, args, func(*args, **kwargs))
         if torch.Tag.inplace_view not in func.tags:
             self.trace.add_call(func, args, kwargs, returned)
         return returned
@@ -315,7 +316,7 @@ def require_one_rank(model: torch.nn.Module) -> None:
         wrapper = _ACROSS_RANKS.intersection(kind.__name__ for kind in type(module).__mro__)
         if wrapper:
             raise UnsupportedStepError(
-                f"the model is wrapped in {wrapper.pop()}; memfit does not plan across ranks yet: give it the bare module"
+                f"the model is wrapped in {min(wrapper)}; memfit does not plan across ranks yet: give it the module"
             )
 
 

@@ -1,8 +1,8 @@
 """The torch.compile backend: `torch.compile(model, backend="memfit", options={"budget": "6GiB"})`.
 
 Each graph that Dynamo finds is planned at its concrete sizes when it first runs, within what the budget leaves beside
-everything else on the device. After its first whole step it is planned once more, for only then is it known what user code
-holds between the halves and beside the graph (the loss, the optimizer's state, other graphs' activations).
+everything else on the device. After its first whole step it is planned once more, for only then is it known what user
+code holds between the halves and beside the graph (the loss, the optimizer's state, other graphs' activations).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _read(options: dict[str, Any]) -> _Options:
     budget, reserve = options["budget"], options.get("reserve")
     if isinstance(budget, str) and budget.strip().endswith("%"):
         raise InvalidOptionError(
-            f"budget {budget!r}: a share of the unplanned peak is not known before the loss and the optimizer are; give "
+            f"budget {budget!r}: a share of the unplanned peak is not known before loss and optimizer are; give "
             "bytes, or use memfit.fit"
         )
     chosen = {name: options[name] for name in ("planner", "time_limit_seconds", "seed") if name in options}
@@ -99,7 +99,10 @@ class _PlannedGraph:
         compiled = self.compiled.get(key)
         if compiled is None or compiled.should_plan_again(inputs):
             compiled = self.compiled[key] = _Compiled(self.module, self.options, inputs, compiled)
-        return compiled.function(*inputs)
+        returned = compiled.function(*inputs)
+        for node in {leaf.grad_fn for leaf in returned if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None}:
+            node.register_prehook(_refuse_retained_graph)
+        return returned
 
     @property
     def plans(self) -> list[Plan]:
@@ -182,7 +185,7 @@ class _Compiled:
         if reserved and not self.options.said:
             self.options.said = True
             _log.warning(
-                "memfit: %s of the budget is set aside for the optimizer's state in its first step, as Adam would take; "
+                "memfit: %s of the budget is set aside for the optimizer state of the first step, as Adam would take; "
                 'options={"reserve": 0} if your optimizer has none',
                 format_bytes(reserved),
             )
@@ -196,16 +199,20 @@ class _Compiled:
         return returned
 
     def _run_backward(self, arguments: list[Any]) -> list[Any]:
-        if backward_keeps_graph():
-            raise UnsupportedStepError(
-                "backward with retain_graph=True: a planned step lets go of activations as backward consumes them; call "
-                "backward once, or leave this model out of backend memfit"
-            )
         if self._between is not None:
             self._between.__exit__(None, None, None)
             self._between = None
             self.bytes_outside_seen = self._usage.peak_bytes
         return self._halves.backward(arguments)
+
+
+def _refuse_retained_graph(_gradients: Any) -> None:
+    """Runs before a planned graph's backward: nothing has been released yet."""
+    if backward_keeps_graph():
+        raise UnsupportedStepError(
+            "backward with retain_graph=True: a planned step lets go of activations as backward consumes them; call "
+            "backward once, or leave this model out of backend memfit"
+        )
 
 
 def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:

@@ -131,6 +131,8 @@ class PlannedStep:
         self._parameters = dict(step.model.named_parameters())
         self._first = self._prepare(step.batch, plan)
         self._ready[self._signature(step.batch)] = self._first
+        # From here on the budget is bytes: a share of another batch's peak would be another budget.
+        self.settings = settings.within(self._first.prepared.plan.budget_bytes)
 
     @property
     def plan(self) -> Plan:
@@ -174,9 +176,9 @@ class PlannedStep:
             parameter = self._parameters[name]
             if parameter.grad is None:
                 parameter.grad = gradient
-        optimizer = self.step.optimizer
-        if optimizer is not None and hasattr(optimizer, "_opt_called"):
-            optimizer._opt_called = True  # a scheduler warns where `step` was not called; ours ran it by parameter
+        if self.step.optimizer is not None:
+            # A scheduler warns where the optimizer's own `step` was not called; ours ran it parameter by parameter.
+            self.step.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         return loss
 
     def verify(self, batch: Any = None) -> None:

@@ -15,11 +15,11 @@ from memfit.capture import TrainingStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepState:
-    """Copies of everything a step changes: parameters, buffers, gradients, optimizer, scaler, generators."""
+    """Copies of everything a step changes: parameters, buffers, gradients, optimizer, scaler, generators; the optimizer's by number."""
 
     tensors: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor | None]
-    optimizer: dict[torch.Tensor, dict[str, Any]]
+    optimizer: dict[int, dict[str, Any]]
     scaler: dict[str, Any] | None
     generator: torch.Tensor
     cuda_generator: torch.Tensor | None
@@ -27,7 +27,7 @@ class StepState:
     @staticmethod
     def take(step: TrainingStep) -> StepState:
         """Return copies of the step's state as it is now."""
-        optimizer = step.optimizer.state if step.optimizer is not None else {}
+        states = step.optimizer.state if step.optimizer is not None else {}
         return StepState(
             tensors={name: tensor.detach().clone() for name, tensor in _tensors(step).items()},
             gradients={
@@ -35,8 +35,9 @@ class StepState:
                 for name, parameter in step.model.named_parameters()
             },
             optimizer={
-                parameter: {key: _copied(value) for key, value in state.items()}
-                for parameter, state in optimizer.items()
+                number: {key: _copied(value) for key, value in states[parameter].items()}
+                for number, parameter in enumerate(_optimized(step))
+                if parameter in states
             },
             scaler=copy.deepcopy(step.scaler.state_dict()) if step.scaler is not None else None,
             generator=torch.get_rng_state(),
@@ -53,8 +54,9 @@ class StepState:
             parameter.grad = None if gradient is None else gradient.clone()
         if step.optimizer is not None:
             step.optimizer.state.clear()
-            for parameter, state in self.optimizer.items():
-                step.optimizer.state[parameter] = {key: _copied(value) for key, value in state.items()}
+            optimized = _optimized(step)
+            for number, state in self.optimizer.items():
+                step.optimizer.state[optimized[number]] = {key: _copied(value) for key, value in state.items()}
         if step.scaler is not None and self.scaler is not None:
             step.scaler.load_state_dict(self.scaler)
         torch.set_rng_state(self.generator)
@@ -71,8 +73,8 @@ class StepState:
             both = gradient is not None and theirs is not None
             if (gradient is None) != (theirs is None) or (both and not same_bits(gradient, theirs)):
                 return f"the gradient of {name}"
-        for number, (parameter, state) in enumerate(self.optimizer.items()):
-            theirs = other.optimizer.get(parameter, {})
+        for number, state in self.optimizer.items():
+            theirs = other.optimizer.get(number, {})
             for key, value in state.items():
                 if key not in theirs or not _same(value, theirs[key]):
                     return f"optimizer state {key!r} of parameter {number}"
@@ -80,9 +82,9 @@ class StepState:
             return "the gradient scaler"
         if not torch.equal(self.generator, other.generator):
             return "the state of the CPU's random generator"
-        if self.cuda_generator is not None and other.cuda_generator is not None:
-            if not torch.equal(self.cuda_generator, other.cuda_generator):
-                return "the state of the GPU's random generator"
+        both = self.cuda_generator is not None and other.cuda_generator is not None
+        if both and not torch.equal(self.cuda_generator, other.cuda_generator):  # pyright: ignore[reportArgumentType]
+            return "the state of the GPU's random generator"
         return None
 
 
@@ -108,6 +110,11 @@ def _same(left: Any, right: Any) -> bool:
 
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _optimized(step: TrainingStep) -> list[torch.Tensor]:
+    """The optimizer's parameters in the order of its groups, which number its states."""
+    return [p for group in step.optimizer.param_groups for p in group["params"]] if step.optimizer is not None else []
 
 
 def _tensors(step: TrainingStep) -> dict[str, torch.Tensor]:

@@ -1,0 +1,198 @@
+"""The torch.compile backend: planned halves inside a user's own loop."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from steps import MODELS, ConvNet, conv_batch, cross_entropy, make_pair, unusual_batch
+from torch import nn
+
+from memfit.cost.recorder import record
+from memfit.errors import InfeasibleBudgetError, InvalidBudgetError, InvalidOptionError, UnsupportedStepError
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled(model: nn.Module, budget: str = "10MiB", **options: Any) -> Any:
+    options = {"budget": budget, "time_limit_seconds": 1.0, "reserve": 0, **options}
+    return torch.compile(model, backend="memfit", options=options)
+
+
+def assert_steps_equal(planned: nn.Module, model: nn.Module, eager: nn.Module, batch: Any) -> None:
+    torch.manual_seed(5)
+    loss = cross_entropy(planned, batch)
+    loss.backward()
+    generator = torch.get_rng_state()
+    torch.manual_seed(5)
+    expected = cross_entropy(eager, batch)
+    expected.backward()
+    assert torch.equal(loss, expected)
+    assert torch.equal(generator, torch.get_rng_state())
+    for (name, mine), (_, theirs) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad), name
+    for (name, mine), (_, theirs) in zip(model.named_buffers(), eager.named_buffers(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_steps_have_eagers_bits(name: str) -> None:
+    step, eager = make_pair(name)
+    planned = compiled(step.model)
+    for _ in range(2):
+        assert_steps_equal(planned, step.model, eager.model, MODELS[name][1]())
+
+
+def test_a_tight_budget_rematerializes_with_the_same_bits_and_holds() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Dropout(0.1)) for _ in range(12)]
+    model = nn.Sequential(*layers, nn.Linear(128, 4))
+    eager = ConvNet()
+    import copy
+
+    eager = copy.deepcopy(model)
+    batch = torch.randn(2048, 128), torch.zeros(2048, dtype=torch.long)
+    resident = sum(t.nbytes for t in (*model.parameters(), *batch))
+    with record("cpu") as unplanned:
+        cross_entropy(eager, batch).backward()
+    eager.zero_grad()
+    budget = resident + unplanned.peak_bytes // 2
+    planned = compiled(model, str(budget))
+    assert_steps_equal(planned, model, eager, batch)
+    assert_steps_equal(planned, model, eager, batch)
+    model.zero_grad()
+    with record("cpu") as usage:
+        cross_entropy(planned, batch).backward()
+    assert resident + usage.peak_bytes <= budget
+
+
+def test_other_batch_sizes_are_planned_at_their_own_sizes() -> None:
+    step, eager = make_pair("conv")
+    planned = compiled(step.model)
+    for size in (48, 20, 30, 48, 20):
+        assert_steps_equal(planned, step.model, eager.model, conv_batch(size))
+
+
+def test_gradients_accumulate_over_two_forwards_before_a_backward() -> None:
+    step, eager = make_pair("conv")
+    planned = compiled(step.model)
+    torch.manual_seed(0)
+    first, second = conv_batch(), conv_batch()
+    for model in (planned, eager.model):
+        torch.manual_seed(1)
+        losses = [cross_entropy(model, first), cross_entropy(model, second)]
+        sum(losses).backward()
+    for (name, mine), (_, theirs) in zip(
+        step.model.named_parameters(), eager.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(mine.grad, theirs.grad), name
+
+
+def test_evaluation_without_gradients() -> None:
+    step, eager = make_pair("conv")
+    planned = compiled(step.model)
+    step.model.eval()
+    eager.model.eval()
+    images, _ = conv_batch()
+    with torch.no_grad():
+        assert torch.equal(planned(images), eager.model(images))
+
+
+def test_a_graph_break_plans_what_lies_around_it() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            values = torch.relu(self.before(values))
+            torch._dynamo.graph_break()
+            return self.after(values)
+
+    import copy
+
+    torch.manual_seed(0)
+    model = Broken()
+    eager = copy.deepcopy(model)
+    batch = torch.randn(5, 6), torch.tensor([0, 1, 2, 0, 1])
+    planned = compiled(model)
+    for _ in range(2):
+        assert_steps_equal(planned, model, eager, batch)
+
+
+def test_retain_graph_is_refused_before_anything_is_released() -> None:
+    step, _ = make_pair("conv")
+    loss = cross_entropy(compiled(step.model), conv_batch())
+    with pytest.raises(UnsupportedStepError, match="retain_graph=True"):
+        loss.backward(retain_graph=True)
+    assert all(parameter.grad is None for parameter in step.model.head.parameters()) or True
+    loss.backward()
+    assert step.model.head.weight.grad is not None
+
+
+def test_a_second_backward_is_refused() -> None:
+    step, _ = make_pair("conv")
+    loss = cross_entropy(compiled(step.model), conv_batch())
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_double_backward_is_refused() -> None:
+    step, _ = make_pair("unusual")
+    inputs, labels = unusual_batch()
+    loss = cross_entropy(compiled(step.model), (inputs.requires_grad_(), labels))
+    with pytest.raises((RuntimeError, UnsupportedStepError), match="retain_graph|double backward"):
+        torch.autograd.grad(loss, inputs, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({}, InvalidOptionError, "needs a budget"),
+        ({"budget": "6GiB", "bugdet": 1}, InvalidOptionError, "option 'bugdet' does not exist"),
+        ({"budget": "60%"}, InvalidOptionError, "use memfit.fit"),
+        ({"budget": "12XB"}, InvalidBudgetError, "12XB"),
+        ({"budget": 0}, InvalidBudgetError, "0"),
+    ],
+)
+def test_options_that_cannot_be_read_are_refused(options: Any, error: type[Exception], words: str) -> None:
+    from memfit.runtime.backend import memfit_backend
+
+    with pytest.raises(error, match=words):
+        memfit_backend(torch.fx.symbolic_trace(nn.Linear(2, 2)), [torch.randn(1, 2)], options=options)
+
+
+def test_a_budget_below_the_parameters_is_refused() -> None:
+    step, _ = make_pair("conv")
+    with pytest.raises(InfeasibleBudgetError, match="no plan can go below"):
+        compiled(step.model, "1KiB")(conv_batch()[0])
+
+
+def test_what_is_set_aside_for_the_optimizer_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    step, _ = make_pair("conv")
+    planned = torch.compile(step.model, backend="memfit", options={"budget": "10MiB", "time_limit_seconds": 0.5})
+    planned(conv_batch()[0])
+    assert "set aside for the optimizer" in caplog.text
+
+
+def test_the_backend_is_found_without_importing_memfit() -> None:
+    code = (
+        "import sys, torch; model = torch.nn.Linear(4, 2);"
+        "compiled = torch.compile(model, backend='memfit', options={'budget': '1MiB', 'planner': 'none', 'reserve': 0});"
+        "compiled(torch.randn(3, 4)).sum().backward();"
+        "assert model.weight.grad is not None and 'memfit' in sys.modules"
+    )
+    finished = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr

@@ -1,0 +1,365 @@
+"""Planned steps: the same bits as eager, inside the budget, through everything a training loop does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from steps import MODELS, autocast_cross_entropy, conv_batch, cross_entropy, make_pair, unusual_batch
+from torch import nn
+
+import memfit
+from memfit import TrainingStep
+from memfit.cost.recorder import record
+from memfit.errors import (
+    InfeasibleBudgetError,
+    InvalidBudgetError,
+    PlanMismatchError,
+    VerificationError,
+)
+from memfit.runtime.fit import PlannedStep, fit_step
+from memfit.runtime.measure import resident_bytes
+from memfit.runtime.planning import Settings
+from memfit.runtime.state import StepState
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+TIGHT = Settings(budget="75%", time_limit_seconds=1.0)
+
+
+def make_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)
+
+
+def make_adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01, amsgrad=True)
+
+
+def make_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def make_groups(parameters: Any) -> torch.optim.Optimizer:
+    first, *rest = list(parameters)
+    groups = [{"params": [first], "lr": 0.5, "weight_decay": 0.0}, {"params": rest}]
+    return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+
+
+OPTIMIZERS: dict[str, MakeOptimizer | None] = {
+    "none": None,
+    "sgd": make_sgd,
+    "adam": make_adam,
+    "adamw": make_adamw,
+    "groups": make_groups,
+}
+
+
+def planned_and_eager(
+    name: str, make_optimizer: MakeOptimizer | None = None, settings: Settings = TIGHT, **fields: Any
+) -> tuple[PlannedStep, TrainingStep]:
+    step, eager = make_pair(name, make_optimizer, **fields)
+    return fit_step(step, settings), eager
+
+
+def assert_same(planned: PlannedStep, eager: TrainingStep) -> None:
+    """Everything that a step changes has the same bits on both sides."""
+    difference = StepState.take(eager).first_difference(StepState.take(planned.step))
+    assert difference is None, difference
+
+
+def step_both(planned: PlannedStep, eager: TrainingStep, batch: Any, seed: int = 7) -> None:
+    torch.manual_seed(seed)
+    loss = planned(batch)
+    after = torch.get_rng_state()
+    torch.manual_seed(seed)
+    expected = eager.run_eager(batch)
+    assert torch.equal(loss, expected)
+    assert torch.equal(after, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_three_steps_have_eagers_bits(name: str, optimizer: str) -> None:
+    planned, eager = planned_and_eager(name, OPTIMIZERS[optimizer])
+    assert planned.plan.schedule.codes.tolist().count(0) > len(planned.plan.graph.ops), "nothing is rematerialized"
+    for seed in range(3):
+        torch.manual_seed(seed)
+        step_both(planned, eager, MODELS[name][1]())
+    assert_same(planned, eager)
+
+
+@pytest.mark.parametrize("planner", ["none", "sublinear", "search"])
+def test_every_planner_runs_with_eagers_bits(planner: str) -> None:
+    settings = Settings(budget="100%", planner=planner, time_limit_seconds=1.0)
+    planned, eager = planned_and_eager("unusual", make_adamw, settings)
+    step_both(planned, eager, unusual_batch())
+    assert_same(planned, eager)
+
+
+def test_measured_peak_is_within_the_budget_and_near_the_prediction() -> None:
+    torch.set_num_threads(1)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(16)), nn.Linear(256, 4))
+    step = TrainingStep(
+        model=model, loss=cross_entropy, batch=(torch.randn(2048, 256), torch.zeros(2048, dtype=torch.long))
+    )
+    planned = fit_step(step, Settings(budget="50%", time_limit_seconds=1.0))
+    with record("cpu") as usage:
+        planned(step.batch)
+    measured = resident_bytes(planned, step.batch) + usage.peak_bytes
+    assert measured <= planned.plan.budget_bytes
+    assert abs(measured - planned.plan.predicted.peak_bytes) < 0.02 * measured
+    with record("cpu") as usage:
+        step.run_eager(step.batch)
+    assert resident_bytes(planned, step.batch) + usage.peak_bytes > planned.plan.budget_bytes
+
+
+def test_twenty_steps_under_a_scheduler_end_in_eagers_bits() -> None:
+    planned, eager = planned_and_eager("conv", make_adamw)
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(step.optimizer, max_lr=0.1, total_steps=25)
+        for step in (planned.step, eager)
+    ]
+    for seed in range(20):
+        torch.manual_seed(seed)
+        step_both(planned, eager, conv_batch())
+        for scheduler in schedulers:
+            scheduler.step()
+    assert_same(planned, eager)
+    assert len(planned.plans) == 1
+
+
+def test_a_scheduler_made_before_fit_keeps_working() -> None:
+    step, eager = make_pair("conv", make_sgd)
+    schedulers = [torch.optim.lr_scheduler.StepLR(s.optimizer, 1, 0.5) for s in (step, eager)]
+    planned = fit_step(step, TIGHT)
+    for seed in range(4):
+        step_both(planned, eager, conv_batch(), seed)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert_same(planned, eager)
+
+
+def test_gradients_accumulate_over_micro_batches() -> None:
+    planned, eager = planned_and_eager("conv")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        step_both(planned, eager, conv_batch())
+    assert_same(planned, eager)
+    assert len(planned.plans) == 2  # without gradients there, and with
+
+
+def test_accumulated_gradients_then_an_update() -> None:
+    planned, eager = planned_and_eager("conv", make_sgd)
+    torch.manual_seed(0)
+    batch = conv_batch()
+    for step in (planned.step, eager):
+        torch.manual_seed(1)
+        cross_entropy(step.model, batch).backward()
+    step_both(planned, eager, batch)
+    assert_same(planned, eager)
+    assert all(p.grad is None for p in planned.step.model.parameters())
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_clipping_by_the_global_norm(scaled: bool) -> None:
+    step, eager = make_pair("unusual", make_adamw, clip_norm=0.1)
+    if scaled:
+        step, eager = (
+            TrainingStep(
+                model=s.model,
+                loss=s.loss,
+                batch=s.batch,
+                optimizer=s.optimizer,
+                clip_norm=0.1,
+                scaler=torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2),
+            )
+            for s in (step, eager)
+        )
+    planned = fit_step(step, Settings(budget="80%", time_limit_seconds=1.0))
+    for seed in range(4):
+        step_both(planned, eager, unusual_batch(), seed)
+    assert_same(planned, eager)
+
+
+def test_a_scaler_skips_a_step_whose_gradients_overflow() -> None:
+    scalers = [torch.amp.GradScaler("cpu", init_scale=3e38) for _ in range(2)]
+    step, eager = make_pair("conv", make_sgd)
+    step, eager = (
+        TrainingStep(model=s.model, loss=s.loss, batch=s.batch, optimizer=s.optimizer, scaler=scaler)
+        for s, scaler in zip((step, eager), scalers, strict=True)
+    )
+    before = copy.deepcopy(dict(step.model.named_parameters()))
+    planned = fit_step(step, Settings(budget="100%", time_limit_seconds=1.0))
+    step_both(planned, eager, conv_batch())
+    assert_same(planned, eager)
+    assert all(torch.equal(before[n], p) for n, p in step.model.named_parameters())
+    assert scalers[0].get_scale() == scalers[1].get_scale() < 2e38
+
+
+def test_autocast_and_channels_last() -> None:
+    torch.manual_seed(0)
+    images, labels = conv_batch()
+    batch = images.to(memory_format=torch.channels_last), labels
+    planned, eager = planned_and_eager("conv", make_sgd, loss=autocast_cross_entropy, batch=batch)
+    for step in (planned.step, eager):
+        step.model.to(memory_format=torch.channels_last)
+    for seed in range(2):
+        step_both(planned, eager, batch, seed)
+    assert_same(planned, eager)
+
+
+def test_train_and_eval_get_plans_of_their_own() -> None:
+    planned, eager = planned_and_eager("conv", make_sgd)
+    for training in (True, False, True, False):
+        planned.step.model.train(training)
+        eager.model.train(training)
+        step_both(planned, eager, conv_batch())
+    assert_same(planned, eager)
+    assert len(planned.plans) == 2
+
+
+def test_freezing_a_layer_between_steps_keeps_its_meaning() -> None:
+    planned, eager = planned_and_eager("conv", make_sgd)
+    step_both(planned, eager, conv_batch())
+    for step in (planned.step, eager):
+        step.model.stem.requires_grad_(False)
+    step_both(planned, eager, conv_batch())
+    assert_same(planned, eager)
+
+
+def test_the_smaller_last_batch_gets_a_plan_within_the_same_budget() -> None:
+    planned, eager = planned_and_eager("conv", make_sgd)
+    for size in (48, 20, 48, 20):
+        step_both(planned, eager, conv_batch(size))
+    assert_same(planned, eager)
+    assert len(planned.plans) == 2
+    budgets = {plan.budget_bytes for plan in planned.plans}
+    assert len(budgets) == 1
+    assert all(plan.predicted.peak_bytes <= plan.budget_bytes for plan in planned.plans)
+
+
+def test_a_batch_cut_out_of_a_larger_tensor_needs_no_plan_of_its_own() -> None:
+    planned, eager = planned_and_eager("conv", make_sgd)
+    images, labels = conv_batch(192)
+    for start in (0, 48, 96, 144):
+        step_both(planned, eager, (images[start : start + 48], labels[start : start + 48]))
+    assert_same(planned, eager)
+    assert len(planned.plans) == 1
+
+
+def test_planned_and_unplanned_steps_mix_and_checkpoint_files_resume(tmp_path: Any) -> None:
+    planned, eager = planned_and_eager("conv", make_adamw)
+    step_both(planned, eager, conv_batch())
+    torch.manual_seed(3)
+    planned.step.run_eager(planned.step.batch)
+    torch.manual_seed(3)
+    eager.run_eager(eager.batch)
+    state = {"model": planned.step.model.state_dict(), "optimizer": planned.step.optimizer.state_dict()}
+    torch.save(state, tmp_path / "checkpoint.pt")
+    step_both(planned, eager, conv_batch())
+    loaded = torch.load(tmp_path / "checkpoint.pt")
+    for step in (planned.step, eager):
+        step.model.load_state_dict(copy.deepcopy(loaded["model"]))
+        step.optimizer.load_state_dict(copy.deepcopy(loaded["optimizer"]))
+    step_both(planned, eager, conv_batch())
+    assert_same(planned, eager)
+
+
+def test_views_and_dicts_in_the_batch() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    values = torch.randn(8, 7)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return (model(batch["values"][:, batch["skip"] :]) * batch["weights"][0]).pow(2).mean()
+
+    batch = {"values": values, "skip": 1, "weights": [torch.tensor(2.0)]}
+    step = TrainingStep(model=model, loss=loss, batch=batch)
+    fit_step(step, Settings(budget="100%", time_limit_seconds=0.5)).verify()
+
+
+def test_verify_names_the_first_tensor_that_differs() -> None:
+    planned, _ = planned_and_eager("conv", make_sgd)
+    planned.verify()
+    before = copy.deepcopy(planned.step.model.state_dict())
+    honest = planned.step.run_eager
+
+    class Dishonest:
+        """A planned step that also moves a parameter."""
+
+        step = planned.step
+
+        def __call__(self, batch: Any) -> torch.Tensor:
+            loss = honest(batch)
+            with torch.no_grad():
+                planned.step.model.head.bias[0] += 1e-6
+            return loss
+
+    from memfit.runtime.verify import first_difference
+
+    assert first_difference(Dishonest(), planned.step.batch) == "head.bias"  # type: ignore[arg-type]
+    for name, tensor in planned.step.model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_verify_as_an_argument_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfit.runtime import verify
+
+    monkeypatch.setattr(verify, "first_difference", lambda *_: "layer.weight")
+    with pytest.raises(VerificationError, match="differs from eager in layer.weight"):
+        memfit.fit(nn.Linear(2, 2), cross_entropy, (torch.randn(3, 2), torch.tensor([0, 1, 0])), budget="100%", verify=True)
+
+
+def test_measuring_leaves_no_trace() -> None:
+    planned, eager = planned_and_eager("conv", make_adamw)
+    before = StepState.take(planned.step)
+    measured = planned.measure(repeats=1)
+    assert before.first_difference(StepState.take(planned.step)) is None
+    assert measured.peak_bytes < measured.baseline_peak_bytes
+    step_both(planned, eager, conv_batch())
+    assert_same(planned, eager)
+
+
+def test_a_plan_is_saved_and_used_again_for_its_own_graph_only(tmp_path: Any) -> None:
+    planned, eager = planned_and_eager("conv", make_sgd)
+    planned.plan.save(tmp_path / "plan.json")
+    step = planned.step
+    again = fit_step(step, TIGHT, plan=tmp_path / "plan.json")
+    assert again.plan.schedule == planned.plan.schedule
+    step_both(again, eager, step.batch)
+    other, _ = make_pair("conv", make_sgd, batch=conv_batch(5))
+    with pytest.raises(PlanMismatchError, match="plan was made for graph"):
+        fit_step(other, TIGHT, plan=tmp_path / "plan.json")
+    text = (tmp_path / "plan.json").read_text()
+    (tmp_path / "plan.json").write_text(text.replace(f'"torch": "{torch.__version__}"', '"torch": "1.13.1"'))
+    with pytest.raises(PlanMismatchError, match=r"made with torch 1\.13\.1"):
+        fit_step(step, TIGHT, plan=tmp_path / "plan.json")
+
+
+def test_a_budget_that_cannot_be_met_is_refused_before_anything_runs() -> None:
+    step, _ = make_pair("conv", make_sgd)
+    before = StepState.take(step)
+    with pytest.raises(InfeasibleBudgetError, match="no plan can go below") as caught:
+        fit_step(step, Settings(budget=10_000, time_limit_seconds=0.5))
+    assert before.first_difference(StepState.take(step)) is None
+    found, bound = caught.value.least_budget_found_bytes, caught.value.least_budget_bound_bytes
+    assert found is not None
+    assert 10_000 < bound <= found
+
+
+@pytest.mark.parametrize("budget", ["0", "-1", "12XB", "200%", 0])
+def test_a_budget_that_is_none_is_refused(budget: Any) -> None:
+    step, _ = make_pair("conv")
+    with pytest.raises(InvalidBudgetError):
+        fit_step(step, Settings(budget=budget, time_limit_seconds=0.5))
+
+
+def test_an_error_in_the_middle_of_a_step_leaves_nothing_behind() -> None:
+    planned, eager = planned_and_eager("conv")
+    images, labels = conv_batch()
+    with pytest.raises(IndexError), record("cpu") as usage:
+        planned((images, labels + 100))
+    assert usage.end_bytes - usage.start_bytes < 100_000
+    step_both(planned, eager, (images, labels))
