@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 from memfit.device import Device
-from memfit.errors import InvalidFileError, InvalidScheduleError, PlanMismatchError
+from memfit.errors import InvalidDeviceError, InvalidFileError, InvalidScheduleError, PlanMismatchError
 from memfit.files import decode, read_bytes, write_atomically
 from memfit.graph import Bytes, Graph, GraphDocument, Seconds
 from memfit.schedule import Schedule
@@ -156,7 +156,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         Raises:
             InvalidFileError: unreadable, malformed, or the graph in it was changed by hand.
             InvalidScheduleError: the schedule is not legal on the plan's graph, or gives another prediction than the
-                plan's own.
+                plan's own, or exceeds its budgets.
+            InvalidDeviceError: the schedule copies, and the plan's device has no link.
             PlanMismatchError: made for another graph than `graph`.
         """
         document = decode(read_bytes(Path(path)), _PlanDocument, path)
@@ -178,7 +179,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Raise InvalidScheduleError unless the schedule gives what the plan says of it, within the plan's budgets."""
         from memfit.simulate import simulate  # numba takes a while to import, and only loading a plan needs it
 
-        timeline = simulate(self.graph, self.schedule, self.device)
+        try:
+            timeline = simulate(self.graph, self.schedule, self.device)
+        except (InvalidScheduleError, InvalidDeviceError) as error:
+            raise type(error)(f"{where}: {error}") from error
         outside = 0 if self.graph.boundaries else self.bytes_outside  # else the boundaries of the schedule carry them
         for what, got, claimed, most in (
             ("peak_bytes", timeline.peak_bytes + outside, self.predicted.peak_bytes, self.budget_bytes),
