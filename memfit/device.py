@@ -13,6 +13,9 @@ Bytes = Annotated[int, msgspec.Meta(ge=0)]
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the simulator and the roofline need to know of a device.
 
+        >>> Device(name="mine", alignment_bytes=512, to_host_bytes_per_second=12e9).aligned(1000)
+        1024
+
     `flops_per_second` by dtype name (`float32`, `bfloat16`, ...); `memory_bytes_per_second` is device memory's
     bandwidth; the link's two directions are None where there is no host link; every allocation is rounded up to
     `alignment_bytes`; `launch_seconds` is the least time an op takes. `source` says where the figures are from.

@@ -59,9 +59,34 @@ def _report_nothing(_: Progress) -> None:
 class Problem:
     """Fit `graph` on `device` into `budget_bytes`, everything resident included.
 
-    `pinned` maps an op id to whether its writes must be kept (True) or must be rematerialized (False): the user's
-    mirror attribute. `clock` gives seconds; `progress` is called now and then; both come from outside so that a planner
-    stays pure. A KeyboardInterrupt inside a planner makes it answer with its best schedule so far.
+        >>> from memfit.device import GENERIC
+        >>> from memfit.graph import Graph, Op, Phase, Role, Storage
+        >>> from memfit.planners import make_planner
+        >>> graph = Graph.build(
+        ...     name="double",
+        ...     storages=[
+        ...         Storage(id=0, name="x", bytes=4096, role=Role.INPUT),
+        ...         Storage(id=1, name="y", bytes=4096, role=Role.OUTPUT),
+        ...     ],
+        ...     ops=[Op(id=0, name="mul", phase=Phase.FORWARD, reads=(0,), writes=(1,), seconds=1e-6)],
+        ... )
+        >>> result = make_planner("none").plan(Problem(graph=graph, device=GENERIC, budget_bytes=8192))
+        >>> str(result.status), result.plan.predicted.peak_bytes
+        ('optimal', 8192)
+
+    Args:
+        graph: the step.
+        device: gives the alignment of allocations and the link to the host.
+        budget_bytes: most bytes on the device at any time.
+        host_budget_bytes: most bytes of host copies at any time; 0 allows no offloading.
+        bytes_outside: bytes on the device that are not the graph's: from the first boundary to the end, or from
+            start to end where the graph has no boundary.
+        pinned: op id -> whether its writes must be kept (True) or must be rematerialized (False): the user's mirror
+            attribute.
+        time_limit_seconds: when a planner answers with the best it has.
+        seed: of all that is random; the same seed gives the same plan, unless time runs out first.
+        clock: gives seconds. It and `progress`, which is called now and then, come from outside so that a planner stays
+            pure. A KeyboardInterrupt inside a planner makes it answer with its best schedule so far.
     """
 
     graph: Graph
@@ -99,7 +124,11 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A checked schedule, its predictions, and what it was made for. Saved as JSON that carries its graph."""
+    """A checked schedule, its predictions, and what it was made for. Saved as JSON that carries its graph.
+
+    `memfit.planners` make plans; `Plan.load(path)` reads one back and replays it. `predicted` and `unplanned` are what
+    the simulator says of this schedule and of planner `none`'s; `versions` are of the packages that made the plan.
+    """
 
     graph: Graph
     device: Device
