@@ -10,6 +10,13 @@ from typing import NamedTuple
 from memfit.errors import InvalidOptionError
 from memfit.plan import Result, Status
 
+STATUS_MEANING = {
+    Status.OPTIMAL: "optimal: proved that no plan within this budget is faster",
+    Status.FEASIBLE: "feasible: the best plan found in the time given; a longer time limit may find a faster one",
+    Status.TIMED_OUT: "timed out: the best plan found until then",
+    Status.INFEASIBLE: "infeasible: no plan within this budget was found",
+}
+
 
 class CurvePoint(NamedTuple):
     """What a planner reached at one budget: the predicted overhead, or None where it found no plan.

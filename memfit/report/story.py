@@ -7,17 +7,10 @@ from html import escape
 
 from memfit.budget import format_bytes
 from memfit.device import GENERIC
-from memfit.plan import Plan, Status
+from memfit.plan import Plan
 from memfit.report.fates import MEANING, Fate, Kind, totals
-from memfit.report.figures import Measured
+from memfit.report.figures import STATUS_MEANING, Measured
 from memfit.report.words import change_text, count_text, printable, seconds_text, share_text
-
-_STATUS_MEANING = {
-    Status.OPTIMAL: "Proved: no plan within this budget is faster.",
-    Status.FEASIBLE: "The best plan found in the time given; a longer time limit may find a faster one.",
-    Status.TIMED_OUT: "Time was up; this is the best plan found until then.",
-    Status.INFEASIBLE: "No plan within this budget was found.",
-}
 
 
 def text(content: str) -> str:
@@ -201,7 +194,7 @@ def made(plan: Plan) -> str:
     unknown = sum(op.workspace_bytes is None for op in plan.graph.ops)
     rows = [
         ("planner", f"{text(plan.planner)}, seed {plan.seed}, {seconds_text(plan.plan_seconds)}"),
-        ("outcome", f"{plan.status.replace('_', ' ')}. {_STATUS_MEANING[plan.status]}"),
+        ("outcome", STATUS_MEANING[plan.status]),
         ("schedule", _counts(plan)),
         ("device", _sentences(plan.device.name, plan.device.source)),
         ("graph", _sentences(f"{plan.graph.name}, fingerprint {plan.fingerprint}", plan.graph.source)),

@@ -8,7 +8,7 @@ from memfit.budget import format_bytes
 from memfit.errors import InvalidOptionError
 from memfit.plan import Plan
 from memfit.report.fates import MEANING, Fate, Kind, Total, fates, totals
-from memfit.report.figures import Curve, CurvePoint, curve_points
+from memfit.report.figures import STATUS_MEANING, Curve, CurvePoint, curve_points
 from memfit.report.live import Run, play
 from memfit.report.words import change_text, count_text, printable, seconds_text
 
@@ -49,7 +49,7 @@ def explain(plan: Plan, *, curve: Curve = (), storages_per_fate: int | None = 10
         if kind in by_kind:
             members = [fate for fate in of_storage if fate.kind == kind]
             lines += ["", *_fate_lines(run, by_kind[kind], members, storages_per_fate)]
-    if points:
+    if any(point.budget_bytes != plan.budget_bytes for point in points):
         lines += ["", *_buys_lines(plan, points)]
     return "\n".join(lines)
 
@@ -73,13 +73,10 @@ def _key_figures(plan: Plan) -> list[str]:
         lines.append(f"  host memory: predicted peak {format_bytes(predicted.host_peak_bytes)}")
     found, bound = plan.bounds.least_budget_found_bytes, plan.bounds.least_budget_bound_bytes
     reached = f"least budget reached by a plan {format_bytes(found)}, " if found is not None else ""
-    lines.append(
-        f"  limits: {reached}no plan at all below {format_bytes(bound)}; at least "
-        f"{change_text(plan.bounds.overhead)} at this budget"
-    )
-    lines.append(
-        f"  planner {printable(plan.planner)}, {seconds_text(plan.plan_seconds)}: {plan.status}; {plan.status.remedy}"
-    )
+    least = f"; none at this budget below {change_text(plan.bounds.overhead)}" if plan.bounds.overhead >= 0.0005 else ""
+    lines.append(f"  limits: {reached}no plan at all below {format_bytes(bound)}{least}")
+    how = f"planner {printable(plan.planner)} in {seconds_text(plan.plan_seconds)}"
+    lines.append(f"  {how}: {STATUS_MEANING[plan.status]}")
     unknown = sum(op.workspace_bytes is None for op in graph.ops)
     if unknown:
         lines.append(f"  workspace of {count_text(unknown, 'op')} is unknown and counted as 0: the peak may be higher")
