@@ -24,9 +24,9 @@ def emit(program: Program, sequence: Iterable[int]) -> Schedule:
 
 def _block(program: Program, position: int, needed: set[int]) -> list[Instruction]:
     """Return the instructions of one position; `needed` goes from what is used after it to what is used from it on."""
-    arrays = program.arrays
-    reads = arrays.reads[arrays.read_start[position] : arrays.read_start[position + 1]].tolist()
-    writes = arrays.writes[arrays.write_start[position] : arrays.write_start[position + 1]].tolist()
+    tables, row = program.tables, program.tables.positions[position]
+    reads: list[int] = tables.reads["storage"][row["read_start"] : row["read_end"]].tolist()
+    writes: list[int] = tables.writes["storage"][row["write_start"] : row["write_end"]].tolist()
     unused = [storage for storage in writes if storage not in needed]
     dying = [storage for storage in reads if storage not in needed]
     needed.difference_update(writes)
@@ -48,7 +48,7 @@ def _block(program: Program, position: int, needed: set[int]) -> list[Instructio
 
 def _taken_over(program: Program, position: int, dying: list[int]) -> int | None:
     """Return the dying read with the most bytes that a write of `position` may take over."""
-    arrays = program.arrays
-    pairs = arrays.reuse_reads[arrays.reuse_start[position] : arrays.reuse_start[position + 1]].tolist()
+    tables, row = program.tables, program.tables.positions[position]
+    pairs: list[int] = tables.reuses["read"][row["reuse_start"] : row["reuse_end"]].tolist()
     candidates = [storage for storage in pairs if storage in dying]
-    return max(candidates, key=lambda storage: (arrays.size_bytes[storage], -storage), default=None)
+    return max(candidates, key=lambda storage: (int(tables.storages[storage]["size_bytes"]), -storage), default=None)

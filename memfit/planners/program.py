@@ -1,4 +1,4 @@
-"""Program: a problem as flat arrays for the compiled kernels, in one fixed order of first computations.
+"""Program: a problem as flat tables for the compiled kernels, in one fixed order of first computations.
 
 A *position* is a place in that order. Beside the ops, two kinds of positions are there that compute nothing: one for each
 boundary (it reads its departures, writes its arrivals and what user code holds), and a last one that reads all that is
@@ -30,52 +30,61 @@ from memfit.errors import InvalidOptionError
 from memfit.graph import Graph, Phase
 from memfit.plan import Problem
 
-Integers = NDArray[np.int32]
-Sizes = NDArray[np.int64]
-Flags = NDArray[np.bool_]
+Table = NDArray[np.void]
 
 NOT_AN_OP = -1
 FREE, KEPT, DROPPED = 0, 1, 2  # a gap's rule: the planner decides; its window is empty; its window is not empty
 
+_POSITION = np.dtype(
+    [
+        ("read_start", np.int64),
+        ("read_end", np.int64),
+        ("write_start", np.int64),
+        ("write_end", np.int64),
+        ("reuse_start", np.int64),
+        ("reuse_end", np.int64),
+        ("last_rematerialization", np.int64),
+        ("may_wait", np.bool_),
+        ("workspace_bytes", np.int64),
+        ("seconds", np.float64),
+    ],
+    align=True,
+)
+_USE = np.dtype([("storage", np.int64), ("gap", np.int64)], align=True)
+_REUSE = np.dtype([("read", np.int64), ("write", np.int64)], align=True)
+_STORAGE = np.dtype(
+    [("size_bytes", np.int64), ("writer", np.int64), ("first_gap", np.int64), ("last_gap", np.int64)], align=True
+)
+_GAP = np.dtype(
+    [("storage", np.int64), ("start", np.int64), ("end", np.int64), ("rule", np.int64), ("closed", np.bool_)],
+    align=True,
+)
 
-class Arrays(NamedTuple):
-    """What the kernels read. `xs[x_start[i]:x_start[i + 1]]` are the xs of position i.
+
+class Tables(NamedTuple):
+    """What the compiled code reads: a few tables of records, because each array that it is handed costs time to compile.
 
     Attributes:
-        read_start, reads, read_gap: managed storages read, and the gap that each read opens.
-        write_start, writes, write_gap: managed storages written, and the gap that each write opens.
-        reuse_start, reuse_reads, reuse_writes: pairs whose memory may be taken over.
-        seconds, workspace_bytes: of each position.
-        last_rematerialization: the last position at which the op may be computed again.
-        may_wait: whether the op's first computation may wait until something reads what it writes.
-        size_bytes, writer: of each managed storage, aligned; `writer` is a position.
-        gap_storage, gap_start, gap_end, gap_rule: of each gap; `gap_end` is the last position where no use follows.
+        positions: what each reads, writes and may take over (rows of the next three); `last_rematerialization`, the last
+            position at which its op may be computed again; `may_wait`, whether its op's first computation may wait until
+            something reads what it writes.
+        reads, writes: the managed storage, and the gap that this use opens.
+        reuses: a read whose memory may be taken over by a write.
+        storages: aligned size, position of the writer, and its gaps in order: the first opens at its write.
+        gaps: from `start` to `end`, the next use; where none follows (not `closed`), the last position.
     """
 
-    read_start: Integers
-    reads: Integers
-    read_gap: Integers
-    write_start: Integers
-    writes: Integers
-    write_gap: Integers
-    reuse_start: Integers
-    reuse_reads: Integers
-    reuse_writes: Integers
-    seconds: NDArray[np.float64]
-    workspace_bytes: Sizes
-    last_rematerialization: Integers
-    may_wait: Flags
-    size_bytes: Sizes
-    writer: Integers
-    gap_storage: Integers
-    gap_start: Integers
-    gap_end: Integers
-    gap_rule: Integers
+    positions: Table
+    reads: Table
+    writes: Table
+    reuses: Table
+    storages: Table
+    gaps: Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The arrays, and what leads back from them to the graph.
+    """The tables, and what leads back from them to the graph.
 
     Attributes:
         base_bytes: aligned bytes of the residents, and of what user code holds where no boundary says from when on.
@@ -86,7 +95,7 @@ class Program:
     """
 
     problem: Problem
-    arrays: Arrays
+    tables: Tables
     base_bytes: int
     op_at: tuple[int, ...]
     boundary_at: dict[int, int]
@@ -124,7 +133,7 @@ def build_program(problem: Problem, order: Sequence[int]) -> Program:
     resident_bytes = sum(problem.device.aligned(s.bytes) for s in problem.graph.storages if s.resident)
     return Program(
         problem=problem,
-        arrays=_to_arrays(problem, rows, slots, managed, number, last, may_wait, rules),
+        tables=_to_tables(problem, rows, slots, managed, number, last, may_wait, rules),
         base_bytes=resident_bytes + (0 if boundary_at else problem.bytes_outside),
         op_at=tuple(row.op for row in rows),
         boundary_at=boundary_at,
@@ -150,6 +159,7 @@ class _Gaps:
 
     read_gap: list[int] = field(default_factory=list[int])
     write_gap: list[int] = field(default_factory=list[int])
+    first: list[int] = field(default_factory=list[int])
     storage: list[int] = field(default_factory=list[int])
     start: list[int] = field(default_factory=list[int])
     end: list[int] = field(default_factory=list[int])
@@ -208,23 +218,24 @@ def _last_rematerializations(graph: Graph, rows: list[_Row]) -> list[int]:
 
 
 def _number_gaps(rows: list[_Row], number: dict[int, int]) -> _Gaps:
-    gaps = _Gaps()
-    open_gap: dict[int, int] = {}
-
-    def use(storage: int, position: int) -> int:
-        if storage in open_gap:
-            gaps.end[open_gap[storage]] = position
-            gaps.closed[open_gap[storage]] = True
-        open_gap[storage] = len(gaps.storage)
-        gaps.storage.append(number[storage])
-        gaps.start.append(position)
-        gaps.end.append(len(rows) - 1)
-        gaps.closed.append(False)
-        return open_gap[storage]
-
+    uses: list[list[int]] = [[] for _ in number]
     for position, row in enumerate(rows):
-        gaps.read_gap.extend(use(storage, position) for storage in row.reads)
-        gaps.write_gap.extend(use(storage, position) for storage in row.writes)
+        for storage in row.reads + row.writes:
+            uses[number[storage]].append(position)
+    gaps = _Gaps()
+    gap_at: dict[tuple[int, int], int] = {}
+    for index, positions in enumerate(uses):
+        gaps.first.append(len(gaps.storage))
+        for start, end in zip(positions, [*positions[1:], None], strict=True):
+            gap_at[index, start] = len(gaps.storage)
+            gaps.storage.append(index)
+            gaps.start.append(start)
+            gaps.end.append(len(rows) - 1 if end is None else end)
+            gaps.closed.append(end is not None)
+    gaps.first.append(len(gaps.storage))
+    for position, row in enumerate(rows):
+        gaps.read_gap.extend(gap_at[number[storage], position] for storage in row.reads)
+        gaps.write_gap.extend(gap_at[number[storage], position] for storage in row.writes)
     return gaps
 
 
@@ -286,11 +297,7 @@ def _may_wait(graph: Graph, rows: list[_Row], gaps: _Gaps, boundary_at: dict[int
     return waits
 
 
-def _starts(counts: list[int]) -> Integers:
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-
-
-def _to_arrays(
+def _to_tables(
     problem: Problem,
     rows: list[_Row],
     gaps: _Gaps,
@@ -299,30 +306,44 @@ def _to_arrays(
     last: list[int],
     may_wait: list[bool],
     rules: list[int],
-) -> Arrays:
+) -> Tables:
     ops = [None if row.op == NOT_AN_OP else problem.graph.ops[row.op] for row in rows]
     reuses = [[(r, w) for r, w in op.reuses if r in number] if op and not op.mutates else [] for op in ops]
     storages = problem.graph.storages
     sizes = [problem.device.aligned(storages[s].bytes) if s < len(storages) else problem.bytes_outside for s in managed]
     writer = {number[s]: position for position, row in enumerate(rows) for s in row.writes}
-    return Arrays(
-        read_start=_starts([len(row.reads) for row in rows]),
-        reads=np.array([number[s] for row in rows for s in row.reads], np.int32),
-        read_gap=np.array(gaps.read_gap, np.int32),
-        write_start=_starts([len(row.writes) for row in rows]),
-        writes=np.array([number[s] for row in rows for s in row.writes], np.int32),
-        write_gap=np.array(gaps.write_gap, np.int32),
-        reuse_start=_starts([len(pairs) for pairs in reuses]),
-        reuse_reads=np.array([number[r] for pairs in reuses for r, _ in pairs], np.int32),
-        reuse_writes=np.array([number[w] for pairs in reuses for _, w in pairs], np.int32),
-        seconds=np.array([op.seconds if op else 0.0 for op in ops]),
-        workspace_bytes=np.array([(op.workspace_bytes or 0) if op else 0 for op in ops], np.int64),
-        last_rematerialization=np.array(last, np.int32),
-        may_wait=np.array(may_wait, np.bool_),
-        size_bytes=np.array(sizes, np.int64),
-        writer=np.array([writer[index] for index in range(len(managed))], np.int32),
-        gap_storage=np.array(gaps.storage, np.int32),
-        gap_start=np.array(gaps.start, np.int32),
-        gap_end=np.array(gaps.end, np.int32),
-        gap_rule=np.array(rules, np.int32),
+    positions = np.zeros(len(rows), _POSITION)
+    for field_name, counts in (
+        ("read", [len(row.reads) for row in rows]),
+        ("write", [len(row.writes) for row in rows]),
+        ("reuse", [len(pairs) for pairs in reuses]),
+    ):
+        positions[f"{field_name}_end"] = np.cumsum(counts)
+        positions[f"{field_name}_start"] = np.cumsum(counts) - counts
+    positions["last_rematerialization"] = last
+    positions["may_wait"] = may_wait
+    positions["workspace_bytes"] = [(op.workspace_bytes or 0) if op else 0 for op in ops]
+    positions["seconds"] = [op.seconds if op else 0.0 for op in ops]
+    return Tables(
+        positions=positions,
+        reads=_table(_USE, [number[s] for row in rows for s in row.reads], gaps.read_gap),
+        writes=_table(_USE, [number[s] for row in rows for s in row.writes], gaps.write_gap),
+        reuses=_table(
+            _REUSE, [number[r] for pairs in reuses for r, _ in pairs], [number[w] for pairs in reuses for _, w in pairs]
+        ),
+        storages=_table(
+            _STORAGE,
+            sizes,
+            [writer[index] for index in range(len(managed))],
+            gaps.first[:-1],
+            [following - 1 for following in gaps.first[1:]],
+        ),
+        gaps=_table(_GAP, gaps.storage, gaps.start, gaps.end, rules, gaps.closed),
     )
+
+
+def _table(kind: np.dtype[np.void], *columns: Sequence[int]) -> Table:
+    table = np.zeros(len(columns[0]), kind)
+    for name, column in zip(kind.names or (), columns, strict=True):
+        table[name] = column
+    return table

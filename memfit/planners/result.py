@@ -13,7 +13,7 @@ from memfit.planners.bounds import prove_bounds
 from memfit.planners.emit import emit
 from memfit.planners.order import original_order
 from memfit.planners.program import build_program
-from memfit.planners.windows import evaluate, keep_everything
+from memfit.planners.windows import evaluate, keep_everything, simulated
 from memfit.schedule import Schedule
 from memfit.simulate import simulate
 
@@ -24,8 +24,7 @@ def unplanned_schedule(problem: Problem) -> Schedule:
     """Return the schedule that keeps everything to its last use, in the original order; pins do not count."""
     free = Problem(graph=problem.graph, device=problem.device, budget_bytes=0, bytes_outside=problem.bytes_outside)
     program = build_program(free, original_order(problem.graph))
-    evaluation = evaluate(program, keep_everything(program))
-    assert evaluation is not None, "keeping everything computes nothing twice"
+    evaluation = evaluate(program, simulated(program, keep_everything(program)))
     return emit(program, evaluation.sequence)
 
 
