@@ -42,7 +42,7 @@ class Answer:
 def deliver(answer: Answer, *, as_json: bool) -> int:
     """Write the answer to standard output and return its exit status."""
     if as_json:
-        write_json({"target": answer.target, "device": answer.device, **answer.keys})
+        write_json({"target": answer.target, "device": answer.device} | dict(answer.keys))
     else:
         console = Console(highlight=False)
         with console.capture() as shown:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from memfit.budget import format_bytes
 from memfit.commands import options
@@ -174,4 +175,4 @@ def _answer(target: str, plan: Plan, measurement: Measurement, save: Path | None
     peaks = (measurement.baseline_peak_bytes, measurement.peak_bytes, predicted.peak_bytes)
     seconds = (measurement.baseline_step_seconds, measurement.step_seconds, predicted.seconds)
     figures = columns_table(columns, [("peak", *map(format_bytes, peaks)), ("step", *map(seconds_text, seconds))])
-    return Answer(target=target, device=plan.device.name, keys=keys, parts=(rows_table(rows), figures))
+    return Answer(target=target, device=plan.device.name, keys=keys, parts=(rows_table(rows), Text(), figures))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from memfit.commands import options
 from memfit.commands.answer import DONE, INTERRUPTED, Answer, deliver, rows_table
 from memfit.commands.planning import (
@@ -81,5 +83,5 @@ def _answer(target: str, plan: Plan, save: Path | None, report: Path | None, exi
         written["interrupted"] = f"this is the best plan so far; {where}"
     elif report:
         written["report"] = str(report)
-    parts = (text_summary(plan), rows_table(written)) if written else (text_summary(plan),)
+    parts = (text_summary(plan), Text(), rows_table(written)) if written else (text_summary(plan),)
     return Answer(target=target, device=plan.device.name, keys=keys, parts=parts, exit_status=exit_status)

@@ -18,7 +18,6 @@ from memfit.graph import Graph
 from memfit.plan import Plan, Problem
 from memfit.planners import PLANNERS, make_planner
 from memfit.planners.ask import require_plan, unplanned_peak_bytes
-from memfit.planners.frontier import plan_frontier
 from memfit.report import write_html
 from memfit.report.figures import CurvePoint, Measured
 from memfit.schedule import Code
@@ -147,6 +146,8 @@ def write_report(
 
 def trade_off(plan: Plan, points: int, search: Search, work: Work) -> list[CurvePoint]:
     """Return what the planner reaches at `points` budgets, evenly from the unplanned peak down to the proved bound."""
+    from memfit.planners.frontier import plan_frontier
+
     highest, lowest = plan.unplanned.peak_bytes, plan.bounds.least_budget_bound_bytes
     if points == 0 or highest <= lowest:
         return []

@@ -1,0 +1,301 @@
+"""The commands on training steps: built-in ones and a user's own file, right and wrong, whole and interrupted."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memfit.cli import main
+from memfit.plan import Plan
+
+OWN_FILE = """
+import time
+
+import torch
+from torch import nn
+
+import memfit
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(*[l for _ in range(4) for l in (nn.Linear(64, 64), nn.GELU())], nn.Dropout(0.1))
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, inputs):
+        return self.head(self.body(inputs))
+
+
+class Raising(Model):
+    def forward(self, inputs):
+        return self.head(self.body(inputs)) + self.missing_bias
+
+
+def made(model=None, batch=None, optimizer=None):
+    torch.manual_seed(0)
+    model = Model() if model is None else model
+    batch = (torch.randn(512, 64), torch.randint(0, 4, (512,))) if batch is None else batch
+    return memfit.TrainingStep(model=model, loss=nn.CrossEntropyLoss(), batch=batch, optimizer=optimizer)
+
+
+def step():
+    return made()
+
+
+def trained():
+    model = Model()
+    return made(model, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+def wider():
+    return made(batch=(torch.randn(600, 64), torch.randint(0, 4, (600,))))
+
+
+def raises():
+    return made(Raising())
+
+
+def elsewhere():
+    return made(batch=(torch.randn(8, 64, device="meta"), torch.randint(0, 4, (8,))))
+
+
+def number():
+    return 42
+
+
+def nothing():
+    pass
+
+
+def needs(argument):
+    return made()
+
+
+def fails():
+    raise KeyError("no such data set")
+
+
+not_a_function = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def own_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("own") / "train.py"
+    path.write_text(OWN_FILE, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Keep what is measured here out of the user's cache, and share it between the tests of this file."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEMFIT_CACHE", str(folder))
+        yield folder
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs one command and gives exit status, standard output and standard error."""
+
+    def run_command(*words: object) -> tuple[int, str, str]:
+        status = main([str(word) for word in words])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run_command
+
+
+def _json(out: str) -> dict[str, Any]:
+    document = json.loads(out)
+    assert isinstance(document, dict)
+    return document
+
+
+@pytest.mark.parametrize("function", ["step", "trained"])
+def test_fit_plans_runs_verifies_and_measures(run: Run, own_file: Path, tmp_path: Path, function: str) -> None:
+    plan_file, page = tmp_path / "step.plan.json", tmp_path / "step.html"
+    status, out, err = run(
+        "fit", f"{own_file}:{function}", "--budget", "75%", "--time-limit", 1, "--curve", 2, "--repeats", 1,
+        "--save", plan_file, "--report", page, "--json",
+    )  # fmt: skip
+    document = _json(out)
+    assert status == 0, err
+    assert set(document) == {
+        "target", "device", "memfit_version", "budget_bytes", "resident_bytes", "planner", "status", "plan_seconds",
+        "baseline", "predicted", "measured", "overhead", "bitwise_equal", "bounds",
+    }  # fmt: skip
+    for side in ("baseline", "predicted", "measured"):
+        assert set(document[side]) == {"peak_bytes", "step_seconds"}
+    assert document["bitwise_equal"] is True
+    assert document["measured"]["peak_bytes"] <= document["budget_bytes"] < document["baseline"]["peak_bytes"]
+    assert document["predicted"]["peak_bytes"] == pytest.approx(document["measured"]["peak_bytes"], rel=0.02)
+    assert document["resident_bytes"] < document["measured"]["peak_bytes"]
+    assert Plan.load(plan_file).budget_bytes == document["budget_bytes"]
+    assert page.stat().st_size > 1000
+
+
+def test_fit_in_words_with_a_plan_made_before(run: Run, own_file: Path, tmp_path: Path) -> None:
+    plan_file = tmp_path / "step.plan.json"
+    words = ["--planner", "none", "--budget", "100%", "--save", plan_file]
+    assert run("plan", f"{own_file}:step", *words)[0] == 0
+    status, out, _ = run("fit", f"{own_file}:step", "--plan", plan_file, "--repeats", 1)
+    assert status == 0
+    assert "planned, measured" in out
+    assert "same bits as eager" in out
+    assert run("check", f"{own_file}:step", plan_file)[0] == 0
+    status, _, err = run("fit", f"{own_file}:wider", "--plan", plan_file)
+    assert status == 2
+    assert "plan was made for graph" in err
+    assert run("check", f"{own_file}:wider", plan_file)[0] == 2
+
+
+def test_fit_refuses_a_plan_of_another_torch(run: Run, own_file: Path, tmp_path: Path) -> None:
+    plan_file = tmp_path / "step.plan.json"
+    assert run("plan", f"{own_file}:step", "--planner", "none", "--budget", "100%", "--save", plan_file)[0] == 0
+    document = json.loads(plan_file.read_text(encoding="utf-8"))
+    document["versions"]["torch"] = "2.11.0"
+    plan_file.write_text(json.dumps(document), encoding="utf-8")
+    status, out, err = run("fit", f"{own_file}:step", "--plan", plan_file)
+    assert (status, out) == (2, "")
+    assert "plan was made with torch 2.11.0" in err
+    assert err.count("\n") == 1
+
+
+def test_a_budget_below_the_parameters_is_infeasible_before_anything_runs(run: Run, own_file: Path) -> None:
+    status, out, err = run("fit", f"{own_file}:step", "--budget", "10kB", "--time-limit", 1, "--json")
+    document = _json(out)
+    assert status == 3
+    assert document["least_budget_bound_bytes"] > 64 * 64 * 4 * 4
+    assert re.search("no plan fits .* none can go below|no plan can go below", err)
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["fit", "plan", "estimate"])
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        ("raises", r"train\.py:\d+.*missing_bias"),
+        ("elsewhere", "meta"),
+        ("number", r"returned a int, expected memfit\.TrainingStep"),
+        ("nothing", r"returned nothing, expected memfit\.TrainingStep"),
+        ("needs", r"needs arguments \(argument\)"),
+        ("fails", r"train\.py:\d+: fails\(\) raised KeyError"),
+        ("missing", "has no function 'missing'; it has .*step"),
+        ("not_a_function", "is a int, expected a function"),
+    ],
+)
+def test_a_wrong_file_of_the_user_is_one_line(run: Run, own_file: Path, command: str, function: str, what: str) -> None:
+    budget = [] if command == "estimate" else ["--budget", "1GiB"]
+    status, out, err = run(command, f"{own_file}:{function}", *budget)
+    assert (status, out) == (2, "")
+    assert re.search(what, err), err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("import no_such_package\n", r"own\.py:1: importing it raised ModuleNotFoundError"),
+        ("def step(:\n", r"own\.py:1: importing it raised SyntaxError"),
+        ("raise SystemExit(0)\n", r"own\.py:1: importing it raised SystemExit"),
+        ("def other():\n    pass\n", "has no function 'step'; it has other"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_is_one_line(run: Run, tmp_path: Path, content: str, what: str) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(content, encoding="utf-8")
+    status, out, err = run("estimate", f"{path}:step")
+    assert (status, out) == (2, "")
+    assert re.search(what, err), err
+    assert err.count("\n") == 1
+
+
+def test_a_workload_with_options(run: Run) -> None:
+    status, out, err = run("estimate", "lstm", "--set", "batch=2", "--set", "steps=3", "--set", "width=8", "--json")
+    assert status == 0, err
+    assert _json(out)["by_role"]["parameter"] > 0
+    for setting, what in (("batch=none", "whole number"), ("batch=0", "1 or more"), ("bach=2", "did you mean 'batch'")):
+        status, _, err = run("estimate", "lstm", "--set", setting)
+        assert status == 2
+        assert what in err
+
+
+def test_estimate_tells_forward_from_the_whole_step(run: Run, own_file: Path) -> None:
+    whole = _json(run("estimate", f"{own_file}:trained", "--json")[1])
+    forward = _json(run("estimate", f"{own_file}:trained", "--forward-only", "--json")[1])
+    assert forward["peak_bytes"] < whole["peak_bytes"]
+    assert "gradient" not in forward["by_role"]
+    assert forward["by_role"]["parameter"] == whole["by_role"]["parameter"]
+
+
+def test_plan_for_a_device_that_is_not_here(run: Run, own_file: Path) -> None:
+    words = ["--budget", "100%", "--planner", "none", "--device-profile", "t4", "--json"]
+    status, out, err = run("plan", f"{own_file}:step", *words)
+    assert status == 0, err
+    document = _json(out)
+    assert document["device"] == "t4"
+    assert 0 < document["predicted"]["seconds"] < 1
+
+
+def _process(*words: object, before: str = "") -> subprocess.Popen[str]:
+    code = f"{before}\nimport sys\nfrom memfit.cli import main\nsys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_ctrl_c_in_a_run_keeps_the_plan_and_nothing_else(own_file: Path, tmp_path: Path) -> None:
+    plan_file = tmp_path / "step.plan.json"
+    words = ["--budget", "100%", "--planner", "none", "--save", plan_file, "--report", tmp_path / "step.html"]
+    with _process("fit", f"{own_file}:step", *words, "--repeats", 1_000_000) as process:
+        deadline = time.monotonic() + 90
+        while not plan_file.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(2.0)  # into the measured steps
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert err == f"memfit: error: interrupted; the best plan so far is in {plan_file}\n"
+    assert Plan.load(plan_file).planner == "none"
+    assert [path.name for path in tmp_path.iterdir()] == ["step.plan.json"]
+
+
+def test_no_space_for_the_plan_is_one_line_and_leaves_nothing(own_file: Path, tmp_path: Path, cache: Path) -> None:
+    plan_file = tmp_path / "step.plan.json"
+    assert any(cache.iterdir()), "the tests before have filled the cache, so that only the plan is written here"
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"
+    words = ["--budget", "100%", "--planner", "none", "--save", plan_file]
+    with _process("plan", f"{own_file}:step", *words, before=limit) as process:
+        out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (2, ""), err
+    assert "step.plan.json: cannot be written: File too large" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_space_for_the_cache_is_a_warning_and_no_failure(own_file: Path, tmp_path: Path) -> None:
+    not_a_folder = tmp_path / "file"
+    not_a_folder.touch()
+    before = f"import os; os.environ['MEMFIT_CACHE'] = {str(not_a_folder / 'cache')!r}"
+    words = ["--budget", "100%", "--planner", "none", "--json"]
+    with _process("plan", f"{own_file}:step", *words, before=before) as process:
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert _json(out)["status"] == "optimal"
+    assert "Traceback" not in err
+    assert "memfit: warning: " in err
+    assert str(not_a_folder) in err
