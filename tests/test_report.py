@@ -215,6 +215,10 @@ def test_layers_of_a_schedule_solved_by_hand() -> None:
     assert run.timeline.peak_position == 6
     assert run.live_at(6) == [2, 5, 6, 0, 1, 4]
     assert run.computations[0] == (0, 5)
+    assert run.doing_at(4) == "while mean_backward runs (backward)"
+    assert run.doing_at(2) == "while mean runs (forward)"  # a drop: what comes next
+    assert run.doing_at(5) == "while fc1 runs (forward, in net.fc1)"
+    assert run.doing_at(12) == ""
 
 
 def test_second_copies_are_counted_while_the_op_runs() -> None:
@@ -416,6 +420,7 @@ def test_summary_says_what_is_not_known() -> None:
     text = text_summary(plan)
     assert "predicted time: unknown" in text
     assert "workspace of 7 ops is unknown and counted as 0" in text
+    assert "The workspace of 7 operations is not known" in render(plan)
     assert "outside the graph: 64 B" in text
 
 
@@ -542,7 +547,7 @@ def test_a_graph_without_ops_has_a_report(tmp_path: Path) -> None:
     graph = Graph.build(name="nothing", storages=[Storage(id=0, name="x", bytes=5, role=Role.INPUT)], ops=[])
     plan = plan_of(graph, "")
     assert data_of(render(plan))["runs"]["planned"]["total"] == []
-    assert "nothing" in explain(plan)
+    assert "at the peak, instruction 0 of 0:" in explain(plan)
     write_trace(plan, tmp_path / "trace.json")
     assert all(event["ph"] == "M" for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
 

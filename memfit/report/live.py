@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from memfit.device import Device
 from memfit.graph import Graph, Role
+from memfit.report.words import printable
 from memfit.schedule import Code, Schedule
 from memfit.simulate import Timeline, simulate
 
@@ -78,6 +79,15 @@ class Run:
         """Return the op that the instruction at `position` computes, or the next one computed, or None."""
         following = np.flatnonzero(self.schedule.codes[position:] == Code.COMPUTE)
         return int(self.schedule.operands[position + following[0]]) if len(following) else None
+
+    def doing_at(self, position: int) -> str:
+        """Say what runs at a position: `while conv1 runs (forward, in net.conv1)`; nothing after the last op."""
+        number = self.op_at(position)
+        if number is None:
+            return ""
+        op = self.graph.ops[number]
+        module = f", in {printable(op.module)}" if op.module else ""
+        return f"while {printable(op.name)} runs ({op.phase}{module})"
 
 
 def play(graph: Graph, schedule: Schedule, device: Device) -> Run:

@@ -86,7 +86,15 @@ def key_figures(plan: Plan) -> str:
         for title, figure, note in tiles
     )
     columns = "tiles six" if len(tiles) == 6 else "tiles"
-    return f'<section class="full figures"><dl class="{columns}">{rows}</dl>{_scale(plan)}</section>'
+    return f'<section class="full figures"><dl class="{columns}">{rows}</dl>{_scale(plan)}{_unknown(plan)}</section>'
+
+
+def _unknown(plan: Plan) -> str:
+    count = sum(op.workspace_bytes is None for op in plan.graph.ops)
+    if not count:
+        return ""
+    what = f"The workspace of {count_text(count, 'operation')} is not known and counted as nothing"
+    return f'<p class="note">{what}: the peaks may be higher than this says.</p>'
 
 
 def _against(plan: Plan, least: str) -> str:
@@ -191,7 +199,6 @@ def curve_section(present: bool) -> str:
 
 def made(plan: Plan) -> str:
     """Return what is needed to make this plan again, and the words of the report."""
-    unknown = sum(op.workspace_bytes is None for op in plan.graph.ops)
     rows = [
         ("planner", f"{text(plan.planner)}, seed {plan.seed}, {seconds_text(plan.plan_seconds)}"),
         ("outcome", STATUS_MEANING[plan.status]),
@@ -204,8 +211,6 @@ def made(plan: Plan) -> str:
         rows.append(("notes", text(plan.graph.notes)))
     if plan.bytes_outside:
         rows.append(("outside the graph", f"{_size(plan.bytes_outside)} that user code holds; the budget covers it"))
-    if unknown:
-        rows.append(("not known", f"the workspace of {count_text(unknown, 'operation')}: counted as 0"))
     return f"{_definitions(rows)}<details><summary>The words of this report</summary>{_definitions(_WORDS)}</details>"
 
 

@@ -86,9 +86,8 @@ def _key_figures(plan: Plan) -> list[str]:
 def _peak_lines(run: Run, most: int) -> list[str]:
     timeline, graph = run.timeline, run.graph
     position = timeline.peak_position
-    op = run.op_at(position)
-    doing = f", while {printable(graph.ops[op].name)} runs ({graph.ops[op].phase})" if op is not None else ""
-    lines = [f"at the peak, instruction {position} of {len(run.schedule)}{doing}:"]
+    where = [f"instruction {position} of {len(run.schedule)}", run.doing_at(position)]
+    lines = [f"at the peak, {', '.join(part for part in where if part)}:"]
     live = run.live_at(position)
     for storage in live[:most]:
         lines.append(_storage_line(run, storage))
