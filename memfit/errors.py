@@ -48,6 +48,14 @@ class CaptureError(MemfitError, RuntimeError):
     """A training step cannot be captured as a graph; the message names the user's line."""
 
 
+class GraphBreakError(CaptureError):
+    """A step looks at the value of a tensor, so that it is not one graph; `line` is the user's."""
+
+    def __init__(self, message: str, *, line: str) -> None:
+        super().__init__(message)
+        self.line = line
+
+
 class UnsupportedStepError(MemfitError, RuntimeError):
     """The step asks for something memfit refuses to plan: DDP or FSDP, retain_graph, a second backward."""
 

@@ -60,7 +60,7 @@ class Square(torch.autograd.Function):
 
 
 class Unusual(nn.Module):
-    """A checkpointed region, an autograd.Function, a shared layer, a frozen one, in-place writes to a part of a tensor."""
+    """A checkpointed region, an autograd.Function, a shared layer, a frozen one, writes to a part of a tensor."""
 
     def __init__(self) -> None:
         super().__init__()

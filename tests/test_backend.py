@@ -93,9 +93,7 @@ def test_gradients_accumulate_over_two_forwards_before_a_backward() -> None:
         torch.manual_seed(1)
         losses = [cross_entropy(model, first), cross_entropy(model, second)]
         sum(losses).backward()
-    for (name, mine), (_, theirs) in zip(
-        step.model.named_parameters(), eager.model.named_parameters(), strict=True
-    ):
+    for (name, mine), (_, theirs) in zip(step.model.named_parameters(), eager.model.named_parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad), name
 
 
@@ -153,7 +151,7 @@ def test_double_backward_is_refused() -> None:
     step, _ = make_pair("unusual")
     inputs, labels = unusual_batch()
     loss = cross_entropy(compiled(step.model), (inputs.requires_grad_(), labels))
-    with pytest.raises((RuntimeError, UnsupportedStepError), match="retain_graph|double backward"):
+    with pytest.raises((RuntimeError, UnsupportedStepError), match=r"retain_graph|double backward"):
         torch.autograd.grad(loss, inputs, create_graph=True)
 
 
@@ -190,7 +188,8 @@ def test_what_is_set_aside_for_the_optimizer_is_said(caplog: pytest.LogCaptureFi
 def test_the_backend_is_found_without_importing_memfit() -> None:
     code = (
         "import sys, torch; model = torch.nn.Linear(4, 2);"
-        "compiled = torch.compile(model, backend='memfit', options={'budget': '1MiB', 'planner': 'none', 'reserve': 0});"
+        "options = {'budget': '1MiB', 'planner': 'none', 'reserve': 0};"
+        "compiled = torch.compile(model, backend='memfit', options=options);"
         "compiled(torch.randn(3, 4)).sum().backward();"
         "assert model.weight.grad is not None and 'memfit' in sys.modules"
     )

@@ -15,15 +15,19 @@ import memfit
 from memfit import TrainingStep
 from memfit.cost.recorder import record
 from memfit.errors import (
+    GraphBreakError,
     InfeasibleBudgetError,
     InvalidBudgetError,
     PlanMismatchError,
     VerificationError,
 )
+from memfit.runtime import verify
 from memfit.runtime.fit import PlannedStep, fit_step
 from memfit.runtime.measure import resident_bytes
+from memfit.runtime.parts import PartlyPlannedStep
 from memfit.runtime.planning import Settings
 from memfit.runtime.state import StepState
+from memfit.runtime.verify import first_difference
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 TIGHT = Settings(budget="75%", time_limit_seconds=1.0)
@@ -63,13 +67,13 @@ def planned_and_eager(
     return fit_step(step, settings), eager
 
 
-def assert_same(planned: PlannedStep, eager: TrainingStep) -> None:
+def assert_same(planned: PlannedStep | PartlyPlannedStep, eager: TrainingStep) -> None:
     """Everything that a step changes has the same bits on both sides."""
     difference = StepState.take(eager).first_difference(StepState.take(planned.step))
     assert difference is None, difference
 
 
-def step_both(planned: PlannedStep, eager: TrainingStep, batch: Any, seed: int = 7) -> None:
+def step_both(planned: PlannedStep | PartlyPlannedStep, eager: TrainingStep, batch: Any, seed: int = 7) -> None:
     torch.manual_seed(seed)
     loss = planned(batch)
     after = torch.get_rng_state()
@@ -297,19 +301,17 @@ def test_verify_names_the_first_tensor_that_differs() -> None:
                 planned.step.model.head.bias[0] += 1e-6
             return loss
 
-    from memfit.runtime.verify import first_difference
-
     assert first_difference(Dishonest(), planned.step.batch) == "head.bias"  # type: ignore[arg-type]
     for name, tensor in planned.step.model.state_dict().items():
         assert torch.equal(tensor, before[name])
 
 
 def test_verify_as_an_argument_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.runtime import verify
-
     monkeypatch.setattr(verify, "first_difference", lambda *_: "layer.weight")
-    with pytest.raises(VerificationError, match="differs from eager in layer.weight"):
-        memfit.fit(nn.Linear(2, 2), cross_entropy, (torch.randn(3, 2), torch.tensor([0, 1, 0])), budget="100%", verify=True)
+    with pytest.raises(VerificationError, match=r"differs from eager in layer\.weight"):
+        memfit.fit(
+            nn.Linear(2, 2), cross_entropy, (torch.randn(3, 2), torch.tensor([0, 1, 0])), budget="100%", verify=True
+        )
 
 
 def test_measuring_leaves_no_trace() -> None:
@@ -363,3 +365,33 @@ def test_an_error_in_the_middle_of_a_step_leaves_nothing_behind() -> None:
         planned((images, labels + 100))
     assert usage.end_bytes - usage.start_bytes < 100_000
     step_both(planned, eager, (images, labels))
+
+
+class LooksAtValues(nn.Module):
+    """Takes one of two ways by the value of what it computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(12, 12), nn.Linear(12, 3)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.before(values))
+        if hidden.sum().item() > 0:
+            hidden = -hidden
+        return self.after(hidden)
+
+
+def test_a_step_that_looks_at_values_is_planned_in_parts(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = LooksAtValues()
+    eager = TrainingStep(model=copy.deepcopy(model), loss=cross_entropy, batch=unusual_batch(), optimizer=None)
+    planned = memfit.fit(model, cross_entropy, eager.batch, budget="64MiB", time_limit_seconds=0.5, verify=True)
+    assert isinstance(planned, PartlyPlannedStep)
+    assert "test_fit.py" in caplog.text
+    assert "2 graphs around that line are planned" in caplog.text
+    assert len(planned.plans) == 2
+    step_both(planned, eager, eager.batch)
+    assert_same(planned, eager)
+    with pytest.raises(GraphBreakError, match="with a budget in bytes"):
+        memfit.fit(model, cross_entropy, eager.batch, budget="60%")
+    torch.compiler.reset()

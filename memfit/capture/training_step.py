@@ -49,12 +49,13 @@ class TrainingStep:
             return self.loss(model(inputs), target)
         return self.loss(model, batch)
 
-    def run_eager(self, batch: Any) -> torch.Tensor:
+    def run_eager(self, batch: Any, *, model: torch.nn.Module | None = None) -> torch.Tensor:
         """Run the step as plain PyTorch would, the reference of every comparison; return the loss, detached.
 
-        With an optimizer the gradients are None afterwards; without one they are added to `.grad`.
+        With an optimizer the gradients are None afterwards; without one they are added to `.grad`. `model` is called
+        in place of the step's own: a compiled form of it.
         """
-        loss = self.compute_loss(self.model, batch)
+        loss = self.compute_loss(self.model if model is None else model, batch)
         self.scaled(loss).backward()
         if self.optimizer is not None:
             self.update()

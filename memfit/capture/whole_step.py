@@ -33,7 +33,14 @@ from memfit.capture.torch_private import (
 )
 from memfit.capture.trace import Trace, TracedCall
 from memfit.capture.training_step import TrainingStep
-from memfit.errors import CaptureError, InvalidDeviceError, InvalidOptionError, MemfitError, UnsupportedStepError
+from memfit.errors import (
+    CaptureError,
+    GraphBreakError,
+    InvalidDeviceError,
+    InvalidOptionError,
+    MemfitError,
+    UnsupportedStepError,
+)
 from memfit.graph import Phase, Role
 
 _ACROSS_RANKS = frozenset(["DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"])
@@ -103,9 +110,11 @@ class _WholeStepCapture:
                     self._forward_and_backward(fake_batch, updates)
                 self._collect_gradients(updates)
         except DATA_DEPENDENT_ERRORS as error:
-            raise CaptureError(
-                f"{user_line(error)}: the step looks at the value of a tensor ({type(error).__name__}: {error}), so it "
-                "cannot be one graph; use torch.compile(model, backend='memfit'), which plans what lies around it"
+            line = user_line(error)
+            raise GraphBreakError(
+                f"{line}: the step looks at the value of a tensor ({type(error).__name__}: {error}), so it "
+                "cannot be one graph; with a budget in bytes memfit plans the graphs around that line",
+                line=line,
             ) from error
         except MemfitError:
             raise

@@ -8,7 +8,7 @@ code holds between the halves and beside the graph (the loss, the optimizer's st
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ _WORTH_PLANNING_AGAIN = 0.01  # of the budget: a smaller change in what is outsi
 
 def memfit_backend(
     module: torch.fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any] | None = None
-) -> Callable[..., Any]:
+) -> PlannedGraph:
     """Plan the graphs of a compiled model within `options["budget"]`.
 
     Options:
@@ -55,7 +55,7 @@ def memfit_backend(
         UnsupportedStepError: backward with retain_graph=True, before anything is released.
     """
     del example_inputs  # the sizes that count are those of the call
-    return _PlannedGraph(module, _read(options or {}))
+    return PlannedGraph(module, _read(options or {}))
 
 
 class _Options:
@@ -86,7 +86,7 @@ def _read_reserve(reserve: str | int) -> int:
     return 0 if reserve in (0, "0") else parse_budget(reserve, 0)
 
 
-class _PlannedGraph:
+class PlannedGraph:
     """One graph of Dynamo's, with a compiled pair of halves for each tuple of concrete sizes."""
 
     def __init__(self, module: torch.fx.GraphModule, options: _Options) -> None:

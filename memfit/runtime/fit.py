@@ -6,15 +6,18 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memfit.binding import Value
 from memfit.capture import Captured, TrainingStep, capture
 from memfit.capture.torch_private import tree_flatten
-from memfit.errors import VerificationError
+from memfit.capture.whole_step import step_device
+from memfit.errors import GraphBreakError
 from memfit.plan import Plan, Progress
+from memfit.runtime.measure import Measurement, measure_step
+from memfit.runtime.parts import PartlyPlannedStep
 from memfit.runtime.planning import (
     DEFAULT_PLANNER,
     DEFAULT_TIME_LIMIT_SECONDS,
@@ -24,9 +27,7 @@ from memfit.runtime.planning import (
     unheard,
 )
 from memfit.runtime.residents import Fetch, make_fetchers
-
-if TYPE_CHECKING:
-    from memfit.runtime.measure import Measurement
+from memfit.runtime.verify import require_same
 
 _GRADIENT = "grad:"
 
@@ -48,7 +49,7 @@ def fit(
     verify: bool = False,
     on_stage: Callable[[str], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
-) -> PlannedStep:
+) -> PlannedStep | PartlyPlannedStep:
     """Plan a training step within `budget` and return it, ready to be called with batches.
 
         >>> import torch, memfit
@@ -79,7 +80,9 @@ def fit(
         MemfitError: any other bad input; each message says what to do.
 
     Guarantees: outputs, gradients, buffers and random streams are those of the unplanned step, wherever kernels are
-    deterministic; with an optimizer every `.grad` is None after the step, without one gradients are added to `.grad`.
+    deterministic. A step that looks at a tensor's value is not one graph: with a budget in bytes the graphs around
+    that line are planned, and a warning says which line it was and what it costs. With an optimizer every `.grad` is
+    None after the step, without one gradients are added to `.grad`.
     """
     settings = Settings(
         budget=budget,
@@ -96,9 +99,16 @@ def fit(
 
 def fit_step(
     step: TrainingStep, settings: Settings, *, plan: Plan | Path | str | None = None, verify: bool = False
-) -> PlannedStep:
+) -> PlannedStep | PartlyPlannedStep:
     """As `fit`, of a TrainingStep and Settings."""
-    planned = PlannedStep(step, settings, plan if plan is None or isinstance(plan, Plan) else Plan.load(plan))
+    given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+    planned: PlannedStep | PartlyPlannedStep
+    try:
+        planned = PlannedStep(step, settings, given)
+    except GraphBreakError as broken:
+        if given is not None or not settings.is_in_bytes:
+            raise
+        planned = PartlyPlannedStep(step, settings, broken)
     if verify:
         settings.on_stage("verifying against eager")
         planned.verify()
@@ -126,6 +136,7 @@ class PlannedStep:
     def __init__(self, step: TrainingStep, settings: Settings, plan: Plan | None = None) -> None:
         self.step = step
         self.settings = settings
+        self.device = step_device(step.model, step.batch)
         self._ready: dict[Any, _Ready] = {}
         self._modules = list(step.model.modules())
         self._parameters = dict(step.model.named_parameters())
@@ -187,19 +198,10 @@ class PlannedStep:
         Raises:
             VerificationError: a loss, gradient, parameter, buffer, optimizer state or generator differs in its bits.
         """
-        from memfit.runtime.verify import first_difference
-
-        difference = first_difference(self, self.step.batch if batch is None else batch)
-        if difference is not None:
-            raise VerificationError(
-                f"the planned step differs from eager in {difference}; its kernels may not be deterministic: try "
-                "torch.use_deterministic_algorithms(True), or compare with planner 'none'"
-            )
+        require_same(self, self.step.batch if batch is None else batch)
 
     def measure(self, batch: Any = None, *, repeats: int = 3) -> Measurement:
         """Measure peak bytes and seconds of planned and eager steps, interleaved; both leave no trace."""
-        from memfit.runtime.measure import measure_step
-
         return measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
 
     def _signature(self, batch: Any) -> Any:

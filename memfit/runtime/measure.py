@@ -6,16 +6,14 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from memfit.capture import TrainingStep
 from memfit.capture.torch_private import tree_flatten
 from memfit.cost.recorder import Usage, record
 from memfit.runtime.state import StepState
-
-if TYPE_CHECKING:
-    from memfit.runtime.fit import PlannedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +34,21 @@ class Measurement:
     source: str
 
 
-def measure_step(planned: PlannedStep, batch: Any, *, repeats: int = 3) -> Measurement:
+class MeasurableStep(Protocol):
+    """A planned way to run a step on a device."""
+
+    step: TrainingStep
+    device: torch.device
+
+    def __call__(self, batch: Any) -> torch.Tensor: ...
+
+
+def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Measurement:
     """Measure `planned` and eager on `batch`, interleaved, medians of `repeats`; the state is put back at the end.
 
     The first step of each is not counted: it creates the optimizer's state and fills caches.
     """
-    step, device = planned.step, planned.captured.binding.device
+    step, device = planned.step, planned.device
     before = StepState.take(step)
     run: Callable[[Any], Any]
     usages: dict[str, list[Usage]] = {"eager": [], "planned": []}
@@ -74,9 +81,9 @@ def measure_step(planned: PlannedStep, batch: Any, *, repeats: int = 3) -> Measu
     )
 
 
-def resident_bytes(planned: PlannedStep, batch: Any) -> int:
+def resident_bytes(planned: MeasurableStep, batch: Any) -> int:
     """Return the bytes of all that is there before a step: parameters, buffers, optimizer state, batch; each once."""
-    step, device = planned.step, planned.captured.binding.device
+    step, device = planned.step, planned.device
     tensors = [*step.model.parameters(), *step.model.buffers(), *tree_flatten(batch)[0]]
     if step.optimizer is not None:
         tensors += [value for state in step.optimizer.state.values() for value in state.values()]

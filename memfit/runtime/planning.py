@@ -45,6 +45,11 @@ class Settings:
     on_stage: Callable[[str], None] = unheard
     progress: Callable[[Progress], None] = unheard
 
+    @property
+    def is_in_bytes(self) -> bool:
+        """Whether the budget can be read before the unplanned peak is known."""
+        return not str(self.budget).strip().endswith("%")
+
     def within(self, budget_bytes: int) -> Settings:
         """Return the same settings with another budget."""
         return replace(self, budget=budget_bytes)

@@ -15,7 +15,9 @@ from memfit.capture import TrainingStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepState:
-    """Copies of everything a step changes: parameters, buffers, gradients, optimizer, scaler, generators; the optimizer's by number."""
+    """Copies of everything a step changes: parameters, buffers, gradients, optimizer, scaler, generators; the
+    optimizer's by number.
+    """
 
     tensors: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor | None]

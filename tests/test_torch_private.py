@@ -1,0 +1,164 @@
+"""A test for each private name of torch that memfit uses: when a release moves one, this says which."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from memfit.capture import torch_private
+from memfit.capture.torch_private import (
+    DATA_DEPENDENT_ERRORS,
+    FakeTensorMode,
+    TorchDispatchMode,
+    backward_keeps_graph,
+    backward_node,
+    boxed,
+    checkpoints_inlined,
+    fake_mode_of,
+    is_fake,
+    make_boxed_func,
+    next_sequence_number,
+    real_tensors,
+    storage_key,
+    trace_joint,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
+
+
+def test_every_public_name_of_the_module_is_tested_here() -> None:
+    tree = ast.parse(Path(torch_private.__file__).read_text())
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names |= {alias.asname for alias in node.names if alias.asname}
+        if isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    public = {name for name in names if not name.startswith("_")}
+    assert public <= set(globals()), public - set(globals())
+
+
+def test_fake_tensors() -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    real = torch.nn.Parameter(torch.ones(3))
+    fake = mode.from_tensor(real)
+    assert is_fake(fake)
+    assert not is_fake(real)
+    assert fake_mode_of(fake) is mode
+    with mode:
+        assert is_fake(torch.empty(2) + fake.sum())
+        assert is_fake(real * 2)
+
+
+def test_data_dependent_errors() -> None:
+    with FakeTensorMode():
+        for look in (torch.Tensor.item, torch.nonzero):
+            try:
+                look(torch.empty(1))
+            except DATA_DEPENDENT_ERRORS:
+                continue
+            raise AssertionError(f"{look} was expected to raise")
+
+
+def test_storage_key_is_shared_by_views_only() -> None:
+    base = torch.empty(4)
+    assert storage_key(base) == storage_key(base[1:].view(3, 1))
+    assert storage_key(base) != storage_key(base.clone())
+
+
+def test_dispatch_mode_and_pytrees() -> None:
+    seen: list[str] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        torch.ones(2).relu_()
+    assert seen == ["aten::ones", "aten::relu_"]
+    leaves, structure = tree_flatten({"a": [1, (2, None)]})
+    assert leaves == [1, 2, None]
+    assert tree_unflatten(leaves, structure) == {"a": [1, (2, None)]}
+    assert tree_map(lambda leaf: leaf or 0, [1, (None,)]) == [1, (0,)]
+
+
+def test_sequence_numbers_link_forward_and_backward() -> None:
+    value = torch.ones(2, requires_grad=True)
+    before = next_sequence_number()
+    product = value * 3
+    assert product.grad_fn is not None
+    assert product.grad_fn._sequence_nr() == before
+    assert next_sequence_number() == before + 1
+    assert backward_node() is None
+    seen: list[Any] = []
+    product.register_hook(lambda _gradient: seen.append(backward_keeps_graph()))
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            node = backward_node()
+            if func is torch.ops.aten.mul.Tensor:
+                seen.append(node)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        product.sum().backward(retain_graph=True)
+    assert seen == [True, ("MulBackward0", before)]
+
+
+def test_checkpointed_regions_run_inline() -> None:
+    for use_reentrant in (False, True):
+        calls: list[int] = []
+
+        def region(value: torch.Tensor, calls: list[int] = calls) -> torch.Tensor:
+            calls.append(1)
+            return value.tanh()
+
+        value = torch.ones(2, requires_grad=True)
+        with checkpoints_inlined():
+            checkpoint(region, value, use_reentrant=use_reentrant).sum().backward()
+        assert len(calls) == 1
+        checkpoint(region, value, use_reentrant=use_reentrant).sum().backward()
+        assert len(calls) == 3
+
+
+def test_joint_graph_is_partitioned_by_ours_and_compiled_functions_are_boxed() -> None:
+    from torch._functorch.partitioners import default_partition
+
+    seen: dict[str, Any] = {}
+
+    def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
+        seen["joint"] = [str(node.target) for node in joint.graph.nodes]
+        seen["outputs"] = num_fwd_outputs
+        with real_tensors():
+            assert not is_fake(torch.ones(2))
+        return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **more)
+
+    def compile_half(module: Any, _inputs: Any) -> Any:
+        return boxed(make_boxed_func(module.forward))
+
+    class Pair(torch.nn.Module):
+        def forward(self, value: torch.Tensor) -> tuple[torch.Tensor]:
+            return (torch.relu(value),)
+
+    module = torch.fx.symbolic_trace(Pair())
+    function = trace_joint(
+        module,
+        [torch.randn(3, requires_grad=True)],
+        partition=partition,
+        forward_compiler=compile_half,
+        backward_compiler=compile_half,
+        inference_compiler=compile_half,
+    )
+    value = torch.tensor([-1.0, 2.0, 3.0], requires_grad=True)
+    (result,) = function(value)
+    result.sum().backward()
+    assert torch.equal(value.grad, torch.tensor([0.0, 1.0, 1.0]))  # type: ignore[arg-type]
+    assert seen["outputs"] == 1
+    assert "aten.threshold_backward.default" in seen["joint"]
+    assert any(target.startswith("tangents") for target in seen["joint"])
