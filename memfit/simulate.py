@@ -25,7 +25,7 @@ from memfit.device import GENERIC, Device
 from memfit.errors import InvalidDeviceError, InvalidScheduleError
 from memfit.graph import Graph
 from memfit.schedule import Code, Schedule, format_instruction
-from memfit.simulate_loop import GraphArrays, trace_memory, trace_seconds
+from memfit.simulate_loop import GraphArrays, trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +83,20 @@ def simulate(graph: Graph, schedule: Schedule, device: Device = GENERIC) -> Time
         InvalidDeviceError: the schedule offloads or prefetches, and the device has no rate for it.
     """
     arrays = arrays_of(graph, device.alignment_bytes)
-    codes, operands, count = schedule.codes, schedule.operands, len(schedule)
+    count = len(schedule)
     device_bytes, host_bytes = np.empty(count, np.int64), np.empty(count, np.int64)
-    memory = trace_memory(codes, operands, schedule.extras, arrays, device_bytes, host_bytes)
+    start_seconds, end_seconds = np.empty(count), np.empty(count)
+    memory, seconds = trace(
+        schedule.codes,
+        schedule.operands,
+        schedule.extras,
+        arrays,
+        (device.to_host_bytes_per_second or 0.0, device.to_device_bytes_per_second or 0.0),
+        (device_bytes, host_bytes),
+        (start_seconds, end_seconds),
+    )
     if memory.failed_at >= 0:
         _fail_instruction(graph, schedule, memory.failed_at)
-    start_seconds, end_seconds = np.empty(count), np.empty(count)
-    to_host_rate = device.to_host_bytes_per_second or 0.0
-    to_device_rate = device.to_device_bytes_per_second or 0.0
-    seconds = trace_seconds(codes, operands, arrays, to_host_rate, to_device_rate, start_seconds, end_seconds)
     if seconds.failed_at >= 0:
         _fail_link(device, schedule, seconds.failed_at)
     return Timeline(

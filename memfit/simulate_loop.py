@@ -112,15 +112,24 @@ def _take_over(op: int, taken: int, states: NDArray[np.uint8], graph: GraphArray
 
 
 @_compiled
+def _is_unknown(code: int, operand: int, op_count: int, storage_count: int, boundary_count: int) -> bool:
+    count = np.int32(op_count if code == _COMPUTE else boundary_count if code == _BOUNDARY else storage_count)
+    return (operand < 0) | (operand >= count)
+
+
+@_compiled
 def _first_unknown(codes: NDArray[np.int8], operands: NDArray[np.int32], graph: GraphArrays) -> int:
-    """Return the first instruction whose code or operand does not exist, or -1."""
+    """Return the first instruction whose operand does not exist, or -1."""
     op_count, storage_count, boundary_count = len(graph.seconds), len(graph.resident), len(graph.arrival_starts) - 1
+    unknown_count = 0  # counting has no branch, and the compiler makes vectors of it: most schedules have none
     for position in range(len(codes)):
-        code, operand = codes[position], operands[position]
-        count = op_count if code == _COMPUTE else boundary_count if code == _BOUNDARY else storage_count
-        if operand < 0 or operand >= count:
-            return position
-    return _NONE
+        unknown_count += _is_unknown(codes[position], operands[position], op_count, storage_count, boundary_count)
+    if unknown_count == 0:
+        return _NONE
+    position = 0
+    while not _is_unknown(codes[position], operands[position], op_count, storage_count, boundary_count):
+        position += 1
+    return position
 
 
 @_compiled
@@ -138,7 +147,7 @@ def _cross(boundary: int, states: NDArray[np.uint8], graph: GraphArrays) -> int:
 
 
 @_compiled
-def trace_memory(
+def _trace_memory(
     codes: NDArray[np.int8],
     operands: NDArray[np.int32],
     extras: NDArray[np.int64],
@@ -191,7 +200,7 @@ def trace_memory(
 
 
 @_compiled
-def trace_seconds(
+def _trace_seconds(
     codes: NDArray[np.int8],
     operands: NDArray[np.int32],
     graph: GraphArrays,
@@ -200,7 +209,7 @@ def trace_seconds(
     start_seconds: NDArray[np.float64],
     end_seconds: NDArray[np.float64],
 ) -> Seconds:
-    """Fill in when each instruction starts and ends; `codes` have passed `trace_memory`; a rate of 0 is no link."""
+    """Fill in when each instruction starts and ends; `codes` have passed `_trace_memory`; a rate of 0 is no link."""
     op_seconds, host_sizes, read_starts, reads = graph.seconds, graph.host_bytes, graph.read_starts, graph.reads
     departure_starts, departures = graph.departure_starts, graph.departures
     # When the last copy of each storage ends: waiting for one that has ended already takes no time, so none is cleared.
@@ -238,3 +247,28 @@ def trace_seconds(
             now = end
         start_seconds[position], end_seconds[position] = start, end
     return Seconds(_NONE, compute, to_host, to_device, stall, max(now, to_host_end, to_device_end))
+
+
+@_compiled
+def trace(
+    codes: NDArray[np.int8],
+    operands: NDArray[np.int32],
+    extras: NDArray[np.int64],
+    graph: GraphArrays,
+    rates: tuple[float, float],
+    in_bytes: tuple[NDArray[np.int64], NDArray[np.int64]],
+    in_seconds: tuple[NDArray[np.float64], NDArray[np.float64]],
+) -> tuple[Memory, Seconds]:
+    """Fill in bytes (device, host) and seconds (start, end) of each instruction.
+
+    Args:
+        codes: with `operands` and `extras`, the schedule.
+        graph: what it carries out.
+        rates: bytes per second to the host and to the device, 0 where there is no link.
+        in_bytes: filled with the bytes on device and host while each instruction runs.
+        in_seconds: filled with the start and end of each instruction, unless the first pass fails.
+    """
+    memory = _trace_memory(codes, operands, extras, graph, in_bytes[0], in_bytes[1])
+    if memory.failed_at != _NONE:
+        return memory, Seconds(_NONE, 0.0, 0.0, 0.0, 0.0, 0.0)
+    return memory, _trace_seconds(codes, operands, graph, rates[0], rates[1], in_seconds[0], in_seconds[1])
