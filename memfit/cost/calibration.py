@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import torch
 
+from memfit.cost.disk import environment_path, keep
 from memfit.cost.environment import environment, find_device, hardware_name
-from memfit.cost.recorder_build import cache_folder
 from memfit.device import Device
 from memfit.errors import InvalidFileError
-from memfit.files import decode, read_bytes, write_atomically
+from memfit.files import decode, read_bytes
 
 CPU_ALIGNMENT_BYTES = 64  # c10/core/alignment.h, gAlignment
 CUDA_ALIGNMENT_BYTES = 512  # c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize
@@ -64,7 +62,7 @@ def calibrate(device: torch.device | str, *, clock: Callable[[], float] = time.p
             launch_seconds=probe.launch_seconds(),
             source=f"measured by `memfit calibrate` with torch {torch.__version__}",
         )
-    _keep(measured, _path(device))
+    keep(measured, environment_path("devices", environment(device)), "calibrated rates")
     return measured
 
 
@@ -78,7 +76,7 @@ def local_device(device: torch.device | str) -> Device:
         InvalidDeviceError: no such device here.
     """
     device = find_device(device)
-    path = _path(device)
+    path = environment_path("devices", environment(device))
     if path.exists():
         try:
             return decode(read_bytes(path), Device, path)
@@ -98,22 +96,6 @@ def _bare_device(device: torch.device) -> Device:
         host_memory_bytes=host_bytes if is_cuda else None,
         source="sizes as the system gives them; no rates (run `memfit calibrate`)",
     )
-
-
-def _path(device: torch.device) -> Path:
-    digest = hashlib.sha256(repr(sorted(environment(device).items())).encode()).hexdigest()[:16]
-    return cache_folder() / "devices" / f"{device.type}-{digest}.json"
-
-
-def _keep(profile: Device, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, msgspec.json.format(msgspec.json.encode(profile), indent=1))
-    except InvalidFileError as error:
-        _log.warning("the calibrated rates are not kept: %s (MEMFIT_CACHE names another folder)", error)
-    except OSError as error:
-        reason = f"{path.parent}: {error.strerror}"
-        _log.warning("the calibrated rates are not kept: %s; set MEMFIT_CACHE to another folder", reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

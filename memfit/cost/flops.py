@@ -25,7 +25,7 @@ def flops_of(call: Call) -> int:
         return _CPU_ATTENTION[packet](shapes)
     if packet not in flop_registry:
         return 0
-    results = tuple(_meta(value) for value in call.results if value is not None)
+    results = tuple(None if value is None else _meta(value) for value in call.results)
     returned: Any = results[0] if len(results) == 1 else results
     return int(flop_registry[packet](*mapped(call.args, _meta), **mapped(call.kwargs, _meta), out_val=returned))
 

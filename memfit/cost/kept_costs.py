@@ -6,7 +6,6 @@ the file. A cache that cannot be read or written is said in one warning and does
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,24 +15,29 @@ from typing import Any
 import msgspec
 
 from memfit.binding import Call, Value
+from memfit.cost.disk import environment_path, keep
 from memfit.cost.made_inputs import mapped
-from memfit.cost.recorder_build import cache_folder
 from memfit.errors import InvalidFileError
-from memfit.files import decode, read_bytes, write_atomically
+from memfit.files import decode, read_bytes
 from memfit.graph import Bytes, Seconds
 
 FORMAT = "memfit-costs"
 VERSION = 1
+_VECTOR_BYTES = 64  # kernels choose by how far a tensor's start is from such a multiple, not by where it stands
 PRIVATE = "op "  # begins the key of an op that no op of another graph can be known to equal
 
 _log = logging.getLogger(__name__)
 
 
-class OpCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was measured of one op."""
+class OpCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What was measured of one op.
+
+    `storage_bytes` are those of the results, by position, whose storages are not what their fakes said.
+    """
 
     seconds: Seconds
     workspace_bytes: Bytes
+    storage_bytes: dict[int, Bytes] = {}
 
 
 class _Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,8 +60,7 @@ class KeptCosts:
         """Return what is known on disk for this environment; nothing where there is no file or it is damaged."""
         if not use_disk:
             return KeptCosts(environment=environment, path=None)
-        digest = hashlib.sha256(repr(sorted(environment.items())).encode()).hexdigest()[:16]
-        path = cache_folder() / "costs" / f"{digest}.json"
+        path = environment_path("costs", environment)
         return KeptCosts(environment=environment, path=path, costs=_read(path))
 
     def add(self, new: Mapping[str, OpCost]) -> None:
@@ -70,14 +73,7 @@ class KeptCosts:
         document = _Document(
             format=FORMAT, version=VERSION, environment=dict(self.environment), costs=dict(sorted(everything.items()))
         )
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, msgspec.json.format(msgspec.json.encode(document), indent=1))
-        except InvalidFileError as error:
-            _log.warning("measured costs are not kept: %s (MEMFIT_CACHE names another folder)", error)
-        except OSError as error:
-            reason = f"{self.path.parent}: {error.strerror}"
-            _log.warning("measured costs are not kept: %s; set MEMFIT_CACHE to another folder", reason)
+        keep(document, self.path, "measured costs")
 
 
 def _read(path: Path) -> dict[str, OpCost]:
@@ -97,7 +93,7 @@ def _read(path: Path) -> dict[str, OpCost]:
 def cost_key(call: Call) -> str | None:
     """Return a text that two calls share exactly when they cost the same, or None for a call that no text describes.
 
-    It holds the target, and for each argument its dtype, shape, strides and which arguments share a storage.
+    It holds the target and, for each argument, dtype, shape, strides and alignment, and which of them share a storage.
     """
     numbers: dict[int, int] = {}
 
@@ -105,7 +101,8 @@ def cost_key(call: Call) -> str | None:
         number = numbers.setdefault(value.storage, len(numbers))
         dtype = str(value.dtype).removeprefix("torch.")
         shape, stride = "x".join(map(str, value.shape)), "x".join(map(str, value.stride))
-        return _Text(f"{dtype}[{shape}]({stride})+{value.offset}@{number}")
+        misaligned_bytes = value.offset * value.dtype.itemsize % _VECTOR_BYTES
+        return _Text(f"{dtype}[{shape}]({stride})+{misaligned_bytes}@{number}")
 
     args, kwargs = mapped(call.args, described), mapped(call.kwargs, described)
     named = [f"{name}={value!r}" for name, value in sorted(kwargs.items())]

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import logging
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -17,19 +13,11 @@ from memfit.binding import Binding, Call
 from memfit.cost.calibration import calibrate, local_device
 from memfit.cost.environment import environment
 from memfit.cost.kept_costs import PRIVATE, KeptCosts, OpCost, cost_key
-from memfit.cost.made_inputs import InputMaker, values_in
-from memfit.cost.recorder import record
-from memfit.cost.result_check import check_results, result_bytes
+from memfit.cost.made_inputs import InputMaker
 from memfit.cost.rooflines import roofline_seconds
+from memfit.cost.single_op import Clock, Measurer, undisturbed
 from memfit.device import Device
-from memfit.errors import CaptureError
-from memfit.graph import Graph, Op
-
-Clock = Callable[[], float]
-
-_ENOUGH_SECONDS = 0.03  # an op is timed until this much has been spent on it,
-_MOST_RUNS = 15  # or this often
-_CUDA_LAUNCHES = 5  # between two events, so that the events' own resolution (0.5 us) does not count
+from memfit.graph import Graph, Op, Storage
 
 _log = logging.getLogger(__name__)
 
@@ -49,8 +37,9 @@ def measure(
         graph = measure(captured.graph, captured.binding)
 
     Each op is run by itself on inputs made for it, which are freed at once; equal ops are measured once, and kept on
-    disk in $MEMFIT_CACHE or ~/.cache/memfit. The median of several runs counts, after one that warms up. The first
-    run's results are compared with what the capture said of them. The random generators stay as they were.
+    disk in $MEMFIT_CACHE or ~/.cache/memfit. The median of several runs counts. The first
+    run's results are compared with what the capture said of them; where a kernel returns a storage of other bytes than
+    its fake, the graph returned has the real ones. The random generators stay as they were.
 
     An op that cannot be run by itself gets the seconds of a roofline over this device's calibrated rates: an
     optimizer's update (which brings its own workspace), or one that refuses made-up inputs or has no room in the budget
@@ -65,105 +54,41 @@ def measure(
         clock: gives seconds; CUDA devices are timed by events.
 
     Raises:
-        CaptureError: an op's real results differ from the captured ones in shape, dtype, strides or bytes.
+        CaptureError: an op's real results differ from the captured ones in shape, dtype or strides.
     """
     device: torch.device = binding.device
     kept = KeptCosts.load(environment(device), use_disk=cache)
-    keys = [_key(call) for call in binding.calls]
-    measurer = _Measurer(graph=graph, device=device, inputs=InputMaker(device), clock=clock, budget_bytes=budget_bytes)
-    wanted = {key: index for index, key in reversed(list(enumerate(keys))) if key not in kept.costs}
-    new: dict[str, OpCost] = {}
-    skipped: list[tuple[str, str]] = []
-    try:
-        with _undisturbed(device):
-            for done, (key, index) in enumerate(sorted(wanted.items(), key=lambda item: item[1])):
-                if progress is not None:
-                    progress(done, len(wanted))
-                outcome = measurer.measure(graph.ops[index], binding.calls[index])
-                if isinstance(outcome, OpCost):
-                    new[key] = outcome
-                else:
-                    skipped.append((graph.ops[index].name, outcome))
-    finally:
-        kept.add(new)  # Ctrl-C loses no more than the op at hand
-    _warn_of(skipped)
+    measurer = Measurer(graph=graph, device=device, inputs=InputMaker(device), clock=clock, budget_bytes=budget_bytes)
+    keys = [cost_key(call) or f"{PRIVATE}{call.op}" for call in binding.calls]
+    _measure_missing(measurer, binding, keys, kept, progress)
     return _with_costs(graph, binding, [kept.costs.get(key) for key in keys])
 
 
-def _key(call: Call) -> str:
-    return cost_key(call) or f"{PRIVATE}{call.op}"
-
-
-@contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """No gradients, no autocast, and the caller's random generators as they were."""
-    generators = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=generators), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Measurer:
-    """Measures single ops of one graph."""
-
-    graph: Graph
-    device: torch.device
-    inputs: InputMaker
-    clock: Clock
-    budget_bytes: int | None
-
-    def measure(self, op: Op, call: Call) -> OpCost | str:
-        """Return the cost of `op`, or why it cannot be had by running it."""
-        if not getattr(call.target, "measurable", True):
-            return ""
-        needed = self._needed_bytes(op, call)
-        if self.budget_bytes is not None and needed > self.budget_bytes:
-            return f"it needs {needed} bytes with the residents, of {self.budget_bytes}"
-        try:
-            args, kwargs = self.inputs.make(call, self.graph.storages)
-            workspace_bytes = self._first_run(op, call, args, kwargs)
-            seconds = self._seconds(call, args, kwargs)
-        except (RuntimeError, ValueError, IndexError) as error:
-            if isinstance(error, CaptureError):
-                raise
-            return f"it refuses inputs made for it: {str(error).strip().splitlines()[0]}"
-        return OpCost(seconds=seconds, workspace_bytes=workspace_bytes)
-
-    def _needed_bytes(self, op: Op, call: Call) -> int:
-        touched = {value.storage for value in values_in((call.args, call.kwargs))} | set(op.writes)
-        return self.graph.resident_bytes + sum(self.graph.storages[storage].bytes for storage in touched)
-
-    def _first_run(self, op: Op, call: Call, args: Sequence[Any], kwargs: Any) -> int:
-        """Run once: check what comes back, warm up, and return the workspace bytes."""
-        if self.device.type == "cuda":
-            call.target(*args, **kwargs)  # libraries take workspaces of their own at their first call, and keep them
-        with record(self.device) as usage:
-            returned = call.target(*args, **kwargs)
-        check_results(op, call, returned, self.graph.storages)
-        return max(0, usage.peak_bytes - result_bytes(returned, args, kwargs, self.device))
-
-    def _seconds(self, call: Call, args: Sequence[Any], kwargs: Any) -> float:
-        run = self._cuda_run if self.device.type == "cuda" else self._cpu_run
-        seconds: list[float] = []
-        started = self.clock()
-        while not seconds or (len(seconds) < _MOST_RUNS and self.clock() - started < _ENOUGH_SECONDS):
-            seconds.append(run(call, args, kwargs))
-        return statistics.median(seconds)
-
-    def _cpu_run(self, call: Call, args: Sequence[Any], kwargs: Any) -> float:
-        started = self.clock()
-        call.target(*args, **kwargs)
-        return self.clock() - started
-
-    def _cuda_run(self, call: Call, args: Sequence[Any], kwargs: Any) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.device(self.device):
-            begin.record()
-            for _ in range(_CUDA_LAUNCHES):
-                call.target(*args, **kwargs)
-            end.record()
-            end.synchronize()
-        return begin.elapsed_time(end) * 1e-3 / _CUDA_LAUNCHES
+def _measure_missing(
+    measurer: Measurer,
+    binding: Binding,
+    keys: Sequence[str],
+    kept: KeptCosts,
+    progress: Callable[[float, float], None] | None,
+) -> None:
+    """Add to `kept` the cost of the first op of each key that it lacks."""
+    ops = measurer.graph.ops
+    wanted = [keys.index(key) for key in dict.fromkeys(keys) if key not in kept.costs]
+    new: dict[str, OpCost] = {}
+    skipped: list[tuple[str, str]] = []
+    try:
+        with undisturbed(measurer.device):
+            for done, index in enumerate(wanted):
+                if progress is not None:
+                    progress(done, len(wanted))
+                outcome = measurer.measure(ops[index], binding.calls[index])
+                if isinstance(outcome, OpCost):
+                    new[keys[index]] = outcome
+                else:
+                    skipped.append((ops[index].name, outcome))
+    finally:
+        kept.add(new)  # Ctrl-C loses no more than the op at hand
+    _warn_of(skipped)
 
 
 def _warn_of(skipped: Sequence[tuple[str, str]]) -> None:
@@ -178,15 +103,34 @@ def _warn_of(skipped: Sequence[tuple[str, str]]) -> None:
 def _with_costs(graph: Graph, binding: Binding, costs: Sequence[OpCost | None]) -> Graph:
     profile: Device | None = None
     ops: list[Op] = []
+    storages = list(graph.storages)
     for op, call, cost in zip(graph.ops, binding.calls, costs, strict=True):
         if cost is not None:
             ops.append(msgspec.structs.replace(op, seconds=cost.seconds, workspace_bytes=cost.workspace_bytes))
+            _set_real_bytes(storages, op, call, cost)
             continue
         profile = profile or _calibrated(binding.device)
         seconds = roofline_seconds(call, op, graph.storages, profile)
         workspace_bytes = getattr(call.target, "workspace_bytes", op.workspace_bytes)
         ops.append(msgspec.structs.replace(op, seconds=seconds, workspace_bytes=workspace_bytes))
-    return msgspec.structs.replace(graph, ops=tuple(ops))
+    if storages == list(graph.storages):
+        return msgspec.structs.replace(graph, ops=tuple(ops))
+    ops = [msgspec.structs.replace(op, reuses=_equal_pairs(op, storages)) for op in ops]
+    return msgspec.structs.replace(graph, ops=tuple(ops), storages=tuple(storages)).verify()
+
+
+def _set_real_bytes(storages: list[Storage], op: Op, call: Call, cost: OpCost) -> None:
+    """Give the storages that the op writes the bytes that its kernel really takes for them."""
+    for place, real_bytes in cost.storage_bytes.items():
+        value = call.results[place]
+        assert value is not None
+        captured = storages[value.storage]
+        _log.info("op %s: storage %r has %d bytes, captured %d", op.name, captured.name, real_bytes, captured.bytes)
+        storages[value.storage] = msgspec.structs.replace(captured, bytes=real_bytes)
+
+
+def _equal_pairs(op: Op, storages: Sequence[Storage]) -> tuple[tuple[int, int], ...]:
+    return tuple(pair for pair in op.reuses if storages[pair[0]].bytes == storages[pair[1]].bytes)
 
 
 def _calibrated(device: torch.device) -> Device:
