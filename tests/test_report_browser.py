@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from memfit.checker import check
@@ -37,7 +38,7 @@ FLAGS = [
     "--disable-sync",
     "--disable-dev-shm-usage",
 ]
-READY = "document.documentElement.dataset.ready === 'true'"
+READY = "html[data-ready=true]"  # a selector: waiting for an expression would need eval, which the page forbids
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2><b>bold</b>@@data@@"
 DEVICE = Device(name="test device", to_host_bytes_per_second=1e7, to_device_bytes_per_second=1e7)
 
@@ -121,7 +122,7 @@ class Visit:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(path.as_uri())
-        self.page.wait_for_function(READY, timeout=60_000)
+        self.page.wait_for_selector(READY, timeout=60_000)
 
     def rows(self, table: str) -> list[list[str]]:
         return self.page.eval_on_selector_all(
@@ -202,7 +203,7 @@ def test_axis_by_operation(report: tuple[Plan, Path], visit: Visit) -> None:
     plan, path = report
     visit.open(path)
     visit.page.click("#axis-switch [data-axis=step]")
-    visit.page.wait_for_function("document.getElementById('live').layout.xaxis.title.text.startsWith('operations')")
+    visit.page.locator("#live .xtitle", has_text="operations").wait_for()
     last = visit.page.evaluate("Math.max(...document.getElementById('live').data.flatMap(trace => trace.x))")
     assert last == int((plan.schedule.codes == 0).sum())
     assert visit.complaints == []
@@ -301,6 +302,19 @@ def test_dark_on_screen_light_on_paper(report: tuple[Plan, Path], visit: Visit) 
     assert visit.page.evaluate(tick) == "rgb(169, 178, 187)"
     visit.page.emulate_media(color_scheme="dark", media="print")
     assert visit.page.evaluate(background) == "rgb(255, 255, 255)"
+
+
+@pytest.mark.parametrize("layers", [0, 4])
+def test_steps_without_ops_or_times_are_drawn(layers: int, tmp_path: Path, visit: Visit) -> None:
+    timed = deep_step(layers)
+    ops = [msgspec.structs.replace(op, seconds=0.0) for op in timed.ops]
+    graph = Graph.build(name=timed.name, storages=timed.storages, ops=ops)
+    write_html(
+        plan_of(graph, rematerialize_every_other(graph) if layers else Schedule.of([])), tmp_path / "report.html"
+    )
+    visit.open(tmp_path / "report.html")
+    assert visit.complaints == []
+    assert (visit.page.locator("#live .xtitle").text_content() or "").startswith("operations")
 
 
 def test_ten_thousand_ops_are_drawn(tmp_path: Path, visit: Visit) -> None:

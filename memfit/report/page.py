@@ -160,9 +160,9 @@ def _peak(run: Run, outside_bytes: int) -> dict[str, Any]:
     rows = [(storage, run.device.aligned(sizes[storage].bytes)) for storage in run.live_at(position)]
     others = {layer: int(run.layers[layer][position]) for layer in (Layer.WORKSPACE, Layer.OUTSIDE)} if rows else {}
     others[Layer.OUTSIDE] = others.get(Layer.OUTSIDE, 0) + outside_bytes
-    total = format_bytes(timeline.peak_bytes + outside_bytes)
+    moment = f"{format_bytes(timeline.peak_bytes + outside_bytes)} {run.doing_at(position)}".rstrip()
     return {
-        "note": f"All that is on the device at the fullest moment: {f'{total} {run.doing_at(position)}'.strip()}.",
+        "note": f"All that is on the device at the fullest moment: {moment}.",
         "rows": rows,
         "others": [(layer, size) for layer, size in others.items() if size],
     }
