@@ -89,10 +89,36 @@ def test_batch_normalization_updates_its_statistics_once_and_can_be_computed_aga
     assert {storage for op in copies for storage in op.mutates} == buffers
 
 
-def test_a_write_to_a_part_of_a_tensor_stays_a_mutation() -> None:
+def test_a_write_to_a_part_of_a_fresh_tensor_is_one_op_that_can_be_computed_again() -> None:
     graph = capture(make_pair("unusual")[0]).graph
-    mutated = {s for op in graph.ops for s in op.mutates}
-    assert any(graph.storages[s].role is Role.ACTIVATION for s in mutated)
+    assert not any(graph.storages[s].role is Role.ACTIVATION for op in graph.ops for s in op.mutates)
+    assert [op.target.partition("#")[0] for op in graph.ops if "+" in op.target] == ["zeros_like.default+copy_.default"]
+
+
+def test_the_gates_of_an_unrolled_lstm_can_be_computed_again() -> None:
+    graph = capture(make_pair("recurrent")[0]).graph
+    gates = [op for op in graph.ops if "+sigmoid_" in op.target]
+    assert len(gates) == 9
+    assert all(op.recomputable and not op.mutates for op in gates)
+
+
+def test_a_write_after_a_read_stays_a_mutation() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            outputs = self.linear(values)
+            total = outputs.sum(1, keepdim=True)
+            changed = outputs.detach()
+            changed[:, 0] = 1.0
+            return outputs + total
+
+    step = TrainingStep(model=Late(), loss=cross_entropy, batch=(torch.randn(3, 4), torch.tensor([0, 1, 1])))
+    graph = capture(step).graph
+    assert [op.target for op in graph.ops if op.mutates and not op.computed_once] == []
+    assert any(graph.storages[s].role is Role.ACTIVATION for op in graph.ops for s in op.mutates)
 
 
 def test_every_random_op_reads_a_saved_generator_state() -> None:

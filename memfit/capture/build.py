@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from memfit.binding import Binding, Call, Resident, Value
+from memfit.capture.fuse import fuse_in_place_writes
 from memfit.capture.generators import STATE_BYTES, SaveGeneratorState
 from memfit.capture.torch_private import tree_map
 from memfit.capture.trace import Trace, TracedCall, TracedStorage
@@ -46,7 +47,10 @@ def build(
     """
     kept = {value.storage for value in outputs.values()}
     kept |= {storage for storage, traced in enumerate(trace.storages) if traced.resident} | set(trace.arrivals)
-    calls, position = _live_calls(trace.calls, kept, boundary.position if boundary else 0)
+    fused = fuse_in_place_writes(trace.calls, kept)
+    boundary_position = boundary.position if boundary else 0
+    boundary_position -= sum(call is None for call in fused[:boundary_position])
+    calls, position = _live_calls([call for call in fused if call is not None], kept, boundary_position)
     for call in calls:
         if "c10d" in str(call.target):
             raise UnsupportedStepError(

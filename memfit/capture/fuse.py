@@ -1,0 +1,150 @@
+"""Fusing in-place writes into the call that made what they write to.
+
+`sigmoid_` on a quarter of an LSTM's gates, or `shifted[:, 1:] = values` over fresh zeros, writes to a part of a
+storage and stays a mutation, which a schedule may compute only once. Where nobody looked at the storage before, the
+call that made it and the writes after it are one call with one result, and can be computed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from memfit.binding import Value
+from memfit.capture.torch_private import tree_map
+from memfit.capture.trace import TracedCall
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """Stands for an argument of the fused call."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Stands for a window on result `result` of the first call."""
+
+    result: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A call, and the in-place calls on its results: `Fused(parts)(*tensors)` returns what the first part returns."""
+
+    parts: tuple[_Part, ...]
+
+    @property
+    def __name__(self) -> str:
+        names = "+".join(str(getattr(part.target, "__name__", part.target)) for part in self.parts)
+        digest = hashlib.sha256(repr(self.parts).encode()).hexdigest()[:8]  # tells other scalars and windows apart
+        return f"{names}#{digest}"
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        first, *rest = self.parts
+        returned = first.target(*_filled(first.args, tensors, ()), **_filled(first.kwargs, tensors, ()))
+        results = [returned] if isinstance(returned, torch.Tensor) else list(returned)
+        for part in rest:
+            part.target(*_filled(part.args, tensors, results), **_filled(part.kwargs, tensors, results))
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def _filled(tree: Any, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Any:
+    if isinstance(tree, _Given):
+        return tensors[tree.position]
+    if isinstance(tree, _Made):
+        return results[tree.result].as_strided(tree.shape, tree.stride, tree.offset)
+    if isinstance(tree, dict):
+        return {key: _filled(value, tensors, results) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_filled(item, tensors, results) for item in tree)
+    return tree
+
+
+def fuse_in_place_writes(calls: Sequence[TracedCall], residents: set[int]) -> list[TracedCall | None]:
+    """Return the calls with each fusable write merged into the call that made its storage, None in its own place."""
+    fused: list[TracedCall | None] = list(calls)
+    parts: dict[int, list[TracedCall]] = {}
+    made_at: dict[int, int] = {}
+    mutated_at: dict[int, int] = {}
+    seen: set[int] = set()  # storages that a call other than their maker's own writes has read
+    for position, call in enumerate(calls):
+        maker = _maker(call, made_at, mutated_at, seen, calls, residents)
+        if maker is not None:
+            parts[maker].append(call)
+            fused[position] = None
+        else:
+            seen.update(call.reads, call.mutates)
+            mutated_at.update(dict.fromkeys(call.mutates, position))
+        for storage in call.writes:
+            made_at[storage] = position
+            parts.setdefault(position, [call])
+    for position, together in parts.items():
+        if len(together) > 1:
+            fused[position] = _fuse(together)
+    return fused
+
+
+def _maker(
+    call: TracedCall,
+    made_at: dict[int, int],
+    mutated_at: dict[int, int],
+    seen: set[int],
+    calls: Sequence[TracedCall],
+    residents: set[int],
+) -> int | None:
+    """The position of the call that `call` can be merged into, if there is one."""
+    if len(call.mutates) != 1 or call.writes or call.random:
+        return None
+    (storage,) = call.mutates
+    maker = made_at.get(storage)
+    if maker is None or storage in seen or calls[maker].random or not _is_simple(calls[maker]):
+        return None
+    own = set(calls[maker].writes)
+    for read in call.reads:
+        # What it reads must have been there, in the same version, when the storage was made.
+        was_there = read in residents or made_at.get(read, maker) < maker
+        if read not in own and (not was_there or mutated_at.get(read, -1) >= maker):
+            return None
+    return maker
+
+
+def _is_simple(call: TracedCall) -> bool:
+    """Whether every result is a tensor in a storage of its own, of which `Fused` can make windows."""
+    storages = [value.storage for value in call.results if value is not None]
+    return len(storages) == len(call.results) == len(set(storages)) and not call.mutates
+
+
+def _fuse(together: Sequence[TracedCall]) -> TracedCall:
+    first = together[0]
+    results = {value.storage: number for number, value in enumerate(first.results) if value is not None}
+    given: dict[Value, int] = {}
+
+    def template(leaf: Any) -> Any:
+        if not isinstance(leaf, Value):
+            return leaf
+        if leaf.storage in results:
+            return _Made(results[leaf.storage], leaf.dtype, leaf.shape, leaf.stride, leaf.offset)
+        return _Given(given.setdefault(leaf, len(given)))
+
+    parts = tuple(
+        _Part(call.target, tree_map(template, call.args), tree_map(template, call.kwargs)) for call in together
+    )
+    reads = [storage for call in together for storage in call.reads if storage not in results]
+    return replace(first, target=Fused(parts), args=tuple(given), kwargs={}, reads=tuple(dict.fromkeys(reads)))
