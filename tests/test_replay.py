@@ -11,6 +11,7 @@ from strategies import LINKED, broken_schedules, graphs, legal_schedules
 
 from memfit.checker import check
 from memfit.errors import InvalidScheduleError
+from memfit.schedule import Schedule
 from memfit.simulate import simulate
 
 
@@ -65,3 +66,29 @@ def test_text_round_trip(data: st.DataObject) -> None:
     schedule = data.draw(legal_schedules(graph))
     noted = schedule.text(lambda instruction: type(instruction).__name__)
     assert type(schedule).parse(noted) == schedule
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_arrays_of_anything_are_simulated_or_refused(data: st.DataObject) -> None:
+    graph = data.draw(graphs())
+    count = data.draw(st.integers(0, 12))
+
+    def column(least: int, most: int, kind: type[np.integer]) -> np.ndarray:
+        near = st.integers(-2, 12)
+        return np.array([data.draw(near | st.integers(least, most)) for _ in range(count)], kind)
+
+    codes, operands = column(-128, 127, np.int8), column(-(1 << 31), (1 << 31) - 1, np.int32)
+    schedule = Schedule(codes, operands, column(-(1 << 63), (1 << 63) - 1, np.int64))
+    try:
+        check(graph, schedule)
+    except InvalidScheduleError as error:
+        assert len(str(error)) < 500
+    else:
+        assert first_illegal(graph, schedule, LINKED) is None
+    try:
+        timeline = simulate(graph, schedule, LINKED)
+    except InvalidScheduleError as error:
+        assert len(str(error)) < 500
+    else:
+        assert timeline.device_bytes.min(initial=0) >= 0
