@@ -150,6 +150,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Predicted planned seconds over unplanned seconds, minus one."""
         return self.predicted.seconds / self.unplanned.seconds - 1.0 if self.unplanned.seconds else 0.0
 
+    def explain(self) -> str:
+        """Return in plain words what holds the peak, and for each storage what became of it and why."""
+        from memfit.report import explain  # the report stands above; only who asks for words pays for it
+
+        return explain(self)
+
     @property
     def fingerprint(self) -> str:
         """The fingerprint of the graph the plan is good for."""

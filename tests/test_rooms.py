@@ -41,7 +41,9 @@ TORCH_LATE = {"planners/dqn.py"}  # may import torch inside functions
 PRIVATE_NAMES = "capture/torch_private.py"
 
 # (file, room above it that it imports inside a function) -> why that is right.
-UPWARD: dict[tuple[str, str], str] = {}
+UPWARD: dict[tuple[str, str], str] = {
+    ("plan.py", "report"): "`plan.explain()` is a method of plans; its words are the report's",
+}
 
 
 def _tree(path: Path) -> ast.Module:
