@@ -40,7 +40,7 @@ def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "ram_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "system": f"{platform.system()} {platform.machine()}",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),

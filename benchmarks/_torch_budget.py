@@ -1,7 +1,8 @@
 """torch's own answer: `activation_memory_budget`, with eager's kernels in place of Inductor's.
 
 AOTAutograd's min-cut partitioner chooses what is saved, and both halves run as plain generated code over the same ATen
-kernels that eager calls. They take their arguments in a list that they empty, or saved activations would live to the end.
+kernels that eager calls. They take their arguments in a list that they empty, or saved activations would live to the
+end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What torch offers today: eager, `activation_memory_budget` from 1.0 to 0.0, and checkpoints placed by hand.
 
-Memory is the peak above parameters, buffers and inputs in zero_grad(set_to_none=True) + forward + loss + backward. Time is
-against eager, run in turns in the same process. One process for each configuration. Each result is stored as soon as it
-is there, and kept unless `--again` is given.
+Memory is the peak above parameters, buffers and inputs in zero_grad(set_to_none=True) + forward + loss + backward. Time
+is against eager, run in turns in the same process. One process for each configuration. Each result is stored as soon as
+it is there, and kept unless `--again` is given.
 
     python benchmarks/torch_baselines.py                      # all eight workloads: an hour on two cores
     python benchmarks/torch_baselines.py resnet50 --repeats 3 --budgets 0.9 0.5
@@ -26,6 +26,7 @@ from memfit.workloads import WORKLOADS, build, checkpointed
 from memfit.workloads.building import GRANULARITIES
 
 BUDGETS = tuple(round(1 - tenth / 10, 1) for tenth in range(11))
+RIVALS = ("budget", "checkpoint")
 CHILD_SECONDS = 900  # compiling the unrolled lstm takes torch minutes
 
 

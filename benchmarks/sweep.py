@@ -1,0 +1,136 @@
+"""The promise, over its whole range: ten budgets from the unplanned peak down to the least that any plan could reach.
+
+For each of the workloads, and each budget: predicted and measured peak (everything on the device counts: parameters,
+buffers, inputs too), time against eager run in turns, and whether loss, gradients and buffers are eager's bits. Budgets
+that no plan fits are shown as such. One process for each point; a point is stored as soon as it is there, and kept
+unless `--again` is given.
+
+    python benchmarks/sweep.py                    # all eight workloads
+    python benchmarks/sweep.py --quick            # one workload, four budgets
+    python benchmarks/sweep.py gpt2 --time-limit 20
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from _measure import MIB
+from _planned import NO_BUDGET_BYTES, measure_planned
+from _process import answer_if_child, in_fresh_process
+from _record import load, result_path, store
+
+from memfit.workloads import WORKLOADS
+
+BUDGETS = 10
+QUICK_WORKLOAD, QUICK_BUDGETS, QUICK_REPEATS = "unet", 4, 1
+CHILD_SECONDS = 900
+
+
+def sweep(
+    workload: str,
+    options: dict[str, Any],
+    *,
+    count: int = BUDGETS,
+    known: dict[int, dict[str, Any]] | None = None,
+    timeout_seconds: float = CHILD_SECONDS,
+    **how: Any,
+) -> Iterator[dict[str, Any]]:
+    """Yield the step under planner `none`, then under each budget from the largest to the least.
+
+    Args:
+        count: how many budgets.
+        known: points measured before by budget, given again instead of measured.
+        how: `time_limit_seconds` and `repeats` of `measure_planned`.
+    """
+    known = known or {}
+
+    def point(budget_bytes: int, planner: str) -> dict[str, Any]:
+        if budget_bytes in known:
+            return known[budget_bytes]
+        request = {"workload": workload, "options": options, "budget_bytes": budget_bytes, "planner": planner, **how}
+        answer = in_fresh_process(__file__, request, timeout_seconds=timeout_seconds)
+        return {"budget_bytes": budget_bytes, "planner": planner} | answer
+
+    unplanned = point(NO_BUDGET_BYTES, "none")
+    yield unplanned
+    if "error" in unplanned:
+        return
+    for budget_bytes in budgets_between(
+        unplanned["unplanned_peak_bytes"], unplanned["least_budget_bound_bytes"], count
+    ):
+        yield point(budget_bytes, "search")
+
+
+def budgets_between(most_bytes: int, least_bytes: int, count: int) -> list[int]:
+    """Return `count` budgets from most to least, evenly, both ends included."""
+    return [most_bytes - (most_bytes - least_bytes) * step // (count - 1) for step in range(count)]
+
+
+def verdict(points: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return how many points were feasible, and whether these keep the promises (None where there is none)."""
+    feasible = [point for point in points if "measured_peak_bytes" in point and point["planner"] != "none"]
+    counts = {
+        "feasible": len(feasible),
+        "infeasible": sum(point.get("status") == "infeasible" for point in points),
+        "failed": sum("error" in point or point.get("status") == "timed_out" for point in points),
+        "unplanned_time_ratio": points[0].get("time_ratio"),
+    }
+    promises: dict[str, Any] = dict.fromkeys(("within_budget", "prediction_error", "monotone", "same_bits"))
+    if feasible:
+        overheads = [point["predicted_overhead"] for point in feasible]  # from the largest budget to the least
+        promises = {
+            "within_budget": all(point["within_budget"] for point in feasible),
+            "prediction_error": max(abs(point["prediction_error"]) for point in feasible),
+            "monotone": overheads == sorted(overheads),
+            "same_bits": all(point["first_difference"] is None for point in feasible),
+        }
+    return counts | promises
+
+
+def described(point: dict[str, Any]) -> str:
+    """One line of a point for the terminal."""
+    budget = "unlimited" if point["planner"] == "none" else f"{point['budget_bytes'] / MIB:8.1f} MiB"
+    if "error" in point:
+        return f"{budget:>13} {point['error']}"
+    if "measured_peak_bytes" not in point:
+        return f"{budget:>13} {point['status']}"
+    bits = "same bits" if point["first_difference"] is None else f"differs first in {point['first_difference']}"
+    over = "" if point["within_budget"] else " OVER BUDGET"
+    return (
+        f"{budget:>13} predicted {point['predicted_peak_bytes'] / MIB:8.1f}, "
+        f"measured {point['measured_peak_bytes'] / MIB:8.1f} MiB{over}, overhead predicted "
+        f"{point['predicted_overhead']:6.1%}, time {point['time_ratio']:.3f} of eager's, {bits}"
+    )
+
+
+def sweep_and_store(workload: str, options: argparse.Namespace) -> None:
+    """Sweep one workload; print and store each point as it comes."""
+    count, repeats = (QUICK_BUDGETS, QUICK_REPEATS) if options.quick else (BUDGETS, options.repeats)
+    name = f"sweep_quick/{workload}" if options.quick else f"sweep/{workload}"
+    stored = [] if options.again or not result_path(name).exists() else load(result_path(name))["payload"]["points"]
+    known = {point["budget_bytes"]: point for point in stored if "error" not in point}
+    points: list[dict[str, Any]] = []
+    for point in sweep(workload, {}, count=count, known=known, repeats=repeats, time_limit_seconds=options.time_limit):
+        points.append(point)
+        print(f"{workload:12} {described(point)}", flush=True)
+        store(name, {"workload": workload, "points": points, "verdict": verdict(points)})
+    print(f"{workload:12} {verdict(points)}", flush=True)
+
+
+def main() -> None:
+    """Sweep the workloads named on the command line, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_WORKLOAD} alone, {QUICK_BUDGETS} budgets")
+    parser.add_argument("--repeats", type=int, default=5, help="timed pairs of steps at each budget")
+    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds that the planner may search")
+    parser.add_argument("--again", action="store_true", help="measure again what is stored already")
+    options = parser.parse_args()
+    for workload in options.workloads or ([QUICK_WORKLOAD] if options.quick else list(WORKLOADS)):
+        sweep_and_store(workload, options)
+
+
+if __name__ == "__main__" and not answer_if_child(measure_planned):
+    main()

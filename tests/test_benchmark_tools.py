@@ -1,0 +1,262 @@
+"""What the benchmarks stand on: comparison of bits, timing in turns, storing, verdicts, tables."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memfit import TrainingStep
+from memfit.errors import InvalidOptionError
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # the scripts import one another as scripts do
+
+import _measure  # noqa: E402
+import _process  # noqa: E402
+import _record  # noqa: E402
+import sweep  # noqa: E402
+import tables  # noqa: E402
+import torch_baselines  # noqa: E402
+
+FAILING_CHILD = "import sys\nsys.exit('the reason')\n"
+SLOW_CHILD = "import time\ntime.sleep(30)\n"
+ANSWERING_CHILD = f"""
+import sys
+sys.path.insert(0, {str(BENCHMARKS)!r})
+from _process import answer_if_child
+assert answer_if_child(lambda number: {{"double": number * 2}})
+"""
+BUDGET_CHILD = f"""
+import sys, torch
+sys.path.insert(0, {str(BENCHMARKS)!r})
+from _torch_budget import compile_with_budget
+from memfit.cost.recorder import record
+torch.set_num_threads(1)
+layers = [layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.Sigmoid(), torch.nn.Tanh())]
+model = torch.nn.Sequential(*layers)
+rows = torch.randn(1024, 64)
+compiled = compile_with_budget(model, float(sys.argv[1]))
+for _ in range(2):
+    model.zero_grad(set_to_none=True)
+    with record("cpu") as usage:
+        compiled(rows).sum().backward()
+print(usage.peak_bytes)
+"""
+
+
+def small_step(optimizer: bool = False) -> TrainingStep:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+    batch = torch.randn(6, 4), torch.randint(2, (6,))
+    update = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if optimizer else None
+    return TrainingStep(model=model, loss=nn.CrossEntropyLoss(), batch=batch, optimizer=update)
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_outcome_repeats_itself_and_leaves_no_trace(optimizer: bool):
+    step = small_step(optimizer)
+    before = {name: tensor.clone() for name, tensor in step.model.state_dict().items()}
+    outcomes = [_measure.outcome(lambda: step.run_eager(step.batch), step) for _ in range(2)]
+    assert _measure.same_bits(*outcomes)["first_difference"] is None
+    assert any(name.startswith("state " if optimizer else "gradient ") for name in outcomes[0])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in step.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in step.model.parameters())
+    if optimizer:
+        assert not step.optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("loss", "loss"), ("gradient 0.weight", "gradient"), ("buffer 1.running_mean", "buffer")]
+)
+def test_one_changed_bit_is_found(name: str, kind: str):
+    step = small_step()
+    expected = _measure.outcome(lambda: step.run_eager(step.batch), step)
+    found = {key: tensor.clone() for key, tensor in expected.items()}
+    found[name].reshape(-1).view(torch.uint8)[0] ^= 1
+    compared = _measure.same_bits(found, expected)
+    assert compared["first_difference"] == name
+    assert [key for key, same in compared.items() if same is False] == [f"{kind}_same_bits"]
+
+
+def test_bits_are_compared_not_values():
+    assert _measure.same_bits({"loss": torch.tensor(float("nan"))}, {"loss": torch.tensor(float("nan"))})[
+        "loss_same_bits"
+    ]
+    assert not _measure.same_bits({"loss": torch.tensor(0.0)}, {"loss": torch.tensor(-0.0)})["loss_same_bits"]
+    missing = _measure.same_bits({}, {"gradient w": torch.zeros(2)})
+    assert missing["first_difference"] == "gradient w"
+
+
+def test_peak_of_the_measure_counts_gradients_and_not_parameters():
+    model = nn.Linear(256, 256, bias=False)
+    step = TrainingStep(model=model, loss=lambda model, batch: model(batch).sum(), batch=torch.randn(1, 256))
+    _measure.forward_backward(step)  # gradients that are there before do not count
+    usage = _measure.usage_of(lambda: _measure.forward_backward(step), step)
+    weight_bytes = 256 * 256 * 4
+    assert weight_bytes < usage.peak_bytes < 1.1 * weight_bytes
+    assert _measure.resident_bytes(step) == weight_bytes + 256 * 4
+
+
+def test_interleaving_turns_around_and_takes_the_median(monkeypatch: pytest.MonkeyPatch):
+    order: list[str] = []
+    clock = [0.0]
+    a_seconds, b_seconds = iter([9.0, 2.0, 6.0, 30.0]), iter([9.0, 1.0, 2.0, 3.0])
+
+    def run(name: str, seconds: Any) -> None:
+        order.append(name)
+        clock[0] += next(seconds)
+
+    monkeypatch.setattr(_record.time, "perf_counter", lambda: clock[0])
+    timed = _record.interleaved_ratio(lambda: run("a", a_seconds), lambda: run("b", b_seconds), 3)
+    assert "".join(order) == "ab" + "ab" + "ba" + "ab"
+    assert timed.ratios == [2.0, 3.0, 10.0]
+    assert timed.summary() == {
+        "time_ratio": 3.0,
+        "time_ratio_range": [2.0, 10.0],
+        "seconds": 2.0,
+        "eager_seconds": 1.0,
+        "repeats": 3,
+    }
+
+
+def test_a_stored_result_names_its_machine(tmp_path: Path):
+    path = _record.store("speed", {"seconds": 1.5}, folder=tmp_path)
+    document = _record.load(path)
+    assert document["payload"] == {"seconds": 1.5}
+    assert document["machine"].keys() >= {"cpu", "cores", "torch_threads", "ram_bytes", "torch", "date", "commit"}
+    assert [each.name for each in tmp_path.iterdir()] == ["speed.json"]
+
+
+def test_children_answer_or_say_why_not(tmp_path: Path):
+    script = tmp_path / "child.py"
+    script.write_text(ANSWERING_CHILD)
+    assert _process.in_fresh_process(str(script), {"number": 21}, timeout_seconds=60) == {"double": 42}
+    script.write_text(FAILING_CHILD)
+    answer = _process.in_fresh_process(str(script), {}, timeout_seconds=60)
+    assert answer == {"error": "exit status 1: the reason"}
+    script.write_text(SLOW_CHILD)
+    assert _process.in_fresh_process(str(script), {}, timeout_seconds=0.5) == {"error": "took more than 0 s"}
+
+
+@pytest.mark.slow
+def test_torchs_budget_is_really_applied():
+    def peak_bytes(budget: float) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", BUDGET_CHILD, str(budget)], capture_output=True, text=True, check=True, timeout=110
+        )
+        return int(done.stdout)
+
+    assert peak_bytes(0.5) < 0.8 * peak_bytes(1.0)
+
+
+def test_budgets_of_a_sweep_include_both_ends():
+    budgets = sweep.budgets_between(1000, 100, 10)
+    assert budgets == [1000, 900, 800, 700, 600, 500, 400, 300, 200, 100]
+
+
+def point(budget_bytes: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "budget_bytes": budget_bytes,
+        "planner": "search",
+        "status": "feasible",
+        "predicted_peak_bytes": budget_bytes - 10,
+        "measured_peak_bytes": budget_bytes - 10,
+        "predicted_overhead": 1000 / budget_bytes,
+        "time_ratio": 1.2,
+        "prediction_error": 0.001,
+        "within_budget": True,
+        "first_difference": None,
+        "ops": 5,
+        "capture_seconds": 1.0,
+        "measure_seconds": 2.0,
+        "plan_seconds": 3.0,
+    } | changes
+
+
+INFEASIBLE = {"budget_bytes": 50 << 20, "planner": "search", "status": "infeasible"}
+
+
+def test_a_verdict_counts_and_sees_every_broken_promise():
+    good = [point(1000 << 20, planner="none"), point(900 << 20), point(500 << 20), INFEASIBLE]
+    assert sweep.verdict(good) == {
+        "feasible": 2,
+        "infeasible": 1,
+        "failed": 0,
+        "unplanned_time_ratio": 1.2,
+        "within_budget": True,
+        "prediction_error": 0.001,
+        "monotone": True,
+        "same_bits": True,
+    }
+    for broken, what in [
+        ({"within_budget": False}, "within_budget"),
+        ({"prediction_error": -0.03}, "prediction_error"),
+        ({"predicted_overhead": 1e9}, "monotone"),
+        ({"first_difference": "loss"}, "same_bits"),
+    ]:
+        seen = sweep.verdict([good[0], point(900 << 20, **broken), good[2]])
+        assert seen[what] == (0.03 if what == "prediction_error" else False)
+    nothing = sweep.verdict([good[0], INFEASIBLE, {**INFEASIBLE, "error": "exit status 1"}])
+    assert (nothing["within_budget"], nothing["same_bits"], nothing["failed"]) == (None, None, 1)
+
+
+def test_only_points_with_eagers_gradients_can_be_best():
+    points = [
+        {"kind": "budget", "budget": 0.1, "peak_bytes": 10, "time_ratio": 1.0, "gradient_same_bits": False},
+        {"kind": "budget", "budget": 0.5, "peak_bytes": 20, "time_ratio": 1.2, "gradient_same_bits": True},
+        {"kind": "budget", "budget": 0.6, "peak_bytes": 20, "time_ratio": 1.1, "gradient_same_bits": True},
+        {"kind": "budget", "budget": 0.0, "error": "took more than 900 s"},
+    ]
+    assert torch_baselines.best(points, "budget") == points[2]
+    assert torch_baselines.best(points, "checkpoint") is None
+
+
+@pytest.fixture
+def stored_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    points = [point(1000 << 20, planner="none"), point(800 << 20), {**INFEASIBLE}]
+    payload = {"workload": "lstm", "points": points, "verdict": sweep.verdict(points)}
+    _record.store("sweep/lstm", payload, folder=tmp_path / "here")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    return "here"
+
+
+def test_tables_show_what_is_stored(stored_sweep: str):
+    summary = tables.render("sweep", stored_sweep)
+    assert summary is not None
+    assert "| lstm | 1 | 1 | 0 | yes | 0.10% | yes | yes | 1.200 |" in summary
+    every = tables.render("sweep-points", stored_sweep)
+    assert every is not None
+    assert "| lstm | 800.0 | 800.0 | 800.0 | 0.0% | 20.0% | yes |" in every
+    assert "| lstm | 50.0 | infeasible |  |  |  |  |" in every
+    assert tables.render("compare", stored_sweep) is None
+    with pytest.raises(InvalidOptionError, match="no table is called 'sweeps'; there are compare"):
+        tables.render("sweeps", stored_sweep)
+
+
+def test_tables_go_between_their_markers(stored_sweep: str, tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- table: planning -->\nold\n<!-- end of table -->\nafter\n")
+    tables.put_into(page, stored_sweep)
+    first = page.read_text()
+    assert first.startswith("before\n<!-- table: planning -->\n| workload | ops |")
+    assert "| lstm | 5 | 1.0 | 2.0 | 3.0 |" in first and "old" not in first and first.endswith("after\n")
+    tables.put_into(page, stored_sweep)
+    assert page.read_text() == first
+    page.write_text("<!-- table: gpu -->\n<!-- end of table -->\n")
+    with pytest.raises(InvalidOptionError, match="nothing is stored for the table 'gpu'"):
+        tables.put_into(page, stored_sweep)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_gpu_benchmark_says_so_and_exits_0():
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "gpu.py")], capture_output=True, text=True, check=False, timeout=110
+    )
+    assert done.returncode == 0
+    assert "no CUDA device here" in done.stdout
