@@ -1,7 +1,7 @@
 """Measured costs kept on disk, a file for each environment, so that the same op is measured once on a machine.
 
-The file is read whole and replaced whole: two processes that finish at once may lose what the first one added, never
-the file. A cache that cannot be read or written is said in one warning and does without.
+The file is read whole and replaced whole: of two processes that finish at once, one may lose what it added, never the
+file. A cache that cannot be read or written is said in one warning and does without.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class KeptCosts:
     def add(self, new: Mapping[str, OpCost]) -> None:
         """Add `new` to what is known, on disk as well; what another process added meanwhile stays."""
         self.costs.update(new)
-        lasting = {key: cost for key, cost in new.items() if not key.startswith(PRIVATE)}
-        if self.path is None or not lasting:
+        if self.path is None or all(key.startswith(PRIVATE) for key in new):
             return
+        lasting = {key: cost for key, cost in self.costs.items() if not key.startswith(PRIVATE)}
         everything = _read(self.path) | lasting
         document = _Document(
             format=FORMAT, version=VERSION, environment=dict(self.environment), costs=dict(sorted(everything.items()))

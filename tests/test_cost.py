@@ -1,0 +1,548 @@
+"""Measured costs: what is measured, checked and kept, and what happens where something cannot be measured."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from memfit import Graph
+from memfit.binding import Binding, Call, Value
+from memfit.capture import capture
+from memfit.capture.training_step import TrainingStep
+from memfit.cost import measure
+from memfit.cost.environment import environment
+from memfit.cost.kept_costs import KeptCosts, cost_key
+from memfit.cost.made_inputs import InputMaker
+from memfit.cost.recorder import record
+from memfit.cost.single_op import undisturbed
+from memfit.errors import CaptureError
+from memfit.graph import Op, Phase, Role, Storage
+from memfit.workloads import build
+
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own; the recorder is in place before, so that it is not built anew."""
+    with record("cpu"):
+        pass
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def value(storage: int, *shape: int, dtype: torch.dtype = torch.float32, offset: int = 0) -> Value:
+    stride = torch.empty(shape, device="meta").stride()
+    return Value(storage=storage, dtype=dtype, shape=shape, stride=tuple(stride), offset=offset)
+
+
+class Step:
+    """A graph and its binding, put together call by call."""
+
+    def __init__(self) -> None:
+        self.storages: list[Storage] = []
+        self.ops: list[Op] = []
+        self.calls: list[Call] = []
+
+    def storage(self, *shape: int, dtype: torch.dtype = torch.float32, role: Role = Role.INPUT) -> Value:
+        made = value(len(self.storages), *shape, dtype=dtype)
+        size = torch.empty(shape, dtype=dtype, device="meta").untyped_storage().nbytes()
+        self.storages.append(Storage(id=made.storage, name=f"s{made.storage}", bytes=size, role=role))
+        return made
+
+    def call(self, target: Any, *args: Any, result: Value | None = None, mutates: tuple[int, ...] = ()) -> None:
+        number = len(self.ops)
+        reads = {a.storage for a in args if isinstance(a, Value)} - set(mutates)
+        writes = () if result is None else (result.storage,)
+        self.ops.append(
+            Op(
+                id=number,
+                name=f"op_{number}",
+                target=str(target),
+                phase=Phase.FORWARD,
+                reads=tuple(sorted(reads)),
+                writes=writes,
+                mutates=mutates,
+                seconds=0.0,
+                workspace_bytes=None,
+            )
+        )
+        self.calls.append(Call(op=number, target=target, args=args, results=(result,)))
+
+    def apply(self, target: Any, *args: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Value:
+        result = self.storage(*shape, dtype=dtype, role=Role.ACTIVATION)
+        self.call(target, *args, result=result)
+        return result
+
+    def done(self) -> tuple[Graph, Binding]:
+        graph = Graph.build(name="step", storages=self.storages, ops=self.ops)
+        return graph, Binding(device=CPU, calls=tuple(self.calls), residents=(), outputs={})
+
+
+class Counted:
+    """A target that counts its calls and runs `function`."""
+
+    __name__ = "counted"
+
+    def __init__(self, function: Callable[..., Any], name: str = "counted") -> None:
+        self.function = function
+        self.name = name
+        self.calls = 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        return self.function(*args)
+
+    def __repr__(self) -> str:
+        return f"Counted({self.name})"
+
+
+def one_op(target: Any, *shape: int) -> tuple[Graph, Binding]:
+    step = Step()
+    step.apply(target, step.storage(*shape), shape=shape)
+    return step.done()
+
+
+def test_every_op_of_a_real_step_gets_seconds_and_workspace() -> None:
+    captured = capture(build("unet", batch=1, size=16, width=4, levels=2))
+    graph = measure(captured.graph, captured.binding)
+    assert all(op.seconds > 0 for op in graph.ops)
+    assert all(op.workspace_bytes is not None for op in graph.ops)
+    assert graph.fingerprint == captured.graph.fingerprint
+
+
+def test_workspace_is_what_is_held_beside_the_results() -> None:
+    def tripled(x: torch.Tensor) -> torch.Tensor:
+        held = torch.cat([x, x, x])
+        return held[: x.shape[0]].relu()
+
+    graph = measure(*one_op(tripled, 1000))
+    assert graph.ops[0].workspace_bytes == 3 * 4000
+
+
+def test_workspace_freed_before_the_result_is_made_may_hide_behind_it() -> None:
+    def freed(x: torch.Tensor) -> torch.Tensor:
+        total = (x + 1).sum().item()
+        return torch.full((4000,), total)
+
+    step = Step()
+    step.apply(freed, step.storage(1000), shape=(4000,))
+    assert measure(*step.done()).ops[0].workspace_bytes == 0
+
+
+def test_equal_ops_are_measured_once_others_by_themselves() -> None:
+    target = Counted(torch.add)
+    step = Step()
+    x, y, wide = step.storage(8), step.storage(8), step.storage(16)
+    step.apply(target, x, y, shape=(8,))
+    calls_of: list[int] = []
+
+    def calls_in(build_more: Callable[[], object]) -> int:
+        build_more()
+        before = target.calls
+        measure(*step.done())
+        calls_of.append(target.calls - before)
+        return calls_of[-1]
+
+    assert calls_in(lambda: None) > 0
+    assert calls_in(lambda: step.apply(target, y, x, shape=(8,))) == 0
+    assert calls_in(lambda: step.apply(target, wide, wide, shape=(16,))) > 0, "another shape, and one storage twice"
+    assert calls_in(lambda: step.apply(target, x, x, shape=(8,))) > 0, "the same storage twice"
+    assert calls_in(lambda: step.apply(target, x, 2.0, shape=(8,))) > 0, "another scalar"
+    assert calls_in(lambda: step.apply(target, x, 2.0, shape=(8,))) == 0
+
+
+def test_keys_tell_apart_what_costs_differently() -> None:
+    x, y = value(0, 4, 6), value(1, 4, 6)
+    turned = Value(storage=0, dtype=torch.float32, shape=(4, 6), stride=(1, 4))
+    shifted = Value(storage=0, dtype=torch.float32, shape=(4, 6), stride=(6, 1), offset=3)
+    lines_on = Value(storage=0, dtype=torch.float32, shape=(4, 6), stride=(6, 1), offset=32)
+    half = value(0, 4, 6, dtype=torch.bfloat16)
+    calls = [
+        Call(op=0, target=aten.add.Tensor, args=(x, y)),
+        Call(op=0, target=aten.mul.Tensor, args=(x, y)),
+        Call(op=0, target=aten.add.Tensor, args=(x, x)),
+        Call(op=0, target=aten.add.Tensor, args=(turned, y)),
+        Call(op=0, target=aten.add.Tensor, args=(shifted, y)),
+        Call(op=0, target=aten.add.Tensor, args=(half, y)),
+        Call(op=0, target=aten.add.Tensor, args=(x, y), kwargs={"alpha": 2}),
+        Call(op=0, target=aten.cat.default, args=([x, y],)),
+        Call(op=0, target=aten.cat.default, args=([x, y], 1)),
+    ]
+    keys = [cost_key(call) for call in calls]
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+    renumbered = Call(op=9, target=aten.add.Tensor, args=(value(7, 4, 6), value(3, 4, 6)))
+    assert cost_key(renumbered) == keys[0]
+    aligned = Call(op=0, target=aten.add.Tensor, args=(lines_on, y))
+    assert cost_key(aligned) == keys[0], "how far from a multiple of 64 bytes counts, not where"
+
+
+def test_an_object_without_a_name_is_measured_but_not_kept(empty_cache: Path) -> None:
+    class Unnamed:
+        calls = 0
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            Unnamed.calls += 1
+            return x + 1
+
+    graph, binding = one_op(Unnamed(), 8)
+    assert cost_key(binding.calls[0]) is None
+    assert measure(graph, binding).ops[0].seconds > 0
+    first = Unnamed.calls
+    measure(graph, binding)
+    assert Unnamed.calls == 2 * first
+    assert not list(empty_cache.rglob("*.json"))
+
+
+def test_seconds_are_the_median_of_the_clock() -> None:
+    first, second, third = (0.0, 0.04), (1.0, 1.01), (2.0, 2.03)  # three times the shortest is enough
+    readings = iter([*first, *second, *third])
+    graph = measure(*one_op(Counted(torch.relu), 8), clock=lambda: next(readings))
+    assert graph.ops[0].seconds == pytest.approx(0.03)
+    assert next(readings, None) is None
+
+
+def test_a_long_first_run_counts_alone() -> None:
+    readings = iter([0.0, 5.0])
+    graph = measure(*one_op(Counted(torch.relu), 8), clock=lambda: next(readings))
+    assert graph.ops[0].seconds == 5.0
+
+
+def test_progress_counts_what_is_measured() -> None:
+    step = Step()
+    x = step.storage(8)
+    for target in (aten.relu.default, aten.exp.default, aten.relu.default):
+        step.apply(target, x, shape=(8,))
+    seen: list[tuple[float, float]] = []
+    measure(*step.done(), progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(0, 2), (1, 2)]
+
+
+def test_a_mutating_op_runs_on_copies_of_its_own() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    batch = (torch.randn(8, 4), torch.zeros(8, dtype=torch.long))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    captured = capture(TrainingStep(model=model, loss=torch.nn.functional.cross_entropy, batch=batch))
+    assert any(op.mutates for op in captured.graph.ops)
+    measure(captured.graph, captured.binding)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_generator_and_the_modes_stay_as_they_were() -> None:
+    seen: list[tuple[bool, bool, float]] = []
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), float(torch.rand(()))))
+        return torch.bernoulli(x)
+
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        measure(*one_op(noisy, 8))
+    assert torch.equal(torch.rand(4), expected)
+    assert torch.is_grad_enabled()
+    assert seen
+    assert not any(gradients or autocast for gradients, autocast, _ in seen)
+
+
+def test_inputs_are_noise_zeros_or_shared() -> None:
+    maker = InputMaker(CPU)
+    floats, indices, flags = value(0, 300_000), value(1, 5, dtype=torch.long), value(2, 5, dtype=torch.bool)
+    part = value(0, 10, offset=100)
+    as_integers = value(3, 4, dtype=torch.int32)
+    as_floats = value(3, 4)
+    storages = tuple(
+        Storage(id=number, name="", bytes=size, role=Role.INPUT) for number, size in enumerate((1_200_000, 40, 5, 16))
+    )
+    call = Call(op=0, target=print, args=(floats, [indices, (flags, part)]), kwargs={"a": as_floats, "b": as_integers})
+    (made, (made_indices, (made_flags, made_part))), named = maker.make(call, storages)
+    assert made.shape == (300_000,)
+    assert 0.25 <= float(made.min()) < 0.26
+    assert 0.74 < float(made.max()) <= 0.75
+    assert made.std() > 0.1
+    assert not made_indices.any()
+    assert not made_flags.any()
+    assert torch.equal(made_part, made[100:110])
+    assert made_part.untyped_storage().data_ptr() == made.untyped_storage().data_ptr()
+    assert not named["a"].any(), "zeros where anything reads the storage as whole numbers"
+    assert not named["b"].any()
+    again, _ = maker.make(call, storages)
+    assert torch.equal(again[0], made)
+
+
+def test_embedding_takes_the_made_indices() -> None:
+    step = Step()
+    table, indices = step.storage(10, 4), step.storage(3, dtype=torch.long)
+    step.apply(aten.embedding.default, table, indices, shape=(3, 4))
+    assert measure(*step.done()).ops[0].seconds > 0
+
+
+def _wrong(result: torch.Tensor) -> tuple[Graph, Binding]:
+    def lied_about(_x: torch.Tensor) -> torch.Tensor:
+        return result
+
+    return one_op(lied_about, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (
+            torch.zeros(4, 5),
+            r"is float32\[4, 5\] with strides \[5, 1\] at offset 0, expected float32\[4, 6\] with strides",
+        ),
+        (torch.zeros(4, 6, dtype=torch.float64), r"is float64\[4, 6\]"),
+        (torch.zeros(6, 4).t(), r"with strides \[1, 4\] at offset 0, expected .* with strides \[6, 1\]"),
+        (torch.zeros(30)[6:].view(4, 6), r"at offset 6, expected .* at offset 0"),
+    ],
+)
+def test_results_other_than_captured_are_an_error(result: torch.Tensor, message: str) -> None:
+    with pytest.raises(CaptureError, match=rf"result 0 of op 'op_0' .*{message}"):
+        measure(*_wrong(result))
+
+
+def test_another_number_of_results_is_an_error() -> None:
+    with pytest.raises(CaptureError, match=r"op 'op_0' .* returned 2 values, expected 1 by its capture"):
+        measure(*one_op(lambda x: (x + 1, x + 2), 8))
+    with pytest.raises(CaptureError, match=r"result 0 of op 'op_0' .* is a int, expected a tensor"):
+        measure(*one_op(lambda x: 3, 8))  # noqa: ARG005
+
+
+def test_strides_of_single_elements_do_not_count() -> None:
+    def single(x: torch.Tensor) -> torch.Tensor:
+        return (x + 1).as_strided((4, 1), (1, 77))
+
+    assert measure(*one_op(single, 4, 1)).ops[0].seconds > 0
+
+
+def test_a_storage_larger_than_its_fake_is_counted_in_full() -> None:
+    model = torch.nn.Linear(64, 64)
+    batch = (torch.randn(32, 64), torch.randn(32, 64))
+    captured = capture(TrainingStep(model=model, loss=torch.nn.functional.mse_loss, batch=batch))
+    op = next(op for op in captured.graph.ops if "mse_loss" in op.target and "backward" not in op.target)
+    real = torch.nn.functional.mse_loss(*batch).untyped_storage().nbytes()
+    for _ in ("measured", "from the cache"):
+        graph = measure(captured.graph, captured.binding)
+        assert graph.storages[op.writes[0]].bytes == real
+        assert [s.bytes for s in graph.storages if s.id not in op.writes] == [
+            s.bytes for s in captured.graph.storages if s.id not in op.writes
+        ]
+
+
+class Update:
+    """A target as an optimizer's update is: it must not be run for itself."""
+
+    measurable = False
+    __name__ = "update"
+
+    def __init__(self, workspace_bytes: int) -> None:
+        self.workspace_bytes = workspace_bytes
+
+    def __call__(self, *_args: Any) -> None:
+        pytest.fail("an update must not be run to measure it")
+
+
+@pytest.fixture
+def quick_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfit.cost.calibration._SMALLEST_PRODUCT", 16)
+    monkeypatch.setattr("memfit.cost.calibration._LARGEST_PRODUCT", 16)
+    monkeypatch.setattr("memfit.cost.calibration._COPY_BYTES", 1 << 16)
+
+
+@pytest.mark.usefixtures("quick_calibration")
+def test_what_must_not_be_run_gets_a_roofline_and_its_own_workspace(caplog: pytest.LogCaptureFixture) -> None:
+    step = Step()
+    gradient, parameter = step.storage(1000), step.storage(1000, role=Role.PARAMETER)
+    step.call(Update(workspace_bytes=4321), gradient, mutates=(parameter.storage,))
+    with caplog.at_level(logging.WARNING, "memfit"):
+        op = measure(*step.done()).ops[0]
+    assert op.workspace_bytes == 4321
+    assert op.seconds > 0
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("quick_calibration")
+def test_an_op_that_refuses_made_up_inputs_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "memfit"):
+        op = measure(*one_op(aten.linalg_cholesky.default, 4, 4)).ops[0]
+    assert op.seconds > 0
+    assert op.workspace_bytes is None
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "op op_0 cannot be measured, a roofline gives its seconds"
+    ]
+
+
+@pytest.mark.usefixtures("quick_calibration")
+def test_measuring_stays_within_the_budget(caplog: pytest.LogCaptureFixture) -> None:
+    step = Step()
+    small, large = step.storage(1000), step.storage(100_000)
+    step.apply(aten.relu.default, small, shape=(1000,))
+    step.apply(aten.relu.default, large, shape=(100_000,))
+    graph, binding = step.done()
+    budget_bytes = graph.resident_bytes + 700_000
+    with caplog.at_level(logging.WARNING, "memfit"), record("cpu") as usage:
+        measured = measure(graph, binding, budget_bytes=budget_bytes)
+    assert usage.peak_bytes < 700_000
+    assert measured.ops[0].workspace_bytes == 0
+    assert measured.ops[1].workspace_bytes is None
+    assert "op op_1 cannot be measured, a roofline gives its seconds: " in caplog.text
+    assert f"it needs 1204000 bytes with the residents, of {budget_bytes}" in caplog.text
+
+
+def test_what_is_made_for_an_op_is_freed_at_once() -> None:
+    step = Step()
+    for width in range(20):
+        step.apply(aten.relu.default, step.storage(100_000 + width), shape=(100_000 + width,))
+    with record("cpu") as usage:
+        measure(*step.done())
+    assert usage.peak_bytes < 2 * 400_000 + 400_000 + 100_000, "inputs and results of one op, and the pattern"
+
+
+def test_ctrl_c_keeps_what_was_measured() -> None:
+    def interrupt(_x: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    first = Counted(torch.relu)
+    step = Step()
+    x = step.storage(8)
+    step.apply(first, x, shape=(8,))
+    step.apply(interrupt, x, shape=(8,))
+    with pytest.raises(KeyboardInterrupt):
+        measure(*step.done())
+    measured = first.calls
+    assert measured > 0
+    with pytest.raises(KeyboardInterrupt):
+        measure(*step.done())
+    assert first.calls == measured
+
+
+def _cache_file(folder: Path) -> Path:
+    (path,) = (folder / "costs").iterdir()
+    return path
+
+
+def test_the_cache_holds_its_environment(empty_cache: Path) -> None:
+    measure(*one_op(aten.relu.default, 8))
+    document = msgspec.json.decode(_cache_file(empty_cache).read_bytes())
+    assert document["environment"] == environment(CPU)
+    assert [key.partition("(")[0] for key in document["costs"]] == ["aten.relu.default"]
+    elsewhere = KeptCosts.load(environment(CPU) | {"torch": "0.0"})
+    assert elsewhere.costs == {}
+
+
+def test_no_cache_reads_and_writes_nothing(empty_cache: Path) -> None:
+    target = Counted(torch.relu)
+    measure(*one_op(target, 8), cache=False)
+    before = target.calls
+    measure(*one_op(target, 8), cache=False)
+    assert target.calls > before
+    assert not (empty_cache / "costs").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"format": "memfit-costs", "ver', "measured costs cannot be read and are measured again"),
+        (b"\xff\xfe\x00", "measured costs cannot be read and are measured again"),
+        (
+            b'{"format":"memfit-costs","version":1,"environment":{},"costs":{"a":{"seconds":-1,"workspace_bytes":0}}}',
+            "cannot",
+        ),
+        (b'{"format":"memfit-costs","version":2,"environment":{},"costs":{}}', "holds memfit-costs version 2"),
+        (b"[" * 100_000, "measured costs cannot be read"),
+    ],
+)
+def test_a_damaged_cache_is_said_and_mended(
+    empty_cache: Path, content: bytes, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    measure(*one_op(aten.relu.default, 8))
+    path = _cache_file(empty_cache)
+    path.write_bytes(content)
+    with caplog.at_level(logging.WARNING, "memfit"):
+        assert measure(*one_op(aten.relu.default, 8)).ops[0].seconds > 0
+    assert message in caplog.text
+    assert all("\n" not in record.message for record in caplog.records)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "memfit"):
+        measure(*one_op(aten.relu.default, 8))
+    assert not caplog.records
+
+
+def test_no_space_on_the_disk_is_one_warning(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with caplog.at_level(logging.WARNING, "memfit"):
+        assert measure(*one_op(aten.relu.default, 8)).ops[0].seconds > 0
+    assert len(caplog.records) == 1
+    assert "measured costs are not kept: " in caplog.text
+    assert "No space left on device" in caplog.text
+    assert not list((empty_cache / "costs").iterdir()), "nothing half-written remains"
+
+
+def test_a_folder_that_cannot_be_made_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "file" / "cache"))
+    with caplog.at_level(logging.WARNING, "memfit"):
+        assert measure(*one_op(aten.relu.default, 8)).ops[0].seconds > 0
+    assert len(caplog.records) == 1
+    assert "Not a directory; MEMFIT_CACHE names another folder" in caplog.text
+
+
+PROCESS = """
+import sys
+from memfit.cost.kept_costs import KeptCosts, OpCost
+kept = KeptCosts.load({"device": "cpu"})
+for number in range(40):
+    kept.add({f"{sys.argv[1]} {number}": OpCost(seconds=number, workspace_bytes=0)})
+"""
+
+
+@pytest.fixture
+def two_writers() -> Iterator[list[subprocess.Popen[bytes]]]:
+    processes = [subprocess.Popen([sys.executable, "-c", PROCESS, name]) for name in ("left", "right")]
+    yield processes
+    for process in processes:
+        process.kill()
+
+
+def test_two_processes_may_write_at_once(
+    two_writers: list[subprocess.Popen[bytes]], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert [process.wait(timeout=60) for process in two_writers] == [0, 0]
+    costs = KeptCosts.load({"device": "cpu"}).costs
+    assert not caplog.records
+    counts = [sum(key.startswith(name) for key in costs) for name in ("left", "right")]
+    assert max(counts) == 40, "who wrote last kept all of its own"
+    assert min(counts) > 0
+
+
+def test_modes_are_put_back_after_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), undisturbed(CPU):
+        1 / 0  # noqa: B018
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.gpu
+def test_costs_on_cuda() -> None:
+    captured = capture(build("encoder", device="cuda", batch=2, tokens=64, layers=2))
+    graph = measure(captured.graph, captured.binding)
+    assert all(op.seconds > 0 for op in graph.ops)
+    assert all(op.workspace_bytes is not None for op in graph.ops)
