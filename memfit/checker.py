@@ -346,10 +346,8 @@ class _Replay:
         """What would bring the storage to the device at this version."""
         if self.host_version[storage] == version and self.host_stale_since[storage] is None:
             return f"prefetch it {again}"
-        if version > 0:
+        if version > 0:  # the mutation is done: the order of first computations was kept
             mutating = [op for op in self.graph.ops if storage in op.mutates][version - 1]
-            if self.first_computed[mutating.id] is None:
-                return f"compute op {mutating.id} {mutating.name!r} first, which mutates it"
             return f"it comes only from op {mutating.id} {mutating.name!r}, once: keep it, or offload it before"
         writer = self.graph.writer_of.get(storage)
         if writer is not None:
