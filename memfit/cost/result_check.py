@@ -55,7 +55,7 @@ def result_bytes(returned: Any, args: Any, kwargs: Any, device: torch.device) ->
 def _check_result(what: str, result: Any, value: Value) -> None:
     if not isinstance(result, torch.Tensor):
         raise CaptureError(f"{what} is a {type(result).__name__}, expected a tensor by its capture")
-    got = (result.dtype, tuple(result.shape), result.storage_offset())
+    got = (result.dtype, tuple(result.shape), int(result.storage_offset()))
     expected = (value.dtype, value.shape, value.offset)
     # the stride of a dimension of one element, or of an empty tensor, is arbitrary
     counts = 0 not in value.shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ _CUDA_LAUNCHES = 5  # between two events, so that the events' own resolution (0.
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
+def undisturbed(device: torch.device) -> Generator[None]:
     """Measure without gradients and autocast, and leave the caller's random generators as they were."""
     generators = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=generators), torch.no_grad(), torch.autocast(device.type, enabled=False):

@@ -34,7 +34,7 @@ def build_workload(name: str, given: Mapping[str, OptionValue]) -> TrainingStep:
     model = parts.model.to(device)
     batch = _moved(parts.batch, device)
     if options.get("channels_last"):
-        model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        model = model.to(memory_format=torch.channels_last)
         batch = (batch[0].contiguous(memory_format=torch.channels_last), *batch[1:])
     model.train()
     return TrainingStep(

@@ -10,6 +10,7 @@ from memfit.errors import InvalidOptionError, InvalidTargetError
 
 OptionValue = int | float | str | bool
 
+_KINDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -31,7 +32,7 @@ class Option:
         """
         value = _as_type_of(self.default, given)
         if value is None:
-            expected = {bool: "true or false", int: "a whole number", float: "a number"}.get(type(self.default), "text")
+            expected = _KINDS[type(self.default)]
             raise InvalidOptionError(f"workload {workload}: option {self.name} is {given!r}, expected {expected}")
         if self.choices and value not in self.choices:
             expected = ", ".join(map(str, self.choices))
