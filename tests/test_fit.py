@@ -381,6 +381,7 @@ class LooksAtValues(nn.Module):
         return self.after(hidden)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_step_that_looks_at_values_is_planned_in_parts(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = LooksAtValues()

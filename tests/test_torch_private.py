@@ -23,6 +23,7 @@ from memfit.capture.torch_private import (
     make_boxed_func,
     next_sequence_number,
     real_tensors,
+    runs_under_ddp,
     storage_key,
     trace_joint,
     tree_flatten,
@@ -109,6 +110,19 @@ def test_sequence_numbers_link_forward_and_backward() -> None:
     with Watch():
         product.sum().backward(retain_graph=True)
     assert seen == [True, ("MulBackward0", before)]
+
+
+def test_a_forward_under_ddp_is_seen(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        seen: list[bool] = []
+        inner = torch.nn.Linear(2, 2)
+        inner.register_forward_hook(lambda *_: seen.append(runs_under_ddp()))
+        torch.nn.parallel.DistributedDataParallel(inner)(torch.ones(1, 2))
+        assert seen == [True]
+        assert not runs_under_ddp()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_checkpointed_regions_run_inline() -> None:

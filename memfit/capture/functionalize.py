@@ -130,6 +130,17 @@ class Overwrite:
         return self.func(target, *args, **kwargs)
 
 
+def overwrite_like(result: torch.Tensor, func: Any) -> Overwrite:
+    """Return the call of the in-place `func` over a new tensor of `result`'s metadata."""
+    return Overwrite(
+        func=func,
+        shape=tuple(result.shape),
+        stride=tuple(result.stride()),
+        dtype=result.dtype,
+        device=result.device,
+    )
+
+
 def functional_variant(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mutated: torch.Tensor
 ) -> tuple[Callable[..., Any], bool] | None:
@@ -143,14 +154,7 @@ def functional_variant(
     if not _covers_its_storage(mutated):
         return None
     if name in _OVERWRITING:
-        overwrite = Overwrite(
-            func=func,
-            shape=tuple(mutated.shape),
-            stride=tuple(mutated.stride()),
-            dtype=mutated.dtype,
-            device=mutated.device,
-        )
-        return overwrite, False
+        return overwrite_like(mutated, func), False
     packet = getattr(torch.ops.aten, name[:-1], None)
     functional = getattr(packet, func._overloadname, None)
     if functional is None or len(functional._schema.arguments) != len(func._schema.arguments):

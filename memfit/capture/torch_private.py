@@ -112,6 +112,13 @@ def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return call
 
 
+def runs_under_ddp() -> bool:
+    """Return whether a DistributedDataParallel module's forward is running, or being compiled."""
+    if not torch.distributed.is_available():
+        return False
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
+
+
 @contextmanager
 def real_tensors() -> Iterator[None]:
     """Leave whatever fake or tracing modes are active: ops that are measured run for real."""

@@ -27,6 +27,7 @@ from memfit.capture.functionalize import (
     FUNCTIONAL_BATCH_NORMS,
     BatchNorm,
     functional_variant,
+    overwrite_like,
     without_idle_statistics,
 )
 from memfit.capture.torch_private import is_fake, storage_key, tree_flatten, tree_map
@@ -130,6 +131,10 @@ class Trace:
             return
         traced_args, traced_kwargs = self._values_of((args, kwargs))
         target: Callable[..., Any] = func
+        if func is torch.ops.aten.copy.default:
+            # The real kernel keeps its first argument's place in a larger storage, the fake one does not.
+            target = overwrite_like(returned, torch.ops.aten.copy_.default)
+            traced_args = traced_args[1:]
         if len(mutated) == 1 and not self.storages[self.value(mutated[0]).storage].resident:
             variant = functional_variant(func, args, kwargs, mutated[0])
             if variant is not None:

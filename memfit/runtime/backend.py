@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from memfit.capture.torch_private import (
     fake_mode_of,
     make_boxed_func,
     real_tensors,
+    runs_under_ddp,
     trace_joint,
     tree_flatten,
 )
@@ -34,6 +36,7 @@ from memfit.runtime.planning import Prepared, Settings, prepare
 
 _log = logging.getLogger("memfit")
 _OPTIONS = ("budget", "planner", "time_limit_seconds", "seed", "reserve")
+_PLAIN = {"Tensor", "Parameter", "Buffer"}
 _ADAM_STATES = 2  # per parameter: exp_avg and exp_avg_sq
 _WORTH_PLANNING_AGAIN = 0.01  # of the budget: a smaller change in what is outside does not pay for a second search
 
@@ -52,10 +55,11 @@ def memfit_backend(
     Raises:
         InvalidOptionError, InvalidBudgetError: options that cannot be read.
         InfeasibleBudgetError: no plan fits what the budget leaves.
-        UnsupportedStepError: backward with retain_graph=True, before anything is released.
+        UnsupportedStepError: DDP or FSDP; backward with retain_graph=True, before anything is released.
     """
-    del example_inputs  # the sizes that count are those of the call
-    return PlannedGraph(module, _read(options or {}))
+    # Sizes that count are those of a call; and what is raised there reaches the user as it is, not as Dynamo wraps it.
+    del example_inputs
+    return PlannedGraph(module, options or {})
 
 
 class _Options:
@@ -89,20 +93,27 @@ def _read_reserve(reserve: str | int) -> int:
 class PlannedGraph:
     """One graph of Dynamo's, with a compiled pair of halves for each tuple of concrete sizes."""
 
-    def __init__(self, module: torch.fx.GraphModule, options: _Options) -> None:
+    def __init__(self, module: torch.fx.GraphModule, options: dict[str, Any]) -> None:
         self.module = module
-        self.options = options
+        self.given = options
         self.compiled: dict[Any, _Compiled] = {}
 
     def __call__(self, *inputs: Any) -> Any:
         key = (tuple(_signature(leaf) for leaf in inputs), torch.is_grad_enabled())
         compiled = self.compiled.get(key)
+        if compiled is None:
+            _refuse_ranks(inputs)
         if compiled is None or compiled.should_plan_again(inputs):
             compiled = self.compiled[key] = _Compiled(self.module, self.options, inputs, compiled)
         returned = compiled.function(*inputs)
         for node in {leaf.grad_fn for leaf in returned if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None}:
             node.register_prehook(_refuse_retained_graph)
         return returned
+
+    @cached_property
+    def options(self) -> _Options:
+        """The user's options, read."""
+        return _read(self.given)
 
     @property
     def plans(self) -> list[Plan]:
@@ -212,6 +223,15 @@ def _refuse_retained_graph(_gradients: Any) -> None:
         raise UnsupportedStepError(
             "backward with retain_graph=True: a planned step lets go of activations as backward consumes them; call "
             "backward once, or leave this model out of backend memfit"
+        )
+
+
+def _refuse_ranks(inputs: Sequence[Any]) -> None:
+    foreign = {type(leaf).__name__ for leaf in inputs if isinstance(leaf, torch.Tensor)} - _PLAIN
+    if runs_under_ddp() or foreign:
+        what = f"holds tensors of type {min(foreign)}, as under FSDP" if foreign else "is under DDP"
+        raise UnsupportedStepError(
+            f"the model {what}; memfit does not plan across ranks yet: compile the bare module, or use another backend"
         )
 
 

@@ -29,7 +29,10 @@ def _storages(tensors: Sequence[torch.Tensor], device: torch.device) -> dict[int
         if tensor.device.type != device.type or tensor.layout is not torch.strided or type(tensor) not in _WITH_DATA:
             continue
         storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
+        try:
+            found[storage.data_ptr()] = storage.nbytes()
+        except RuntimeError:  # what tracing left behind for the garbage collector: a storage without data
+            continue
     return found
 
 
