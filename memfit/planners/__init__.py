@@ -13,6 +13,8 @@ from typing import ClassVar, Protocol
 from memfit.errors import InvalidOptionError
 from memfit.plan import Problem, Result
 from memfit.planners.none import KeepEverything
+from memfit.planners.search import Search
+from memfit.planners.sublinear import Sublinear
 
 
 class Planner(Protocol):
@@ -26,7 +28,7 @@ class Planner(Protocol):
         ...
 
 
-PLANNERS: dict[str, type[Planner]] = {kind.name: kind for kind in (KeepEverything,)}
+PLANNERS: dict[str, type[Planner]] = {kind.name: kind for kind in (KeepEverything, Sublinear, Search)}
 
 
 def make_planner(name: str, **options: object) -> Planner:

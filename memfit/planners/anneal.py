@@ -227,9 +227,9 @@ def judge(tables: Any, state: Any, course: Any) -> bool:
     return True
 
 
-@entry_point
-def anneal(tables: Any, state: Any, course: Any, moves: int, cooling: float, stiffening: float) -> None:
-    """Try `moves` moves; after each, temperature and penalty are multiplied by `cooling` and `stiffening`."""
+@compiled
+def begin(state: Any, course: Any) -> None:
+    """Weigh the state at hand, under the budget and the penalty that the course has now."""
     totals = course.totals[0]
     totals.changes = 0
     totals.peak_bytes, totals.excess = weigh(state, totals.budget_bytes)
@@ -239,6 +239,40 @@ def anneal(tables: Any, state: Any, course: Any, moves: int, cooling: float, sti
         totals.best_seconds = state.totals[0].seconds
         totals.best_peak_bytes = totals.peak_bytes
         totals.best_is_current = True
+
+
+@compiled
+def finish(state: Any, course: Any) -> None:
+    """Leave the best windows where they can be read."""
+    course.totals[0].changes = 0
+    if course.totals[0].best_is_current:
+        keep_best(state, course)
+        course.totals[0].best_is_current = True
+
+
+@entry_point
+def sweep(tables: Any, state: Any, course: Any, gaps: Any) -> None:
+    """Toggle each of `gaps` in turn, and keep what lowers the cost: a descent at one price for bytes."""
+    begin(state, course)
+    totals = course.totals[0]
+    totals.temperature = 0.0
+    for index in range(len(gaps)):
+        gap = gaps[index]
+        totals.changes = 0
+        if state.gaps[gap].release < state.gaps[gap].hold:
+            give(tables, state, course, gap, 0, 0)
+        else:
+            give(tables, state, course, gap, tables.gaps[gap].start, tables.gaps[gap].start + 1)
+        if totals.changes > 0 and judge(tables, state, course):
+            totals.accepted += 1
+    finish(state, course)
+
+
+@entry_point
+def anneal(tables: Any, state: Any, course: Any, moves: int, cooling: float, stiffening: float) -> None:
+    """Try `moves` moves; after each, temperature and penalty are multiplied by `cooling` and `stiffening`."""
+    begin(state, course)
+    totals = course.totals[0]
     for _ in range(moves):
         totals.changes = 0
         propose(tables, state, course)
@@ -247,7 +281,4 @@ def anneal(tables: Any, state: Any, course: Any, moves: int, cooling: float, sti
         totals.temperature *= cooling
         totals.penalty *= stiffening
         totals.cost = state.totals[0].seconds + totals.penalty * totals.excess
-    totals.changes = 0
-    if totals.best_is_current:
-        keep_best(state, course)
-        totals.best_is_current = True
+    finish(state, course)
