@@ -84,26 +84,18 @@ def simulate(graph: Graph, schedule: Schedule, device: Device = GENERIC) -> Time
     """
     arrays = arrays_of(graph, device.alignment_bytes)
     count = len(schedule)
-    device_bytes, host_bytes = np.empty(count, np.int64), np.empty(count, np.int64)
-    start_seconds, end_seconds = np.empty(count), np.empty(count)
-    memory, seconds = trace(
-        schedule.codes,
-        schedule.operands,
-        schedule.extras,
-        arrays,
-        (device.to_host_bytes_per_second or 0.0, device.to_device_bytes_per_second or 0.0),
-        (device_bytes, host_bytes),
-        (start_seconds, end_seconds),
-    )
+    in_bytes, in_seconds = (np.empty(count, np.int64), np.empty(count, np.int64)), (np.empty(count), np.empty(count))
+    rates = (device.to_host_bytes_per_second or 0.0, device.to_device_bytes_per_second or 0.0)
+    memory, seconds = trace(schedule.codes, schedule.operands, schedule.extras, arrays, rates, in_bytes, in_seconds)
     if memory.failed_at >= 0:
         _fail_instruction(graph, schedule, memory.failed_at)
     if seconds.failed_at >= 0:
         _fail_link(device, schedule, seconds.failed_at)
     return Timeline(
-        start_seconds=start_seconds,
-        end_seconds=end_seconds,
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
+        start_seconds=in_seconds[0],
+        end_seconds=in_seconds[1],
+        device_bytes=in_bytes[0],
+        host_bytes=in_bytes[1],
         peak_bytes=memory.peak_bytes,
         peak_position=memory.peak_position,
         host_peak_bytes=memory.host_peak_bytes,
