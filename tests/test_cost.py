@@ -510,7 +510,7 @@ PROCESS = """
 import sys
 from memfit.cost.kept_costs import KeptCosts, OpCost
 kept = KeptCosts.load({"device": "cpu"})
-for number in range(40):
+for number in range(15):
     kept.add({f"{sys.argv[1]} {number}": OpCost(seconds=number, workspace_bytes=0)})
 """
 
@@ -530,7 +530,7 @@ def test_two_processes_may_write_at_once(
     costs = KeptCosts.load({"device": "cpu"}).costs
     assert not caplog.records
     counts = [sum(key.startswith(name) for key in costs) for name in ("left", "right")]
-    assert max(counts) == 40, "who wrote last kept all of its own"
+    assert max(counts) == 15, "who wrote last kept all of its own"
     assert min(counts) > 0
 
 
@@ -541,6 +541,7 @@ def test_modes_are_put_back_after_an_error() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_costs_on_cuda() -> None:
     captured = capture(build("encoder", device="cuda", batch=2, tokens=64, layers=2))
     graph = measure(captured.graph, captured.binding)

