@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ _SMALLEST_PRODUCT, _LARGEST_PRODUCT = 256, 8192  # rows of the square matrices t
 _SATURATED_SECONDS = 0.02  # a product that takes this long shows the rate of long ones
 _COPY_BYTES = 256 << 20  # well beyond every cache
 _COPY_SHARE = 8  # of the device's free memory, at most one part in so many is copied
-_RUNS = 5
+_LEAST_RUNS, _MOST_RUNS, _ENOUGH_SECONDS = 5, 50, 0.2
 _LAUNCHES = 200
 
 _log = logging.getLogger(__name__)
@@ -154,16 +153,16 @@ class _Probe:
         return min(_COPY_BYTES, torch.cuda.mem_get_info(self.device)[0] // _COPY_SHARE)
 
     def _seconds(self, run: Callable[[], object]) -> float:
-        """Median seconds of `run`, after one that warms up."""
+        """Return the shortest of several runs: a rate is what the device can do, whatever else it was doing."""
         run()
         seconds: list[float] = []
-        for _ in range(_RUNS):
+        while len(seconds) < _LEAST_RUNS or (len(seconds) < _MOST_RUNS and sum(seconds) < _ENOUGH_SECONDS):
             self._synchronize()
             started = self.clock()
             run()
             self._synchronize()
             seconds.append(self.clock() - started)
-        return statistics.median(seconds)
+        return min(seconds)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
