@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 import memfit
 from memfit import TrainingStep
-from memfit.cost.recorder import record
+from memfit.cost.recorder import allocated_bytes, record
 from memfit.errors import (
     GraphBreakError,
     InfeasibleBudgetError,
@@ -30,7 +31,7 @@ from memfit.runtime.state import StepState
 from memfit.runtime.verify import first_difference
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-TIGHT = Settings(budget="75%", time_limit_seconds=1.0)
+TIGHT = Settings(budget="88%", time_limit_seconds=0.5)
 
 
 def make_sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -96,7 +97,7 @@ def test_three_steps_have_eagers_bits(name: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize("planner", ["none", "sublinear", "search"])
 def test_every_planner_runs_with_eagers_bits(planner: str) -> None:
-    settings = Settings(budget="100%", planner=planner, time_limit_seconds=1.0)
+    settings = Settings(budget="100%", planner=planner, time_limit_seconds=0.5)
     planned, eager = planned_and_eager("unusual", make_adamw, settings)
     step_both(planned, eager, unusual_batch())
     assert_same(planned, eager)
@@ -108,7 +109,7 @@ def test_measured_peak_is_within_the_budget_and_near_the_prediction() -> None:
     step = TrainingStep(
         model=model, loss=cross_entropy, batch=(torch.randn(2048, 256), torch.zeros(2048, dtype=torch.long))
     )
-    planned = fit_step(step, Settings(budget="50%", time_limit_seconds=1.0))
+    planned = fit_step(step, Settings(budget="50%", time_limit_seconds=0.5))
     with record("cpu") as usage:
         planned(step.batch)
     measured = resident_bytes(planned, step.batch) + usage.peak_bytes
@@ -181,21 +182,24 @@ def test_clipping_by_the_global_norm(scaled: bool) -> None:
             )
             for s in (step, eager)
         )
-    planned = fit_step(step, Settings(budget="80%", time_limit_seconds=1.0))
+    planned = fit_step(step, Settings(budget="80%", time_limit_seconds=0.5))
     for seed in range(4):
         step_both(planned, eager, unusual_batch(), seed)
     assert_same(planned, eager)
 
 
 def test_a_scaler_skips_a_step_whose_gradients_overflow() -> None:
+    def large_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return 1e6 * cross_entropy(model, batch)
+
     scalers = [torch.amp.GradScaler("cpu", init_scale=3e38) for _ in range(2)]
-    step, eager = make_pair("conv", make_sgd)
+    step, eager = make_pair("conv", make_sgd, loss=large_loss)
     step, eager = (
         TrainingStep(model=s.model, loss=s.loss, batch=s.batch, optimizer=s.optimizer, scaler=scaler)
         for s, scaler in zip((step, eager), scalers, strict=True)
     )
     before = copy.deepcopy(dict(step.model.named_parameters()))
-    planned = fit_step(step, Settings(budget="100%", time_limit_seconds=1.0))
+    planned = fit_step(step, Settings(budget="100%", time_limit_seconds=0.5))
     step_both(planned, eager, conv_batch())
     assert_same(planned, eager)
     assert all(torch.equal(before[n], p) for n, p in step.model.named_parameters())
@@ -206,7 +210,8 @@ def test_autocast_and_channels_last() -> None:
     torch.manual_seed(0)
     images, labels = conv_batch()
     batch = images.to(memory_format=torch.channels_last), labels
-    planned, eager = planned_and_eager("conv", make_sgd, loss=autocast_cross_entropy, batch=batch)
+    settings = Settings(budget="98%", time_limit_seconds=0.5)
+    planned, eager = planned_and_eager("conv", make_sgd, settings, loss=autocast_cross_entropy, batch=batch)
     for step in (planned.step, eager):
         step.model.to(memory_format=torch.channels_last)
     for seed in range(2):
@@ -361,9 +366,15 @@ def test_a_budget_that_is_none_is_refused(budget: Any) -> None:
 def test_an_error_in_the_middle_of_a_step_leaves_nothing_behind() -> None:
     planned, eager = planned_and_eager("conv")
     images, labels = conv_batch()
-    with pytest.raises(IndexError), record("cpu") as usage:
+    before_bytes = allocated_bytes("cpu")
+    try:
         planned((images, labels + 100))
-    assert usage.end_bytes - usage.start_bytes < 100_000
+    except IndexError:
+        pass  # and with it go the frames that hold the step's tensors
+    else:
+        raise AssertionError("labels out of range were expected to raise")
+    gc.collect()
+    assert allocated_bytes("cpu") <= before_bytes
     step_both(planned, eager, (images, labels))
 
 

@@ -129,7 +129,9 @@ def give(tables: Any, state: Any, course: Any, gap: int, release: int, hold: int
 
 @compiled
 def toggle(tables: Any, state: Any, course: Any, gap: int) -> None:
-    """Keep what is dropped, or drop it: held once it is back, at times anew for each op, at times from some stage on."""
+    """Keep what is dropped, or drop it: held once it is back, at times anew for each op, at times from some stage
+    on.
+    """
     start, end = tables.gaps[gap].start, tables.gaps[gap].end
     kind = draw(course)
     if kind < 0.05:

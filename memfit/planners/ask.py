@@ -41,8 +41,8 @@ def require_plan(result: Result, graph: Graph, budget_bytes: int, planner: str) 
     reached = f"planner {planner!r} reached {format_bytes(found)} ({found} bytes)" if found else "none was reached"
     raise InfeasibleBudgetError(
         f"no plan fits {format_bytes(budget_bytes)} ({budget_bytes} bytes): {reached}, and no plan can go below "
-        f"{format_bytes(bounds.least_budget_bound_bytes)} ({bounds.least_budget_bound_bytes} bytes){held_up}; raise the "
-        "budget or make the batch smaller",
+        f"{format_bytes(bounds.least_budget_bound_bytes)} ({bounds.least_budget_bound_bytes} bytes){held_up}; raise "
+        "the budget or make the batch smaller",
         least_budget_found_bytes=found,
         least_budget_bound_bytes=bounds.least_budget_bound_bytes,
     )

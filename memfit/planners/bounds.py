@@ -23,9 +23,9 @@ def least_budget_bound(problem: Problem) -> tuple[int, tuple[int, ...]]:
     """Return (bytes, ops that hold them): no legal schedule has a lower peak.
 
     Proof. Every op is computed at least once. While it runs, the device holds all residents, what the op reads, mutates
-    and writes, and its workspace; one read may die into a write where `reuses` allows it, which saves that read's bytes.
-    At the end the device holds all residents and all that is required then. At a boundary it holds the departures and the
-    arrivals, and what user code holds from then on.
+    and writes, and its workspace; one read may die into a write where `reuses` allows it, which saves that read's
+    bytes. At the end the device holds all residents and all that is required then. At a boundary it holds the
+    departures and the arrivals, and what user code holds from then on.
     """
     graph, device = problem.graph, problem.device
     resident_bytes = sum(device.aligned(storage.bytes) for storage in graph.storages if storage.resident)
@@ -47,7 +47,9 @@ def least_budget_bound(problem: Problem) -> tuple[int, tuple[int, ...]]:
 
 
 def op_bytes(graph: Graph, device: Device, op: Op) -> int:
-    """Return the aligned bytes that `op` itself needs beside the residents: reads, writes, workspace, less one takeover."""
+    """Return the aligned bytes that `op` itself needs beside the residents: reads, writes, workspace, less one
+    takeover.
+    """
     touched = {s for s, _ in graph.read_versions[op.id]} | set(op.writes)
     managed = [s for s in touched if not graph.storages[s].resident]
     saved = max((device.aligned(graph.storages[r].bytes) for r, _ in op.reuses if r in managed), default=0)

@@ -11,8 +11,8 @@ from memfit.schedule import Boundary, Compute, Drop, Instruction, Schedule
 def emit(program: Program, sequence: Iterable[int]) -> Schedule:
     """Return the schedule that computes `sequence` (positions of `program`) with the fewest bytes at every instruction.
 
-    A storage is dropped right after its last use; a write that nothing uses, at once. Where a dying read's memory may be
-    taken over by a write, it is.
+    A storage is dropped right after its last use; a write that nothing uses, at once. Where a dying read's memory may
+    be taken over by a write, it is.
     """
     order = list(sequence)
     blocks: list[list[Instruction]] = []

@@ -14,8 +14,8 @@ from memfit.planners.search import Search
 def plan_frontier(problem: Problem, budgets: Sequence[int], *, planner: Search | None = None) -> list[Result]:
     """Return a result for each budget, in the order given; a larger budget never gives a slower plan.
 
-    Each budget is planned with the problem's time limit. A plan for a smaller budget is also one for a larger: where it is
-    faster, it takes the other's place.
+    Each budget is planned with the problem's time limit. A plan for a smaller budget is also one for a larger: where
+    it is faster, it takes the other's place.
 
     Args:
         problem: what to plan; its own budget does not count.

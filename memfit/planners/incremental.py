@@ -1,9 +1,9 @@
 """The incremental simulation: what one changed window changes, and nothing else; every change can be taken back.
 
-The computations for the sake of position k are *stage* k: what must be computed again for it, in the order of positions,
-and then its own op (unless that waits). A stage depends only on which storages are there when it starts, so that a changed
-window is followed from stage to stage as far as it matters. Where a storage is within one gap takes two numbers: it is
-there up to stage `gone_after`, and again from the stage after `back_after`.
+The computations for the sake of position k are *stage* k: what must be computed again for it, in the order of
+positions, and then its own op (unless that waits). A stage depends only on which storages are there when it starts, so
+that a changed window is followed from stage to stage as far as it matters. Where a storage is within one gap takes two
+numbers: it is there up to stage `gone_after`, and again from the stage after `back_after`.
 
 Bytes are kept at the end of each stage (`live_after`); `within` is what a stage's peak has above that.
 
@@ -25,7 +25,8 @@ _POOL_PER_POSITION = 64  # room for stages: replaced ones stay until the next co
 _UNDO_ROWS = 1 << 17
 _SPAN_ROWS = 1 << 16
 
-# Kinds of rows in `undo`; not plain integers, because numba compiles a function anew for each of those that it is given.
+# Kinds of rows in `undo`; not plain integers, because numba compiles a function anew for each of those that it is
+# given.
 U_RELEASE, U_HOLD, U_GONE, U_BACK, U_BEGINS, U_WAITS, U_ADDED, U_REMOVED = np.arange(8)
 U_START, U_LENGTH, U_LIVE, U_WITHIN = np.arange(8, 12)
 
@@ -88,7 +89,8 @@ class State(NamedTuple):
         work: three lists of stages: the heap of those to look at again, a stack, those whose `within` is out of date.
         touched: the storages whose uses changed since the last commit, and where in `spans` they lived before that.
         undo: what to restore, since the last commit.
-        totals: one record: the time of all computations, the lengths of all lists; `overflow` says that a move outgrew its
+        totals: one record: the time of all computations, the lengths of all lists; `overflow` says that a move outgrew
+        its
             room, `blocked` which position would have to be computed again and may not (or -1).
     """
 

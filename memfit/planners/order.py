@@ -40,6 +40,8 @@ def update_at_once_order(graph: Graph) -> tuple[int, ...]:
 
 
 def _shared_by(graph: Graph, op: Op) -> list[int | str]:
-    """Return what ties `op` to other ops in order: mutated storages that it touches, the generator that it draws from."""
+    """Return what ties `op` to other ops in order: mutated storages that it touches, the generator that it draws
+    from.
+    """
     keys: list[int | str] = [s for s, _ in graph.read_versions[op.id] if graph.last_version[s]]
     return keys if op.random is None else [*keys, op.random]

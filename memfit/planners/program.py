@@ -1,11 +1,11 @@
 """Program: a problem as flat tables for the compiled kernels, in one fixed order of first computations.
 
-A *position* is a place in that order. Beside the ops, two kinds of positions are there that compute nothing: one for each
-boundary (it reads its departures, writes its arrivals and what user code holds), and a last one that reads all that is
-required at the end. Residents are always there, so that only the other, *managed* storages appear.
+A *position* is a place in that order. Beside the ops, two kinds of positions are there that compute nothing: one for
+each boundary (it reads its departures, writes its arrivals and what user code holds), and a last one that reads all
+that is required at the end. Residents are always there, so that only the other, *managed* storages appear.
 
-Every use of a managed storage (its write, then each position that reads it) opens a *gap* that lasts to the next use, or to
-the end. A gap has a *window* `[release, hold)` of positions at whose ends the storage is not retained:
+Every use of a managed storage (its write, then each position that reads it) opens a *gap* that lasts to the next use,
+or to the end. A gap has a *window* `[release, hold)` of positions at whose ends the storage is not retained:
 
 - kept through the gap: the window is empty;
 - dropped at once, and held once some op has wanted it rematerialized: the window is the gap's first position;
@@ -13,8 +13,8 @@ the end. A gap has a *window* `[release, hold)` of positions at whose ends the s
 
 Decisions are one window for each gap, and nothing else.
 
-Source: the stages and retention variables of Checkmate (Jain et al., MLSys 2020), with one window for each gap in place of
-one bit for each stage and storage.
+Source: the stages and retention variables of Checkmate (Jain et al., MLSys 2020), with one window for each gap in
+place of one bit for each stage and storage.
 """
 
 from __future__ import annotations
@@ -62,12 +62,14 @@ _GAP = np.dtype(
 
 
 class Tables(NamedTuple):
-    """What the compiled code reads: a few tables of records, because each array that it is handed costs time to compile.
+    """What the compiled code reads: a few tables of records, because each array that it is handed costs time to
+    compile.
 
     Attributes:
-        positions: what each reads, writes and may take over (rows of the next three); `last_rematerialization`, the last
-            position at which its op may be computed again; `may_wait`, whether its op's first computation may wait until
-            something reads what it writes.
+        positions: what each reads, writes and may take over (rows of the next three); `last_rematerialization`, the
+        last
+            position at which its op may be computed again; `may_wait`, whether its op's first computation may wait
+            until something reads what it writes.
         reads, writes: the managed storage, and the gap that this use opens.
         reuses: a read whose memory may be taken over by a write.
         storages: aligned size, position of the writer, and its gaps in order: the first opens at its write.
@@ -109,7 +111,9 @@ class Program:
 
     @property
     def budget_bytes(self) -> int:
-        """What managed storages and workspace may take together; negative where the residents alone exceed the budget."""
+        """What managed storages and workspace may take together; negative where the residents alone exceed the
+        budget.
+        """
         return self.problem.budget_bytes - self.base_bytes
 
 
@@ -249,9 +253,9 @@ def _gap_rules(problem: Problem, rows: list[_Row], gaps: _Gaps, managed: list[in
         writer = graph.writer_of.get(storage)
         crosses = closed and start < backward_start <= end
         pin = None if writer is None else problem.pinned.get(writer)
-        if writer is None or pin is True or start >= departed_at.get(storage, len(rows)):
-            rules.append(KEPT)
-        elif graph.ops[writer].computed_once or any(graph.last_version[s] for s in graph.ops[writer].writes):
+        once = writer is None or graph.ops[writer].computed_once
+        once = once or any(graph.last_version[s] for s in graph.ops[writer].writes)
+        if once or pin is True or start >= departed_at.get(storage, len(rows)):
             rules.append(KEPT)
         else:
             rules.append(DROPPED if pin is False and crosses else FREE)

@@ -1,4 +1,6 @@
-"""Planner `search`, the default: simulated annealing over windows of retention, with the exact simulation as objective."""
+"""Planner `search`, the default: simulated annealing over windows of retention, with the exact simulation as
+objective.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from memfit.planners.anneal import Course, anneal, make_course
 from memfit.planners.emit import emit
 from memfit.planners.incremental import State
 from memfit.planners.order import update_at_once_order
-from memfit.planners.program import Program, build_program
+from memfit.planners.program import build_program
 from memfit.planners.result import make_result
 from memfit.planners.sublinear import Frontier
 from memfit.planners.windows import Evaluation, Windows, evaluate, keep_everything, keep_only, simulated
@@ -27,7 +29,9 @@ _PENALTY_UNIT = 0.01  # of the budget: one mean op for so many bytes of excess i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cooling:
-    """Temperature in mean op seconds and penalty in units, from the first to the last move of a start, geometrically."""
+    """Temperature in mean op seconds and penalty in units, from the first to the last move of a start,
+    geometrically.
+    """
 
     temperature: tuple[float, float]
     penalty: tuple[float, float]
@@ -41,9 +45,9 @@ _NARROW = _Cooling(temperature=(0.03, 1e-4), penalty=(10.0, 100.0))
 class Search:
     """Anneal over what is kept between any two uses of a storage.
 
-    Starting points are keeping everything and Chen's segments of several sizes. Anytime: the best plan so far is the answer
-    when time is up or Ctrl-C comes. Deterministic for a seed where `iterations` is given; a time limit depends on the
-    machine's speed.
+    Starting points are keeping everything and Chen's segments of several sizes. Anytime: the best plan so far is the
+    answer when time is up or Ctrl-C comes. Deterministic for a seed where `iterations` is given; a time limit depends
+    on the machine's speed.
 
     Source: DESIGN.md, section 4; Kirkpatrick et al. 1983 (annealing); Jain et al. 2020 (retention by stage).
     """
@@ -124,9 +128,9 @@ class _Search:
             self.least.seconds,
         ):
             self.least = evaluation
-        if evaluation.peak_bytes <= self.problem.budget_bytes:
-            if self.best is None or evaluation.seconds < self.best.seconds:
-                self.best = evaluation
+        fits = evaluation.peak_bytes <= self.problem.budget_bytes
+        if fits and (self.best is None or evaluation.seconds < self.best.seconds):
+            self.best = evaluation
 
     def _anneal(self, windows: Windows, cooling: _Cooling, until: float) -> Windows:
         """Anneal from `windows` until this share of the whole search is done; return where it ended."""

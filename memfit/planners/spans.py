@@ -141,7 +141,9 @@ def shift_span(state: Any, row: int, size_bytes: int) -> None:
 
 @compiled
 def bytes_within(tables: Any, state: Any, stage: int) -> int:
-    """Return the peak within a stage, less what is live after it: walked backward, everything freed after its last use."""
+    """Return the peak within a stage, less what is live after it: walked backward, everything freed after its
+    last use.
+    """
     state.totals[0].stamp += 1
     first, length = state.stages[stage].start, state.stages[stage].length
     live, peak = 0, 0

@@ -21,7 +21,6 @@ from memfit.planners.incremental import (
     U_START,
     U_WAITS,
     U_WITHIN,
-    enqueue,
     gap_before,
     note,
     reconsider,
@@ -112,7 +111,9 @@ def collect(tables: Any, state: Any, position: int) -> int:
 
 @compiled
 def replace(tables: Any, state: Any, position: int, count: int) -> bool:
-    """Take the `count` entries behind the pool as the stage of `position`, and follow up what is new and what is gone."""
+    """Take the `count` entries behind the pool as the stage of `position`, and follow up what is new and what is
+    gone.
+    """
     pool, new, stage = state.pool, state.totals[0].pool_top, state.stages[position]
     old, old_end, new_end, changed = stage.start, stage.start + stage.length, new + count, 0
     while old < old_end or new < new_end:

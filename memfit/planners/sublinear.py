@@ -1,4 +1,6 @@
-"""Planner `sublinear`: segments of a network, of which only the borders are kept (Chen 2016, Algorithm 3, appendix A)."""
+"""Planner `sublinear`: segments of a network, of which only the borders are kept (Chen 2016, Algorithm 3,
+appendix A).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _GRID_POINTS = 6  # appendix A: "using a size 6 grid on [B/sqrt 2, sqrt 2 B]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """What Algorithm 3 gives for one budget B: the kept storages, x (bytes between stages), y (most bytes in a stage)."""
+    """What Algorithm 3 gives for one budget B: the kept storages, x (bytes between stages), y (most bytes in a
+    stage).
+    """
 
     kept: frozenset[int]
     between_bytes: int
@@ -29,13 +33,13 @@ class Split:
 class Sublinear:
     """Keep the borders of segments, rematerialize what is inside, with the segments' size searched.
 
-    Algorithm 3 walks the forward ops and adds up what they write; where the sum exceeds B at a candidate, it splits there.
-    B is first 0, which gives x and y; then sqrt(x y); then six points on [B / sqrt 2, B sqrt 2]. Each plan is judged by the
-    exact simulation, and the fastest that fits is taken.
+    Algorithm 3 walks the forward ops and adds up what they write; where the sum exceeds B at a candidate, it splits
+    there. B is first 0, which gives x and y; then sqrt(x y); then six points on [B / sqrt 2, B sqrt 2]. Each plan is
+    judged by the exact simulation, and the fastest that fits is taken.
 
     Where the text leaves room: on a graph of ops the candidates C are the places where the bytes that later forward ops
-    still need are at a local minimum, and what is kept at a split are all storages that cross it (a single one on a chain;
-    the hidden and the cell state of an LSTM). Mirror counts are 0 for these and 1 for the rest.
+    still need are at a local minimum, and what is kept at a split are all storages that cross it (a single one on a
+    chain; the hidden and the cell state of an LSTM). Mirror counts are 0 for these and 1 for the rest.
 
     Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", Algorithms 2 and 3, appendix A.
     """

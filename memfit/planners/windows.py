@@ -47,8 +47,8 @@ def keep_everything(program: Program) -> Windows:
 def keep_only(program: Program, kept: Collection[int]) -> Windows:
     """Return the windows of a kept set: forward storages (by id) that are not in `kept` are dropped and rematerialized.
 
-    A storage that is not kept is dropped after its last forward use, rematerialized in backward when an op wants it, and
-    then held to its last use. Pins are honoured. See `repaired` for ops that may not be computed again.
+    A storage that is not kept is dropped after its last forward use, rematerialized in backward when an op wants it,
+    and then held to its last use. Pins are honoured. See `repaired` for ops that may not be computed again.
 
     Source: DESIGN.md, section 4; Chen 2016, Algorithm 2 with mirror counts of 0 and 1 is the same.
     """
