@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.errors import InvalidOptionError
-from memfit.graph import Graph, Phase
+from memfit.graph import Graph, Op, Phase
 from memfit.plan import Problem
 
 Table = NDArray[np.void]
@@ -253,13 +253,17 @@ def _gap_rules(problem: Problem, rows: list[_Row], gaps: _Gaps, managed: list[in
         writer = graph.writer_of.get(storage)
         crosses = closed and start < backward_start <= end
         pin = None if writer is None else problem.pinned.get(writer)
-        once = writer is None or graph.ops[writer].computed_once
-        once = once or any(graph.last_version[s] for s in graph.ops[writer].writes)
-        if once or pin is True or start >= departed_at.get(storage, len(rows)):
+        stays = pin is True or start >= departed_at.get(storage, len(rows))
+        if writer is None or stays or graph.ops[writer].computed_once or _is_mutated(graph, graph.ops[writer]):
             rules.append(KEPT)
         else:
             rules.append(DROPPED if pin is False and crosses else FREE)
     return rules
+
+
+def _is_mutated(graph: Graph, op: Op) -> bool:
+    """Whether something that `op` writes is mutated later: computed again, it would be at another version."""
+    return any(graph.last_version[storage] for storage in op.writes)
 
 
 def _check_pins(problem: Problem) -> None:
