@@ -64,9 +64,9 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
                 if number:
                     usages[name].append(usage)
                     seconds[name].append(elapsed)
+        resident = resident_bytes(planned, batch)  # while the optimizer's state is there
     finally:
         before.put_back(step)
-    resident = resident_bytes(planned, batch)
     ratios = [mine / eager for mine, eager in zip(seconds["planned"], seconds["eager"], strict=True)]
     reserved = [usage.reserved_bytes for usage in usages["planned"] if usage.reserved_bytes is not None]
     return Measurement(

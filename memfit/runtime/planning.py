@@ -89,17 +89,15 @@ def prepare(
         InvalidBudgetError, InvalidOptionError: a setting that cannot be read.
         PlanMismatchError: `plan` is for another graph, or another torch.
     """
-    seconds: dict[str, float] = {}
+    started = time.perf_counter()
+    settings.on_stage("measuring each op")
+    captured = replace(captured, graph=measure(captured.graph, captured.binding))
+    measured = time.perf_counter()
     if plan is None:
-        started = time.perf_counter()
-        settings.on_stage("measuring each op")
-        graph = measure(captured.graph, captured.binding)
-        captured = replace(captured, graph=graph)
-        seconds["measure"] = time.perf_counter() - started
         plan = make_plan(captured, settings, bytes_outside)
-        seconds["plan"] = time.perf_counter() - started - seconds["measure"]
     else:
         require_usable(plan, captured)
+    seconds = {"measure": measured - started, "plan": time.perf_counter() - measured}
     program = make_program(captured, plan.schedule, outputs)
     return Prepared(captured=captured, plan=plan, program=program, seconds=seconds)
 
