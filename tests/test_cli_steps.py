@@ -41,6 +41,14 @@ class Raising(Model):
         return self.head(self.body(inputs)) + self.missing_bias
 
 
+class Breaking(Model):
+    def forward(self, inputs):
+        hidden = self.body(inputs)
+        if hidden.sum().item() > 1e30:
+            hidden = hidden * 2
+        return self.head(hidden)
+
+
 def made(model=None, batch=None, optimizer=None):
     torch.manual_seed(0)
     model = Model() if model is None else model
@@ -63,6 +71,10 @@ def wider():
 
 def raises():
     return made(Raising())
+
+
+def breaks():
+    return made(Breaking())
 
 
 def elsewhere():
@@ -256,6 +268,19 @@ def _process(*words: object, before: str = "") -> subprocess.Popen[str]:
     code = f"{before}\nimport sys\nfrom memfit.cli import main\nsys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, *map(str, words)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_step_that_breaks_is_planned_in_parts_and_says_where(own_file: Path) -> None:
+    words = ["--budget", "4MiB", "--time-limit", 1, "--json"]  # in a process of its own: Dynamo itself warns
+    with _process("fit", f"{own_file}:breaks", *words) as process:
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    document = _json(out)
+    assert re.search(r"memfit: warning: .*train\.py:\d+", err), err
+    assert document["budget_bytes"] == 4 << 20
+    assert document["predicted"] == {"peak_bytes": None, "step_seconds": None}
+    assert document["bounds"]["least_budget_found_bytes"] is None
+    assert document["measured"]["peak_bytes"] <= 4 << 20
 
 
 def test_ctrl_c_in_a_run_keeps_the_plan_and_nothing_else(own_file: Path, tmp_path: Path) -> None:

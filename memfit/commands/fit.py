@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import RenderableType
 from rich.text import Text
 
-from memfit.budget import format_bytes
+from memfit.budget import format_bytes, parse_budget
 from memfit.commands import options
 from memfit.commands.answer import Answer, columns_table, deliver, rows_table
 from memfit.commands.planning import (
@@ -22,7 +24,7 @@ from memfit.commands.planning import (
 from memfit.commands.work import Work, working
 from memfit.errors import InvalidOptionError, InvalidTargetError, VerificationError
 from memfit.graph import Graph
-from memfit.plan import Plan
+from memfit.plan import Plan, Prediction
 from memfit.report import Measured
 from memfit.report.words import change_text, seconds_text
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
     from memfit.runtime.fit import PlannedStep
     from memfit.runtime.measure import Measurement
+    from memfit.runtime.parts import PartlyPlannedStep
 
 EXAMPLES = """
 Examples:
@@ -42,6 +45,9 @@ memfit fit gpt2 --set batch=2 --set layers=6 --budget 500MB --json
 
 memfit fit resnet50 --plan resnet50.plan.json
 """
+
+# What holds for one graph of a step, and not for all together; a bound on the budget of one is a bound for all.
+_UNKNOWN_FOR_PARTS = {"least_budget_found_bytes": None, "overhead": 0.0}
 
 
 def fit(
@@ -75,11 +81,36 @@ def fit(
         planned = _plan(step, given if given else str(budget), search, device_profile, work)
         work.keep(planned.plan, save)
         work.stop_if_interrupted()
-        measurement = _run(planned, repeats, work)
+        fitted = _run(planned, repeats, work)
         if report:
-            measured = _measured(planned, measurement)
-            write_report(planned.plan, report, curve, search, work, measured)
-    return deliver(_answer(target, planned.plan, measurement, save, report), as_json=as_json)
+            write_report(fitted.plan, report, curve, search, work, fitted.measured)
+    return deliver(_answer(target, fitted, save, report), as_json=as_json)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """What came out: the plan, or of a step in several graphs the one with the highest peak, and the measurement.
+
+    `prediction` is None for a step in several graphs: nothing predicts them together.
+    """
+
+    plan: Plan
+    budget_bytes: int
+    plan_seconds: float
+    prediction: Prediction | None
+    measurement: Measurement
+
+    @property
+    def measured(self) -> Measured:
+        """The measurement as the report takes it."""
+        return Measured(
+            peak_bytes=self.measurement.peak_bytes,
+            step_seconds=self.measurement.step_seconds,
+            baseline_peak_bytes=self.measurement.baseline_peak_bytes,
+            baseline_step_seconds=self.measurement.baseline_step_seconds,
+            bitwise_equal=True,
+            machine=f"{self.plan.device.name}, torch {self.plan.versions.get('torch', 'unknown')}",
+        )
 
 
 def _given_plan(budget: str | None, plan: Path | None) -> Plan | None:
@@ -96,7 +127,9 @@ def _step(target: str, resolved: TrainingStep | Graph) -> TrainingStep:
     return resolved
 
 
-def _plan(step: TrainingStep, given: Plan | str, search: Search, device_profile: str | None, work: Work) -> PlannedStep:
+def _plan(
+    step: TrainingStep, given: Plan | str, search: Search, device_profile: str | None, work: Work
+) -> PlannedStep | PartlyPlannedStep:
     """Return the planned step, by the plan that is given or by one within the budget that is given."""
     from memfit.device_profiles import load_device
     from memfit.runtime.fit import fit_step
@@ -119,60 +152,71 @@ def _plan(step: TrainingStep, given: Plan | str, search: Search, device_profile:
     return fit_step(step, settings, plan=given if isinstance(given, Plan) else None)
 
 
-def _run(planned: PlannedStep, repeats: int, work: Work) -> Measurement:
+def _run(planned: PlannedStep | PartlyPlannedStep, repeats: int, work: Work) -> Fitted:
     """Run the planned step beside eager.
 
     Raises:
         VerificationError: the bits differ, or the measured peak is over the budget.
     """
+    from memfit.runtime.parts import PartlyPlannedStep
+
     work.stage("verifying against eager, bit by bit")
     planned.verify()
     work.stage("measuring eager and planned steps")
     measurement = planned.measure(repeats=repeats)
-    if measurement.peak_bytes > planned.plan.budget_bytes:
+    plan, in_parts = planned.plan, isinstance(planned, PartlyPlannedStep)
+    budget_bytes = parse_budget(planned.settings.budget, plan.unplanned.peak_bytes) if in_parts else plan.budget_bytes
+    if measurement.peak_bytes > budget_bytes:
         raise VerificationError(
-            f"the measured peak is {measurement.peak_bytes} bytes, the budget is {planned.plan.budget_bytes} bytes and "
-            f"the prediction was {planned.plan.predicted.peak_bytes} bytes; lower the budget by the difference"
+            f"the measured peak is {measurement.peak_bytes} bytes, the budget is {budget_bytes} bytes and the "
+            f"prediction was {plan.predicted.peak_bytes} bytes; lower the budget by the difference"
         )
-    return measurement
-
-
-def _measured(planned: PlannedStep, measurement: Measurement) -> Measured:
-    return Measured(
-        peak_bytes=measurement.peak_bytes,
-        step_seconds=measurement.step_seconds,
-        baseline_peak_bytes=measurement.baseline_peak_bytes,
-        baseline_step_seconds=measurement.baseline_step_seconds,
-        bitwise_equal=True,
-        machine=f"{planned.plan.device.name}, torch {planned.plan.versions.get('torch', 'unknown')}",
+    return Fitted(
+        plan=plan,
+        budget_bytes=budget_bytes,
+        plan_seconds=sum(part.plan_seconds for part in planned.plans),
+        prediction=None if in_parts else plan.predicted,
+        measurement=measurement,
     )
 
 
-def _answer(target: str, plan: Plan, measurement: Measurement, save: Path | None, report: Path | None) -> Answer:
-    predicted, baseline = plan.predicted, measurement
+def _answer(target: str, fitted: Fitted, save: Path | None, report: Path | None) -> Answer:
+    plan, prediction, measurement = fitted.plan, fitted.prediction, fitted.measurement
+    baseline = {"peak_bytes": measurement.baseline_peak_bytes, "step_seconds": measurement.baseline_step_seconds}
+    measured = {"peak_bytes": measurement.peak_bytes, "step_seconds": measurement.step_seconds}
+    predicted = {
+        "peak_bytes": prediction.peak_bytes if prediction else None,
+        "step_seconds": prediction.seconds if prediction else None,
+    }
     keys: dict[str, Any] = {
-        "budget_bytes": plan.budget_bytes,
+        "budget_bytes": fitted.budget_bytes,
         "resident_bytes": measurement.resident_bytes,
         "planner": plan.planner,
         "status": plan.status,
-        "plan_seconds": plan.plan_seconds,
-        "baseline": {"peak_bytes": baseline.baseline_peak_bytes, "step_seconds": baseline.baseline_step_seconds},
-        "predicted": {"peak_bytes": predicted.peak_bytes, "step_seconds": predicted.seconds},
-        "measured": {"peak_bytes": measurement.peak_bytes, "step_seconds": measurement.step_seconds},
+        "plan_seconds": fitted.plan_seconds,
+        "baseline": baseline,
+        "predicted": predicted,
+        "measured": measured,
         "overhead": measurement.overhead,
         "bitwise_equal": True,
-        "bounds": bounds_of(plan),
+        "bounds": bounds_of(plan) if prediction else {**bounds_of(plan), **_UNKNOWN_FOR_PARTS},
     }
+    return Answer(target=target, device=plan.device.name, keys=keys, parts=_parts(fitted, keys, save, report))
+
+
+def _parts(fitted: Fitted, keys: dict[str, Any], save: Path | None, report: Path | None) -> tuple[RenderableType, ...]:
+    resident = format_bytes(keys["resident_bytes"])
+    whole = "" if fitted.prediction else ", of the part with the highest peak"
     rows = {
-        "budget": f"{format_bytes(plan.budget_bytes)}, {format_bytes(measurement.resident_bytes)} of it resident",
+        "budget": f"{format_bytes(fitted.budget_bytes)}, {resident} of it resident",
         "same bits as eager": "loss, gradients, parameters, buffers, optimizer state, generators",
-        "overhead": f"{change_text(measurement.overhead)} (measured, against eager)",
-        "plan": f"by planner {plan.planner} in {seconds_text(plan.plan_seconds)}: {plan.status}",
-        **({"plan file": str(save)} if save else {}),
-        **({"report": str(report)} if report else {}),
+        "overhead": f"{change_text(keys['overhead'])} (measured, against eager)",
+        "plan": f"by planner {fitted.plan.planner} in {seconds_text(fitted.plan_seconds)}: {fitted.plan.status}",
+        **({f"plan file{whole}": str(save)} if save else {}),
+        **({f"report{whole}": str(report)} if report else {}),
     }
+    sides = (keys["baseline"], keys["measured"], keys["predicted"])
+    peaks = ["peak", *("-" if s["peak_bytes"] is None else format_bytes(s["peak_bytes"]) for s in sides)]
+    seconds = ["step", *("-" if s["step_seconds"] is None else seconds_text(s["step_seconds"]) for s in sides)]
     columns = ("", "eager, measured", "planned, measured", "planned, predicted")
-    peaks = (measurement.baseline_peak_bytes, measurement.peak_bytes, predicted.peak_bytes)
-    seconds = (measurement.baseline_step_seconds, measurement.step_seconds, predicted.seconds)
-    figures = columns_table(columns, [("peak", *map(format_bytes, peaks)), ("step", *map(seconds_text, seconds))])
-    return Answer(target=target, device=plan.device.name, keys=keys, parts=(rows_table(rows), Text(), figures))
+    return rows_table(rows), Text(), columns_table(columns, [tuple(peaks), tuple(seconds)])

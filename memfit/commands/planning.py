@@ -18,6 +18,7 @@ from memfit.graph import Graph
 from memfit.plan import Plan, Problem
 from memfit.planners import PLANNERS, make_planner
 from memfit.planners.ask import require_plan, unplanned_peak_bytes
+from memfit.planners.frontier import plan_frontier
 from memfit.report import write_html
 from memfit.report.figures import CurvePoint, Measured
 from memfit.schedule import Code
@@ -145,20 +146,22 @@ def write_report(
 
 
 def trade_off(plan: Plan, points: int, search: Search, work: Work) -> list[CurvePoint]:
-    """Return what the planner reaches at `points` budgets, evenly from the unplanned peak down to the proved bound."""
-    from memfit.planners.frontier import plan_frontier
+    """Return what `search` reaches at `points` budgets, evenly from the unplanned peak down to the proved bound.
 
+    All points together take as long as the search of one plan may take.
+    """
     highest, lowest = plan.unplanned.peak_bytes, plan.bounds.least_budget_bound_bytes
     if points == 0 or highest <= lowest:
         return []
     budgets = [highest - (highest - lowest) * step // max(points - 1, 1) for step in range(points)]
-    work.stage("drawing the trade-off curve", expected_seconds=search.time_limit_seconds)
+    each_seconds = search.time_limit_seconds / points
+    work.stage("drawing the trade-off curve", expected_seconds=each_seconds)
     problem = Problem(
         graph=plan.graph,
         device=plan.device,
         budget_bytes=plan.budget_bytes,
         bytes_outside=plan.bytes_outside,
-        time_limit_seconds=search.time_limit_seconds,
+        time_limit_seconds=each_seconds,
         seed=search.seed,
         progress=work.on_search,
     )
