@@ -12,12 +12,19 @@ INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint bench gpu docs clean
+.PHONY: demo picture test lint bench gpu docs clean
 
-demo: $(INSTALLED)  ## Fit a ResNet-50 step into $(BUDGET), run it, prove its gradients, and leave demo/report.html
+# Fits a ResNet-50 step into $(BUDGET), runs it, proves that its gradients are the same bits, and leaves a report.
+demo: $(INSTALLED)
 	@mkdir -p demo
 	@$(BIN)/memfit fit resnet50 --budget $(BUDGET) --save demo/plan.json --report demo/report.html
 	@echo "Open $(CURDIR)/demo/report.html in a browser."
+
+# The picture in the README; needs Chromium.
+picture: $(INSTALLED)
+	@mkdir -p demo
+	@$(BIN)/memfit plan resnet50 --budget $(BUDGET) --save demo/plan.json
+	@$(BIN)/memfit report demo/plan.json -o docs/resnet50.png
 
 test: $(INSTALLED)
 	@$(BIN)/python -m pytest -m "not gpu"

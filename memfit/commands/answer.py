@@ -23,6 +23,8 @@ BAD_INPUT = 2
 VERIFICATION_FAILED = 4
 INTERRUPTED = 130
 
+_PIPED_WIDTH = 160  # columns where nobody says how wide the terminal is: rich's 80 would break names in two
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
@@ -45,9 +47,11 @@ def deliver(answer: Answer, *, as_json: bool) -> int:
         write_json({"target": answer.target, "device": answer.device} | dict(answer.keys))
     else:
         console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = _PIPED_WIDTH
         with console.capture() as shown:
             for part in answer.parts:
-                console.print(part, markup=False)
+                console.print(part, markup=False, soft_wrap=isinstance(part, str))
         _write(shown.get())
     return answer.exit_status
 
