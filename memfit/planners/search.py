@@ -21,24 +21,15 @@ from memfit.planners.sublinear import Frontier
 from memfit.planners.windows import Evaluation, Windows, evaluate, keep_everything, keep_only, simulated
 
 _FIRST_SHARE, _SECOND_SHARE = 0.6, 0.75  # of the search: from keeping everything, then from segments, then the best
-_SLICE_SECONDS = 0.03  # between two looks at the clock, the progress and Ctrl-C
-_SLICE_MOVES = 500  # the same where iterations are counted
+_REPORT_SECONDS = 0.05
+_SLICE_MOVES = 100  # between two changes of temperature and penalty
 _SEED_SPLITS = 12  # segment sizes tried as starting points, spread evenly on a logarithmic scale
 _PENALTY_UNIT = 0.01  # of the budget: one mean op for so many bytes of excess in one stage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Cooling:
-    """Temperature in mean op seconds and penalty in units, from the first to the last move of a start,
-    geometrically.
-    """
-
-    temperature: tuple[float, float]
-    penalty: tuple[float, float]
-
-
-_WIDE = _Cooling(temperature=(0.3, 1e-3), penalty=(1.0, 10.0))
-_NARROW = _Cooling(temperature=(0.03, 1e-4), penalty=(10.0, 100.0))
+_WIDE = (0.3, 1e-3)  # temperature in mean op seconds, from the first to the last move of a start, geometrically
+_NARROW = (0.03, 1e-4)
+_STIFFER, _SOFTER = 1.02, 0.98  # the penalty's factor after a slice that ends above the budget, or within it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,33 +123,26 @@ class _Search:
         if fits and (self.best is None or evaluation.seconds < self.best.seconds):
             self.best = evaluation
 
-    def _anneal(self, windows: Windows, cooling: _Cooling, until: float) -> Windows:
+    def _anneal(self, windows: Windows, temperature: tuple[float, float], until: float) -> Windows:
         """Anneal from `windows` until this share of the whole search is done; return where it ended."""
         state = simulated(self.program, windows)
-        begun = self._done()
-        self._set_course(cooling, 0.0)
-        slice_moves = _SLICE_MOVES
+        totals = self.course.totals
+        mean_seconds = self.unplanned_seconds / max(1, len(self.problem.graph.ops))
+        totals["penalty"] = mean_seconds / (_PENALTY_UNIT * max(1, self.program.budget_bytes))
+        first, last = temperature
+        begun, reported = self._done(), self.problem.clock()
         while (done := self._done()) < until:
-            self._set_course(cooling, (done - begun) / max(until - begun, 1e-9))
-            before = self.problem.clock()
-            anneal(self.program.tables, state, self.course, slice_moves, 1.0, 1.0)
-            self.moves += slice_moves
-            if self.options.iterations is None:
-                spent = max(self.problem.clock() - before, 1e-6)
-                slice_moves = int(np.clip(slice_moves * _SLICE_SECONDS / spent, 1, 100_000))
-            self._report()
+            progress = (done - begun) / max(until - begun, 1e-9)
+            totals["temperature"] = mean_seconds * first * (last / first) ** progress
+            anneal(self.program.tables, state, self.course, _SLICE_MOVES, 1.0, 1.0)
+            self.moves += _SLICE_MOVES
+            fits = totals["peak_bytes"][0] <= self.program.budget_bytes
+            totals["penalty"] *= _SOFTER if fits else _STIFFER
+            if self.problem.clock() - reported > _REPORT_SECONDS:
+                reported = self.problem.clock()
+                self._report()
         self._keep(state)
         return Windows(release=state.gaps["release"].copy(), hold=state.gaps["hold"].copy())
-
-    def _set_course(self, cooling: _Cooling, progress: float) -> None:
-        mean_seconds = self.unplanned_seconds / max(1, len(self.problem.graph.ops))
-        unit = mean_seconds / (_PENALTY_UNIT * max(1, self.program.budget_bytes))
-        progress = min(1.0, progress)
-        for name, (first, last), scale in (
-            ("temperature", cooling.temperature, mean_seconds),
-            ("penalty", cooling.penalty, unit),
-        ):
-            self.course.totals[name] = scale * first * (last / first) ** progress
 
     def _keep(self, state: State) -> None:
         """Remember the best state of a start, and the one that it ended in."""
