@@ -2,8 +2,8 @@
 
 For each of the workloads, and each budget: predicted and measured peak (everything on the device counts: parameters,
 buffers, inputs too), time against eager run in turns, and whether loss, gradients and buffers are eager's bits. Budgets
-that no plan fits are shown as such. One process for each point; a point is stored as soon as it is there, and kept
-unless `--again` is given.
+that no plan fits are shown as such. The ten are planned together, in one process for each workload, whose result is
+kept unless `--again` is given.
 
     python benchmarks/sweep.py                    # all eight workloads
     python benchmarks/sweep.py --quick            # one workload, four budgets
@@ -13,19 +13,22 @@ unless `--again` is given.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from typing import Any
 
 from _measure import MIB
-from _planned import NO_BUDGET_BYTES, measure_planned
+from _planned import NO_BUDGET_BYTES, build_for_measurement, measurements, predictions
 from _process import answer_if_child, in_fresh_process
 from _record import load, result_path, store
 
+from memfit import PlannedStep, Problem
+from memfit.planners.frontier import plan_frontier
+from memfit.runtime.fit import fit_step
+from memfit.runtime.planning import Settings
 from memfit.workloads import WORKLOADS
 
 BUDGETS = 10
 QUICK_WORKLOAD, QUICK_BUDGETS, QUICK_REPEATS = "unet", 4, 1
-CHILD_SECONDS = 900
+CHILD_SECONDS = 1800
 
 
 def sweep(
@@ -33,34 +36,55 @@ def sweep(
     options: dict[str, Any],
     *,
     count: int = BUDGETS,
-    known: dict[int, dict[str, Any]] | None = None,
     timeout_seconds: float = CHILD_SECONDS,
-    **how: Any,
-) -> Iterator[dict[str, Any]]:
-    """Yield the step under planner `none`, then under each budget from the largest to the least.
+    repeats: int = 5,
+    time_limit_seconds: float = 5.0,
+) -> list[dict[str, Any]]:
+    """Return the step under planner `none`, then under each budget from the largest to the least.
 
     Args:
         count: how many budgets.
-        known: points measured before by budget, given again instead of measured.
-        how: `time_limit_seconds` and `repeats` of `measure_planned`.
+        repeats: timed pairs of steps at each budget.
+        time_limit_seconds: for the planner, at each budget.
     """
-    known = known or {}
+    request = {
+        "workload": workload,
+        "options": options,
+        "count": count,
+        "repeats": repeats,
+        "time_limit_seconds": time_limit_seconds,
+    }
+    answer = in_fresh_process(__file__, request, timeout_seconds=timeout_seconds)
+    return answer["points"] if "points" in answer else [{"planner": "none", "budget_bytes": NO_BUDGET_BYTES} | answer]
 
-    def point(budget_bytes: int, planner: str) -> dict[str, Any]:
-        if budget_bytes in known:
-            return known[budget_bytes]
-        request = {"workload": workload, "options": options, "budget_bytes": budget_bytes, "planner": planner, **how}
-        answer = in_fresh_process(__file__, request, timeout_seconds=timeout_seconds)
-        return {"budget_bytes": budget_bytes, "planner": planner} | answer
 
-    unplanned = point(NO_BUDGET_BYTES, "none")
-    yield unplanned
-    if "error" in unplanned:
-        return
-    for budget_bytes in budgets_between(
-        unplanned["unplanned_peak_bytes"], unplanned["least_budget_bound_bytes"], count
-    ):
-        yield point(budget_bytes, "search")
+def measure_sweep(
+    workload: str, options: dict[str, Any], count: int, repeats: int, time_limit_seconds: float
+) -> dict[str, Any]:
+    """Plan all budgets together, so that they are monotone, and measure each plan; called in a process of its own."""
+    step = build_for_measurement(workload, options)
+    unplanned = fit_step(step, Settings(budget=NO_BUDGET_BYTES, planner="none"))
+    points = [{"budget_bytes": NO_BUDGET_BYTES, "planner": "none"} | measured_plan(unplanned, repeats)]
+    plan = unplanned.plan
+    budgets = budgets_between(plan.unplanned.peak_bytes, plan.bounds.least_budget_bound_bytes, count)
+    problem = Problem(
+        graph=plan.graph, device=plan.device, budget_bytes=budgets[0], time_limit_seconds=time_limit_seconds
+    )
+    for budget_bytes, result in zip(budgets, plan_frontier(problem, budgets), strict=True):
+        point: dict[str, Any] = {"budget_bytes": budget_bytes, "planner": "search", "status": str(result.status)}
+        if result.plan is None:
+            points.append(point | {"least_budget_found_bytes": result.bounds.least_budget_found_bytes})
+            continue
+        planned = fit_step(step, Settings(budget=budget_bytes), plan=result.plan)
+        points.append(point | measured_plan(planned, repeats))
+        print(f"{workload:12} {described(points[-1])}", flush=True)
+        del planned
+    return {"points": points}
+
+
+def measured_plan(planned: PlannedStep, repeats: int) -> dict[str, Any]:
+    """What a plan says and what it does."""
+    return predictions(planned) | measurements(planned, repeats)
 
 
 def budgets_between(most_bytes: int, least_bytes: int, count: int) -> list[int]:
@@ -109,13 +133,13 @@ def sweep_and_store(workload: str, options: argparse.Namespace) -> None:
     """Sweep one workload; print and store each point as it comes."""
     count, repeats = (QUICK_BUDGETS, QUICK_REPEATS) if options.quick else (BUDGETS, options.repeats)
     name = f"sweep_quick/{workload}" if options.quick else f"sweep/{workload}"
-    stored = [] if options.again or not result_path(name).exists() else load(result_path(name))["payload"]["points"]
-    known = {point["budget_bytes"]: point for point in stored if "error" not in point}
-    points: list[dict[str, Any]] = []
-    for point in sweep(workload, {}, count=count, known=known, repeats=repeats, time_limit_seconds=options.time_limit):
-        points.append(point)
-        print(f"{workload:12} {described(point)}", flush=True)
+    if result_path(name).exists() and not options.again:
+        points = load(result_path(name))["payload"]["points"]
+    else:
+        points = sweep(workload, {}, count=count, repeats=repeats, time_limit_seconds=options.time_limit)
         store(name, {"workload": workload, "points": points, "verdict": verdict(points)})
+    for point in points:
+        print(f"{workload:12} {described(point)}", flush=True)
     print(f"{workload:12} {verdict(points)}", flush=True)
 
 
@@ -132,5 +156,5 @@ def main() -> None:
         sweep_and_store(workload, options)
 
 
-if __name__ == "__main__" and not answer_if_child(measure_planned):
+if __name__ == "__main__" and not answer_if_child(measure_sweep):
     main()
