@@ -11,7 +11,8 @@ from typing import ClassVar
 import numpy as np
 
 from memfit.plan import Problem, Progress, Result
-from memfit.planners.anneal import Course, anneal, make_course
+from memfit.planners.anneal import anneal
+from memfit.planners.course import Course, make_course
 from memfit.planners.emit import emit
 from memfit.planners.incremental import State
 from memfit.planners.order import update_at_once_order
@@ -22,14 +23,13 @@ from memfit.planners.windows import Evaluation, Windows, evaluate, keep_everythi
 
 _FIRST_SHARE, _SECOND_SHARE = 0.6, 0.75  # of the search: from keeping everything, then from segments, then the best
 _REPORT_SECONDS = 0.05
-_SLICE_MOVES = 100  # between two changes of temperature and penalty
+_SLICE_MOVES = 1000  # between two changes of temperature and penalty
 _SEED_SPLITS = 12  # segment sizes tried as starting points, spread evenly on a logarithmic scale
 _PENALTY_UNIT = 0.01  # of the budget: one mean op for so many bytes of excess in one stage
 
 
 _WIDE = (0.3, 1e-3)  # temperature in mean op seconds, from the first to the last move of a start, geometrically
 _NARROW = (0.03, 1e-4)
-_STIFFER, _SOFTER = 1.02, 0.98  # the penalty's factor after a slice that ends above the budget, or within it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,6 @@ class _Search:
         self.started_seconds = problem.clock()
         self.program = build_program(problem, update_at_once_order(problem.graph))
         self.course: Course = make_course(self.program, problem.seed)
-        self.course.totals["budget_bytes"] = self.program.budget_bytes
         self.unplanned_seconds = float(self.program.tables.positions["seconds"].sum())
         self.best: Evaluation | None = None
         self.least: Evaluation | None = None
@@ -134,10 +133,8 @@ class _Search:
         while (done := self._done()) < until:
             progress = (done - begun) / max(until - begun, 1e-9)
             totals["temperature"] = mean_seconds * first * (last / first) ** progress
-            anneal(self.program.tables, state, self.course, _SLICE_MOVES, 1.0, 1.0)
+            anneal(self.program.tables, state, self.course, _SLICE_MOVES, 1.0)
             self.moves += _SLICE_MOVES
-            fits = totals["peak_bytes"][0] <= self.program.budget_bytes
-            totals["penalty"] *= _SOFTER if fits else _STIFFER
             if self.problem.clock() - reported > _REPORT_SECONDS:
                 reported = self.problem.clock()
                 self._report()
