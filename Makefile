@@ -46,7 +46,7 @@ bench: $(INSTALLED)
 # The machine with the GPU may have a torch of its own and no network: a Python that has torch is used as it is.
 gpu:
 	@if $(PYTHON) -c 'import torch' 2>/dev/null; then PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu.py; \
-	else $(MAKE) --no-print-directory $(INSTALLED) && $(RUN) benchmarks/gpu.py; fi
+	else $(MAKE) --silent --no-print-directory $(INSTALLED) && $(RUN) benchmarks/gpu.py; fi
 
 clean:
 	rm -rf $(VENV) build dist site demo memfit.egg-info .pytest_cache .ruff_cache .hypothesis
