@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+CACHE = "MEMFIT_CACHE"
 CHILD = "--child"
 _COMPLAINT_LINES = 3
 
@@ -33,6 +36,20 @@ def in_fresh_process(script: str, request: dict[str, Any], *, timeout_seconds: f
             print(done.stderr, file=sys.stderr)
             return {"error": f"exit status {done.returncode}: {complaint}"}
         return json.loads(answer.read_text())
+
+
+@contextmanager
+def fresh_cache() -> Iterator[None]:
+    """Let the children of this block share a cache of their own: op times measured on a busier day are not read."""
+    before = os.environ.get(CACHE)
+    with tempfile.TemporaryDirectory(prefix="memfit-benchmark-") as folder:
+        os.environ[CACHE] = folder
+        try:
+            yield
+        finally:
+            del os.environ[CACHE]
+            if before is not None:
+                os.environ[CACHE] = before
 
 
 def answer_if_child(measure: Callable[..., dict[str, Any]]) -> bool:

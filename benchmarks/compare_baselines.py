@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from _measure import MIB, outcome, resident_bytes, same_bits, storage_bytes, usage_of
 from _planned import NO_BUDGET_BYTES, eager_run, measure_planned, measurements, planned_run, predictions
-from _process import answer_if_child, in_fresh_process
+from _process import answer_if_child, fresh_cache, in_fresh_process
 from _record import interleaved_seconds, load, result_path, store
 from torch_baselines import RIVALS, baseline, best
 
@@ -56,11 +56,12 @@ def against(workload: str, configuration: dict[str, Any], time_limit_seconds: fl
         return asked | {"status": "infeasible", "least_budget_found_bytes": error.least_budget_found_bytes}
     run, eager = planned_run(planned), eager_run(step)
     run()
-    memfit_bytes = usage_of(run, step).peak_bytes
+    memfit_bytes, eager_bytes = usage_of(run, step).peak_bytes, usage_of(eager, step).peak_bytes
     bits = same_bits(outcome(run, step), outcome(eager, step))
     eager_seconds, rival_seconds, memfit_seconds = interleaved_seconds([eager, rival, run], repeats)
     return {
         **asked,
+        "eager_bytes": eager_bytes,
         "memfit_bytes": memfit_bytes,
         "rival_time_ratio": _ratio(rival_seconds, eager_seconds),
         "memfit_time_ratio": _ratio(memfit_seconds, eager_seconds),
@@ -210,7 +211,8 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure again what is stored already")
     options = parser.parse_args()
     for workload in options.workloads:
-        compare(workload, options)
+        with fresh_cache():
+            compare(workload, options)
 
 
 if __name__ == "__main__" and not answer_if_child(measure):

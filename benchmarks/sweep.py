@@ -17,7 +17,7 @@ from typing import Any
 
 from _measure import MIB
 from _planned import NO_BUDGET_BYTES, build_for_measurement, measurements, predictions
-from _process import answer_if_child, in_fresh_process
+from _process import answer_if_child, fresh_cache, in_fresh_process
 from _record import load, result_path, store
 
 from memfit import PlannedStep, Problem
@@ -75,6 +75,7 @@ def measure_sweep(
         if result.plan is None:
             points.append(point | {"least_budget_found_bytes": result.bounds.least_budget_found_bytes})
             continue
+        step.model.zero_grad(set_to_none=True)  # gradients that are there would make another graph
         planned = fit_step(step, Settings(budget=budget_bytes), plan=result.plan)
         points.append(point | measured_plan(planned, repeats))
         print(f"{workload:12} {described(points[-1])}", flush=True)
@@ -153,7 +154,8 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure again what is stored already")
     options = parser.parse_args()
     for workload in options.workloads or ([QUICK_WORKLOAD] if options.quick else list(WORKLOADS)):
-        sweep_and_store(workload, options)
+        with fresh_cache():
+            sweep_and_store(workload, options)
 
 
 if __name__ == "__main__" and not answer_if_child(measure_sweep):

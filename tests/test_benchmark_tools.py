@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -260,3 +261,13 @@ def test_without_a_gpu_the_gpu_benchmark_says_so_and_exits_0():
     )
     assert done.returncode == 0
     assert "no CUDA device here" in done.stdout
+
+
+def test_a_fresh_cache_is_the_childrens_and_goes_away(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MEMFIT_CACHE", "/somewhere")
+    with pytest.raises(RuntimeError, match="stop"), _process.fresh_cache():
+        folder = Path(os.environ["MEMFIT_CACHE"])
+        assert folder.is_dir()
+        raise RuntimeError("stop")
+    assert os.environ["MEMFIT_CACHE"] == "/somewhere"
+    assert not folder.exists()
