@@ -13,14 +13,16 @@ kept unless `--again` is given.
 from __future__ import annotations
 
 import argparse
+import time
 from typing import Any
 
+import torch
 from _measure import MIB
-from _planned import NO_BUDGET_BYTES, build_for_measurement, measurements, predictions
+from _planned import NO_BUDGET_BYTES, build_for_measurement, let_go, measurements, predictions
 from _process import answer_if_child, fresh_cache, in_fresh_process
 from _record import load, result_path, store
 
-from memfit import PlannedStep, Problem
+from memfit import Plan, PlannedStep, Problem, TrainingStep
 from memfit.planners.frontier import plan_frontier
 from memfit.runtime.fit import fit_step
 from memfit.runtime.planning import Settings
@@ -32,55 +34,69 @@ CHILD_SECONDS = 1800
 
 
 def sweep(
-    workload: str,
-    options: dict[str, Any],
-    *,
-    count: int = BUDGETS,
-    timeout_seconds: float = CHILD_SECONDS,
-    repeats: int = 5,
-    time_limit_seconds: float = 5.0,
+    workload: str, options: dict[str, Any], *, timeout_seconds: float = CHILD_SECONDS, **how: Any
 ) -> list[dict[str, Any]]:
-    """Return the step under planner `none`, then under each budget from the largest to the least.
+    """Return the points of `measure_sweep`, made in a process of its own; a single one with an error if it failed.
 
     Args:
-        count: how many budgets.
-        repeats: timed pairs of steps at each budget.
-        time_limit_seconds: for the planner, at each budget.
+        timeout_seconds: when the process is stopped.
+        how: the rest of `measure_sweep`.
     """
-    request = {
-        "workload": workload,
-        "options": options,
-        "count": count,
-        "repeats": repeats,
-        "time_limit_seconds": time_limit_seconds,
-    }
+    request = {"workload": workload, "options": options, **how}
     answer = in_fresh_process(__file__, request, timeout_seconds=timeout_seconds)
     return answer["points"] if "points" in answer else [{"planner": "none", "budget_bytes": NO_BUDGET_BYTES} | answer]
 
 
 def measure_sweep(
-    workload: str, options: dict[str, Any], count: int, repeats: int, time_limit_seconds: float
+    workload: str,
+    options: dict[str, Any],
+    count: int = BUDGETS,
+    repeats: int = 5,
+    time_limit_seconds: float = 5.0,
+    seconds: float = CHILD_SECONDS,
 ) -> dict[str, Any]:
-    """Plan all budgets together, so that they are monotone, and measure each plan; called in a process of its own."""
+    """Measure planner `none`, plan all budgets together, so that they are monotone, and measure each plan.
+
+    Args:
+        count: how many budgets.
+        repeats: timed pairs of steps at each budget.
+        time_limit_seconds: for the planner, at each budget.
+        seconds: how long all of it may take; what is left then is answered as not measured.
+    """
+    stop = time.monotonic() + seconds
     step = build_for_measurement(workload, options)
     unplanned = fit_step(step, Settings(budget=NO_BUDGET_BYTES, planner="none"))
     points = [{"budget_bytes": NO_BUDGET_BYTES, "planner": "none"} | measured_plan(unplanned, repeats)]
     plan = unplanned.plan
+    del unplanned
     budgets = budgets_between(plan.unplanned.peak_bytes, plan.bounds.least_budget_bound_bytes, count)
     problem = Problem(
         graph=plan.graph, device=plan.device, budget_bytes=budgets[0], time_limit_seconds=time_limit_seconds
     )
+    longest = 0.0
     for budget_bytes, result in zip(budgets, plan_frontier(problem, budgets), strict=True):
+        start = time.monotonic()
         point: dict[str, Any] = {"budget_bytes": budget_bytes, "planner": "search", "status": str(result.status)}
         if result.plan is None:
-            points.append(point | {"least_budget_found_bytes": result.bounds.least_budget_found_bytes})
-            continue
-        step.model.zero_grad(set_to_none=True)  # gradients that are there would make another graph
-        planned = fit_step(step, Settings(budget=budget_bytes), plan=result.plan)
-        points.append(point | measured_plan(planned, repeats))
-        print(f"{workload:12} {described(points[-1])}", flush=True)
-        del planned
+            point |= {"least_budget_found_bytes": result.bounds.least_budget_found_bytes}
+        elif start + longest > stop:
+            point |= {"status": "not measured: time was up"}
+        else:
+            point |= measured_within(step, budget_bytes, result.plan, repeats)
+            longest = max(longest, time.monotonic() - start)
+        points.append(point)
+        print(f"{workload:12} {described(point)}", flush=True)
     return {"points": points}
+
+
+def measured_within(step: TrainingStep, budget_bytes: int, plan: Plan, repeats: int) -> dict[str, Any]:
+    """Measure a plan of a step; a device that runs out of memory is an answer too."""
+    step.model.zero_grad(set_to_none=True)  # gradients that are there would make another graph
+    let_go(next(step.model.parameters()).device)
+    try:
+        return measured_plan(fit_step(step, Settings(budget=budget_bytes), plan=plan), repeats)
+    except torch.OutOfMemoryError as error:
+        return {"error": f"out of memory: {str(error).splitlines()[0]}"}
 
 
 def measured_plan(planned: PlannedStep, repeats: int) -> dict[str, Any]:
@@ -131,12 +147,11 @@ def described(point: dict[str, Any]) -> str:
 
 
 def sweep_and_store(workload: str, options: argparse.Namespace) -> None:
-    """Sweep one workload; print and store each point as it comes."""
+    """Sweep one workload, store its points and print them; points that are stored without an error are kept."""
     count, repeats = (QUICK_BUDGETS, QUICK_REPEATS) if options.quick else (BUDGETS, options.repeats)
     name = f"sweep_quick/{workload}" if options.quick else f"sweep/{workload}"
-    if result_path(name).exists() and not options.again:
-        points = load(result_path(name))["payload"]["points"]
-    else:
+    points = load(result_path(name))["payload"]["points"] if result_path(name).exists() and not options.again else []
+    if not points or any("error" in point for point in points):
         points = sweep(workload, {}, count=count, repeats=repeats, time_limit_seconds=options.time_limit)
         store(name, {"workload": workload, "points": points, "verdict": verdict(points)})
     for point in points:
