@@ -9,9 +9,10 @@ from memfit.planners.incremental import change, gap_before
 from memfit.planners.kernels import compiled
 from memfit.planners.program import DROPPED, KEPT
 
-_EXCHANGE, _SHIFT, _RUN = 0.35, 0.5, 0.53  # cumulative shares of moves; the rest toggles one, two or three windows
-_OTHER = 0.15  # share of toggled windows that are not over the turning point
+_EXCHANGE, _SHIFT, _RUN = 0.2, 0.3, 0.32two or three windows
+_OTHER = 0.3  # share of toggled windows that are not over the turning point
 _LONGEST_RUN = 24
+_MOST_EXCHANGED = 6  # storages kept in the place of one that is dropped, or the other way round
 
 
 @compiled
@@ -77,14 +78,33 @@ def toggle(tables: Any, state: Any, course: Any, gap: int) -> None:
 
 @compiled
 def exchange(tables: Any, state: Any, course: Any, over_peak: bool) -> None:
-    """Drop one storage that is kept over the turning point, and keep one that is dropped."""
-    dropped = course.totals[0].dropped
-    kept_gap = draw_turning(tables, course, dropped, len(course.turning), over_peak)
-    dropped_gap = draw_turning(tables, course, 0, dropped, over_peak)
-    if kept_gap >= 0:
-        drop(tables, state, course, kept_gap)
-    if dropped_gap >= 0:
-        give(tables, state, course, dropped_gap, 0, 0)
+    """Drop a storage that is kept over the turning point and keep dropped ones in its place, or the other way round."""
+    dropped, count = course.totals[0].dropped, len(course.turning)
+    keeps = draw(course) < 0.5
+    first, end = (0, dropped) if keeps else (dropped, count)
+    gap = draw_turning(tables, course, first, end, over_peak)
+    if gap < 0:
+        return
+    flip(tables, state, course, gap, keeps)
+    size_bytes = tables.storages[tables.gaps[gap].storage].size_bytes
+    first, end = (dropped, count) if keeps else (0, dropped)
+    for _ in range(1 + int(draw(course) * _MOST_EXCHANGED)):
+        other = draw_turning(tables, course, first, end, over_peak)
+        if other < 0 or size_bytes <= 0:
+            return
+        other_bytes = tables.storages[tables.gaps[other].storage].size_bytes
+        if keeps or other_bytes <= size_bytes:
+            flip(tables, state, course, other, not keeps)
+            size_bytes -= other_bytes
+
+
+@compiled
+def flip(tables: Any, state: Any, course: Any, gap: int, keep: bool) -> None:
+    """Keep, or drop."""
+    if keep:
+        give(tables, state, course, gap, 0, 0)
+    else:
+        drop(tables, state, course, gap)
 
 
 @compiled
