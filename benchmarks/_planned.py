@@ -75,7 +75,8 @@ def predictions(planned: PlannedStep) -> dict[str, Any]:
         "least_budget_bound_bytes": plan.bounds.least_budget_bound_bytes,
         "overhead_bound": plan.bounds.overhead,
         "ops": len(planned.captured.graph.ops),
-        **{f"{stage}_seconds": seconds for stage, seconds in planned.seconds.items()},
+        "plan_seconds": plan.plan_seconds,
+        **{f"{stage}_seconds": seconds for stage, seconds in planned.seconds.items() if stage != "plan"},
     }
 
 

@@ -22,10 +22,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import torch
-from _planned import NO_BUDGET_BYTES, build_for_measurement, let_go, measure_at
-from _process import answer_if_child, in_fresh_process
+from _process import fresh_cache
 from _record import FOLDER, store
-from sweep import BUDGETS, budgets_between, described, verdict
+from sweep import BUDGETS, described, sweep, verdict
 
 SIZES: dict[str, dict[str, Any]] = {
     "resnet50": {"batch": 128},
@@ -34,39 +33,15 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 MINUTES = 9.5  # of the ten that `make gpu` may take: the rest is for starting and storing
 TESTS_SHARE = 0.25
+SWEEP_SHARE = 0.8  # a sweep stops by itself before it is stopped
 REPEATS = 5
-
-
-def sweep_in_one_process(
-    workload: str, options: dict[str, Any], count: int, seconds: float, time_limit_seconds: float
-) -> dict[str, Any]:
-    """Measure planner `none` and each budget while `seconds` last: building and capturing are paid once a process."""
-    stop = time.monotonic() + seconds
-    step = build_for_measurement(workload, options)
-    how = {"time_limit_seconds": time_limit_seconds, "repeats": REPEATS}
-    points = [measure_at(step, NO_BUDGET_BYTES, "none", **how)]
-    longest = 0.0
-    for budget_bytes in budgets_between(
-        points[0]["unplanned_peak_bytes"], points[0]["least_budget_bound_bytes"], count
-    ):
-        start = time.monotonic()
-        if start + longest > stop:
-            points.append({"budget_bytes": budget_bytes, "planner": "search", "status": "not measured: time was up"})
-            continue
-        let_go(torch.device(options["device"]))
-        try:
-            points.append(measure_at(step, budget_bytes, **how))
-        except torch.OutOfMemoryError as error:
-            complaint = str(error).splitlines()[0]
-            points.append({"budget_bytes": budget_bytes, "planner": "search", "error": f"out of memory: {complaint}"})
-        longest = max(longest, time.monotonic() - start)
-    return {"points": points}
+NO_PYTEST = "not run: pytest is not installed here"
 
 
 def run_tests(seconds: float) -> dict[str, Any]:
     """Run `pytest -m gpu` and count what passed, failed and was skipped."""
     if find_spec("pytest") is None:
-        return {"status": "not run: pytest is not installed here"}
+        return {"status": NO_PYTEST}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", f"--junitxml={report}"]
@@ -89,30 +64,26 @@ def sweeps(count: int, stop: float, time_limit_seconds: float) -> dict[str, Any]
     found: dict[str, Any] = {}
     for number, (workload, options) in enumerate(SIZES.items()):
         seconds = (stop - time.monotonic()) / (len(SIZES) - number)
-        request = {
-            "workload": workload,
-            "options": {**options, "device": "cuda"},
-            "count": count,
-            "seconds": seconds * 0.8,  # the child stops by itself before it is stopped
-            "time_limit_seconds": time_limit_seconds,
-        }
-        answer = in_fresh_process(__file__, request, timeout_seconds=seconds)
-        found[workload] = {"options": options, **answer}
-        if "points" in answer:
-            found[workload]["verdict"] = verdict(answer["points"])
-            for point in answer["points"]:
-                print(f"{workload:10} {described(point)}", flush=True)
-        else:
-            print(f"{workload:10} {answer['error']}", flush=True)
+        points = sweep(
+            workload,
+            {**options, "device": "cuda"},
+            timeout_seconds=seconds,
+            count=count,
+            repeats=REPEATS,
+            time_limit_seconds=time_limit_seconds,
+            seconds=seconds * SWEEP_SHARE,
+        )
+        found[workload] = {"options": options, "points": points, "verdict": verdict(points)}
+        for point in points:
+            print(f"{workload:10} {described(point)}", flush=True)
     return found
 
 
 def keeps_promises(tests: dict[str, Any], found: dict[str, Any]) -> bool:
     """Whether no test failed, every workload was measured, and every feasible point kept its budget and its bits."""
-    verdicts = [result.get("verdict") for result in found.values()]
-    return tests["status"] in ("passed", "not run: pytest is not installed here") and all(
-        each is not None and not each["failed"] and each["within_budget"] and each["same_bits"] for each in verdicts
-    )
+    verdicts = [result["verdict"] for result in found.values()]
+    kept = all(not each["failed"] and each["within_budget"] and each["same_bits"] for each in verdicts)
+    return kept and tests["status"] in ("passed", NO_PYTEST)
 
 
 def main() -> int:
@@ -120,7 +91,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=MINUTES, help="how long all of it may take")
     parser.add_argument("--budgets", type=int, default=BUDGETS, help="budgets in each sweep")
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds that the planner may search")
+    parser.add_argument("--time-limit", type=float, default=3.0, help="seconds that the planner may search")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device here: nothing to measure (torch.cuda.is_available() is False)")
@@ -128,12 +99,13 @@ def main() -> int:
     stop = time.monotonic() + options.minutes * 60
     tests = run_tests(options.minutes * 60 * TESTS_SHARE)
     print(f"tests      {tests}", flush=True)
-    found = sweeps(options.budgets, stop, options.time_limit)
+    with fresh_cache():
+        found = sweeps(options.budgets, stop, options.time_limit)
     payload = {"tests": tests, "sweeps": found, "keeps_promises": keeps_promises(tests, found)}
     folder = Path(os.environ["OUT"]) if "OUT" in os.environ else None
     print(f"stored in {store('gpu', payload, device='cuda', folder=folder)}")
     return 0 if payload["keeps_promises"] else 1
 
 
-if __name__ == "__main__" and not answer_if_child(sweep_in_one_process):
+if __name__ == "__main__":
     sys.exit(main())

@@ -106,15 +106,12 @@ def planning(stored: Stored) -> str:
     head = ["workload", "ops", "capture, s", "measurement of ops, s", "planning, s"]
     rows: list[list[str]] = []
     for workload, payload in stored.items():
-        points = [point for point in payload["points"] if "plan_seconds" in point]
-        searched = [point["plan_seconds"] for point in points if point["planner"] != "none"]
+        unplanned, *points = payload["points"]
+        searched = [point["plan_seconds"] for point in points if "plan_seconds" in point]
         if searched:
-            capture, measurement = (
-                max(point[f"{stage}_seconds"] for point in points) for stage in ("capture", "measure")
-            )
-            seconds = (f"{each:.1f}" for each in (capture, measurement, max(searched)))
-            rows.append([workload, str(points[0]["ops"]), *seconds])
-    return _table(head, rows, "The longest of the sweep's points; the first of them measures each op anew.", stored)
+            seconds = (unplanned["capture_seconds"], unplanned["measure_seconds"], max(searched))
+            rows.append([workload, str(unplanned["ops"]), *(f"{each:.1f}" for each in seconds)])
+    return _table(head, rows, "Planning: the longest of the sweep's budgets. Each op is measured anew.", stored)
 
 
 def targets(stored: Stored) -> str:
@@ -158,10 +155,7 @@ def gpu(stored: Stored) -> str:
     for payload in stored.values():
         for workload, result in payload["sweeps"].items():
             name = f"{workload} ({', '.join(f'{key} {value}' for key, value in result['options'].items())})"
-            if "verdict" in result:
-                rows.append(_verdict(name, result["verdict"], len(result["points"]) - 1))
-            else:
-                rows.append([name, result["error"]])
+            rows.append(_verdict(name, result["verdict"], len(result["points"]) - 1))
     return _table(head, rows, "Real sizes; the figure is torch.cuda.max_memory_allocated.", stored)
 
 
