@@ -1,7 +1,7 @@
 """Binding: how a graph's ops are called and where its residents come from. Capture makes it, cost and runtime read it.
 
-Torch's objects (dtypes, operators) are carried, never looked into, so that this module imports no torch. Views exist only
-here: a `Value` is a tensor seen as (storage, offset, strides), and every view of a storage is just another Value.
+Torch's objects (dtypes, operators) are carried, never looked into, so that this module imports no torch. Views exist
+only here: a `Value` is a tensor seen as (storage, offset, strides), and every view of a storage is just another Value.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Value:
 class Call:
     """The call that computes op `op`: `target(*args, **kwargs)`, Values standing where tensors go, at any depth.
 
-    `results` lists the tensors of the returned value in order, flattened; None where the target returns something that is
-    not a tensor, or a tensor that aliases an argument. A result may share its storage with another result.
-    `generator_state` is the storage that holds the state of the generator which the call draws from, to be replayed when
-    the op is rematerialized.
+    `results` lists the tensors of the returned value in order, flattened; None where the target returns something that
+    is not a tensor, or a tensor that aliases an argument. A result may share its storage with another result.
+    `generator_state` is the storage that holds the state of the generator which the call draws from, to be replayed
+    when the op is rematerialized.
     """
 
     op: int
@@ -55,7 +55,8 @@ class Origin(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resident:
-    """A tensor that comes from outside of the step: `key` is its qualified name, or its position among the step's inputs.
+    """A tensor that comes from outside of the step: `key` is its qualified name, or its position among the step's
+    inputs.
 
     `constant` holds the tensor itself where the step closes over it.
     """
@@ -70,8 +71,8 @@ class Resident:
 class Binding:
     """All that is needed, beside a schedule, to run a graph on `device`.
 
-    `calls[i]` computes op i. `outputs` are the values handed to the user, by name (`loss`, `grad:fc.weight`, or a position);
-    `device` is a torch.device.
+    `calls[i]` computes op i. `outputs` are the values handed to the user, by name (`loss`, `grad:fc.weight`, or a
+    position); `device` is a torch.device.
     """
 
     device: Any
