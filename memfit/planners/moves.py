@@ -9,7 +9,7 @@ from memfit.planners.incremental import change, gap_before
 from memfit.planners.kernels import compiled
 from memfit.planners.program import DROPPED, KEPT
 
-_EXCHANGE, _SHIFT, _RUN = 0.2, 0.3, 0.32two or three windows
+_EXCHANGE, _SHIFT, _RUN = 0.2, 0.3, 0.32  # cumulative shares of moves; the rest toggles one, two or three windows
 _OTHER = 0.3  # share of toggled windows that are not over the turning point
 _LONGEST_RUN = 24
 _MOST_EXCHANGED = 6  # storages kept in the place of one that is dropped, or the other way round
