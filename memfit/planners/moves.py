@@ -55,7 +55,9 @@ def give(tables: Any, state: Any, course: Any, gap: int, release: int, hold: int
 
 @compiled
 def drop(tables: Any, state: Any, course: Any, gap: int) -> None:
-    """Drop a storage at the start of a gap; held once it is back, at times anew for each op, at times from a stage on."""
+    """Drop a storage at the start of a gap; held once it is back, at times anew for each op, at times from a
+    stage on.
+    """
     start, end = tables.gaps[gap].start, tables.gaps[gap].end
     kind, release, hold = draw(course), start, start + 1
     if kind < 0.05:
