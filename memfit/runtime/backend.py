@@ -27,7 +27,7 @@ from memfit.capture.torch_private import (
     trace_joint,
     tree_flatten,
 )
-from memfit.cost.recorder import record
+from memfit.cost.recorder import allocated_bytes
 from memfit.errors import InvalidOptionError, UnsupportedStepError
 from memfit.plan import Plan
 from memfit.runtime.halves import partitioned
@@ -137,7 +137,7 @@ class _Compiled:
         self.bytes_reserved = self._reserved()
         self.bytes_outside = 0
         self.bytes_outside_seen: int | None = None
-        self._between: Any = None
+        self._bytes_after_forward = 0
         self.function = trace_joint(
             module,
             inputs,
@@ -205,15 +205,12 @@ class _Compiled:
     def _run_forward(self, arguments: list[Any]) -> list[Any]:
         returned = self._halves.forward(arguments)
         if self.bytes_outside_seen is None:
-            self._between = record(self.device)
-            self._usage = self._between.__enter__()
+            self._bytes_after_forward = allocated_bytes(self.device)
         return returned
 
     def _run_backward(self, arguments: list[Any]) -> list[Any]:
-        if self._between is not None:
-            self._between.__exit__(None, None, None)
-            self._between = None
-            self.bytes_outside_seen = self._usage.peak_bytes
+        if self.bytes_outside_seen is None:
+            self.bytes_outside_seen = max(0, allocated_bytes(self.device) - self._bytes_after_forward)
         return self._halves.backward(arguments)
 
 
