@@ -15,21 +15,34 @@ def emit(program: Program, sequence: Iterable[int]) -> Schedule:
     be taken over by a write, it is.
     """
     order = list(sequence)
+    departures = _departures(program)
+    departed: set[int] = set().union(*departures.values())  # all that is the user's at this place, walking back
     blocks: list[list[Instruction]] = []
     needed: set[int] = set()
     for position in reversed(order):
-        blocks.append(_block(program, position, needed))
+        departed -= departures.get(position, set())
+        blocks.append(_block(program, position, needed, departed))
     return Schedule.of(instruction for block in reversed(blocks) for instruction in block)
 
 
-def _block(program: Program, position: int, needed: set[int]) -> list[Instruction]:
+def _departures(program: Program) -> dict[int, set[int]]:
+    """Position of each boundary -> the managed storages that are the user's from there on."""
+    number_of = {storage: number for number, storage in enumerate(program.storage_of)}
+    return {
+        position: {number_of[s] for s in program.graph.boundaries[boundary].departures if s in number_of}
+        for position, boundary in program.boundary_at.items()
+    }
+
+
+def _block(program: Program, position: int, needed: set[int], departed: set[int]) -> list[Instruction]:
     """Return the instructions of one position; `needed` goes from what is used after it to what is used from it on."""
     tables, row = program.tables, program.tables.positions[position]
     reads: list[int] = tables.reads["storage"][row["read_start"] : row["read_end"]].tolist()
     writes: list[int] = tables.writes["storage"][row["write_start"] : row["write_end"]].tolist()
     unused = [storage for storage in writes if storage not in needed]
     dying = [storage for storage in reads if storage not in needed]
-    needed.difference_update(writes)
+    # What the user has stays, also where its op is computed once more for the sake of another result.
+    needed.difference_update(storage for storage in writes if storage not in departed)
     needed.update(reads)
     if position in program.boundary_at:
         number = program.boundary_at[position]

@@ -89,8 +89,8 @@ class _Search:
 
     def _search(self) -> None:
         self._look_at(keep_everything(self.program))
-        if self.best is not None:
-            return  # nothing has to go
+        if self.best is not None or len(self.course.turning) + len(self.course.other) == 0:
+            return  # nothing has to go, or nothing can
         seeds = [(self._look_at(windows), windows) for windows in self._segments()]
         ended = self._anneal(keep_everything(self.program), _WIDE, _FIRST_SHARE)
         fitting = [seed for seed in seeds if seed[0].peak_bytes <= self.problem.budget_bytes]

@@ -1,0 +1,183 @@
+"""Planners: legal schedules, budgets kept, bounds that hold, and answers that brute force confirms."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from strategies import graphs
+
+from memfit.checker import check
+from memfit.device import GENERIC
+from memfit.errors import InvalidOptionError
+from memfit.graph import Graph, Op, Phase, Role, Storage
+from memfit.plan import Problem, Progress, Status
+from memfit.planners import PLANNERS, make_planner, options_of
+from memfit.planners.ask import unplanned_peak_bytes
+from memfit.planners.bounds import least_budget_bound
+from memfit.planners.frontier import plan_frontier
+from memfit.planners.order import original_order
+from memfit.planners.program import build_program
+from memfit.planners.search import Search
+from memfit.planners.sublinear import appendix_a_splits
+from memfit.planners.windows import evaluate, keep_only, simulated
+from memfit.simulate import simulate
+
+SEARCH = Search(iterations=20_000)
+
+
+def chain(length: int, size_bytes: int = 100) -> Graph:
+    """A forward chain of `length` ops of one second each, and the backward ops that want their inputs again."""
+    storages = [Storage(id=0, name="input", bytes=size_bytes, role=Role.INPUT)]
+    ops: list[Op] = []
+
+    def add(name: str, phase: Phase, reads: tuple[int, ...], role: Role) -> int:
+        storages.append(Storage(id=len(storages), name=name, bytes=size_bytes, role=role))
+        ops.append(Op(id=len(ops), name=name, phase=phase, reads=reads, writes=(len(storages) - 1,), seconds=1.0))
+        return len(storages) - 1
+
+    activations = [0]
+    for number in range(length):
+        activations.append(add(f"f{number}", Phase.FORWARD, (activations[-1],), Role.ACTIVATION))
+    gradient = activations[-1]
+    for number in reversed(range(length)):
+        role = Role.OUTPUT if number == 0 else Role.GRADIENT
+        gradient = add(f"b{number}", Phase.BACKWARD, (activations[number], gradient), role)
+    return Graph.build(name=f"chain{length}", storages=storages, ops=ops)
+
+
+def problem(graph: Graph, budget_bytes: int, **fields: object) -> Problem:
+    return Problem(graph=graph, device=GENERIC, budget_bytes=budget_bytes, **fields)  # type: ignore[arg-type]
+
+
+def test_none_keeps_everything_of_a_chain() -> None:
+    result = make_planner("none").plan(problem(chain(6), 10_000))
+    assert result.status is Status.OPTIMAL
+    assert result.plan is not None
+    assert result.plan.predicted.seconds == 12.0
+    assert result.plan.predicted.peak_bytes == 800
+
+
+def test_search_trades_the_fewest_computations_of_a_chain() -> None:
+    graph = chain(6)
+    for budget_bytes, seconds in ((800, 12.0), (700, 13.0), (600, 15.0)):
+        result = SEARCH.plan(problem(graph, budget_bytes))
+        assert result.plan is not None
+        assert result.plan.predicted.seconds <= seconds
+        assert result.plan.predicted.peak_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 6])
+def test_search_is_no_worse_than_the_best_kept_set(length: int) -> None:
+    graph = chain(length)
+    program = build_program(problem(graph, 1 << 40), original_order(graph))
+    forward = [op.writes[0] for op in graph.ops if op.phase is Phase.FORWARD]
+    found = []
+    for count in range(len(forward) + 1):
+        for kept in itertools.combinations(forward, count):
+            evaluation = evaluate(program, simulated(program, keep_only(program, kept)))
+            found.append((evaluation.peak_bytes, evaluation.seconds))
+    for budget_bytes in sorted({peak for peak, _ in found}):
+        best = min(seconds for peak, seconds in found if peak <= budget_bytes)
+        result = SEARCH.plan(problem(graph, budget_bytes))
+        assert result.plan is not None, budget_bytes
+        assert result.plan.predicted.seconds <= best
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(graph=graphs())
+def test_every_plan_is_legal_within_its_budget_and_above_the_bound(graph: Graph) -> None:
+    bound, _ = least_budget_bound(problem(graph, 1))
+    most = unplanned_peak_bytes(graph, GENERIC)
+    assert bound <= most
+    for name in PLANNERS:
+        planner = SEARCH if name == "search" else make_planner(name)
+        for budget_bytes in (most, (bound + most) // 2, bound, max(1, bound - 1)):
+            result = planner.plan(problem(graph, budget_bytes))
+            if result.plan is None:
+                assert result.status is Status.INFEASIBLE
+                continue
+            check(graph, result.plan.schedule)
+            peak = simulate(graph, result.plan.schedule, GENERIC).peak_bytes
+            assert bound <= peak == result.plan.predicted.peak_bytes <= budget_bytes
+
+
+def test_the_same_seed_and_iterations_give_the_same_plan() -> None:
+    plans = [SEARCH.plan(problem(chain(12), 1000, seed=3)).plan for _ in range(2)]
+    assert plans[0] is not None
+    assert plans[1] is not None
+    assert plans[0].schedule == plans[1].schedule
+
+
+def test_a_budget_below_the_bound_is_infeasible_and_says_why() -> None:
+    graph = chain(8)
+    bound, ops = least_budget_bound(problem(graph, 1))
+    result = SEARCH.plan(problem(graph, bound - 1))
+    assert result.status is Status.INFEASIBLE
+    assert result.plan is None
+    assert result.bounds.least_budget_bound_bytes == bound
+    assert result.bounds.least_budget_found_bytes is not None
+    assert result.bounds.least_budget_found_bytes >= bound
+    assert result.bounds.holding_ops == ops
+
+
+def test_a_larger_budget_is_never_slower() -> None:
+    graph = chain(16)
+    budgets = [600, 700, 900, 1100, 1300, 1500, 1800]
+    results = plan_frontier(problem(graph, 1), budgets, planner=Search(iterations=3_000))
+    overheads = [result.plan.overhead for result in results if result.plan is not None]
+    assert len(overheads) >= 5
+    assert overheads == sorted(overheads, reverse=True)
+
+
+def test_an_interruption_gives_the_best_plan_so_far() -> None:
+    calls: list[Progress] = []
+
+    def interrupt(progress: Progress) -> None:
+        calls.append(progress)
+        if progress.best_overhead is not None:
+            raise KeyboardInterrupt
+
+    result = Search().plan(problem(chain(12), 1000, time_limit_seconds=30.0, progress=interrupt))
+    assert result.plan is not None
+    assert calls[-1].elapsed_seconds < 30.0
+
+
+def test_pins_are_honoured() -> None:
+    graph = chain(6)
+    kept = {op.id: True for op in graph.ops}
+    result = SEARCH.plan(problem(graph, 700, pinned=kept))
+    assert result.status is Status.INFEASIBLE
+    dropped = make_planner("none").plan(problem(graph, 10_000, pinned={2: False}))
+    assert dropped.plan is not None
+    assert dropped.plan.predicted.seconds > 12.0
+
+
+def test_sublinear_reaches_the_square_root_of_a_chain() -> None:
+    graph = chain(64)
+    result = make_planner("sublinear").plan(problem(graph, 3000))
+    assert result.plan is not None
+    assert result.plan.predicted.peak_bytes <= 100 * (2 * 8 + 6)
+    assert result.plan.predicted.seconds <= 64 * 3
+    program = build_program(problem(graph, 3000), original_order(graph))
+    splits = appendix_a_splits(program)
+    assert len(splits) == 8
+    assert splits[0].between_bytes == max(split.between_bytes for split in splits)
+
+
+def test_unknown_planners_and_options_are_refused() -> None:
+    with pytest.raises(InvalidOptionError, match="no planner is called 'sarch'; there are none, search, sublinear"):
+        make_planner("sarch")
+    with pytest.raises(InvalidOptionError, match="has no option 'depth'"):
+        make_planner("search", depth=3)
+    assert all(text for text in options_of(Search).values())
+
+
+def test_the_published_resnet50_within_half_a_percent(shared_graphs: object) -> None:
+    graph = Graph.load(shared_graphs / "monet_resnet50_184_checkmate.graph.json.gz")  # type: ignore[operator]
+    result = Search(iterations=1_500_000).plan(problem(graph, 6 << 30))
+    assert result.plan is not None
+    assert result.plan.predicted.seconds <= 1.13578 * 1.005
+    assert replace(result, plan=None).plan is None
