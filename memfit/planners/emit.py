@@ -16,7 +16,8 @@ def emit(program: Program, sequence: Iterable[int]) -> Schedule:
     """
     order = list(sequence)
     departures = _departures(program)
-    departed = {storage for gone in departures.values() for storage in gone}  # all that is the user's at this place, walking back
+    # All that is the user's at this place, walking back.
+    departed = {storage for gone in departures.values() for storage in gone}
     blocks: list[list[Instruction]] = []
     needed: set[int] = set()
     for position in reversed(order):
