@@ -28,6 +28,14 @@ class InvalidScheduleError(MemfitError, ValueError):
     """A schedule cannot be carried out on its graph; the message names the instruction and the storage."""
 
 
+class InvalidBlocksError(MemfitError, ValueError):
+    """Blocks to be packed are not blocks: an empty live range, a size below 1, an id twice."""
+
+
+class InvalidLayoutError(MemfitError, ValueError):
+    """A layout puts two live blocks over each other, or says more than is true; the message names the blocks."""
+
+
 class InvalidFileError(MemfitError, ValueError):
     """A file cannot be read as what it should be; the message names the file and the place in it."""
 

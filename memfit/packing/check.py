@@ -1,0 +1,142 @@
+"""The judge of layouts: no two live blocks over each other. It knows no packer and shares no code with one.
+
+A sweep over time keeps the live blocks in a tree ordered by offset. As long as no two of them overlap, a block that comes
+can only meet the one below it or the one above it, so that each event costs O(log n).
+"""
+
+# Numba infers the types in here; those that pyright sees for elements of arrays are not the ones at work.
+# pyright: reportArgumentType=false, reportReturnType=false
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, cast
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from memfit.errors import InvalidLayoutError
+from memfit.packing.blocks import Blocks, Layout
+
+_NONE = -1
+
+
+def check_layout(blocks: Blocks, layout: Layout) -> None:
+    """Return if every block has its own bytes whenever it is live; O(n log n) in the number of blocks.
+
+    >>> from memfit.packing.blocks import Block, make_layout
+    >>> blocks = Blocks.of([Block(id="a", bytes=64, start=0, end=5), Block(id="b", bytes=64, start=4, end=9)])
+    >>> check_layout(blocks, make_layout(blocks, np.array([0, 32]), packer="by hand"))
+    Traceback (most recent call last):
+    memfit.errors.InvalidLayoutError: layout of packer 'by hand': blocks a and b overlap in bytes [32, 64) during steps \
+[4, 5); expected every live block to have its own bytes
+
+    Raises:
+        InvalidLayoutError: two blocks overlap in address and in time, an offset is negative or not aligned, the height or
+            the lower bound is not what the blocks and offsets give. The message names the blocks and the steps.
+    """
+    offsets = layout.offsets_bytes
+    if offsets.shape != (len(blocks),):
+        _fail(layout, f"has {offsets.shape} offsets for {len(blocks)} blocks, expected one for each")
+    wrong = (offsets < 0) | (offsets % blocks.alignment_bytes != 0)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        expected = f"a multiple of {blocks.alignment_bytes} from 0"
+        _fail(layout, f"block {blocks.ids[at]} has offset {offsets[at]}, expected {expected}")
+    tops = offsets + blocks.sizes_bytes
+    pair = _first_overlap(blocks, offsets, tops)
+    if pair is not None:
+        _fail_overlap(blocks, layout, tops, *pair)
+    _require_figures(layout, int(tops.max(initial=0)), _most_live_bytes(blocks))
+
+
+def _require_figures(layout: Layout, height: int, most_live: int) -> None:
+    if layout.height_bytes != height:
+        _fail(layout, f"says height {layout.height_bytes}, expected {height}, the highest used byte")
+    if layout.lower_bound_bytes != most_live:
+        _fail(layout, f"says lower bound {layout.lower_bound_bytes}, expected {most_live}, the most live bytes")
+
+
+def _fail(layout: Layout, message: str) -> NoReturn:
+    raise InvalidLayoutError(f"layout of packer {layout.packer!r}: {message}")
+
+
+def _fail_overlap(blocks: Blocks, layout: Layout, tops: NDArray[np.int64], first: int, second: int) -> NoReturn:
+    offsets = layout.offsets_bytes
+    shared_bytes = max(offsets[first], offsets[second]), min(tops[first], tops[second])
+    steps = max(blocks.starts[first], blocks.starts[second]), min(blocks.ends[first], blocks.ends[second])
+    _fail(
+        layout,
+        f"blocks {blocks.ids[first]} and {blocks.ids[second]} overlap in bytes [{shared_bytes[0]}, {shared_bytes[1]}) "
+        f"during steps [{steps[0]}, {steps[1]}); expected every live block to have its own bytes",
+    )
+
+
+def _events(blocks: Blocks) -> NDArray[np.int64]:
+    """Return what happens, in order: block i for its start, `~i` for its end; at one step ends come first."""
+    count = len(blocks)
+    times = np.concatenate([blocks.ends, blocks.starts])
+    numbers = np.arange(count, dtype=np.int64)
+    return np.concatenate([~numbers, numbers])[np.argsort(times, kind="stable")]
+
+
+def _most_live_bytes(blocks: Blocks) -> int:
+    events = _events(blocks)
+    sizes = blocks.sizes_bytes
+    return int(np.cumsum(np.where(events < 0, -sizes[~events], sizes[events])).max(initial=0)) if len(events) else 0
+
+
+def _first_overlap(blocks: Blocks, offsets: NDArray[np.int64], tops: NDArray[np.int64]) -> tuple[int, int] | None:
+    count = len(blocks)
+    if count < 2:
+        return None
+    by_offset = np.argsort(offsets, kind="stable")
+    ranks = np.empty(count, np.int64)
+    ranks[by_offset] = np.arange(count)
+    leaves = 1 << (count - 1).bit_length()
+    live = np.zeros(2 * leaves, np.bool_)
+    first, second = cast("tuple[int, int]", _sweep(_events(blocks), ranks, by_offset, offsets, tops, live))
+    return None if first == _NONE else (int(first), int(second))
+
+
+@numba.njit(cache=True, nogil=True)  # pyright: ignore
+def _sweep(events: Any, ranks: Any, by_offset: Any, offsets: Any, tops: Any, live: Any) -> tuple[int, int]:
+    """Return the first two blocks that are live together and overlap, or (-1, -1).
+
+    `live[leaves + r]` says whether the block of rank r is live, `live[k]` whether anything below node k is.
+    """
+    leaves = len(live) // 2
+    for event in events:
+        if event < 0:
+            node = leaves + ranks[~event]
+            live[node] = False
+            while node > 1 and not live[node ^ 1]:
+                node //= 2
+                live[node] = False
+            continue
+        node = leaves + ranks[event]
+        below, above = _neighbour(live, node, 1), _neighbour(live, node, 0)
+        if below >= 0 and tops[by_offset[below]] > offsets[event]:
+            return by_offset[below], event
+        if above >= 0 and offsets[by_offset[above]] < tops[event]:
+            return by_offset[above], event
+        while node >= 1 and not live[node]:
+            live[node] = True
+            node //= 2
+    return _NONE, _NONE
+
+
+@numba.njit(nogil=True)  # pyright: ignore
+def _neighbour(live: Any, node: int, side: int) -> int:
+    """Return the rank of the next live leaf on one side of `node`, or -1; side 1 looks to lower ranks, 0 to higher."""
+    while node > 1 and (node & 1 != side or not live[node ^ 1]):
+        node //= 2
+    if node <= 1:
+        return _NONE
+    node ^= 1
+    leaves = len(live) // 2
+    while node < leaves:
+        node = 2 * node + side
+        if not live[node]:
+            node ^= 1
+    return node - leaves

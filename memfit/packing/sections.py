@@ -1,0 +1,44 @@
+"""Time cut into as few sections as there can be: one for each largest set of blocks that are live together.
+
+Steps matter to packing only in who meets whom. Between two sections some block ends before another begins; starts that
+no end separates share one section. Live ranges become short ranges of small integers, which the packers' loops run over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memfit.packing.blocks import Blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sections:
+    """Live ranges in sections: block i is live in the sections `[firsts[i], lasts[i])`, of `count` in all."""
+
+    firsts: NDArray[np.int32]
+    lasts: NDArray[np.int32]
+    count: int
+
+
+def sections_of(blocks: Blocks) -> Sections:
+    """Return the sections; two blocks share one exactly when they share a step.
+
+    >>> from memfit.packing.blocks import Block
+    >>> ranges = [(0, 9), (1, 4), (5, 9), (6, 8)]
+    >>> blocks = Blocks.of(Block(id=i, bytes=1, start=s, end=e) for i, (s, e) in enumerate(ranges))
+    >>> found = sections_of(blocks)
+    >>> found.firsts.tolist(), found.lasts.tolist()
+    ([0, 0, 1, 1], [2, 1, 2, 2])
+    """
+    starts, ends = np.unique(blocks.starts), np.sort(blocks.ends)
+    ended = np.searchsorted(ends, starts, side="right")  # blocks that are over when each start comes
+    begins_section = np.append(ended[1:] != ended[:-1], True) if len(starts) else np.zeros(0, bool)
+    last_starts = starts[begins_section]  # of each section; an end separates it from the next start
+    return Sections(
+        firsts=np.searchsorted(last_starts, blocks.starts, side="left").astype(np.int32),
+        lasts=np.searchsorted(last_starts, blocks.ends, side="left").astype(np.int32),
+        count=len(last_starts),
+    )
