@@ -4,8 +4,8 @@
     >>> len(blocks), lower_bound_bytes(blocks)
     (2, 64)
 
-A block is live in the steps `[start, end)`, half-open; two blocks overlap in time where both are live in one step. Blocks
-are held as arrays, so that a million of them cost what four million integers cost.
+A block is live in the steps `[start, end)`, half-open; two blocks overlap in time where both are live in one step.
+Blocks are held as arrays, so that a million of them cost what four million integers cost.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Blocks:
         alignment_bytes: every offset has to be a multiple of it.
 
     Raises:
-        InvalidBlocksError: arrays of different lengths, an empty live range, a size below 1, an id twice, sums too large.
+        InvalidBlocksError: arrays of different lengths, an empty live range, a size below 1, an id twice, sums too
+        large.
     """
 
     __slots__ = ("__dict__", "alignment_bytes", "ends", "ids", "sizes_bytes", "starts")
@@ -167,7 +168,8 @@ class PackingProblem:
 
 
 def make_layout(blocks: Blocks, offsets_bytes: NDArray[np.int64], *, packer: str, proven: bool = False) -> Layout:
-    """Return the layout of these offsets; its height and its bound are computed, and with them whether it is optimal."""
+    """Return the layout of these offsets; its height and its bound are computed, and with them whether it is
+    optimal."""
     height = int((offsets_bytes + blocks.sizes_bytes).max(initial=0))
     bound = blocks.lower_bound_bytes
     frozen = np.array(offsets_bytes, np.int64)
@@ -205,7 +207,9 @@ def _integers(values: NDArray[np.int64] | Sequence[int], name: str) -> NDArray[n
     try:
         array = np.array(values if len(values) else np.zeros(0, np.int64))
         if array.dtype.kind not in "iu":
-            raise InvalidBlocksError(f"{name} has values of type {array.dtype}, expected whole numbers that fit 63 bits")
+            raise InvalidBlocksError(
+                f"{name} has values of type {array.dtype}, expected whole numbers that fit 63 bits"
+            )
         return array.astype(np.int64)
     except OverflowError as error:
         raise InvalidBlocksError(f"{name} has a number beyond 63 bits; expected less than {MOST_BYTES}") from error

@@ -1,7 +1,7 @@
 """The judge of layouts: no two live blocks over each other. It knows no packer and shares no code with one.
 
-A sweep over time keeps the live blocks in a tree ordered by offset. As long as no two of them overlap, a block that comes
-can only meet the one below it or the one above it, so that each event costs O(log n).
+A sweep over time keeps the live blocks in a tree ordered by offset. As long as no two of them overlap, a block that
+comes can only meet the one below it or the one above it, so that each event costs O(log n).
 """
 
 # Numba infers the types in here; those that pyright sees for elements of arrays are not the ones at work.
@@ -9,7 +9,7 @@ can only meet the one below it or the one above it, so that each event costs O(l
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import numba
 import numpy as np
@@ -28,11 +28,13 @@ def check_layout(blocks: Blocks, layout: Layout) -> None:
     >>> blocks = Blocks.of([Block(id="a", bytes=64, start=0, end=5), Block(id="b", bytes=64, start=4, end=9)])
     >>> check_layout(blocks, make_layout(blocks, np.array([0, 32]), packer="by hand"))
     Traceback (most recent call last):
-    memfit.errors.InvalidLayoutError: layout of packer 'by hand': blocks a and b overlap in bytes [32, 64) during steps \
+    memfit.errors.InvalidLayoutError: layout of packer 'by hand': blocks a and b overlap in bytes [32, 64) during
+    steps \
 [4, 5); expected every live block to have its own bytes
 
     Raises:
-        InvalidLayoutError: two blocks overlap in address and in time, an offset is negative or not aligned, the height or
+        InvalidLayoutError: two blocks overlap in address and in time, an offset is negative or not aligned, the
+        height or
             the lower bound is not what the blocks and offsets give. The message names the blocks and the steps.
     """
     offsets = layout.offsets_bytes
@@ -95,7 +97,7 @@ def _first_overlap(blocks: Blocks, offsets: NDArray[np.int64], tops: NDArray[np.
     ranks[by_offset] = np.arange(count)
     leaves = 1 << (count - 1).bit_length()
     live = np.zeros(2 * leaves, np.bool_)
-    first, second = cast("tuple[int, int]", _sweep(_events(blocks), ranks, by_offset, offsets, tops, live))
+    first, second = _sweep(_events(blocks), ranks, by_offset, offsets, tops, live)
     return None if first == _NONE else (int(first), int(second))
 
 

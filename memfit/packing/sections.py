@@ -1,7 +1,8 @@
 """Time cut into as few sections as there can be: one for each largest set of blocks that are live together.
 
 Steps matter to packing only in who meets whom. Between two sections some block ends before another begins; starts that
-no end separates share one section. Live ranges become short ranges of small integers, which the packers' loops run over.
+no end separates share one section. Live ranges become short ranges of small integers, which the packers' loops run
+over.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ _LEAST_SIZE_LOG2, _MOST_SIZE_LOG2 = 9.0, 24.0
 def made_trace(block_count: int, *, seed: int = 0) -> Blocks:
     """Return blocks over a horizon of as many steps as there are blocks.
 
-    Starts are uniform; the lengths of live ranges are geometric with mean 200, 2% of them fifty times longer, all cut at
-    the horizon; sizes are log-uniform between 2^9 and 2^24 bytes. The same seed gives the same trace.
+    Starts are uniform; the lengths of live ranges are geometric with mean 200, 2% of them fifty times longer, all cut
+    at the horizon; sizes are log-uniform between 2^9 and 2^24 bytes. The same seed gives the same trace.
 
     >>> made_trace(1000, seed=0)
     Blocks(1000 blocks, 1 bytes of alignment)

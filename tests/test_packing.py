@@ -1,0 +1,166 @@
+"""Packers and the judge of layouts: hand-solved cases, brute force, and what must always hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memfit.errors import InvalidBlocksError, InvalidLayoutError, InvalidOptionError
+from memfit.packing import PACKERS, Block, Blocks, PackingProblem, check_layout, make_packer, pack
+from memfit.packing.blocks import live_bytes, make_layout
+from memfit.packing.sections import sections_of
+
+IMPROVING = {"auto", "local_search"}
+
+
+@st.composite
+def small_blocks(draw: st.DrawFn, most: int = 9) -> Blocks:
+    rows = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9), st.integers(1, 6)), min_size=1, max_size=most))
+    return Blocks.of(
+        (Block(id=i, bytes=size, start=start, end=start + length) for i, (size, start, length) in enumerate(rows)),
+        alignment_bytes=draw(st.sampled_from([1, 4])),
+    )
+
+
+def overlaps(blocks: Blocks, offsets: np.ndarray) -> bool:
+    rows = list(zip(blocks, offsets.tolist(), strict=True))
+    return any(
+        a.start < b.end and b.start < a.end and x < y + b.bytes and y < x + a.bytes
+        for (a, x), (b, y) in itertools.combinations(rows, 2)
+    )
+
+
+@settings(deadline=None, max_examples=300)
+@given(blocks=small_blocks(), data=st.data())
+def test_the_judge_agrees_with_brute_force(blocks: Blocks, data: st.DataObject) -> None:
+    unit = blocks.alignment_bytes
+    offsets = np.array([unit * data.draw(st.integers(0, 12)) for _ in range(len(blocks))])
+    layout = make_layout(blocks, offsets, packer="random")
+    if overlaps(blocks, offsets):
+        with pytest.raises(InvalidLayoutError, match=r"blocks \d+ and \d+ overlap in bytes \[.*during steps \["):
+            check_layout(blocks, layout)
+    else:
+        check_layout(blocks, layout)
+
+
+@settings(deadline=None, max_examples=60)
+@given(blocks=small_blocks())
+@pytest.mark.parametrize("name", sorted(PACKERS))
+def test_every_packer_gives_valid_layouts(name: str, blocks: Blocks) -> None:
+    layout = pack(blocks, name, time_limit_seconds=0.05)
+    assert not overlaps(blocks, layout.offsets_bytes)
+    assert layout.height_bytes >= layout.lower_bound_bytes
+    assert layout.packer in PACKERS
+
+
+@settings(deadline=None, max_examples=100)
+@given(blocks=small_blocks())
+def test_sections_keep_who_meets_whom(blocks: Blocks) -> None:
+    sections = sections_of(blocks)
+    for (i, a), (j, b) in itertools.product(enumerate(blocks), enumerate(blocks)):
+        meet = a.start < b.end and b.start < a.end
+        assert meet == (sections.firsts[i] < sections.lasts[j] and sections.firsts[j] < sections.lasts[i])
+
+
+@settings(deadline=None, max_examples=100)
+@given(blocks=small_blocks())
+def test_lower_bound_is_the_most_live_bytes(blocks: Blocks) -> None:
+    live = [sum(b.bytes for b in blocks if b.start <= step < b.end) for step in range(16)]
+    assert blocks.lower_bound_bytes == max(live)
+    steps, sizes = live_bytes(blocks)
+    assert [live[step] for step in steps] == sizes.tolist()
+
+
+def test_best_fit_is_the_papers_example() -> None:
+    """Figure 1's moves: the longest goes first, then on the lowest and leftmost line; a line that nothing fits is
+    lifted.
+
+    After blocks 0 and 3, the lines at 4 are [0, 2) and [8, 10). Block 4 fits the first; both are then lifted to 6.
+    """
+    rows = [(4, 0, 10), (2, 0, 4), (3, 6, 10), (2, 2, 8), (1, 0, 2)]
+    blocks = Blocks.of(Block(id=i, bytes=size, start=start, end=end) for i, (size, start, end) in enumerate(rows))
+    layout = pack(blocks, "best_fit")
+    assert layout.offsets_bytes.tolist() == [0, 6, 6, 4, 4]
+
+
+def test_alignment_is_of_offsets_and_sizes() -> None:
+    blocks = Blocks.of((Block(id=i, bytes=100, start=0, end=1) for i in range(3)), alignment_bytes=64)
+    layout = pack(blocks)
+    assert sorted(layout.offsets_bytes.tolist()) == [0, 128, 256]
+    assert (layout.height_bytes, layout.lower_bound_bytes, layout.proven) == (384, 384, True)
+
+
+@pytest.mark.parametrize("name", sorted(PACKERS))
+def test_nothing_to_pack(name: str) -> None:
+    layout = pack(Blocks.of([]), name)
+    assert (layout.height_bytes, layout.lower_bound_bytes, layout.ratio, layout.proven) == (0, 0, 1.0, True)
+
+
+@pytest.mark.parametrize("name", sorted(PACKERS))
+def test_one_block(name: str) -> None:
+    assert pack(Blocks.of([Block(id="x", bytes=7, start=3, end=4)]), name).offsets_bytes.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"height_bytes": 9}, "says height 9, expected 8"),
+        ({"lower_bound_bytes": 7}, "says lower bound 7, expected 8"),
+        ({"offsets_bytes": np.array([0, -4])}, "has offset -4, expected a multiple of 4 from 0"),
+        ({"offsets_bytes": np.array([0, 5])}, "block b has offset 5, expected a multiple of 4"),
+        ({"offsets_bytes": np.array([0])}, "offsets for 2 blocks"),
+        ({"offsets_bytes": np.array([0, 0])}, r"blocks a and b overlap in bytes \[0, 4\) during steps \[1, 2\)"),
+    ],
+)
+def test_the_judge_can_fail(change: dict[str, object], message: str) -> None:
+    blocks = Blocks.of(
+        [Block(id="a", bytes=4, start=0, end=2), Block(id="b", bytes=4, start=1, end=3)], alignment_bytes=4
+    )
+    layout = make_layout(blocks, np.array([0, 4]), packer="by hand")
+    check_layout(blocks, layout)
+    with pytest.raises(InvalidLayoutError, match=message):
+        check_layout(blocks, dataclasses.replace(layout, **change))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"sizes_bytes": [1, 0]}, r"block 1 \(id 1\) has size 0, expected 1"),
+        ({"sizes_bytes": [1, -3]}, "has size -3"),
+        ({"sizes_bytes": [1, 1 << 63]}, "63 bits"),
+        ({"sizes_bytes": [1, (1 << 62) + 1]}, "expected at most"),
+        ({"sizes_bytes": [1 << 61, 1 << 62]}, "all blocks together"),
+        ({"sizes_bytes": [1.5, 2]}, "whole numbers"),
+        ({"starts": [0, 5], "ends": [1, 5]}, r"live range \[5, 5\), expected an end after the start"),
+        ({"starts": [0, 1 << 62]}, "start"),
+        ({"ids": [4, 4]}, "block 1 has id 4, which block 0 has already"),
+        ({"ids": [1]}, "as many ids"),
+        ({"alignment_bytes": 0}, "alignment is 0"),
+    ],
+)
+def test_what_is_no_block_is_refused(columns: dict[str, object], message: str) -> None:
+    good: dict[str, object] = {"ids": [0, 1], "sizes_bytes": [1, 1], "starts": [0, 0], "ends": [1, 1]}
+    with pytest.raises(InvalidBlocksError, match=message):
+        Blocks(**(good | columns))  # pyright: ignore[reportArgumentType]
+
+
+def test_options_are_named() -> None:
+    with pytest.raises(InvalidOptionError, match="no packer is called 'worst_fit'; there are auto"):
+        make_packer("worst_fit")
+    with pytest.raises(InvalidOptionError, match="no option 'speed'; its options: by"):
+        make_packer("first_fit", speed=1)
+    with pytest.raises(InvalidOptionError, match="no order 'name'"):
+        make_packer("first_fit", by="name")
+
+
+@settings(deadline=None, max_examples=20)
+@given(blocks=small_blocks())
+def test_same_seed_same_layout(blocks: Blocks) -> None:
+    search = make_packer("local_search", rounds=20)
+    problem = PackingProblem(blocks=blocks, seed=3)
+    assert np.array_equal(search.pack(problem).offsets_bytes, search.pack(problem).offsets_bytes)
