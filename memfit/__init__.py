@@ -15,10 +15,22 @@ if TYPE_CHECKING:
     from memfit.errors import MemfitError
     from memfit.graph import Graph
     from memfit.plan import Plan, Problem
+    from memfit.planners.mirror import mirror
     from memfit.runtime.fit import PlannedStep, fit
 
 __version__ = "0.1.0"
-__all__ = ["Device", "Graph", "MemfitError", "Plan", "PlannedStep", "Problem", "TrainingStep", "check", "fit"]
+__all__ = [
+    "Device",
+    "Graph",
+    "MemfitError",
+    "Plan",
+    "PlannedStep",
+    "Problem",
+    "TrainingStep",
+    "check",
+    "fit",
+    "mirror",
+]
 
 _HOME = {
     "Device": "memfit.device",
@@ -30,6 +42,7 @@ _HOME = {
     "TrainingStep": "memfit.capture.training_step",
     "check": "memfit.checker",
     "fit": "memfit.runtime.fit",
+    "mirror": "memfit.planners.mirror",
 }
 
 

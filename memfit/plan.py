@@ -83,6 +83,8 @@ class Problem:
             start to end where the graph has no boundary.
         pinned: op id -> whether its writes must be kept (True) or must be rematerialized (False): the user's mirror
             attribute.
+        mirror_counts: op id -> how often its writes may be computed again (the mirror count of Chen 2016), for planners
+            that work by such counts; the others see only what is `pinned`. `memfit.mirror` sets both.
         time_limit_seconds: when a planner answers with the best it has.
         seed: of all that is random; the same seed gives the same plan, unless time runs out first.
         clock: gives seconds. It and `progress`, which is called now and then, come from outside so that a planner stays
@@ -95,6 +97,7 @@ class Problem:
     host_budget_bytes: int = 0
     bytes_outside: int = 0
     pinned: Mapping[int, bool] = field(default_factory=dict[int, bool])
+    mirror_counts: Mapping[int, int] = field(default_factory=dict[int, int])
     time_limit_seconds: float = 5.0
     seed: int = 0
     clock: Callable[[], float] = time.monotonic

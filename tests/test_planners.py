@@ -168,7 +168,7 @@ def test_sublinear_reaches_the_square_root_of_a_chain() -> None:
 
 
 def test_unknown_planners_and_options_are_refused() -> None:
-    with pytest.raises(InvalidOptionError, match="no planner is called 'sarch'; there are none, search, sublinear"):
+    with pytest.raises(InvalidOptionError, match=r"no planner is called 'sarch'; there are .*none, .*search, .*sublinear"):
         make_planner("sarch")
     with pytest.raises(InvalidOptionError, match="has no option 'depth'"):
         make_planner("search", depth=3)

@@ -8,12 +8,17 @@ KeepEverything()
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from memfit.errors import InvalidOptionError
 from memfit.plan import Problem, Result
+from memfit.planners.drop_cheap import DropCheap
+from memfit.planners.mirror import Mirror, MirrorPlan, read_mirrors, with_mirrors
 from memfit.planners.none import KeepEverything
+from memfit.planners.recursive import Recursive
 from memfit.planners.search import Search
+from memfit.planners.segments import Segments
 from memfit.planners.sublinear import Sublinear
 
 
@@ -28,11 +33,36 @@ class Planner(Protocol):
         ...
 
 
-PLANNERS: dict[str, type[Planner]] = {kind.name: kind for kind in (KeepEverything, Sublinear, Search)}
+PLANNERS: dict[str, type[Planner]] = {
+    kind.name: kind for kind in (KeepEverything, MirrorPlan, Segments, Sublinear, Recursive, DropCheap, Search)
+}
+
+
+MIRROR_OPTION = "mirror"
+"""The option that every planner takes beside its own: what `memfit.mirror` returns (see there)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marked:
+    """A planner whose problems carry the user's mirror marks."""
+
+    name: ClassVar[str] = "marked"
+    source: ClassVar[str] = "Chen et al. 2016, section 4.5"
+
+    planner: Planner
+    mirrors: tuple[Mirror, ...]
+
+    def plan(self, problem: Problem) -> Result:
+        """Return the planner's answer to the problem with these marks as constraints.
+
+        Raises:
+            InvalidOptionError: a mark that names nothing, or that cannot be honoured.
+        """
+        return self.planner.plan(with_mirrors(problem, self.mirrors))
 
 
 def make_planner(name: str, **options: object) -> Planner:
-    """Return the planner called `name` with these options.
+    """Return the planner called `name` with these options, and `mirror` beside them (see `memfit.mirror`).
 
     Raises:
         InvalidOptionError: no such planner, or it has no such option; the message lists those that exist.
@@ -40,6 +70,9 @@ def make_planner(name: str, **options: object) -> Planner:
     if name not in PLANNERS:
         raise InvalidOptionError(f"no planner is called {name!r}; there are {', '.join(sorted(PLANNERS))}")
     kind = PLANNERS[name]
+    if MIRROR_OPTION in options:
+        mirrors = read_mirrors(options.pop(MIRROR_OPTION))
+        return Marked(planner=make_planner(name, **options), mirrors=mirrors)
     known = options_of(kind)
     for option in options:
         if option not in known:

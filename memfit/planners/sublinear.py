@@ -5,17 +5,23 @@ appendix A).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from memfit.plan import Problem, Result
-from memfit.planners.emit import emit
+from memfit.planners.answer import answer
+from memfit.planners.mirrored import counts_keeping, evaluate_mirror
 from memfit.planners.order import update_at_once_order
 from memfit.planners.program import Program, build_program
-from memfit.planners.result import make_result
-from memfit.planners.windows import Evaluation, evaluate, keep_only, simulated
+from memfit.planners.windows import Evaluation
 
 _GRID_POINTS = 6  # appendix A: "using a size 6 grid on [B/sqrt 2, sqrt 2 B]"
+
+Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +40,15 @@ class Sublinear:
     """Keep the borders of segments, rematerialize what is inside, with the segments' size searched.
 
     Algorithm 3 walks the forward ops and adds up what they write; where the sum exceeds B at a candidate, it splits
-    there. B is first 0, which gives x and y; then sqrt(x y); then six points on [B / sqrt 2, B sqrt 2]. Each plan is
-    judged by the exact simulation, and the fastest that fits is taken.
+    there: m(v) = 0, x grows by the bytes of v, y is the largest sum so far; everywhere else m(v) = 1. B is first 0,
+    which gives x and y; then sqrt(x y); then six points on [B / sqrt 2, B sqrt 2], spread evenly on a logarithmic
+    scale. Each mirror plan goes through Algorithm 2 (`memfit.planners.mirrored`) and is judged by its exact peak; the
+    fastest that fits is taken.
 
     Where the text leaves room: on a graph of ops the candidates C are the places where the bytes that later forward ops
-    still need are at a local minimum, and what is kept at a split are all storages that cross it (a single one on a
-    chain; the hidden and the cell state of an LSTM). Mirror counts are 0 for these and 1 for the rest.
+    need to be computed again are at a local minimum, and the result of a split is all that crosses it (a single storage
+    on a chain; the hidden and the cell state of an LSTM). As in the paper, y does not see the stage behind the last
+    split.
 
     Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", Algorithms 2 and 3, appendix A.
     """
@@ -55,96 +64,94 @@ class Sublinear:
         """
         started_seconds = problem.clock()
         program = build_program(problem, update_at_once_order(problem.graph))
-        found = [judged(program, split) for split in appendix_a_splits(program)]
-        best = choose(found, problem.budget_bytes)
-        return make_result(
-            problem,
-            emit(program, best.sequence),
-            planner=self.name,
-            started_seconds=started_seconds,
-            least_found_bytes=min(evaluation.peak_bytes for evaluation in found),
-        )
+        splits = {split.kept: split for split in appendix_a_splits(program)}
+        found = [judged(program, split) for split in splits.values()]
+        return answer(program, found, planner=self.name, started_seconds=started_seconds)
 
 
 def appendix_a_splits(program: Program) -> list[Split]:
     """Return the splits that appendix A judges: B = 0, sqrt(x y), and the grid around it."""
     frontier = Frontier.of(program)
-    splits = [frontier.split(0)]
-    middle = math.sqrt(splits[0].between_bytes * splits[0].stage_bytes)
-    for step in range(_GRID_POINTS):
-        splits.append(frontier.split(int(middle * 2.0 ** (step / (_GRID_POINTS - 1) - 0.5))))
-    splits.append(frontier.split(int(middle)))
-    return splits
+    first = frontier.split(0)
+    middle = math.sqrt(first.between_bytes * first.stage_bytes)
+    grid = [middle * 2.0 ** (step / (_GRID_POINTS - 1) - 0.5) for step in range(_GRID_POINTS)]
+    return [first, *(frontier.split(int(budget)) for budget in (middle, *grid))]
 
 
 def judged(program: Program, split: Split) -> Evaluation:
     """Return the exact simulation of a split."""
-    return evaluate(program, simulated(program, keep_only(program, split.kept)))
-
-
-def choose(found: list[Evaluation], budget_bytes: int) -> Evaluation:
-    """Return the fastest evaluation that fits, else the one with the least peak."""
-    fitting = [evaluation for evaluation in found if evaluation.peak_bytes <= budget_bytes]
-    if fitting:
-        return min(fitting, key=lambda evaluation: (evaluation.seconds, evaluation.peak_bytes))
-    return min(found, key=lambda evaluation: (evaluation.peak_bytes, evaluation.seconds))
+    return evaluate_mirror(program, counts_keeping(program, split.kept))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
-    """The forward part as Algorithm 3 sees it, one entry an op in order.
+    """The forward part as Algorithm 3 sees it, one place an op in order; a place is behind its op.
 
     Attributes:
+        ops: the op of each place.
         written_bytes: aligned bytes that each op writes.
-        crossing: the storages written up to each op that later forward ops read.
-        crossing_bytes: their aligned bytes.
-        is_candidate: whether a stage may end behind the op.
+        crossing_bytes: aligned bytes, written up to each place, that later forward ops read; ops that are computed once
+            do not count.
+        is_candidate: whether a stage may end at the place.
+        storages: the storages that cross any place, by id, and the first and the last place that each crosses.
     """
 
+    ops: tuple[int, ...]
     written_bytes: tuple[int, ...]
-    crossing: tuple[frozenset[int], ...]
     crossing_bytes: tuple[int, ...]
     is_candidate: tuple[bool, ...]
+    storages: Integers
+    first_place: Integers
+    last_place: Integers
 
     @staticmethod
     def of(program: Program) -> Frontier:
         """Return the frontiers of a program's forward positions."""
         graph, device = program.graph, program.problem.device
         ops = [graph.ops[op] for op in program.op_at[: program.backward_start] if op >= 0]
-        last_read = {storage: place for place, op in enumerate(ops) for storage in (*op.reads, *op.mutates)}
+        again = [(place, op) for place, op in enumerate(ops) if not op.computed_once]
+        last_read = {storage: place for place, op in again for storage in op.reads}
         size = {s: device.aligned(graph.storages[s].bytes) for op in ops for s in op.writes}
-        live: set[int] = set()
-        live_bytes = 0
-        crossing: list[frozenset[int]] = []
-        totals: list[int] = []
-        for place, op in enumerate(ops):
-            for storage in op.writes:
-                if last_read.get(storage, -1) > place:
-                    live.add(storage)
-                    live_bytes += size[storage]
-            for storage in {*op.reads, *op.mutates} & live:
-                if last_read[storage] == place:
-                    live.discard(storage)
-                    live_bytes -= size[storage]
-            crossing.append(frozenset(live))
-            totals.append(live_bytes)
-        around = [math.inf, *totals, math.inf]
+        spans = [
+            (s, place, last_read[s] - 1)
+            for place, op in enumerate(ops)
+            for s in op.writes
+            if last_read.get(s, -1) > place
+        ]
+        change = np.zeros(len(ops) + 1, np.int64)
+        for storage, first, last in spans:
+            change[first] += size[storage]
+            change[last + 1] -= size[storage]
+        totals: list[int] = np.cumsum(change)[: len(ops)].tolist()
+        around = [math.inf, *totals[:-1], math.inf, -math.inf]  # behind the last op there is nothing to split
+        columns = np.array(spans, np.int64).reshape(-1, 3)
         return Frontier(
+            ops=tuple(op.id for op in ops),
             written_bytes=tuple(sum(size[s] for s in op.writes) for op in ops),
-            crossing=tuple(crossing),
             crossing_bytes=tuple(totals),
             is_candidate=tuple(around[place] >= around[place + 1] <= around[place + 2] for place in range(len(totals))),
+            storages=columns[:, 0],
+            first_place=columns[:, 1],
+            last_place=columns[:, 2],
         )
+
+    def crossing(self, places: Iterable[int]) -> frozenset[int]:
+        """Return the storages that cross any of these places."""
+        is_chosen = np.zeros(len(self.ops) + 1, np.int64)
+        is_chosen[list(places)] = 1
+        before = np.concatenate([[0], np.cumsum(is_chosen)])
+        crosses = before[self.last_place + 1] > before[self.first_place]
+        return frozenset(self.storages[crosses].tolist())
 
     def split(self, budget_bytes: int) -> Split:
         """Return Algorithm 3's plan for the approximate budget B."""
         in_stage, between, largest = 0, 0, 0
-        kept: set[int] = set()
+        places: list[int] = []
         for place, written in enumerate(self.written_bytes):
             in_stage += written
             if self.is_candidate[place] and in_stage > budget_bytes:
-                kept |= self.crossing[place]
+                places.append(place)
                 between += self.crossing_bytes[place]
                 largest = max(largest, in_stage)
                 in_stage = 0
-        return Split(kept=frozenset(kept), between_bytes=between, stage_bytes=max(largest, in_stage))
+        return Split(kept=self.crossing(places), between_bytes=between, stage_bytes=largest)

@@ -1,0 +1,36 @@
+"""Small steps on which every planner of the papers must give the same bits: a CNN, a U-Net, a transformer, an LSTM."""
+
+from __future__ import annotations
+
+from steps import make_pair
+
+from memfit import PlannedStep, TrainingStep
+from memfit.errors import InfeasibleBudgetError
+from memfit.runtime.fit import fit_step
+from memfit.runtime.planning import Settings
+from memfit.workloads import build
+
+NAMES = ("cnn", "unet", "transformer", "lstm")
+_PAIRS = {"cnn": "conv", "transformer": "language", "lstm": "recurrent"}
+_ROOM = 1.02  # op times are measured anew, and a planner that goes by them may need a little more
+
+
+def small_step(name: str) -> TrainingStep:
+    """Return the step; dropout in the CNN and in the transformer draws from the generator."""
+    if name == "unet":
+        return build("unet", batch=2, size=32, width=4, levels=3)
+    return make_pair(_PAIRS[name])[0]
+
+
+def run_at_least_memory(name: str, planner: str, **options: object) -> PlannedStep:
+    """Return the step planned at the least budget that `planner` reaches, verified against eager."""
+    step = small_step(name)
+    try:
+        fit_step(step, Settings(budget=1, planner=planner, options=options))
+    except InfeasibleBudgetError as error:
+        assert error.least_budget_found_bytes is not None
+        budget = int(error.least_budget_found_bytes * _ROOM)
+    planned = fit_step(step, Settings(budget=budget, planner=planner, options=options))
+    assert isinstance(planned, PlannedStep)
+    planned.verify()
+    return planned
