@@ -17,6 +17,7 @@ from memfit.packing.auto import Auto
 from memfit.packing.best_fit import BestFit
 from memfit.packing.blocks import Block, Blocks, Layout, PackingProblem, Progress, lower_bound_bytes
 from memfit.packing.check import check_layout
+from memfit.packing.exact import Exact
 from memfit.packing.first_fit import FirstFit
 from memfit.packing.local_search import LocalSearch
 
@@ -47,7 +48,7 @@ class Packer(Protocol):
         ...
 
 
-PACKERS: dict[str, type[Packer]] = {kind.name: kind for kind in (Auto, FirstFit, BestFit, LocalSearch)}
+PACKERS: dict[str, type[Packer]] = {kind.name: kind for kind in (Auto, Exact, LocalSearch, BestFit, FirstFit)}
 
 
 def pack(blocks: Blocks, packer: str | Packer = "auto", *, time_limit_seconds: float = 10.0, seed: int = 0) -> Layout:

@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from memfit.packing.best_fit import BestFit
-from memfit.packing.blocks import Layout, PackingProblem, Progress
-from memfit.packing.first_fit import ORDERS, FirstFit
-from memfit.packing.local_search import LocalSearch
+import numpy as np
+
+from memfit.packing.best_fit import fill_lines
+from memfit.packing.blocks import Blocks, Layout, PackingProblem
+from memfit.packing.exact import exact_steps
+from memfit.packing.first_fit import ORDERS, measure
+from memfit.packing.fitting import fit_in_order, shelf_of
+from memfit.packing.local_search import local_steps
+from memfit.packing.searching import Best, Steps, search
+from memfit.packing.sections import Sections, sections_of
+
+_QUICK_WORK = 1000  # for each block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """Try the quick packers, then search; the answer is never worse than the best of the parts that have run."""
+    """Answer with the quick packers, then improve: `exact` and `local_search` in turns, which share what they find.
+
+    The answer is never worse than that of the parts that have had their turn; it stops at the lower bound.
+    """
 
     name: ClassVar[str] = "auto"
     source: ClassVar[str] = "memfit: a portfolio of its own packers"
 
     def pack(self, problem: PackingProblem) -> Layout:
-        """Return the best layout of all parts; it stops at the lower bound."""
-        started, best = problem.clock(), None
-        for part in (*(FirstFit(by=by) for by in ORDERS), BestFit(), LocalSearch()):  # pyright: ignore
-            left = problem.time_limit_seconds - (problem.clock() - started)
-            if best is not None and (best.proven or left <= 0):
-                break
-            layout = part.pack(dataclasses.replace(problem, time_limit_seconds=max(left, 0.0)))
-            if best is None or layout.height_bytes < best.height_bytes:
-                best = layout
-                seconds = problem.clock() - started
-                problem.progress(Progress(seconds=seconds, height_bytes=best.height_bytes, packer=part.name))
-        assert best is not None
-        return best
+        """Return the best layout found by any part."""
+        best, sections = Best(problem), sections_of(problem.blocks)
+        parts = [
+            _quick_steps(problem.blocks, sections, best),
+            exact_steps(problem, sections, best),
+            local_steps(problem, sections, best),
+        ]
+        return search(problem, best, parts, self.name)
+
+
+def _quick_steps(blocks: Blocks, sections: Sections, best: Best) -> Steps:
+    shelf = shelf_of(blocks, sections)
+    for by in ORDERS:
+        offsets = fit_in_order(shelf, np.argsort(-measure(blocks, by), kind="stable"))
+        best.offer(offsets, int((offsets + blocks.sizes_bytes).max()), "first_fit")
+        yield len(blocks) * _QUICK_WORK
+    offsets = fill_lines(blocks, sections)
+    best.offer(offsets, int((offsets + blocks.sizes_bytes).max()), "best_fit")
+    yield len(blocks) * _QUICK_WORK

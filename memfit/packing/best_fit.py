@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from memfit.packing.blocks import Layout, PackingProblem, make_layout
+from memfit.packing.blocks import Blocks, Layout, PackingProblem, make_layout
 from memfit.packing.compiled import compiled, entry_point
-from memfit.packing.sections import sections_of
+from memfit.packing.sections import Sections, sections_of
 
 _LINE = np.dtype(
     [("offset", np.int64), ("last", np.int32), ("before", np.int32), ("after", np.int32), ("at", np.int32)]
@@ -35,16 +36,20 @@ class BestFit:
 
     def pack(self, problem: PackingProblem) -> Layout:
         """Return the layout; quadratic in the number of blocks at worst, whatever the time limit."""
-        blocks, sections = problem.blocks, sections_of(problem.blocks)
-        lengths = blocks.ends - blocks.starts
-        by_first = np.lexsort((-blocks.sizes_bytes, -lengths, sections.firsts))
-        starts = np.searchsorted(sections.firsts[by_first], np.arange(sections.count + 1))
-        offsets = np.zeros(len(blocks), np.int64)
-        next_left = np.arange(len(blocks) + 1, dtype=np.int64)
-        lines = np.zeros(max(sections.count, 1), _LINE)
-        heap = np.zeros(max(sections.count, 1), np.int32)
-        _fill(by_first, starts, sections.lasts, blocks.sizes_bytes, lengths, next_left, lines, heap, offsets)
-        return make_layout(blocks, offsets, packer=self.name)
+        blocks = problem.blocks
+        return make_layout(blocks, fill_lines(blocks, sections_of(blocks)), packer=self.name)
+
+
+def fill_lines(blocks: Blocks, sections: Sections) -> NDArray[np.int64]:
+    """Return the offset of each block by the best-fit heuristic."""
+    lengths = blocks.ends - blocks.starts
+    by_first = np.lexsort((-blocks.sizes_bytes, -lengths, sections.firsts))
+    starts = np.searchsorted(sections.firsts[by_first], np.arange(sections.count + 1))
+    offsets = np.zeros(len(blocks), np.int64)
+    next_left = np.arange(len(blocks) + 1, dtype=np.int64)
+    lines, heap = np.zeros(max(sections.count, 1), _LINE), np.zeros(max(sections.count, 1), np.int32)
+    _fill(by_first, starts, sections.lasts, blocks.sizes_bytes, lengths, next_left, lines, heap, offsets)
+    return offsets
 
 
 @entry_point

@@ -8,15 +8,16 @@ from typing import ClassVar
 import numpy as np
 
 from memfit.errors import InvalidOptionError
-from memfit.packing.blocks import Layout, PackingProblem, Progress, make_layout
+from memfit.packing.blocks import Layout, PackingProblem
 from memfit.packing.first_fit import measure
 from memfit.packing.fitting import shelf_of
-from memfit.packing.sections import sections_of
+from memfit.packing.searching import STEP_WORK, Best, Steps, search
+from memfit.packing.sections import Sections, sections_of
 from memfit.packing.squeaky import improve
 
-_CALL_SECONDS = 0.02  # of rounds between two looks at the clock
 _SEED_FACTOR, _SEED_MASK = 0x9E3779B97F4A7C15, (1 << 62) - 1
-_NO_HEIGHT = 1 << 62
+_ROUND_WORK = 1000  # for each block
+_MOST_ROUNDS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,43 +38,30 @@ class LocalSearch:
 
     def pack(self, problem: PackingProblem) -> Layout:
         """Return the best layout found until the lower bound, the rounds or the time limit is reached."""
-        blocks, started = problem.blocks, problem.clock()
-        if len(blocks) == 0:
-            return make_layout(blocks, np.zeros(0, np.int64), packer=self.name)
-        shelf = shelf_of(blocks, sections_of(blocks))
-        weights = measure(blocks, "size") * np.sqrt(measure(blocks, "length"))
-        order = np.arange(len(blocks))
-        offsets, found, spare = np.zeros(len(order), np.int64), np.zeros(len(order), np.int64), order.copy()
-        best, random = _NO_HEIGHT, random_state(problem.seed)
-        left, chunk = self.rounds or _NO_HEIGHT, 1
-        while left > 0 and best > blocks.lower_bound_bytes:
-            before, now = best, problem.clock()
-            if before < _NO_HEIGHT and now - started >= problem.time_limit_seconds:
-                break
-            best, random, played = improve(
-                min(chunk, left),
-                blocks.lower_bound_bytes,
-                best,
-                random,
-                shelf,
-                order,
-                weights,
-                spare,
-                offsets,
-                found,
-            )
-            left -= played
-            if best < before:
-                problem.progress(Progress(seconds=problem.clock() - started, height_bytes=best, packer=self.name))
-            chunk = rounds_for(played, problem.clock() - now)
-        return make_layout(blocks, found, packer=self.name)
+        best = Best(problem)
+        steps = local_steps(problem, sections_of(problem.blocks), best, rounds=self.rounds or _MOST_ROUNDS)
+        return search(problem, best, [steps], self.name)
+
+
+def local_steps(problem: PackingProblem, sections: Sections, best: Best, *, rounds: int = _MOST_ROUNDS) -> Steps:
+    """Search in steps of some rounds."""
+    blocks = problem.blocks
+    shelf = shelf_of(blocks, sections)
+    weights = measure(blocks, "size") * np.sqrt(measure(blocks, "length"))
+    order = np.arange(len(blocks))
+    offsets, found, spare = np.zeros(len(order), np.int64), np.zeros(len(order), np.int64), order.copy()
+    random = random_state(problem.seed)
+    chunk = max(1, STEP_WORK // (_ROUND_WORK * max(len(blocks), 1)))
+    while rounds > 0:
+        arrays = (shelf, order, weights, spare, offsets, found)
+        now = min(chunk, rounds)
+        height, random = improve(now, best.bound_bytes, best.height_bytes, random, *arrays)
+        if height < best.height_bytes:
+            best.offer(found, height, LocalSearch.name)
+        rounds -= now
+        yield now * len(blocks) * _ROUND_WORK
 
 
 def random_state(seed: int) -> int:
-    """Return a state for `next_random`, never 0."""
+    """Return a state for `squeaky.next_random`, never 0."""
     return ((seed + 1) * _SEED_FACTOR & _SEED_MASK) | 1
-
-
-def rounds_for(played: int, seconds: float) -> int:
-    """Return how many rounds fill one call, given how long the last one took."""
-    return max(1, min(2 * played, int(played * _CALL_SECONDS / max(seconds, 1e-9))))

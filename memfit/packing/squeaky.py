@@ -16,6 +16,15 @@ from memfit.packing.compiled import compiled, entry_point
 from memfit.packing.fitting import fit_blocks
 
 
+_HEAVIEST = 1e200  # when all weights are brought down, long before they leave what a float holds
+
+
+@compiled
+def _lighten(weights: Any) -> None:
+    for block in range(len(weights)):
+        weights[block] /= _HEAVIEST
+
+
 @compiled
 def sort_by_weight(order: Any, weights: Any, spare: Any) -> None:
     """Sort `order` by decreasing weight, stably: merges of runs, which are long as few blocks have moved."""
@@ -66,13 +75,13 @@ def improve(
     spare: Any,
     offsets: Any,
     best_offsets: Any,
-) -> tuple[int, int, int]:
-    """Play `rounds` rounds; return the best height, the state of the random numbers and the rounds played.
+) -> tuple[int, int]:
+    """Play `rounds` rounds; return the best height and the state of the random numbers; stop early at `bound`.
 
     `best_offsets` has the best layout of all rounds, if any was better than `best`.
     """
     sizes = shelf[0]
-    for played in range(rounds):
+    for _ in range(rounds):
         sort_by_weight(order, weights, spare)
         fit_blocks(order, shelf, offsets)
         height = 0
@@ -83,7 +92,7 @@ def improve(
             for block in range(len(sizes)):
                 best_offsets[block] = offsets[block]
             if best <= bound:
-                return best, random, played + 1
+                return best, random
         random = next_random(random)
         share = (random & 0xFFFF) / 65536.0
         target = max(bound, bound + int((height - bound) * share))
@@ -92,4 +101,6 @@ def improve(
         for block in range(len(sizes)):
             if offsets[block] + sizes[block] > target:
                 weights[block] *= boost
-    return best, random, rounds
+                if weights[block] > _HEAVIEST:
+                    _lighten(weights)
+    return best, random
