@@ -13,7 +13,9 @@ from typing import ClassVar, Protocol
 
 from memfit.errors import InvalidOptionError
 from memfit.plan import Problem, Result
+from memfit.planners.division_tree import DivisionTree
 from memfit.planners.drop_cheap import DropCheap
+from memfit.planners.linear_split import LinearSplit
 from memfit.planners.mirror import Mirror, MirrorPlan, read_mirrors, with_mirrors
 from memfit.planners.none import KeepEverything
 from memfit.planners.recursive import Recursive
@@ -34,9 +36,19 @@ class Planner(Protocol):
 
 
 PLANNERS: dict[str, type[Planner]] = {
-    kind.name: kind for kind in (KeepEverything, MirrorPlan, Segments, Sublinear, Recursive, DropCheap, Search)
+    kind.name: kind
+    for kind in (
+        KeepEverything,
+        MirrorPlan,
+        Segments,
+        Sublinear,
+        Recursive,
+        DropCheap,
+        LinearSplit,
+        DivisionTree,
+        Search,
+    )
 }
-
 
 MIRROR_OPTION = "mirror"
 """The option that every planner takes beside its own: what `memfit.mirror` returns (see there)."""

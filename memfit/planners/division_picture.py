@@ -1,0 +1,75 @@
+"""A picture of a division tree: every closed set a box, its division the boxes in it, as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from memfit.planners.closed_sets import ClosedSet, Kind
+
+_COLORS = {Kind.SPLITTABLE: "#dbe9f6", Kind.BRANCHED: "#fbe3cf", Kind.WHOLE: "#f6d6dd", Kind.EDGE: "#ffffff"}
+_LINE, _PAD, _LETTER = 16, 6, 6.2  # pixels: height of a line of text, space around, width of a letter
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    width: float
+    height: float
+    drawing: tuple[str, ...]  # with the box's own corner at (0, 0)
+
+
+def division_svg(tree: ClosedSet, names: Sequence[str], cost_bytes: Sequence[int]) -> str:
+    """Return the division tree as one SVG element: blue is type 1, orange type 2, red type 3; vertices are words.
+
+    Args:
+        tree: what `division_tree` returned.
+        names, cost_bytes: of each vertex.
+    """
+    box = _draw(tree, names, cost_bytes)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{box.width:.0f}" height="{box.height:.0f}" '
+        f'viewBox="0 0 {box.width:.0f} {box.height:.0f}" font-family="sans-serif" font-size="11">'
+        + "".join(box.drawing)
+        + "</svg>"
+    )
+
+
+def _draw(node: ClosedSet, names: Sequence[str], cost_bytes: Sequence[int]) -> _Box:
+    if node.kind is Kind.EDGE:
+        return _Box(0.0, 0.0, ())
+    cost = sum(cost_bytes[vertex] for vertex in node.inside)
+    title = f"{node.kind}: {names[node.first]} to {names[node.last]}, {cost:,} bytes"
+    parts = [_draw(child, names, cost_bytes) for child in node.children]
+    if node.kind is Kind.SPLITTABLE:
+        words = [_text(f"{names[vertex]} ({cost_bytes[vertex]:,})") for vertex in node.between]
+        parts = [part for pair in zip(parts, [*words, None], strict=True) for part in pair if part is not None]
+        return _framed(node.kind, title, parts, is_column=True)
+    stored = [_text(f"{names[vertex]} ({cost_bytes[vertex]:,})") for vertex in node.between]
+    return _framed(node.kind, title, [*stored, *parts], is_column=False)
+
+
+def _text(words: str) -> _Box:
+    drawn = f'<text x="0" y="{_LINE - 4}">{escape(words)}</text>'
+    return _Box(len(words) * _LETTER, _LINE, (drawn,))
+
+
+def _framed(kind: Kind, title: str, parts: list[_Box], *, is_column: bool) -> _Box:
+    """Put `parts` one below the other, or side by side, into a box with a title."""
+    x, y = float(_PAD), float(_PAD + _LINE)
+    width, height = len(title) * _LETTER + 2 * _PAD, float(_LINE + 2 * _PAD)
+    drawing: list[str] = []
+    for part in parts:
+        if not part.drawing:
+            continue
+        drawing += [f'<g transform="translate({x:.0f},{y:.0f})">', *part.drawing, "</g>"]
+        width, height = max(width, x + part.width + _PAD), max(height, y + part.height + _PAD)
+        if is_column:
+            y += part.height + _PAD
+        else:
+            x += part.width + _PAD
+    frame = (
+        f'<rect width="{width:.0f}" height="{height:.0f}" rx="4" fill="{_COLORS[kind]}" stroke="#667"/>'
+        f'<text x="{_PAD}" y="{_LINE - 2}" fill="#445">{escape(title)}</text>'
+    )
+    return _Box(width, height, (frame, *drawing))
