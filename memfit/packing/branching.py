@@ -143,7 +143,8 @@ def start(tree: Any, capacity: int, salt: int) -> None:
 def go_on(tree: Any, nodes: int) -> int:
     """Search on; FOUND leaves a layout in the blocks' offsets, STOPPED says that `nodes` were not enough."""
     frames, table, state = tree[2], tree[5], tree[6]
-    depth, found, until = state[_DEPTH], _OPEN, state[_NODES] + nodes
+    depth, until = state[_DEPTH], state[_NODES] + nodes
+    found: int = _OPEN
     while depth > 0:
         frame = frames[depth - 1]
         if frame.key == 0:
@@ -273,9 +274,10 @@ def _choose(tree: Any, frame: Any) -> int:
         b = pool[k]
         block = blocks[b]
         least = block.least
-        if least < lowest and (least > offset or (least == offset and b > number)):
-            if block.twin < 0 or blocks[block.twin].placed == 1:
-                chosen, lowest = b, least
+        if least >= lowest or least < offset or (least == offset and b <= number):
+            continue
+        if block.twin < 0 or blocks[block.twin].placed == 1:
+            chosen, lowest = b, least
     if chosen >= 0:
         frame.offset, frame.number = lowest, chosen
     return chosen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from memfit.packing.best_fit import fill_lines
 from memfit.packing.blocks import Blocks, Layout, PackingProblem
 from memfit.packing.branching import FAILED, FOUND, STOPPED, Tree, go_on, make_table, make_tree, start
 from memfit.packing.searching import STEP_WORK, Best, Steps, search
-from memfit.packing.sections import Sections, sections_of
+from memfit.packing.sections import Sections, most_live_bytes, sections_of
 
 MOST_BLOCKS = 4096  # a tree takes memory by their square
 _ORDERS = ("WAT", "TAW", "TWA", "AW", "CAT", "ZW")
@@ -130,25 +130,20 @@ class _Decisions:
         self.drawn += 1
         return self.ordered([sum(p * log for p, log in zip(powers, logs, strict=True)) + noise], self.drawn)
 
-    def ordered(self, keys: list[NDArray[np.int64]], number: int) -> _Order:
+    def ordered(self, keys: list[NDArray[Any]], number: int) -> _Order:
         ranks = np.lexsort([-key for key in reversed(keys)])
         sizes = self.blocks.sizes_bytes[ranks] // self.unit
         tree = make_tree(sizes, self.sections.firsts[ranks], self.sections.lasts[ranks], self.table)
         return _Order(number, ranks, tree)
 
 
-def _columns(blocks: Blocks, sections: Sections) -> dict[str, NDArray[np.int64]]:
+def _columns(blocks: Blocks, sections: Sections) -> dict[str, NDArray[Any]]:
     """Return what orders are made of: area A, sections C, most live bytes T, length W, size Z."""
     lengths = blocks.ends - blocks.starts
-    live = np.zeros(sections.count + 1, np.int64)
-    np.add.at(live, sections.firsts, blocks.sizes_bytes)
-    np.subtract.at(live, sections.lasts, blocks.sizes_bytes)
-    live = np.cumsum(live)
-    most = [int(live[first:last].max()) for first, last in zip(sections.firsts, sections.lasts, strict=True)]
     return {
-        "A": blocks.sizes_bytes * lengths,
+        "A": blocks.sizes_bytes * lengths.astype(np.float64),
         "C": (sections.lasts - sections.firsts).astype(np.int64),
-        "T": np.array(most, np.int64),
+        "T": most_live_bytes(blocks, sections),
         "W": lengths,
         "Z": blocks.sizes_bytes,
     }

@@ -104,8 +104,10 @@ def _lowest_place(
 
 
 @compiled
-def _put(offset: int, size: int, first: int, last: int, width: int, heads: Any, counts: Any, placed: Any) -> None:
+def _put(block: int, offset: int, shelf: Any) -> None:
     """Enter a block into the lists of its windows."""
+    sizes, firsts, lasts, _, width, heads, counts, _, placed = shelf
+    first, last, top = firsts[block], lasts[block], offset + sizes[block]
     for window in range(first // width, (last - 1) // width + 1):
         head = heads[window]
         place = head + counts[window]
@@ -113,7 +115,7 @@ def _put(offset: int, size: int, first: int, last: int, width: int, heads: Any, 
             placed[place] = placed[place - 1]
             place -= 1
         entry = placed[place]
-        entry.offset, entry.top, entry.first, entry.last = offset, offset + size, first, last
+        entry.offset, entry.top, entry.first, entry.last = offset, top, first, last
         counts[window] += 1
 
 
@@ -127,7 +129,7 @@ def fit_blocks(order: Any, shelf: Any, offsets: Any) -> None:
         size, first, last, offset = sizes[block], firsts[block], lasts[block], fixed[block]
         if offset < 0:
             offset = _lowest_place(size, first, last, width, heads, counts, cursors, placed)
-        _put(offset, size, first, last, width, heads, counts, placed)
+        _put(block, offset, shelf)
         offsets[block] = offset
 
 

@@ -43,3 +43,20 @@ def sections_of(blocks: Blocks) -> Sections:
         lasts=np.searchsorted(last_starts, blocks.ends, side="left").astype(np.int32),
         count=len(last_starts),
     )
+
+
+def most_live_bytes(blocks: Blocks, sections: Sections) -> NDArray[np.int64]:
+    """Return for each block the most bytes that are live together at any moment of its live range."""
+    if len(blocks) == 0:
+        return np.zeros(0, np.int64)
+    live = np.zeros(sections.count + 1, np.int64)
+    np.add.at(live, sections.firsts, blocks.sizes_bytes)
+    np.subtract.at(live, sections.lasts, blocks.sizes_bytes)
+    most = np.cumsum(live)[:-1]  # over spans of 1, 2, 4 ... sections from each; any range is two such spans
+    spans = np.frexp(sections.lasts - sections.firsts)[1] - 1
+    result = np.zeros(len(blocks), np.int64)
+    for span in range(int(spans.max()) + 1):
+        chosen = np.flatnonzero(spans == span)
+        result[chosen] = np.maximum(most[sections.firsts[chosen]], most[sections.lasts[chosen] - (1 << span)])
+        most = np.maximum(most[: -(1 << span)], most[1 << span :]) if len(most) > 1 << span else most
+    return result

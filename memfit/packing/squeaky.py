@@ -15,7 +15,6 @@ from typing import Any
 from memfit.packing.compiled import compiled, entry_point
 from memfit.packing.fitting import fit_blocks
 
-
 _HEAVIEST = 1e200  # when all weights are brought down, long before they leave what a float holds
 
 
