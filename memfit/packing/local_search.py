@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -9,19 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.errors import InvalidOptionError
-from memfit.packing.blocks import Blocks, Layout, PackingProblem
-from memfit.packing.first_fit import measure
+from memfit.packing.blocks import Layout, PackingProblem
 from memfit.packing.fitting import shelf_of
 from memfit.packing.searching import STEP_WORK, Best, Steps, search
-from memfit.packing.sections import Sections, most_live_bytes, sections_of
+from memfit.packing.sections import Sections, sections_of
 from memfit.packing.squeaky import improve
+from memfit.packing.starts import drawn_starts, fixed_starts
 
 _SEED_FACTOR, _SEED_MASK = 0x9E3779B97F4A7C15, (1 << 62) - 1
 _ROUND_WORK = 1000  # for each block
 _MOST_ROUNDS = _NO_HEIGHT = 1 << 62
 _ROUNDS_A_START = 64  # without a better layout, after which new weights are drawn
-_POWERS = (1.0, 0.25, 5.0)  # of size, length and most live bytes met: the best mean over made traces of 10,000 blocks
-_MOST_POWERS = (1.0, 0.75, 8.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,32 +50,49 @@ class LocalSearch:
 
 
 def local_steps(problem: PackingProblem, sections: Sections, best: Best, *, rounds: int = _MOST_ROUNDS) -> Steps:
-    """Search in steps of some rounds."""
-    blocks, draws = problem.blocks, np.random.default_rng(problem.seed)
-    shelf, columns = shelf_of(blocks, sections), _logarithms(blocks, sections)
-    order = np.arange(len(blocks))
-    offsets, found, spare = np.zeros(len(order), np.int64), np.zeros(len(order), np.int64), order.copy()
-    random, powers = random_state(problem.seed), _POWERS
-    chunk = min(_ROUNDS_A_START, max(1, STEP_WORK // (_ROUND_WORK * max(len(blocks), 1))))
-    while rounds > 0:
-        weights = np.exp(sum(power * column for power, column in zip(powers, columns, strict=True)))
-        played, lowest = 0, _NO_HEIGHT
-        while played < _ROUNDS_A_START and rounds > 0:
-            now = min(chunk, rounds)
-            arrays = (shelf, order, weights, spare, offsets, found)
-            height, random = improve(now, best.bound_bytes, lowest, random, *arrays)
-            played = 0 if height < lowest else played + now
-            lowest = height
-            best.offer(found, height, LocalSearch.name)
+    """Search in steps of some rounds: one round from each fixed start, then from the best of them, then from others."""
+    if rounds <= 0 or len(problem.blocks) == 0:
+        return
+    wheel = _Wheel(problem, sections, best)
+    starts, heights = fixed_starts(problem.blocks, sections), list[int]()
+    for weights in starts[:rounds]:
+        yield wheel.begin(weights.copy(), 1)
+        heights.append(wheel.lowest)
+    rounds -= len(heights)
+    others = drawn_starts(problem.blocks, sections, problem.seed)
+    for weights in itertools.chain([starts[int(np.argmin(heights))]], others):
+        played = 0
+        while played < _ROUNDS_A_START:
+            if rounds <= 0:
+                return
+            now, lowest = min(wheel.chunk, rounds), wheel.lowest if played else _NO_HEIGHT
+            yield wheel.go_on(now) if played else wheel.begin(weights, now)
+            played = now if wheel.lowest < lowest else played + now
             rounds -= now
-            yield now * len(blocks) * _ROUND_WORK
-        powers = draws.uniform((1.0, 0.0, 0.0), _MOST_POWERS)
 
 
-def _logarithms(blocks: Blocks, sections: Sections) -> list[NDArray[np.float64]]:
-    """Return the logarithms of size, length, and most live bytes met over the most of all."""
-    met = most_live_bytes(blocks, sections) / max(blocks.lower_bound_bytes, 1)
-    return [np.log(measure(blocks, "size")), np.log(measure(blocks, "length")), np.log(met)]
+class _Wheel:
+    """Rounds of first fit over one set of weights after the other."""
+
+    def __init__(self, problem: PackingProblem, sections: Sections, best: Best) -> None:
+        count = len(problem.blocks)
+        self.best, self.count = best, count
+        self.shelf = shelf_of(problem.blocks, sections)
+        self.order, self.spare = np.arange(count), np.arange(count)
+        self.offsets, self.found = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        self.weights = np.zeros(count)
+        self.random, self.lowest = random_state(problem.seed), _NO_HEIGHT
+        self.chunk = min(_ROUNDS_A_START, max(1, STEP_WORK // (_ROUND_WORK * count)))
+
+    def begin(self, weights: NDArray[np.float64], rounds: int) -> int:
+        self.weights, self.lowest = weights, _NO_HEIGHT
+        return self.go_on(rounds)
+
+    def go_on(self, rounds: int) -> int:
+        arrays = (self.shelf, self.order, self.weights, self.spare, self.offsets, self.found)
+        self.lowest, self.random = improve(rounds, self.best.bound_bytes, self.lowest, self.random, *arrays)
+        self.best.offer(self.found, self.lowest, LocalSearch.name)
+        return rounds * self.count * _ROUND_WORK
 
 
 def random_state(seed: int) -> int:

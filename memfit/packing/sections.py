@@ -45,14 +45,21 @@ def sections_of(blocks: Blocks) -> Sections:
     )
 
 
+def live_in_sections(blocks: Blocks, sections: Sections) -> NDArray[np.int64]:
+    """Return the bytes that are live in each section."""
+    live = np.zeros(sections.count + 1, np.int64)
+    np.add.at(live, sections.firsts, blocks.sizes_bytes)
+    np.subtract.at(live, sections.lasts, blocks.sizes_bytes)
+    return np.cumsum(live)[:-1]
+
+
 def most_live_bytes(blocks: Blocks, sections: Sections) -> NDArray[np.int64]:
     """Return for each block the most bytes that are live together at any moment of its live range."""
     if len(blocks) == 0:
         return np.zeros(0, np.int64)
-    live = np.zeros(sections.count + 1, np.int64)
-    np.add.at(live, sections.firsts, blocks.sizes_bytes)
-    np.subtract.at(live, sections.lasts, blocks.sizes_bytes)
-    most = np.cumsum(live)[:-1]  # over spans of 1, 2, 4 ... sections from each; any range is two such spans
+    most = live_in_sections(
+        blocks, sections
+    )  # over spans of 1, 2, 4 ... sections from each; any range is two such spans
     spans = np.frexp(sections.lasts - sections.firsts)[1] - 1
     result = np.zeros(len(blocks), np.int64)
     for span in range(int(spans.max()) + 1):
