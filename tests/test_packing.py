@@ -15,8 +15,6 @@ from memfit.packing import PACKERS, Block, Blocks, PackingProblem, check_layout,
 from memfit.packing.blocks import live_bytes, make_layout
 from memfit.packing.sections import sections_of
 
-IMPROVING = {"auto", "local_search"}
-
 
 @st.composite
 def small_blocks(draw: st.DrawFn, most: int = 9) -> Blocks:
@@ -156,6 +154,48 @@ def test_options_are_named() -> None:
         make_packer("first_fit", speed=1)
     with pytest.raises(InvalidOptionError, match="no order 'name'"):
         make_packer("first_fit", by="name")
+
+
+def least_height(blocks: Blocks) -> int:
+    """Return the least height of any layout: some order of first fit gives it, the order of its offsets."""
+    rows, least = list(blocks), int(blocks.sizes_bytes.sum())
+    for order in itertools.permutations(rows):
+        placed: list[tuple[Block, int]] = []
+        for block in order:
+            offset = 0
+            for other, at in sorted(placed, key=lambda entry: entry[1]):
+                if other.start < block.end and block.start < other.end and at < offset + block.bytes:
+                    offset = max(offset, at + other.bytes)
+            placed.append((block, offset))
+        least = min(least, max(at + block.bytes for block, at in placed))
+    return least
+
+
+@settings(deadline=None, max_examples=60)
+@given(blocks=small_blocks(most=6))
+@pytest.mark.parametrize("name", ["exact", "mip", "auto"])
+def test_exact_packers_prove_the_least_height(name: str, blocks: Blocks) -> None:
+    layout = pack(blocks, name)
+    assert layout.proven
+    assert layout.height_bytes == least_height(blocks)
+
+
+def test_a_case_above_its_lower_bound_is_proven() -> None:
+    rows = [(4, 0, 1), (3, 1, 2), (1, 0, 3), (1, 2, 3), (1, 1, 4), (2, 3, 4), (2, 2, 5), (3, 4, 5)]
+    blocks = Blocks.of(Block(id=i, bytes=size, start=start, end=end) for i, (size, start, end) in enumerate(rows))
+    assert (blocks.lower_bound_bytes, least_height(blocks)) == (5, 6)
+    layouts = [pack(blocks, name) for name in ("exact", "mip", "auto")]
+    assert {layout.height_bytes for layout in layouts} == {6}
+    assert all(layout.proven for layout in layouts)
+
+
+def test_tags_take_from_the_box() -> None:
+    """Chen's Figure 2: a freed tag is used again, grows to the larger block, and tags never share an address."""
+    rows = [(4, 0, 2), (2, 1, 3), (3, 2, 4), (5, 3, 5)]
+    blocks = Blocks.of(Block(id=i, bytes=size, start=start, end=end) for i, (size, start, end) in enumerate(rows))
+    layout = pack(blocks, "tags")
+    assert layout.offsets_bytes.tolist() == [0, 4, 0, 4]
+    assert layout.height_bytes == 9  # 4 + max(2, 5); a height of 8 needs sharing of parts
 
 
 @settings(deadline=None, max_examples=20)

@@ -20,6 +20,8 @@ from memfit.packing.check import check_layout
 from memfit.packing.exact import Exact
 from memfit.packing.first_fit import FirstFit
 from memfit.packing.local_search import LocalSearch
+from memfit.packing.mip import Mip
+from memfit.packing.tags import Tags
 
 __all__ = [
     "PACKERS",
@@ -48,7 +50,10 @@ class Packer(Protocol):
         ...
 
 
-PACKERS: dict[str, type[Packer]] = {kind.name: kind for kind in (Auto, Exact, LocalSearch, BestFit, FirstFit)}
+_KINDS = (Auto, Exact, LocalSearch, BestFit, FirstFit, Mip, Tags)
+PACKERS: dict[str, type[Packer]] = {kind.name: kind for kind in _KINDS}
+    kind.name: kind for kind in (Auto, Exact, LocalSearch, BestFit, FirstFit, Mip, Tags)
+}
 
 
 def pack(blocks: Blocks, packer: str | Packer = "auto", *, time_limit_seconds: float = 10.0, seed: int = 0) -> Layout:

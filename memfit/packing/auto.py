@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from memfit.packing.best_fit import fill_lines
 from memfit.packing.blocks import Blocks, Layout, PackingProblem
 from memfit.packing.exact import exact_steps
 from memfit.packing.first_fit import ORDERS, measure
@@ -16,7 +15,7 @@ from memfit.packing.local_search import local_steps
 from memfit.packing.searching import Best, Steps, search
 from memfit.packing.sections import Sections, sections_of
 
-_QUICK_WORK = 1000  # for each block
+_QUICK_WORK = 4000  # for each block: more than it takes, so that the searches have their turns between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +35,7 @@ class Auto:
             _quick_steps(problem.blocks, sections, best),
             exact_steps(problem, sections, best),
             local_steps(problem, sections, best),
-        ]
+        ]  # first fit by size answers first, then best fit, with which exact begins
         return search(problem, best, parts, self.name)
 
 
@@ -45,7 +44,4 @@ def _quick_steps(blocks: Blocks, sections: Sections, best: Best) -> Steps:
     for by in ORDERS:
         offsets = fit_in_order(shelf, np.argsort(-measure(blocks, by), kind="stable"))
         best.offer(offsets, int((offsets + blocks.sizes_bytes).max()), "first_fit")
-        yield len(blocks) * _QUICK_WORK
-    offsets = fill_lines(blocks, sections)
-    best.offer(offsets, int((offsets + blocks.sizes_bytes).max()), "best_fit")
-    yield len(blocks) * _QUICK_WORK
+        yield _QUICK_WORK * len(blocks)
