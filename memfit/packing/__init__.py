@@ -52,8 +52,6 @@ class Packer(Protocol):
 
 _KINDS = (Auto, Exact, LocalSearch, BestFit, FirstFit, Mip, Tags)
 PACKERS: dict[str, type[Packer]] = {kind.name: kind for kind in _KINDS}
-    kind.name: kind for kind in (Auto, Exact, LocalSearch, BestFit, FirstFit, Mip, Tags)
-}
 
 
 def pack(blocks: Blocks, packer: str | Packer = "auto", *, time_limit_seconds: float = 10.0, seed: int = 0) -> Layout:
