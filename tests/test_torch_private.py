@@ -18,7 +18,11 @@ from memfit.capture.torch_private import (
     backward_node,
     boxed,
     checkpoints_inlined,
+    compile_with_budget,
+    dp_knapsack,
     fake_mode_of,
+    greedy_knapsack,
+    ilp_knapsack,
     is_fake,
     make_boxed_func,
     next_sequence_number,
@@ -176,3 +180,29 @@ def test_joint_graph_is_partitioned_by_ours_and_compiled_functions_are_boxed() -
     assert seen["outputs"] == 1
     assert "aten.threshold_backward.default" in seen["joint"]
     assert any(target.startswith("tangents") for target in seen["joint"])
+
+
+def test_torch_s_own_budget_recomputes() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)))
+    value = torch.randn(16, 8)
+    model(value).sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    for share, solver in ((1.0, "dp"), (0.3, "dp"), (0.3, "greedy")):
+        model.zero_grad(set_to_none=True)
+        compile_with_budget(model, share, solver)(value).sum().backward()
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            assert parameter.grad is not None
+            assert gradient is not None
+            torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_knapsack_solvers_save_what_is_dear_for_its_memory() -> None:
+    for solve in (dp_knapsack, greedy_knapsack):
+        seconds, saved, recomputed = solve([0.5, 0.3, 0.2], [9.0, 1.0, 2.0], 0.7)
+        assert seconds == 11.0
+        assert sorted(saved) == [0, 2]
+        assert list(recomputed) == [1]
+    try:
+        assert sorted(ilp_knapsack([0.5, 0.3, 0.2], [9.0, 1.0, 2.0], 0.7)[1]) == [0, 2]
+    except RuntimeError as error:
+        assert "scipy" in str(error)

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch._functorch._activation_checkpointing.knapsack import dp_knapsack as dp_knapsack
+from torch._functorch._activation_checkpointing.knapsack import greedy_knapsack as greedy_knapsack
+from torch._functorch._activation_checkpointing.knapsack import ilp_knapsack as ilp_knapsack
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.aot_autograd import make_boxed_func as make_boxed_func
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
@@ -130,3 +133,41 @@ def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
     """Return the mode that a fake tensor belongs to."""
     assert isinstance(tensor, FakeTensor)
     return tensor.fake_mode
+
+
+def compile_with_budget(model: torch.nn.Module, share: float, solver: str) -> Callable[..., Any]:
+    """Return `model` compiled under torch's own activation memory budget, with eager's kernels in place of Inductor's.
+
+    `share` and `solver` are `activation_memory_budget` and `activation_memory_budget_solver`; they hold only while the
+    model runs.
+    """
+    import torch._dynamo  # these take seconds to import, and only a comparison with torch needs them
+    import torch._functorch.config
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=_partitioned_eager)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        settings = {"activation_memory_budget": share, "activation_memory_budget_solver": solver}
+        with torch._functorch.config.patch(settings):
+            return compiled(*args, **kwargs)
+
+    return run
+
+
+def _partitioned_eager(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch.fx.graph import _BoxedCodeGen
+
+    def compile_half(half: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        half.graph.set_codegen(_BoxedCodeGen())  # takes its arguments in a list, and empties it
+        half.recompile()
+        return boxed(half.forward)
+
+    return aot_autograd(
+        fw_compiler=compile_half,
+        bw_compiler=compile_half,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )(module, inputs)

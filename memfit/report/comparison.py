@@ -1,0 +1,125 @@
+"""The HTML page of `memfit compare`: curves, a table, and what two chosen plans keep that the other does not."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from memfit.budget import format_bytes
+from memfit.device import Device
+from memfit.files import write_atomically
+from memfit.graph import Graph
+from memfit.plan import Plan
+from memfit.report.fates import Kind, fates
+from memfit.report.figures import Measured
+from memfit.report.live import play
+from memfit.report.words import count_text, printable
+
+_PLACE = re.compile(r"@@(\w+)@@")
+_SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
+_FRAGILE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}  # in JSON inside a script element
+_KINDS = tuple(Kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedPoint:
+    """What one planner reached at one budget; `setting` is what stands in place of a budget for those that take none.
+
+    >>> ComparedPoint(planner="torch:dp", setting=0.5, status="feasible", peak_bytes=1 << 20, overhead=0.1).setting
+    0.5
+    """
+
+    planner: str
+    budget_bytes: int | None = None
+    setting: float | str | None = None
+    status: str = "not measured"
+    peak_bytes: int | None = None
+    overhead: float | None = None
+    plan_seconds: float | None = None
+    measured: Measured | None = None
+    plan: Plan | None = None
+
+
+def write_comparison(graph: Graph, device: Device, points: Sequence[ComparedPoint], path: Path | str) -> None:
+    """Write the page to `path`: one HTML file that needs no network, atomically.
+
+    Raises:
+        InvalidFileError: the file cannot be written.
+
+    Guarantees: as `write_html`: no text of the graph can become markup or script, and the page loads nothing.
+    """
+    write_atomically(Path(path), render_comparison(graph, device, points).encode())
+
+
+def render_comparison(graph: Graph, device: Device, points: Sequence[ComparedPoint]) -> str:
+    """Return the page's text."""
+    from plotly.offline import get_plotlyjs  # pyright: ignore  # it takes as long to import as all else together
+
+    template = resources.files("memfit.report").joinpath("comparison.html").read_text(encoding="utf-8")
+    plotly: str = get_plotlyjs()
+    scripts = [plotly if script == "@@plotly@@" else script for script in _SCRIPT.findall(template)]
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    planners = list(dict.fromkeys(point.planner for point in points))
+    parts = {
+        "title": f"memfit compare: {escape(printable(graph.name))}",
+        "name": escape(printable(graph.name)),
+        "lead": escape(
+            f"{count_text(len(planners), 'planner')} on {count_text(len(graph.ops), 'op')}, "
+            f"{format_bytes(graph.resident_bytes)} resident, times of {printable(device.name)}."
+        ),
+        "policy": f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:",
+        "plotly": plotly,
+        "data": _inert_json(_data(graph, device, points, planners)),
+    }
+    return _PLACE.sub(lambda place: parts[place[1]], template)
+
+
+def _inert_json(content: Any) -> str:
+    encoded = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return re.sub("[<>&]", lambda character: _FRAGILE[character[0]], encoded)
+
+
+def _data(graph: Graph, device: Device, points: Sequence[ComparedPoint], planners: list[str]) -> dict[str, Any]:
+    managed = [storage.id for storage in graph.storages if not storage.resident]
+    managed.sort(key=lambda storage: (-graph.storages[storage].bytes, storage))
+    writers = graph.writer_of
+    return {
+        "planners": planners,
+        "kinds": list(_KINDS),
+        "points": [_point(point, device, managed) for point in points],
+        "storages": {
+            "name": [printable(graph.storages[s].name) for s in managed],
+            "module": [printable(graph.ops[writers[s]].module) if s in writers else "" for s in managed],
+            "bytes": [graph.storages[s].bytes for s in managed],
+        },
+    }
+
+
+def _point(point: ComparedPoint, device: Device, managed: list[int]) -> dict[str, Any]:
+    kinds = ""
+    if point.plan is not None:
+        of_storage = fates(play(point.plan.graph, point.plan.schedule, device))
+        kinds = "".join(str(_KINDS.index(of_storage[storage].kind)) for storage in managed)
+    measured = point.measured
+    return {
+        "planner": point.planner,
+        "budget_bytes": point.budget_bytes,
+        "setting": point.setting,
+        "status": point.status.replace("_", " "),
+        "peak_bytes": point.peak_bytes,
+        "overhead": point.overhead,
+        "plan_seconds": point.plan_seconds,
+        "measured_peak_bytes": measured.peak_bytes if measured else None,
+        "measured_overhead": measured.overhead if measured else None,
+        "same_bits": measured.bitwise_equal if measured else None,
+        "kinds": kinds,
+    }
