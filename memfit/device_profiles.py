@@ -111,6 +111,15 @@ DEVICES: dict[str, Device] = {
             source="NVIDIA Ada GPU architecture whitepaper, appendix A, without sparsity, sums in float32; "
             "float64 at 1/64 of float32; memory as nvidia-smi shows it",
         ),
+        _gpu(
+            "titan-xp",
+            memory_mebibytes=12196,
+            memory_gigabytes_per_second=547.7,
+            teraflops={"float64": 0.38, "float32": 12.15},
+            pcie=3,
+            source="NVIDIA TITAN Xp specifications: 3,840 cores, two operations each at 1,582 MHz, 547.7 GB/s; float64 "
+            "at 1/32 of float32 (GP102); memory as nvidia-smi shows it; no fast float16",
+        ),
     )
 }
 """The built-in profiles by name. This machine's own CPU and GPUs are profiled by `memfit calibrate`."""

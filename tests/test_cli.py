@@ -311,7 +311,7 @@ def test_listings(run: Run, noun: str) -> None:
     expected = {
         "planners": {"none", "sublinear", "search"},
         "workloads": {"resnet50", "vgg16", "densenet121", "inceptionv3", "unet", "gpt2", "lstm", "encoder"},
-        "devices": {"t4", "a10", "a100-40", "a100-80", "h100", "h200", "rtx4090"},
+        "devices": {"t4", "a10", "a100-40", "a100-80", "h100", "h200", "rtx4090", "titan-xp"},
     }[noun]
     assert {name.lower() for name in names} >= expected
     assert all(entry["source"] for entry in document[noun])
@@ -320,7 +320,8 @@ def test_listings(run: Run, noun: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["fit", "estimate", "plan", "check", "report", "calibrate", "planners", "workloads", "devices"]
+    "command",
+    ["fit", "estimate", "plan", "compare", "check", "report", "calibrate", "planners", "workloads", "devices"],
 )
 def test_help_has_examples(run: Run, command: str) -> None:
     status, out, _ = run(command, "--help")

@@ -1,0 +1,233 @@
+"""Feng and Huang 2018, Table 1: training memory of fifteen networks, regular, by Chen's planner, by Re-forwarding.
+
+Each network is captured with fake tensors at the paper's batch and image size, and its ops take what a roofline of a
+Titan Xp says. Memory is the paper's measure (section 6): the difference between the peaks of twice the batch and of
+the batch, so that parameters do not count. memfit's own planner is given the whole memory that Re-forwarding takes at
+the paper's batch. Everything here is predicted, but for `--measure`: steps at a small batch on this machine's CPU.
+Each network is stored as soon as it is there, and kept unless `--again` is given.
+
+    python benchmarks/feng_table1.py                       # ten minutes
+    python benchmarks/feng_table1.py resnet50 --measure
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from typing import Any
+
+import torch
+from _record import interleaved_seconds, load, result_path, store
+
+from memfit import TrainingStep
+from memfit.capture import capture
+from memfit.cost import roofline
+from memfit.device_profiles import load_device
+from memfit.errors import InfeasibleBudgetError
+from memfit.plan import Plan, Problem
+from memfit.planners import make_planner
+from memfit.runtime.fit import fit_step
+from memfit.runtime.planning import Settings
+from memfit.workloads import build
+
+NAME = "feng_table1"
+CARD = "titan-xp"
+MB = 1e6  # the paper says MB
+NO_LIMIT = 1 << 60
+PAPER = ("regular", "chen", "re_forwarding", "regular_seconds", "re_forwarding_seconds")
+
+# network: workload, its options, batch, the paper's row (memory in MB, seconds), batch to measure on a CPU
+NETWORKS: dict[str, tuple[str, dict[str, int], int, tuple[float | None, ...], int]] = {
+    "alexnet": ("alexnet", {}, 1024, (3550, 3108, 2620, 1.295, 1.816), 32),
+    "vgg11": ("vgg16", {"depth": 11}, 64, (2976, 2292, 1802, 0.606, 0.819), 4),
+    "vgg13": ("vgg16", {"depth": 13}, 64, (4152, 2586, 2586, 1.020, 1.333), 4),
+    "vgg16": ("vgg16", {"depth": 16}, 64, (4470, 2894, 2586, 1.307, 1.696), 4),
+    "vgg19": ("vgg16", {"depth": 19}, 64, (4788, 2894, 2502, 1.593, 2.060), 4),
+    "resnet18": ("resnet50", {"depth": 18}, 256, (5402, None, 2898, 1.144, 1.599), 8),
+    "resnet34": ("resnet50", {"depth": 34}, 128, (3900, None, 1544, 1.041, 1.419), 8),
+    "resnet50": ("resnet50", {"depth": 50}, 64, (5206, None, 1798, 0.740, 1.027), 4),
+    "resnet101": ("resnet50", {"depth": 101}, 32, (3812, None, 970, 0.624, 0.853), 4),
+    "resnet152": ("resnet50", {"depth": 152}, 16, (2810, None, 564, 0.450, 0.628), 4),
+    "densenet121": ("densenet121", {"depth": 121}, 32, (3984, None, 776, 0.558, 0.789), 4),
+    "densenet161": ("densenet121", {"depth": 161}, 16, (3658, None, 616, 0.511, 0.708), 4),
+    "densenet169": ("densenet121", {"depth": 169}, 32, (4826, None, 848, 0.714, 1.022), 4),
+    "densenet201": ("densenet121", {"depth": 201}, 16, (3164, None, 582, 0.449, 0.651), 4),
+    "inceptionv3": ("inceptionv3", {"size": 300}, 32, (2976, None, 910, 0.563, 0.763), 4),
+}
+PLANNERS = {"regular": "none", "chen": "sublinear", "re_forwarding": "division_tree"}
+
+
+class AlexNet(torch.nn.Module):
+    """The one-tower AlexNet of PyTorch's public code (Krizhevsky 2014), which the paper ran; pytorchcv's is larger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[torch.nn.Module] = []
+        convolutions = ((3, 64, 11, 4, 2), (64, 192, 5, 1, 2), (192, 384, 3, 1, 1), (384, 256, 3, 1, 1))
+        for number, (inputs, outputs, kernel, stride, padding) in enumerate((*convolutions, (256, 256, 3, 1, 1))):
+            layers += [torch.nn.Conv2d(inputs, outputs, kernel, stride, padding), torch.nn.ReLU(inplace=True)]
+            if number in (0, 1, 4):
+                layers.append(torch.nn.MaxPool2d(3, 2))
+        self.features = torch.nn.Sequential(*layers)
+        self.classifier = torch.nn.Sequential(
+            torch.nn.Dropout(),
+            torch.nn.Linear(256 * 6 * 6, 4096),
+            torch.nn.ReLU(inplace=True),
+            torch.nn.Dropout(),
+            torch.nn.Linear(4096, 4096),
+            torch.nn.ReLU(inplace=True),
+            torch.nn.Linear(4096, 1000),
+        )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.classifier(self.features(images).flatten(1))
+
+
+def make_step(network: str, batch: int) -> TrainingStep:
+    """Return the network's step on a batch that takes no memory until it is read."""
+    workload, options, *_ = NETWORKS[network]
+    size = options.get("size", 224)
+    if workload == "alexnet":
+        step = TrainingStep(model=AlexNet(), loss=torch.nn.functional.cross_entropy, batch=(), name=network)
+    else:
+        step = build(workload, batch=2, **options)
+    images, labels = torch.empty(batch, 3, size, size), torch.empty(batch, dtype=torch.int64)
+    return dataclasses.replace(step, batch=(images, labels), name=network)
+
+
+def problem_of(network: str, batch: int) -> Problem:
+    """Capture the network at this batch, with the card's op times."""
+    device = load_device(CARD)
+    captured = capture(make_step(network, batch))
+    graph = roofline(captured.graph, captured.binding, device)
+    return Problem(graph=graph, device=device, budget_bytes=NO_LIMIT)
+
+
+def least_plan(problem: Problem, planner: str) -> tuple[Plan, float]:
+    """Return the planner's plan of least memory, and how long it took to find."""
+    started = time.perf_counter()
+    least = make_planner(planner).plan(dataclasses.replace(problem, budget_bytes=1)).bounds.least_budget_found_bytes
+    seconds = time.perf_counter() - started
+    assert least is not None
+    plan = make_planner(planner).plan(dataclasses.replace(problem, budget_bytes=least)).plan
+    assert plan is not None
+    return plan, seconds
+
+
+def predict(network: str, time_limit_seconds: float) -> dict[str, Any]:
+    """Return the network's row: memory by the paper's measure, overheads by roofline, memfit at the same memory."""
+    batch = NETWORKS[network][2]
+    started = time.perf_counter()
+    once, twice = problem_of(network, batch), problem_of(network, 2 * batch)
+    row: dict[str, Any] = {
+        "batch": batch,
+        "ops": len(once.graph.ops),
+        "capture_seconds": time.perf_counter() - started,
+        "paper": dict(zip(PAPER, NETWORKS[network][3], strict=True)),
+    }
+    plans: dict[str, Plan] = {}
+    for name, planner in PLANNERS.items():
+        plans[name], seconds = least_plan(once, planner)
+        double, _ = least_plan(twice, planner)
+        row[name] = {
+            "bytes": double.predicted.peak_bytes - plans[name].predicted.peak_bytes,
+            "peak_bytes": plans[name].predicted.peak_bytes,
+            "overhead": plans[name].overhead,
+            "plan_seconds": seconds,
+        }
+    budget = plans["re_forwarding"].predicted.peak_bytes
+    search = dataclasses.replace(once, budget_bytes=budget, time_limit_seconds=time_limit_seconds)
+    result = make_planner("search").plan(search)
+    row["memfit"] = {
+        "budget_bytes": budget,
+        "status": str(result.status),
+        "overhead": result.plan.overhead if result.plan else None,
+        "least_budget_found_bytes": result.bounds.least_budget_found_bytes,
+    }
+    return row
+
+
+def measure(network: str, time_limit_seconds: float, repeats: int) -> dict[str, Any]:
+    """Run Re-forwarding and memfit, at the memory of the first, beside eager on this machine at a small batch."""
+    torch.manual_seed(0)
+    batch = NETWORKS[network][4]
+    step = make_step(network, batch)
+    images, labels = step.batch
+    step = dataclasses.replace(step, batch=(torch.randn_like(images), torch.zeros_like(labels)))
+    try:
+        fit_step(step, Settings(budget=1, planner="division_tree"))
+    except InfeasibleBudgetError as error:
+        budget = error.least_budget_found_bytes
+    assert budget is not None
+    theirs = fit_step(step, Settings(budget=budget, planner="division_tree"))
+    ours = fit_step(step, Settings(budget=budget, time_limit_seconds=time_limit_seconds))
+    for planned in (theirs, ours):
+        planned.verify()
+    figures = {name: planned.measure(repeats=1) for name, planned in (("re_forwarding", theirs), ("memfit", ours))}
+
+    def run(call: Any) -> Any:
+        def once() -> None:
+            step.model.zero_grad(set_to_none=True)
+            call(step.batch)
+
+        return once
+
+    seconds = interleaved_seconds([run(step.run_eager), run(theirs), run(ours)], repeats)
+    eager, *planned_seconds = (sorted(each)[len(each) // 2] for each in seconds)
+    return {
+        "batch": batch,
+        "eager_peak_bytes": figures["memfit"].baseline_peak_bytes,
+        "resident_bytes": figures["memfit"].resident_bytes,
+        "bitwise_equal": True,
+        **{
+            name: {"peak_bytes": figure.peak_bytes, "overhead": each / eager - 1.0}
+            for (name, figure), each in zip(figures.items(), planned_seconds, strict=True)
+        },
+    }
+
+
+def described(network: str, row: dict[str, Any]) -> str:
+    """One line of the table: ours, and the paper's in brackets."""
+    paper, regular = row["paper"], row["regular"]["bytes"]
+    words = [f"{network:12} regular {regular / MB:6.0f} MB ({paper['regular']:.0f})"]
+    for name in ("chen", "re_forwarding"):
+        cut = 1 - row[name]["bytes"] / regular
+        given = f"{1 - paper[name] / paper['regular']:.0%}" if paper[name] else "-"
+        words.append(f"{name} {row[name]['bytes'] / MB:6.0f} MB, cut {cut:.0%} ({given})")
+    slower = paper["re_forwarding_seconds"] / paper["regular_seconds"] - 1
+    words.append(f"overhead {row['re_forwarding']['overhead']:.1%} ({slower:.0%})")
+    ours = row["memfit"]["overhead"]
+    words.append(f"memfit {'infeasible' if ours is None else f'{ours:.1%}'}")
+    if "measured" in row:
+        measured = row["measured"]
+        words.append(
+            f"measured +{measured['re_forwarding']['overhead']:.1%}, memfit +{measured['memfit']['overhead']:.1%}"
+        )
+    return "; ".join(words)
+
+
+def main() -> None:
+    """Predict the networks named on the command line, or all; measure them too where that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("networks", nargs="*", default=list(NETWORKS), metavar="NETWORK")
+    parser.add_argument("--measure", action="store_true", help="run a small batch on this machine too")
+    parser.add_argument("--repeats", type=int, default=3, help="timed turns of each measurement")
+    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds that memfit's planner may search")
+    parser.add_argument("--again", action="store_true", help="predict again what is stored already")
+    options = parser.parse_args()
+    path = result_path(NAME)
+    rows: dict[str, Any] = load(path)["payload"]["networks"] if path.exists() else {}
+    for network in options.networks:
+        if options.again or network not in rows:
+            kept = rows.get(network, {}).get("measured")
+            rows[network] = predict(network, options.time_limit) | ({"measured": kept} if kept else {})
+        if options.measure:
+            rows[network]["measured"] = measure(network, options.time_limit, options.repeats)
+        ordered = {name: rows[name] for name in NETWORKS if name in rows}
+        store(NAME, {"card": CARD, "time_limit_seconds": options.time_limit, "networks": ordered})
+        print(described(network, rows[network]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
