@@ -27,6 +27,7 @@ from memfit.device_profiles import load_device
 from memfit.errors import InfeasibleBudgetError
 from memfit.plan import Plan, Problem
 from memfit.planners import make_planner
+from memfit.report.live import play
 from memfit.runtime.fit import fit_step
 from memfit.runtime.planning import Settings
 from memfit.workloads import build
@@ -35,6 +36,7 @@ NAME = "feng_table1"
 CARD = "titan-xp"
 MB = 1e6  # the paper says MB
 NO_LIMIT = 1 << 60
+_SHOWN = 4  # of the storages at the peak
 PAPER = ("regular", "chen", "re_forwarding", "regular_seconds", "re_forwarding_seconds")
 
 # network: workload, its options, batch, the paper's row (memory in MB, seconds), batch to measure on a CPU
@@ -115,6 +117,18 @@ def least_plan(problem: Problem, planner: str) -> tuple[Plan, float]:
     return plan, seconds
 
 
+def peak_of(plan: Plan) -> dict[str, Any]:
+    """Return the op that runs at the peak, and the largest storages that are there then, by name and bytes."""
+    run = play(plan.graph, plan.schedule, plan.device)
+    position = run.timeline.peak_position
+    op, live = run.op_at(position), run.live_at(position)[:_SHOWN]
+    storages = [plan.graph.storages[storage] for storage in live]
+    return {
+        "op": None if op is None else plan.graph.ops[op].name,
+        "storages": [{"name": storage.name, "bytes": storage.bytes} for storage in storages],
+    }
+
+
 def predict(network: str, time_limit_seconds: float) -> dict[str, Any]:
     """Return the network's row: memory by the paper's measure, overheads by roofline, memfit at the same memory."""
     batch = NETWORKS[network][2]
@@ -135,6 +149,7 @@ def predict(network: str, time_limit_seconds: float) -> dict[str, Any]:
             "peak_bytes": plans[name].predicted.peak_bytes,
             "overhead": plans[name].overhead,
             "plan_seconds": seconds,
+            "peak": peak_of(plans[name]),
         }
     budget = plans["re_forwarding"].predicted.peak_bytes
     search = dataclasses.replace(once, budget_bytes=budget, time_limit_seconds=time_limit_seconds)
