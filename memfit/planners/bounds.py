@@ -2,21 +2,103 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from memfit.device import Device
 from memfit.graph import Graph, Op
 from memfit.plan import Bounds, Problem
+from memfit.planners.cuts import Bound, Cuts
+
+_LEAST_GRID, _MOST_GRID, _HALVINGS = 9, 65, 4  # ops tried at first, evenly; then between the best and its neighbours
+_GRID_WORK = 60_000  # ops of the graph times ops tried: a second or so
 
 
-def prove_bounds(problem: Problem, *, least_found_bytes: int | None, unplanned_seconds: float) -> Bounds:
-    """Return the bounds for a problem's least budget and for its overhead."""
+def prove_bounds(
+    problem: Problem, *, least_found_bytes: int | None, unplanned_seconds: float, again: Bound | None = None
+) -> Bounds:
+    """Return the bounds for a problem's least budget and for its overhead.
+
+    Args:
+        least_found_bytes: the least peak of all schedules that the planner saw.
+        unplanned_seconds: what planner `none` takes.
+        again: what `least_seconds_again` said of this problem, if it was asked already.
+    """
     least_bytes, holding_ops = least_budget_bound(problem)
-    del unplanned_seconds
+    again = again or least_seconds_again(problem)
     return Bounds(
         least_budget_found_bytes=least_found_bytes,
         least_budget_bound_bytes=least_bytes,
-        overhead=0.0,
+        overhead=again.seconds / unplanned_seconds if unplanned_seconds > 0 else 0.0,
         holding_ops=holding_ops,
     )
+
+
+def least_seconds_again(problem: Problem) -> Bound:
+    """Return what every schedule within the budget spends on computing ops again, in any order of ops.
+
+    Proof. Consider the moment at which some op t is computed for the first time. All ancestors of t have been computed
+    before, and none of its descendants. Let R be the ancestors that are computed again later, and K the storages that
+    are on the device at that moment, beside those that t itself reads and writes, which are there too. Whatever an
+    ancestor wrote and a descendant of t reads (or the step requires at its end) is in K or written by an op of R; so is
+    whatever an op of R reads. The bytes of K fit into what t leaves of the budget. Every op is computed once, and those
+    of R once more. Any K and R with these properties cost at least the minimum cut at price p for each byte, less p
+    times the room for K, whatever p >= 0 is; and the maximum over prices, at any t, is a bound.
+
+    No bound (0.0) is given where copies on the host are allowed, or where the budget has no room for some op.
+
+    Source: see `memfit.planners.cuts`.
+    """
+    nothing = Bound(op=None, seconds=0.0, cuts=())
+    candidates = _over_budget(problem)
+    if problem.host_budget_bytes > 0 or len(candidates) == 0:
+        return nothing
+    cuts = Cuts(problem.graph, problem.device)
+    bounds: dict[int, Bound] = {}
+
+    def at(place: int) -> float:
+        op = int(candidates[place])
+        if op not in bounds:
+            bounds[op] = cuts.at(op).bound(_room(problem, cuts.resident_bytes, op))
+        return bounds[op].seconds
+
+    if min(_room(problem, cuts.resident_bytes, int(op)) for op in candidates) < 0:
+        return nothing
+    grid = min(_MOST_GRID, max(_LEAST_GRID, _GRID_WORK // len(problem.graph.ops)))
+    places = sorted({int(place) for place in np.linspace(0, len(candidates) - 1, grid)})
+    distance = max(1, len(candidates) // (grid - 1))
+    best = max(places, key=at)
+    for _ in range(_HALVINGS):
+        distance = max(1, distance // 2)
+        best = max((best, max(0, best - distance), min(len(candidates) - 1, best + distance)), key=at)
+    return Bound(
+        op=int(candidates[best]),
+        seconds=at(best),
+        cuts=tuple(cut for bound in bounds.values() for cut in bound.cuts),
+    )
+
+
+def _over_budget(problem: Problem) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return the ops over which too much lives when everything is kept, in the original order."""
+    graph, device = problem.graph, problem.device
+    live = np.zeros(len(graph.ops) + 1, np.int64)
+    last = {s: op.id for op in graph.ops for s, _ in graph.read_versions[op.id]}
+    for storage in graph.storages:
+        if not storage.resident:
+            begin = graph.writer_of.get(storage.id, 0)
+            end = len(graph.ops) if storage.required_at_end else last.get(storage.id, begin) + 1
+            live[begin] += device.aligned(storage.bytes)
+            live[end] -= device.aligned(storage.bytes)
+    resident_bytes = sum(device.aligned(storage.bytes) for storage in graph.storages if storage.resident)
+    held = resident_bytes + np.cumsum(live[:-1])
+    return np.flatnonzero(held > problem.budget_bytes - problem.bytes_outside)
+
+
+def _room(problem: Problem, resident_bytes: int, op: int) -> int:
+    """Return the bytes that `op` leaves of the budget."""
+    boundaries = problem.graph.boundaries
+    is_outside = not boundaries or boundaries[0].position <= op
+    taken = resident_bytes + op_bytes(problem.graph, problem.device, problem.graph.ops[op])
+    return problem.budget_bytes - taken - (problem.bytes_outside if is_outside else 0)
 
 
 def least_budget_bound(problem: Problem) -> tuple[int, tuple[int, ...]]:

@@ -27,12 +27,13 @@ def emit(program: Program, sequence: Iterable[int]) -> Schedule:
 
 
 def _departures(program: Program) -> dict[int, set[int]]:
-    """Position of each boundary -> the managed storages that are the user's from there on."""
+    """Position of each boundary -> the managed storages that are the user's from there on, and not before."""
     number_of = {storage: number for number, storage in enumerate(program.storage_of)}
-    return {
-        position: {number_of[s] for s in program.graph.boundaries[boundary].departures if s in number_of}
-        for position, boundary in program.boundary_at.items()
-    }
+    first: dict[int, set[int]] = {}
+    for position, boundary in sorted(program.boundary_at.items()):
+        departing = {number_of[s] for s in program.graph.boundaries[boundary].departures if s in number_of}
+        first[position] = departing.difference(*first.values())
+    return first
 
 
 def _block(program: Program, position: int, needed: set[int], departed: set[int]) -> list[Instruction]:

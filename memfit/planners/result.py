@@ -10,6 +10,7 @@ from memfit.checker import check
 from memfit.graph import Graph
 from memfit.plan import Bounds, Plan, Prediction, Problem, Result, Status
 from memfit.planners.bounds import prove_bounds
+from memfit.planners.cuts import Bound
 from memfit.planners.emit import emit
 from memfit.planners.order import original_order
 from memfit.planners.program import build_program
@@ -54,6 +55,7 @@ def make_result(
     started_seconds: float,
     least_found_bytes: int | None = None,
     timed_out: bool = False,
+    again: Bound | None = None,
     stats: Mapping[str, float] | None = None,
 ) -> Result:
     """Return the Result of a planner that ended with `schedule`, or with nothing that fits.
@@ -62,6 +64,7 @@ def make_result(
         schedule: the best one found, whether or not it fits; its peak counts as a budget that was reached.
         started_seconds: `problem.clock()` when the planner began.
         least_found_bytes: the least peak of any schedule that the planner saw, where that is less.
+        again: the bound on the seconds of computing again, where the planner has asked for it.
         timed_out: time was up before the planner could tell whether the budget can be met.
 
     Raises:
@@ -70,7 +73,9 @@ def make_result(
     unplanned = predict(problem, unplanned_schedule(problem))
     predicted = predict(problem, schedule) if schedule is not None else None
     found = [b for b in (least_found_bytes, predicted.peak_bytes if predicted else None) if b is not None]
-    bounds = prove_bounds(problem, least_found_bytes=min(found, default=None), unplanned_seconds=unplanned.seconds)
+    bounds = prove_bounds(
+        problem, least_found_bytes=min(found, default=None), unplanned_seconds=unplanned.seconds, again=again
+    )
     counts = dict(stats or {})
     if schedule is None or predicted is None or not _fits(problem, predicted):
         proved = problem.budget_bytes < bounds.least_budget_bound_bytes

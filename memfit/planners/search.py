@@ -1,54 +1,72 @@
 """Planner `search`, the default: simulated annealing over windows of retention, with the exact simulation as
-objective.
+objective, from minimum cuts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 
+from memfit.graph import Graph, Phase
 from memfit.plan import Problem, Progress, Result
-from memfit.planners.anneal import anneal
-from memfit.planners.course import Course, make_course
+from memfit.planners.anneal_run import AnnealRun, warm_up
+from memfit.planners.bounds import least_seconds_again
+from memfit.planners.cuts import Bound, Cut
 from memfit.planners.emit import emit
-from memfit.planners.incremental import State
 from memfit.planners.order import update_at_once_order
 from memfit.planners.program import build_program
 from memfit.planners.result import make_result
 from memfit.planners.sublinear import Frontier
-from memfit.planners.windows import Evaluation, Windows, evaluate, keep_everything, keep_only, simulated
+from memfit.planners.windows import (
+    Evaluation,
+    Windows,
+    evaluate,
+    free_gaps,
+    joined,
+    keep_everything,
+    keep_only,
+    simulated,
+)
 
-_FIRST_SHARE, _SECOND_SHARE = 0.6, 0.75  # of the search: from keeping everything, then from segments, then the best
 _REPORT_SECONDS = 0.05
-_SLICE_MOVES = 1000  # between two changes of temperature and penalty
 _SEED_SPLITS = 12  # segment sizes tried as starting points, spread evenly on a logarithmic scale
-_PENALTY_UNIT = 0.01  # of the budget: one mean op for so many bytes of excess in one stage
+_MOST_CUTS = 16  # kept sets of minimum cuts tried as starting points
+_MOVES_PER_GAP = 400  # of one run, where there is time for several; fewer get nowhere, more gain little
+_EXPLORING, _JOINING = 0.55, 0.8  # of the search: from starting points; from the best; the rest polishes the best
+_SHORTEST = 0.02  # of the search: a wave shorter than this is added to the next
+_ELITE = 6  # best runs that later waves start from
+# Temperatures in mean op seconds, from the first to the last move of a run.
+_HOT, _WIDE, _MILD, _NARROW = (3.0, 1e-3), (0.3, 1e-3), (0.1, 1e-3), (0.03, 1e-4)
 
-
-_WIDE = (0.3, 1e-3)  # temperature in mean op seconds, from the first to the last move of a start, geometrically
-_NARROW = (0.03, 1e-4)
+Temperatures = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
     """Anneal over what is kept between any two uses of a storage.
 
-    Starting points are keeping everything and Chen's segments of several sizes. Anytime: the best plan so far is the
-    answer when time is up or Ctrl-C comes. Deterministic for a seed where `iterations` is given; a time limit depends
-    on the machine's speed.
+    Starting points are the kept sets of minimum cuts (see `memfit.planners.cuts`), keeping everything, and Chen's
+    segments of several sizes. Waves of runs start from them, one run a thread; later waves start from the best runs,
+    and from two of them joined; the last ones polish the best. Anytime: the best plan so far is the answer when time is
+    up or Ctrl-C comes, and the search ends early where the bound proves its plan optimal. Deterministic for a seed
+    where `iterations` is given; a time limit depends on the machine's speed. Compiling, once on a machine, is not
+    counted.
 
     Source: DESIGN.md, section 4; Kirkpatrick et al. 1983 (annealing); Jain et al. 2020 (retention by stage).
     """
 
     name: ClassVar[str] = "search"
-    source: ClassVar[str] = "simulated annealing over retention windows"
+    source: ClassVar[str] = "simulated annealing over retention windows, from minimum cuts"
 
     iterations: int | None = field(
         default=None, metadata={"help": "moves to try in all, in place of the time limit: the same plan on any machine"}
     )
+    threads: int = field(default=2, metadata={"help": "runs at a time; they are part of what a seed determines"})
 
     def plan(self, problem: Problem) -> Result:
         """Return the best plan found within the problem's time limit.
@@ -61,22 +79,29 @@ class Search:
 
 class _Search:
     def __init__(self, options: Search, problem: Problem) -> None:
-        self.options = options
-        self.problem = problem
-        self.started_seconds = problem.clock()
+        self.options, self.problem = options, problem
         self.program = build_program(problem, update_at_once_order(problem.graph))
-        self.course: Course = make_course(self.program, problem.seed)
+        self.everything = keep_everything(self.program)
+        self.random = np.random.default_rng(problem.seed)
+        warm_up(self.program, self.everything)
+        self.started_seconds = problem.clock()
         self.unplanned_seconds = float(self.program.tables.positions["seconds"].sum())
+        self.bound = Bound(op=None, seconds=0.0, cuts=())
         self.best: Evaluation | None = None
         self.least: Evaluation | None = None
+        self.elite: list[tuple[float, Windows]] = []
+        self.leanest = self.everything  # of what has ended, while nothing fits
+        self.running: list[AnnealRun] = []
+        self.stop = threading.Event()
         self.moves = 0
+        self.gaps = free_gaps(self.program)
 
     def run(self) -> Result:
         try:
             self._search()
         except KeyboardInterrupt:  # the best so far is the answer; whoever called knows of the interruption
-            if self._has_fitting():
-                self._look_at(self._best_windows())
+            self.stop.set()
+            self._take_over()
         chosen = self.best or self.least
         return make_result(
             self.problem,
@@ -84,22 +109,100 @@ class _Search:
             planner="search",
             started_seconds=self.started_seconds,
             least_found_bytes=self.least.peak_bytes if self.least is not None else None,
+            again=self.bound,
             stats={"moves": float(self.moves)},
         )
 
     def _search(self) -> None:
-        self._look_at(keep_everything(self.program))
-        if self.best is not None or len(self.course.turning) + len(self.course.other) == 0:
+        self._look_at(self.everything)
+        if self.best is not None or self.gaps == 0:
             return  # nothing has to go, or nothing can
-        seeds = [(self._look_at(windows), windows) for windows in self._segments()]
-        ended = self._anneal(keep_everything(self.program), _WIDE, _FIRST_SHARE)
-        fitting = [seed for seed in seeds if seed[0].peak_bytes <= self.problem.budget_bytes]
-        if fitting:
-            fastest = min(fitting, key=lambda seed: seed[0].seconds)[1]
-            self._anneal(fastest, _WIDE, _SECOND_SHARE)
-        self._anneal(self._best_windows() if self._has_fitting() else ended, _NARROW, 1.0)
+        self.bound = least_seconds_again(self.problem)
+        starts = self._starting_points()
+        with ThreadPoolExecutor(self.options.threads) as pool:
+            try:
+                wave = 0
+                while self._done() < 1.0 and not self._is_optimal():
+                    self._wave(pool, starts, wave)
+                    wave += 1
+            finally:
+                self.stop.set()
 
-    def _segments(self) -> list[Windows]:
+    def _wave(self, pool: ThreadPoolExecutor, starts: list[tuple[Windows, Temperatures]], wave: int) -> None:
+        """Run one annealing in each thread, and remember what comes out."""
+        done = self._done()
+        ends = next(end for end in (_EXPLORING, _JOINING, 1.0) if end - done > _SHORTEST or end == 1.0)
+        self.running = []
+        for thread in range(self.options.threads):
+            if ends == _EXPLORING or not self.elite:
+                first = wave * self.options.threads + thread
+                windows, temperatures = (self.leanest, _WIDE) if ends == 1.0 else starts[first % len(starts)]
+            else:
+                windows, temperatures = self._descend(thread, joins=ends == _JOINING)
+            seed = int(self.random.integers(1 << 62))
+            self.running.append(AnnealRun(self.program, windows, temperatures, seed, self.stop))
+        pace = self._pace(ends)
+        futures = [pool.submit(run.run, pace) for run in self.running]
+        while wait(futures, timeout=_REPORT_SECONDS).not_done:
+            self._report()
+        for future in futures:
+            future.result()
+        self._take_over()
+
+    def _descend(self, thread: int, *, joins: bool) -> tuple[Windows, Temperatures]:
+        """Return where a run starts that comes from the best ones: two of them joined, or one of the best."""
+        if not joins:
+            return self.elite[min(thread, len(self.elite) - 1)][1], (_NARROW, _MILD)[thread % 2]
+        first, second = (int(rank) for rank in self.random.integers(len(self.elite), size=2))
+        if first == second:
+            return self.elite[first][1], (_MILD, _WIDE)[thread % 2]
+        place = int(self.random.integers(self.program.backward_start))
+        return joined(self.program, self.elite[first][1], self.elite[second][1], place), _MILD
+
+    def _take_over(self) -> None:
+        """Remember what the runs have found."""
+        lowest = np.inf
+        for run in self.running:
+            self.moves += run.moves
+            if run.best is not None:
+                evaluation = self._look_at(run.best)
+                if all(evaluation.seconds != seconds for seconds, _ in self.elite):
+                    self.elite.append((evaluation.seconds, run.best))
+            elif run.ended is not None:
+                evaluation = self._look_at(run.ended)
+                if evaluation.peak_bytes < lowest:
+                    lowest, self.leanest = evaluation.peak_bytes, run.ended
+        self.running = []
+        self.elite = sorted(self.elite, key=lambda item: item[0])[:_ELITE]
+
+    def _starting_points(self) -> list[tuple[Windows, Temperatures]]:
+        """Return where the first runs start, the most promising first: kept sets of cuts, segments, everything."""
+        cuts = self._by_promise(self._kept_by_cuts())
+        others = self._by_promise([*self._kept_by_segments(), self.everything])
+        chosen = [(others[0], _WIDE), (self.everything, _WIDE), (self.everything, _HOT)]
+        if cuts:
+            second = cuts[min(1, len(cuts) - 1)]
+            chosen = [(cuts[0], _MILD), *chosen, (second, _WIDE), (cuts[0], _HOT), (cuts[0], _NARROW)]
+        return chosen
+
+    def _by_promise(self, windows: Sequence[Windows]) -> list[Windows]:
+        """Sort by time, and by how far the peak is above the budget, both as shares."""
+        found = [(self._look_at(each), each) for each in windows]
+        budget_bytes = max(1, self.problem.budget_bytes)
+
+        def promise(item: tuple[Evaluation, Windows]) -> float:
+            evaluation, _ = item
+            return evaluation.seconds / self.unplanned_seconds + max(0.0, evaluation.peak_bytes / budget_bytes - 1.0)
+
+        return [each for _, each in sorted(found, key=promise)]
+
+    def _kept_by_cuts(self) -> list[Windows]:
+        """The minimum cuts at the op that gives the bound, and at those beside it while there is room for more."""
+        cuts = sorted(self.bound.cuts, key=lambda cut: abs(cut.op - (self.bound.op or 0)))
+        kept = dict.fromkeys(kept_at(self.problem.graph, cut) for cut in cuts)
+        return [keep_only(self.program, storages) for storages in list(kept)[:_MOST_CUTS]]
+
+    def _kept_by_segments(self) -> list[Windows]:
         """Chen's segments of all sizes, from one candidate to half of everything."""
         frontier = Frontier.of(self.program)
         largest = max(2, sum(frontier.written_bytes) // 2)
@@ -108,11 +211,8 @@ class _Search:
         return [keep_only(self.program, storages) for storages in kept]
 
     def _look_at(self, windows: Windows) -> Evaluation:
+        """Evaluate, and remember the fastest that fits and the least peak."""
         evaluation = evaluate(self.program, simulated(self.program, windows))
-        self._remember(evaluation)
-        return evaluation
-
-    def _remember(self, evaluation: Evaluation) -> None:
         if self.least is None or (evaluation.peak_bytes, evaluation.seconds) < (
             self.least.peak_bytes,
             self.least.seconds,
@@ -121,37 +221,12 @@ class _Search:
         fits = evaluation.peak_bytes <= self.problem.budget_bytes
         if fits and (self.best is None or evaluation.seconds < self.best.seconds):
             self.best = evaluation
+        return evaluation
 
-    def _anneal(self, windows: Windows, temperature: tuple[float, float], until: float) -> Windows:
-        """Anneal from `windows` until this share of the whole search is done; return where it ended."""
-        state = simulated(self.program, windows)
-        totals = self.course.totals
-        mean_seconds = self.unplanned_seconds / max(1, len(self.problem.graph.ops))
-        totals["penalty"] = mean_seconds / (_PENALTY_UNIT * max(1, self.program.budget_bytes))
-        first, last = temperature
-        begun, reported = self._done(), self.problem.clock()
-        while (done := self._done()) < until:
-            progress = (done - begun) / max(until - begun, 1e-9)
-            totals["temperature"] = mean_seconds * first * (last / first) ** progress
-            anneal(self.program.tables, state, self.course, _SLICE_MOVES, 1.0)
-            self.moves += _SLICE_MOVES
-            if self.problem.clock() - reported > _REPORT_SECONDS:
-                reported = self.problem.clock()
-                self._report()
-        self._keep(state)
-        return Windows(release=state.gaps["release"].copy(), hold=state.gaps["hold"].copy())
-
-    def _keep(self, state: State) -> None:
-        """Remember the best state of a start, and the one that it ended in."""
-        self._remember(evaluate(self.program, state))
-        if self._has_fitting():
-            self._look_at(self._best_windows())
-
-    def _has_fitting(self) -> bool:
-        return bool(np.isfinite(self.course.totals["best_seconds"][0]))
-
-    def _best_windows(self) -> Windows:
-        return Windows(release=self.course.best["release"].copy(), hold=self.course.best["hold"].copy())
+    def _is_optimal(self) -> bool:
+        """Whether the best plan is as fast as the bound says that any is."""
+        least_seconds = self.unplanned_seconds + self.bound.seconds
+        return self.best is not None and self.best.seconds <= least_seconds * (1 + 1e-12)
 
     def _done(self) -> float:
         """The share of the search that is done."""
@@ -160,18 +235,36 @@ class _Search:
         limit = max(self.problem.time_limit_seconds, 1e-9)
         return (self.problem.clock() - self.started_seconds) / limit
 
+    def _pace(self, ends: float) -> Callable[[int], float]:
+        """Return what says how far a run is, by its moves: to the last of its moves, or to where its wave ends."""
+        wanted, share = _MOVES_PER_GAP * self.gaps, ends - self._done()
+        if self.options.iterations is not None:
+            moves = max(1.0, min(wanted, share * self.options.iterations / self.options.threads))
+            return lambda made: made / moves
+        begun, length = self.problem.clock(), max(share * self.problem.time_limit_seconds, 1e-9)
+        return lambda made: max(made / wanted, (self.problem.clock() - begun) / length)
+
     def _report(self) -> None:
-        seconds = float(self.course.totals["best_seconds"][0])
-        found = np.isfinite(seconds)
-        peak = int(self.course.totals["best_peak_bytes"][0]) + self.program.base_bytes
-        if self.best is not None and (not found or self.best.seconds < seconds):
-            seconds, peak, found = self.best.seconds, self.best.peak_bytes, True
-        tell: Callable[[Progress], None] = self.problem.progress
-        tell(
+        seconds, peak = (self.best.seconds, self.best.peak_bytes) if self.best else (np.inf, None)
+        for run in self.running:
+            if run.best_seconds < seconds:
+                seconds, peak = run.best_seconds, run.best_peak_bytes
+        moves = self.moves + sum(run.moves for run in self.running)
+        bound = self.bound.seconds / self.unplanned_seconds if self.unplanned_seconds else 0.0
+        self.problem.progress(
             Progress(
                 elapsed_seconds=self.problem.clock() - self.started_seconds,
-                best_overhead=seconds / self.unplanned_seconds - 1.0 if found and self.unplanned_seconds else None,
-                best_peak_bytes=peak if found else None,
-                message=f"{self.moves:,} moves",
+                best_overhead=seconds / self.unplanned_seconds - 1.0 if peak is not None else None,
+                best_peak_bytes=peak,
+                message=f"{moves:,} moves, no plan below {bound:.2%}",
             )
         )
+
+
+def kept_at(graph: Graph, cut: Cut) -> frozenset[int]:
+    """Return what a cut keeps over the turning point: also what its op touches, and what backward has used before."""
+    used_before = {
+        storage for op in graph.ops[: cut.op] if op.phase != Phase.FORWARD for storage, _ in graph.read_versions[op.id]
+    }
+    touched = {storage for storage, _ in graph.read_versions[cut.op]} | set(graph.ops[cut.op].writes)
+    return frozenset(cut.kept) | touched | (used_before & set(cut.past))

@@ -58,6 +58,24 @@ def keep_only(program: Program, kept: Collection[int]) -> Windows:
     return _drop(program, keep_everything(program), dropped[gaps["storage"]] & crosses)
 
 
+def joined(program: Program, early: Windows, late: Windows, place: int) -> Windows:
+    """Return `early` for what the forward ops before position `place` write and their backward ops do, else `late`."""
+    gaps, start = program.tables.gaps, program.backward_start
+    writer = program.tables.storages["writer"][gaps["storage"]]
+    mirrored = (len(program.op_at) - writer) * start / max(1, len(program.op_at) - start)
+    is_early = np.where(writer < start, writer, mirrored) < place
+    return Windows(
+        release=np.where(is_early, early.release, late.release), hold=np.where(is_early, early.hold, late.hold)
+    )
+
+
+def free_gaps(program: Program) -> int:
+    """Return how many gaps there are in which something can be gained by dropping."""
+    gaps = program.tables.gaps
+    size = program.tables.storages["size_bytes"][gaps["storage"]]
+    return int(((gaps["rule"] != KEPT) & (gaps["end"] - gaps["start"] > 1) & (size > 0)).sum())
+
+
 def _drop(program: Program, windows: Windows, chosen: Flags) -> Windows:
     gaps = program.tables.gaps
     dropped = chosen & (gaps["rule"] != KEPT)

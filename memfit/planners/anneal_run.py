@@ -1,0 +1,65 @@
+"""One annealing run: from windows, through a falling temperature, to the best windows on the way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from memfit.planners.anneal import anneal
+from memfit.planners.course import Course, make_course
+from memfit.planners.program import Program
+from memfit.planners.windows import Windows, simulated
+
+_SLICE_MOVES = 1000  # between two changes of temperature, and two looks at the clock
+_PENALTY_UNIT = 0.01  # of the budget: one mean op for so many bytes of excess in one stage, to begin with
+
+
+class AnnealRun:
+    """A run of annealing that another thread may look at, and stop."""
+
+    def __init__(
+        self, program: Program, windows: Windows, temperatures: tuple[float, float], seed: int, stop: threading.Event
+    ) -> None:
+        """Set up a run from `windows`, with temperatures in mean op seconds from the first to the last move."""
+        self.program, self.windows, self.temperatures, self.stop = program, windows, temperatures, stop
+        self.course: Course = make_course(program, seed)
+        self.moves = 0
+        self.ended: Windows | None = None
+
+    def run(self, progress: Callable[[int], float]) -> AnnealRun:
+        """Anneal until `progress` of the moves made so far is 1 or more, or somebody stops it; return itself."""
+        state = simulated(self.program, self.windows)
+        totals, positions = self.course.totals, self.program.tables.positions
+        mean_seconds = float(positions["seconds"].sum()) / max(1, len(positions))
+        totals["penalty"] = mean_seconds / (_PENALTY_UNIT * max(1, self.program.budget_bytes))
+        first, last = self.temperatures
+        while (done := progress(self.moves)) < 1.0 and not self.stop.is_set():
+            totals["temperature"] = mean_seconds * first * (last / first) ** done
+            anneal(self.program.tables, state, self.course, _SLICE_MOVES, 1.0)
+            self.moves += _SLICE_MOVES
+        self.ended = Windows(release=state.gaps["release"].copy(), hold=state.gaps["hold"].copy())
+        return self
+
+    @property
+    def best_seconds(self) -> float:
+        """The seconds of the best state that fits; infinite as long as none does."""
+        return float(self.course.totals["best_seconds"][0])
+
+    @property
+    def best_peak_bytes(self) -> int:
+        """The peak of that state, residents included."""
+        return int(self.course.totals["best_peak_bytes"][0]) + self.program.base_bytes
+
+    @property
+    def best(self) -> Windows | None:
+        """The windows of that state; only after the run has ended."""
+        if not np.isfinite(self.best_seconds):
+            return None
+        return Windows(release=self.course.best["release"].copy(), hold=self.course.best["hold"].copy())
+
+
+def warm_up(program: Program, windows: Windows) -> None:
+    """Compile all that a run needs, so that the first one does not pay for it."""
+    anneal(program.tables, simulated(program, windows), make_course(program, seed=0), 0, 1.0)

@@ -1,0 +1,242 @@
+"""Minimum cuts with a price for bytes: what is best kept while one op runs, and what no schedule can do without.
+
+While op t is computed for the first time, all its ancestors have been computed, and none of its descendants. What an
+ancestor wrote and a descendant reads is then on the device, or is computed again later, for which everything that its
+op reads has to be there or be computed again in its turn. Which of the two is cheapest, at a price for each byte, is a
+minimum cut: one node for each op (computed again or not) and one for each storage (wanted or not).
+
+The price that makes the kept bytes fit (a Lagrange multiplier) gives a lower bound on the seconds of all schedules, and
+kept sets that are close to it: where searches begin.
+
+Source: minimum cuts for what to save are torch's own (`min_cut_rematerialization_partition`), without seconds, price
+or bound; the maximum over prices is Lagrangian duality (Geoffrion 1974), and 1,170 ops take milliseconds a cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.graph.python import max_flow
+
+from memfit.device import Device
+from memfit.graph import Graph
+
+_UNBOUNDED = 1 << 55  # a capacity that no minimum cut pays
+_UNITS = float(1 << 40)  # the seconds of the whole step in units of capacity, rounded down
+_MOST_PRICES = 24  # cuts at one op; the bound is exact after five to ten
+_MOST_RAISES = 8  # times that the price is raised eightfold until what is kept fits
+
+Flags = NDArray[np.bool_]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """What is kept while `op` is first computed, at one price.
+
+    Attributes:
+        kept: storages that stay on the device, beside what `op` itself reads and writes.
+        kept_bytes: their aligned bytes.
+        again_seconds: the ops that have to be computed again for the sake of what is not kept.
+        cost_seconds: the value of the minimum cut: `again_seconds`, and `kept_bytes` times the price.
+        past: storages that nothing wants any more once `op` runs.
+    """
+
+    op: int
+    kept: tuple[int, ...]
+    kept_bytes: int
+    again_seconds: float
+    cost_seconds: float
+    past: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """`seconds` that every schedule spends on computing ops again, the op that shows it, and the cuts that were made.
+
+    `seconds` is infinite where no schedule fits.
+    """
+
+    op: int | None
+    seconds: float
+    cuts: tuple[Cut, ...]
+
+
+class Cuts:
+    """The minimum cuts of one graph on one device.
+
+    Views of the graph as arrays: which op reads and writes which managed storage (residents are always there).
+    """
+
+    def __init__(self, graph: Graph, device: Device) -> None:
+        self.graph = graph
+        self.sizes = np.array([device.aligned(storage.bytes) for storage in graph.storages], np.int64)
+        self.resident_bytes = int(sum(self.sizes[s.id] for s in graph.storages if s.resident))
+        self.seconds = np.array([op.seconds for op in graph.ops], np.float64)
+        self.units = _UNITS / max(float(self.seconds.sum()), 1e-12)
+        self.reads = [tuple(s for s, _ in graph.read_versions[op.id] if self._is_managed(s)) for op in graph.ops]
+        self.writes = [tuple(s for s in op.writes if self._is_managed(s)) for op in graph.ops]
+        self.read_op, self.read_storage = _pairs(self.reads)
+        self.write_op, self.write_storage = _pairs(self.writes)
+        self.writer = np.full(len(graph.storages), -1, np.int64)
+        self.writer[self.write_storage] = self.write_op
+        self.boundary_of = {s: b for b in graph.boundaries for s in b.arrivals}
+        self.at_end = np.array([s.required_at_end and not s.resident for s in graph.storages], np.bool_)
+        once = np.array([op.computed_once for op in graph.ops], np.bool_)
+        self.again_units = np.where(once, _UNBOUNDED, (self.seconds * self.units).astype(np.int64))
+
+    def at(self, op: int) -> OpCuts:
+        """Return the cuts at one op."""
+        return OpCuts(self, op)
+
+    def _is_managed(self, storage: int) -> bool:
+        return not self.graph.storages[storage].resident
+
+    def ancestors(self, op: int) -> Flags:
+        """Return bool[ops]: what must have been computed before `op` can be, over boundaries too."""
+        found = np.zeros(len(self.graph.ops), np.bool_)
+        waiting = list(self.reads[op])
+        crossed: set[int] = set()
+        while waiting:
+            storage = waiting.pop()
+            writer = int(self.writer[storage])
+            boundary = self.boundary_of.get(storage)
+            if boundary is not None and boundary.position not in crossed:
+                crossed.add(boundary.position)
+                waiting.extend(s for s in boundary.departures if self._is_managed(s))
+            if writer >= 0 and not found[writer]:
+                found[writer] = True
+                waiting.extend(self.reads[writer])
+        return found
+
+    def descendants(self, op: int) -> Flags:
+        """Return bool[ops]: what can only be computed after `op`."""
+        found = np.zeros(len(self.graph.ops), np.bool_)
+        reached = np.zeros(len(self.graph.storages), np.bool_)
+        reached[list(self.writes[op])] = True
+        waiting = [boundary for boundary in self.graph.boundaries if boundary.position > op]
+        for later in range(op + 1, len(self.graph.ops)):
+            while waiting and waiting[0].position <= later:
+                boundary = waiting.pop(0)
+                if any(reached[s] for s in boundary.departures):
+                    reached[list(boundary.arrivals)] = True
+            if any(reached[storage] for storage in self.reads[later]):
+                found[later] = True
+                reached[list(self.writes[later])] = True
+        return found
+
+
+class OpCuts:
+    """The minimum cuts at one op, for any price."""
+
+    def __init__(self, cuts: Cuts, op: int) -> None:
+        self.cuts, self.op = cuts, op
+        ops, storages = len(cuts.graph.ops), len(cuts.graph.storages)
+        before, after = cuts.ancestors(op), cuts.descendants(op)
+        self.own = np.zeros(storages, np.bool_)
+        self.own[[*cuts.reads[op], *cuts.writes[op]]] = True
+        wanted = cuts.at_end.copy()
+        wanted[cuts.read_storage[after[cuts.read_op]]] = True
+        written_before = np.zeros(storages, np.bool_)
+        written_before[cuts.write_storage[before[cuts.write_op]]] = True
+        wanted &= written_before
+        self.past = tuple(np.flatnonzero(written_before & ~wanted & ~self.own).tolist())
+        self.source, sink = ops + storages, ops + storages + 1
+        roots, earlier = np.flatnonzero(wanted), np.flatnonzero(before)
+        reading, writing = before[cuts.read_op], before[cuts.write_op]
+        reading &= cuts.writer[cuts.read_storage] >= 0
+        self.kept_storages = cuts.write_storage[writing]
+        self.sizes = np.where(self.own[self.kept_storages], 0, cuts.sizes[self.kept_storages])
+        self.tails = np.concatenate(
+            [np.full(len(roots), self.source), earlier + storages, cuts.read_op[reading] + storages, self.kept_storages]
+        )
+        self.heads = np.concatenate(
+            [
+                roots,
+                np.full(len(earlier), sink),
+                cuts.read_storage[reading],
+                cuts.write_op[writing] + storages,
+            ]
+        )
+        self.fixed = np.concatenate(
+            [
+                np.full(len(roots), _UNBOUNDED),
+                cuts.again_units[earlier],
+                np.full(int(reading.sum()), _UNBOUNDED),
+            ]
+        )
+        self.wanted_bytes = int(cuts.sizes[wanted & ~self.own].sum())
+
+    def cut(self, seconds_per_byte: float) -> Cut:
+        """Return the minimum cut at a price."""
+        cuts, storages = self.cuts, len(self.cuts.graph.storages)
+        priced = np.minimum(self.sizes * (seconds_per_byte * cuts.units), _UNBOUNDED / 2).astype(np.int64)
+        value, chosen = _minimum_cut(self.tails, self.heads, np.concatenate([self.fixed, priced]), self.source)
+        again = chosen[storages : self.source]
+        kept = self.kept_storages[chosen[self.kept_storages] & ~again[cuts.writer[self.kept_storages]]]
+        kept = kept[~self.own[kept]]
+        return Cut(
+            op=self.op,
+            kept=tuple(kept.tolist()),
+            kept_bytes=int(cuts.sizes[kept].sum()),
+            again_seconds=float(cuts.seconds[again].sum()),
+            cost_seconds=value / cuts.units,
+            past=self.past,
+        )
+
+    def bound(self, room_bytes: int) -> Bound:
+        """Return the most that any price proves, where what is kept has `room_bytes`.
+
+        The value of a price is concave in it and piecewise linear; between a price at which too much is kept and one at
+        which little enough is, the next one to try is where their two lines meet (Eisner and Severance 1976).
+        """
+        if self.wanted_bytes <= room_bytes:
+            return Bound(op=self.op, seconds=0.0, cuts=())
+        made: list[Cut] = []
+        best, low_seconds, low_bytes = 0.0, 0.0, self.wanted_bytes  # at a price of nothing, everything is kept
+        price = float(self.cuts.seconds.sum()) / max(1, self.wanted_bytes)
+        for _ in range(_MOST_RAISES):
+            high = self.cut(price)
+            made.append(high)
+            best = max(best, high.cost_seconds - price * room_bytes)
+            if high.kept_bytes <= room_bytes:
+                break
+            low_seconds, low_bytes = high.again_seconds, high.kept_bytes
+            price *= 8
+        else:
+            return Bound(op=self.op, seconds=best, cuts=tuple(made))
+        for _ in range(_MOST_PRICES):
+            if low_bytes <= high.kept_bytes:
+                break
+            price = (high.again_seconds - low_seconds) / (low_bytes - high.kept_bytes)
+            middle = self.cut(price)
+            made.append(middle)
+            best = max(best, middle.cost_seconds - price * room_bytes)
+            if middle.kept_bytes in (low_bytes, high.kept_bytes):
+                break
+            if middle.kept_bytes <= room_bytes:
+                high = middle
+            else:
+                low_seconds, low_bytes = middle.again_seconds, middle.kept_bytes
+        return Bound(op=self.op, seconds=best, cuts=tuple(made))
+
+
+def _pairs(of_ops: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
+    """Return the ops and the storages of a relation between them, as two arrays."""
+    ops = [op for op, storages in enumerate(of_ops) for _ in storages]
+    return np.array(ops, np.int64), np.array([s for storages in of_ops for s in storages], np.int64)
+
+
+def _minimum_cut(tails: Integers, heads: Integers, capacities: Integers, source: int) -> tuple[int, Flags]:
+    """Return the value of the minimum cut between `source` and the node behind it, and bool[nodes]: its near side."""
+    flow: Any = max_flow.SimpleMaxFlow()  # ortools leaves its arrays' types out
+    flow.add_arcs_with_capacity(tails, heads, capacities)
+    status = flow.solve(source, source + 1)
+    assert status == flow.OPTIMAL, status
+    side = np.zeros(source + 2, np.bool_)
+    side[flow.get_source_side_min_cut()] = True
+    return int(flow.optimal_flow()), side
