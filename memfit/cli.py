@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import memfit
-from memfit.commands import calibrate, check, compare, estimate, fit, listing, plan, report
+from memfit.commands import calibrate, check, compare, estimate, fit, listing, pack, plan, report
 from memfit.commands.answer import BAD_INPUT, DONE, WarningLines, deliver_error
 from memfit.errors import MemfitError
 
@@ -31,10 +31,12 @@ app.command("fit", epilog=fit.EXAMPLES)(fit.fit)
 app.command("estimate", epilog=estimate.EXAMPLES)(estimate.estimate)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("compare", epilog=compare.EXAMPLES)(compare.compare)
+app.command("pack", epilog=pack.EXAMPLES)(pack.pack)
 app.command("check", epilog=check.EXAMPLES)(check.check)
 app.command("report", epilog=report.EXAMPLES)(report.report)
 app.command("calibrate", epilog=calibrate.EXAMPLES)(calibrate.calibrate)
 app.command("planners", epilog=listing.EXAMPLES["planners"])(listing.planners)
+app.command("packers", epilog=listing.EXAMPLES["packers"])(listing.packers)
 app.command("workloads", epilog=listing.EXAMPLES["workloads"])(listing.workloads)
 app.command("devices", epilog=listing.EXAMPLES["devices"])(listing.devices)
 

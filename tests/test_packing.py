@@ -75,8 +75,7 @@ def test_lower_bound_is_the_most_live_bytes(blocks: Blocks) -> None:
 
 
 def test_best_fit_is_the_papers_example() -> None:
-    """Figure 1's moves: the longest goes first, then on the lowest and leftmost line; a line that nothing fits is
-    lifted.
+    """Figure 1's moves: the longest goes first, then on the lowest, leftmost line; what nothing fits is lifted.
 
     After blocks 0 and 3, the lines at 4 are [0, 2) and [8, 10). Block 4 fits the first; both are then lifted to 6.
     """

@@ -1,4 +1,4 @@
-"""`memfit planners`, `workloads`, `devices`: what there is, with options and sources. None of them imports torch."""
+"""`memfit planners`, `packers`, `workloads`, `devices`: what there is, with options and sources; no torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from memfit.budget import format_bytes
 from memfit.commands import options
 from memfit.commands.answer import Answer, columns_table, deliver
 from memfit.device import Device
+from memfit.packing import PACKERS
 from memfit.planners import PLANNERS
 from memfit.report.words import printable
 from memfit.workloads import WORKLOADS
 
 _MORE = {
     "planners": "memfit plan resnet50 --budget 60% --planner sublinear",
+    "packers": "memfit pack trace.csv --packer first_fit --option by=area",
     "workloads": "memfit fit gpt2 --set batch=2 --set layers=6 --budget 60%",
     "devices": "memfit plan resnet50 --set batch=256 --budget 14GiB --device-profile t4",
 }
@@ -32,6 +34,15 @@ def planners(as_json: options.Json = False) -> int:
         for name, kind in PLANNERS.items()
     ]
     return _deliver("planners", entries, "--option", as_json)
+
+
+def packers(as_json: options.Json = False) -> int:
+    """List the packers, with their options and sources."""
+    entries: list[dict[str, Any]] = [
+        {"name": name, "description": _first_line(kind), "source": kind.source, "options": _options(kind)}
+        for name, kind in PACKERS.items()
+    ]
+    return _deliver("packers", entries, "--option", as_json)
 
 
 def workloads(as_json: options.Json = False) -> int:

@@ -48,8 +48,18 @@ Steps = Iterator[int]
 def search(problem: PackingProblem, best: Best, searches: Sequence[Steps], packer: str) -> Layout:
     """Give the searches their turns, least work first, until the best is proven, all have ended, or time is up.
 
-    The first step is always taken. A later one is not begun if, going by the longest so far, it would end too late.
+    The first step is always taken. A later one is not begun if, going by the longest so far, it would end too late. A
+    KeyboardInterrupt ends the search with the best so far, once there is one.
     """
+    try:
+        _take_turns(problem, best, searches)
+    except KeyboardInterrupt:
+        if best.height_bytes == _NO_HEIGHT:
+            raise
+    return make_layout(problem.blocks, best.offsets_bytes, packer=packer, proven=best.proven)
+
+
+def _take_turns(problem: PackingProblem, best: Best, searches: Sequence[Steps]) -> None:
     started = problem.clock()
     work, longest = dict.fromkeys(range(len(searches)), 0), dict.fromkeys(range(len(searches)), 0.0)
     reported = best.height_bytes
@@ -70,4 +80,3 @@ def search(problem: PackingProblem, best: Best, searches: Sequence[Steps], packe
         else:
             work[turn] += done
             longest[turn] = max(longest[turn], now - before)
-    return make_layout(problem.blocks, best.offsets_bytes, packer=packer, proven=best.proven)

@@ -1,0 +1,253 @@
+"""`memfit pack` and `memfit packers`: keys, files, the catalogue of bad traces."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from memfit.cli import main
+from memfit.errors import InvalidFileError, InvalidOptionError
+from memfit.packing import PACKERS, Block, Blocks, pack
+from memfit.packing.trace_file import read_trace, write_offsets
+from memfit.packing.traces import made_trace
+from memfit.report.layout_page import MOST_BLOCKS, largest, render_layout
+from memfit.report.layout_picture import layout_text, write_layout_png
+
+GOOD = "id,lower,upper,size\n0,0,4,64\n1,2,6,64\n2,4,8,64\n"
+KEYS = {"target", "device", "memfit_version", "blocks", "height", "lower_bound", "ratio", "proven", "packer"}
+SHARED = Path("/work/shared/data/packing")
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def command(*words: object) -> tuple[int, str, str]:
+        status = main([str(word) for word in words])
+        shown = capsys.readouterr()
+        return status, shown.out, shown.err
+
+    return command
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text(GOOD)
+    return path
+
+
+def test_pack_answers_with_the_keys_of_the_design(run: Run, trace: Path) -> None:
+    status, out, err = run("pack", trace, "--json")
+    answer = json.loads(out)
+    assert (status, err) == (0, "")
+    assert set(answer) == KEYS | {"pack_seconds"}
+    assert (answer["blocks"], answer["height"], answer["lower_bound"], answer["ratio"]) == (3, 128, 128, 1.0)
+    assert answer["proven"] is True
+    assert answer["packer"] == "auto"
+
+
+@pytest.mark.parametrize("packer", sorted(PACKERS))
+def test_every_packer_can_be_asked_for(run: Run, trace: Path, packer: str) -> None:
+    status, out, _ = run("pack", trace, "--packer", packer, "--time-limit", "0.2", "--json")
+    assert (status, json.loads(out)["packer"]) == (0, packer)
+
+
+def test_inclusive_ends_are_a_step_longer(run: Run, trace: Path) -> None:
+    assert json.loads(run("pack", trace, "--json", "--ends", "inclusive")[1])["lower_bound"] == 192
+
+
+def test_alignment_rounds_up(run: Run, trace: Path) -> None:
+    assert json.loads(run("pack", trace, "--json", "--align", "512")[1])["height"] == 1024
+
+
+def test_text_timeline(run: Run, trace: Path) -> None:
+    status, out, _ = run("pack", trace, "--timeline", "--packer", "first_fit")
+    assert status == 0
+    assert "no layout is lower" in out
+    assert re.search(r"128 B \| \.+B+\.+\n", out)
+
+
+def test_offsets_are_written(run: Run, trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "offsets.csv"
+    assert run("pack", trace, "-o", out, "--packer", "first_fit")[0] == 0
+    assert out.read_text() == "id,lower,upper,size,offset\n0,0,4,64,0\n1,2,6,64,64\n2,4,8,64,0\n"
+
+
+def test_the_picture_is_one_page_that_loads_nothing(run: Run, trace: Path, tmp_path: Path) -> None:
+    page = tmp_path / "layout.html"
+    assert run("pack", trace, "--picture", page)[0] == 0
+    text = page.read_text()
+    assert "default-src 'none'" in text
+    assert '"offsets":[0,64,0]' in text
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", text)
+
+
+def test_hostile_names_stay_text() -> None:
+    blocks = Blocks.of([Block(id="</script><script>alert(1)</script>", bytes=1, start=0, end=1)])
+    page = render_layout(blocks, pack(blocks), name="<img src=x onerror=alert(1)>")
+    assert "alert(1)</script>" not in page
+    assert "<img" not in page.partition("<script")[0]
+
+
+def test_the_png_is_a_png(run: Run, trace: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "layout.png"
+    assert run("pack", trace, "--picture", picture)[0] == 0
+    content = picture.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert struct.unpack(">II", content[16:24]) == (1400, 800)
+    begin = content.index(b"IDAT") + 4
+    length = struct.unpack(">I", content[begin - 8 : begin - 4])[0]
+    rows = np.frombuffer(zlib.decompress(content[begin : begin + length]), np.uint8).reshape(800, 1 + 3 * 1400)
+    assert len(np.unique(rows[:, 1:].reshape(-1, 3), axis=0)) >= 5  # paper, ink, two lines, blocks
+
+
+def test_a_size_no_picture_has_is_refused(tmp_path: Path) -> None:
+    blocks = Blocks.of([])
+    with pytest.raises(InvalidOptionError, match="width_pixels is 3"):
+        write_layout_png(blocks, pack(blocks), tmp_path / "x.png", width_pixels=3)
+    write_layout_png(blocks, pack(blocks), tmp_path / "x.png")
+
+
+def test_the_largest_are_drawn_where_there_are_too_many() -> None:
+    blocks = made_trace(MOST_BLOCKS + 5)
+    shown = largest(blocks, MOST_BLOCKS)
+    areas = blocks.sizes_bytes * (blocks.ends - blocks.starts)
+    assert len(shown) == MOST_BLOCKS
+    assert areas[shown].min() >= np.sort(areas)[4]
+
+
+def test_layout_text_marks_each_block_where_it_lies() -> None:
+    blocks = Blocks.of([Block(id=i, bytes=8, start=0, end=2) for i in range(2)])
+    assert layout_text(blocks, pack(blocks, "first_fit"), columns=2, rows=2) == ["16 B | BB", "   0 | AA"]
+
+
+def test_crlf_spaces_names_and_gzip_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv.gz"
+    path.write_bytes(gzip.compress(b"\xef\xbb\xbfSize, ID ,start,end\r\n64, conv1 ,0,4\r\n32,b,2,6"))
+    blocks = read_trace(path)
+    assert [(b.id, b.bytes, b.start, b.end) for b in blocks] == [("conv1", 64, 0, 4), ("b", 32, 2, 6)]
+
+
+def test_written_offsets_have_the_names_of_the_trace(tmp_path: Path) -> None:
+    blocks = Blocks.of([Block(id="a", bytes=8, start=0, end=2)])
+    write_offsets(tmp_path / "out.csv", blocks, pack(blocks))
+    assert (tmp_path / "out.csv").read_text().splitlines()[1] == "a,0,2,8,0"
+
+
+HEAD = "id,lower,upper,size\n"
+BAD = {
+    "empty file": ("", "row 1, column 'id': the file is empty"),
+    "header only": (HEAD, "row 2, column 'id': there is no block"),
+    "no header": ("0,0,4,64\n1,2,6,64\n", "row 1, column 'id': there is no header"),
+    "missing column": ("id,lower,upper\n0,0,4\n", "row 1, column 'size': the column is missing"),
+    "unknown column": ("id,lower,upper,size,colour\n", "row 1, column 'colour': the column is not known"),
+    "column twice": ("id,lower,start,upper,size\n", "row 1, column 'start': the column stands there twice"),
+    "value missing": (HEAD + "0,0,4,64\n1,2,6\n", "row 3, column 'size': is missing: expected 4 values, got 3"),
+    "value empty": (HEAD + "0,0,,64\n", "row 2, column 'end': got '', expected a whole number"),
+    "id empty": (HEAD + ",0,4,64\n", "row 2, column 'id': got '', expected an id"),
+    "value too many": (HEAD + "0,0,4,64,5\n", "row 2, column 'size': expected 4 values, got 5"),
+    "inclusive ends": (HEAD + "0,0,4,64\n1,5,5,64\n", "row 3, column 'end': the range is empty"),
+    "reversed range": (HEAD + "0,4,2,64\n", "row 2, column 'end': the range is reversed"),
+    "zero size": (HEAD + "0,0,4,0\n", "row 2, column 'size': got 0, expected 1 or more"),
+    "negative size": (HEAD + "0,0,4,-64\n", "row 2, column 'size': got '-64', expected a whole number from 1"),
+    "negative start": (HEAD + "0,-1,4,64\n", "row 2, column 'start': got '-1', expected a whole number from 0"),
+    "size beyond 63 bits": (HEAD + "0,0,4,9223372036854775808\n", "row 2, column 'size': got '9223372036854775808'"),
+    "size of many digits": (HEAD + "0,0,4," + "9" * 400 + "\n", "row 2, column 'size': got '999"),
+    "sums beyond 62 bits": (HEAD + f"0,0,4,{1 << 61}\n1,0,4,{1 << 61}\n2,0,4,{1 << 61}\n", "row 4, column 'size'"),
+    "fraction": (HEAD + "0,0,4,6.5\n", "row 2, column 'size': got '6.5', expected a whole number"),
+    "exponent": (HEAD + "0,0,4,1e9\n", "row 2, column 'size': got '1e9'"),
+    "not a number": (HEAD + "0,0,4,nan\n", "row 2, column 'size': got 'nan'"),
+    "other digits": (HEAD + "0,0,4,٣\n", "row 2, column 'size'"),
+    "duplicate id": (HEAD + "7,0,4,64\n8,0,4,64\n7,2,6,64\n", "row 4, column 'id': got 7, which row 2 has already"),
+    "duplicate name": (HEAD + "a,0,4,64\na,2,6,64\n", "row 3, column 'id': got a, which row 2 has already"),
+    "blank line": (HEAD + "0,0,4,64\n\n1,2,6,64\n", "row 3, column 'id': the line is blank"),
+    "blank line of CRLF": ("id,lower,upper,size\r\n0,0,4,64\r\n\r\n", "row 3, column 'id': the line is blank"),
+    "spaces only": (HEAD + "   \n0,0,4,64\n", "row 2, column 'id': the line is blank"),
+    "lone CR": (HEAD + "0,0,4,64\r1,2,6,64\n", "row 2, column 'size'"),
+    "null byte": (HEAD + "0,0,4,6\x004\n", "row 2, column 'size'"),
+    "quotes": (HEAD + '0,0,4,"64"\n', "row 2, column 'size'"),
+    "semicolons": ("id;lower;upper;size\n0;0;4;64\n", "row 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD, ids=[case.replace(" ", "-") for case in BAD])
+def test_bad_traces_name_file_row_and_column(run: Run, tmp_path: Path, case: str) -> None:
+    path = tmp_path / "bad.csv"
+    content, message = BAD[case]
+    path.write_bytes(content.encode())
+    status, out, err = run("pack", path, "--json")
+    assert status == 2
+    assert err.startswith(f"memfit: error: {path}: row ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert set(json.loads(out)) == {"error", "exit_status", "memfit_version"}
+
+
+def test_reversed_inclusive_ranges_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(HEAD + "0,5,5,8\n1,5,4,8\n")
+    with pytest.raises(InvalidFileError, match=r"row 3, column 'end': the range is reversed: got \[5, 4\]"):
+        read_trace(path, ends="inclusive")
+
+
+@pytest.mark.parametrize("place", [0, 500_000, 999_999])
+def test_one_bad_row_in_a_million(tmp_path: Path, place: int) -> None:
+    rows = [f"{i},{i},{i + 9},64" for i in range(1_000_000)]
+    rows[place] = f"{place},{place},{place},64"
+    path = tmp_path / "long.csv"
+    path.write_text(HEAD + "\n".join(rows) + "\n")
+    with pytest.raises(InvalidFileError, match=rf"long.csv: row {place + 2}, column 'end': the range is empty"):
+        read_trace(path)
+
+
+def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_bytes(HEAD.encode() + b"\xff\xfe,0,4,64\n")
+    with pytest.raises(InvalidFileError, match=r"row 2, column .id.: got .*expected text in UTF-8"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--align", "0"], "alignment is 0, expected 1"),
+        (["--align", "-8"], "alignment is -8"),
+        (["--ends", "open"], "--ends is 'open', expected exclusive"),
+        (["--packer", "worst_fit"], "no packer is called 'worst_fit'; there are auto"),
+        (["--packer", "first_fit", "--option", "by=name"], "by"),
+        (["--packer", "exact", "--option", "nodes=-1"], "nodes -1"),
+        (["--option", "speed=1"], "no option 'speed'"),
+        (["--time-limit", "0"], "--time-limit is 0.0"),
+        (["--picture", "layout.svg"], "expected .html or .png"),
+        (["-o", "no/such/folder/out.csv"], "cannot be written"),
+    ],
+)
+def test_bad_options_are_one_line(run: Run, trace: Path, words: list[str], message: str) -> None:
+    status, _, err = run("pack", trace, *words)
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_file_that_is_not_there(run: Run, tmp_path: Path) -> None:
+    status, _, err = run("pack", tmp_path / "none.csv")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "cannot be read" in err
+
+
+def test_packers_lists_all(run: Run) -> None:
+    status, out, _ = run("packers", "--json")
+    listed = json.loads(out)["packers"]
+    assert status == 0
+    assert {entry["name"] for entry in listed} == set(PACKERS)
+    assert all(entry["source"] and entry["description"] for entry in listed)
+    assert run("packers")[0] == 0
