@@ -1,0 +1,275 @@
+"""Chen et al. 2016, Figures 5 to 7: feature map memory against depth and length, and what it costs in time.
+
+Figures 5 and 6 are predicted: the real models at full size are captured with fake tensors, and each strategy's memory
+is that of its schedule, parameters left out. Weight gradients are used up at once by plain SGD, as the paper's are not
+feature maps. Beyond 256 steps the LSTM's graph repeats the captured step, which is proved equal to the real capture at
+128 and at 256. Figure 7 is measured on this machine at a smaller size, planned against unplanned in turns. The
+strategies:
+
+    none       every node has memory of its own
+    inplace    an op's result takes over an input of equal size that nothing reads later
+    sharing    inplace, and memory is used again once nothing reads it (section 3)
+    drop       sharing, batch normalization and ReLU are computed again (section 4.2)
+    sublinear  sharing, and Algorithm 3 with the search of appendix A
+
+    python benchmarks/chen_figures.py            # all three figures
+    python benchmarks/chen_figures.py 5 6
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from _chen_models import LSTMSizes, RepeatedLSTM, lstm_step, resnet_step
+from _loglog import loglog_svg, slope
+from _measure import outcome, same_bits
+from _record import interleaved_seconds, load, result_path, store
+
+from memfit import TrainingStep
+from memfit.capture import capture
+from memfit.cost.recorder import allocated_bytes
+from memfit.device import GENERIC
+from memfit.errors import InfeasibleBudgetError
+from memfit.graph import Graph, Op
+from memfit.plan import Problem
+from memfit.planners import make_planner
+from memfit.planners.mirrored import evaluate_mirror
+from memfit.planners.order import update_at_once_order
+from memfit.planners.program import Program, build_program
+from memfit.planners.sublinear import appendix_a_splits, judged
+from memfit.runtime.fit import fit_step
+from memfit.runtime.planning import Settings
+
+NAME = "chen_figures"
+GB = 1e9
+NO_LIMIT = 1 << 60
+LAYERS = (128, 256, 512, 1024)
+STEPS = (64, 128, 256, 512, 1024, 2048)
+PROVED_STEPS = (128, 256)
+MEASURED_LAYERS, MEASURED_STEPS = (32, 62, 122, 242), (32, 64, 128, 256)
+MEASURED_SIZES = LSTMSizes(layers=2, hidden=256, batch=32, inputs=50, classes=200)
+
+# Kernels that may write over an input: MXNet's FInplaceOption of the same operators, and their gradients.
+_IN_PLACE = (
+    "relu",
+    "add",
+    "mul",
+    "sigmoid",
+    "tanh",
+    "threshold_backward",
+    "sigmoid_backward",
+    "tanh_backward",
+)
+_DROPPED = ("native_batch_norm", "relu")
+
+
+def kind(op: Op) -> str:
+    """The operator's name: `relu` of `aten.relu.default`."""
+    parts = op.target.split(".")
+    return parts[1] if len(parts) > 1 else op.target
+
+
+def with_reuses(graph: Graph) -> Graph:
+    """Say of each op whose kernel may write in place which input it may take over."""
+    size = [storage.bytes for storage in graph.storages]
+    resident = [storage.resident for storage in graph.storages]
+
+    def reuses(op: Op) -> tuple[tuple[int, int], ...]:
+        if kind(op) not in _IN_PLACE:
+            return ()
+        return tuple((r, w) for r in op.reads for w in op.writes if size[r] == size[w] and not resident[r])
+
+    return msgspec.structs.replace(graph, ops=tuple(msgspec.structs.replace(op, reuses=reuses(op)) for op in graph.ops))
+
+
+def without_sharing(graph: Graph) -> tuple[int, int]:
+    """Return the bytes of strategies `none` and `inplace`: all nodes, and all but those that take over an input's."""
+    last_read = {storage: op.id for op in graph.ops for storage in op.reads}
+    updated = {storage for op in graph.ops if op.phase == "update" for storage in op.reads}  # weight gradients
+    every, fresh = 0, 0
+    for op in graph.ops:
+        written = sum(graph.storages[s].bytes for s in op.writes if s not in updated)
+        taken = [r for r, w in op.reuses if last_read[r] == op.id and not graph.storages[r].required_at_end]
+        every += written
+        fresh += written - max((graph.storages[r].bytes for r in taken if op.writes[0] not in updated), default=0)
+    return every, fresh
+
+
+def strategies(graph: Graph, *, with_drop: bool) -> dict[str, Any]:
+    """Return feature map bytes by strategy, and what planning took."""
+    graph = with_reuses(graph)
+    every, fresh = without_sharing(graph)
+    started = time.perf_counter()
+    problem = Problem(graph=graph, device=GENERIC, budget_bytes=NO_LIMIT)
+    program = build_program(problem, update_at_once_order(graph))
+    found = {"none": every, "inplace": fresh, "sharing": above_residents(program, np.zeros(len(program.op_at)))}
+    if with_drop:
+        dropped = [op >= 0 and kind(graph.ops[op]) in _DROPPED for op in program.op_at]
+        found["drop"] = above_residents(program, np.array(dropped))
+    started_search = time.perf_counter()
+    best = min(judged(program, split).peak_bytes for split in appendix_a_splits(program))
+    found["sublinear"] = best - program.base_bytes
+    return {
+        "bytes": found,
+        "resident_bytes": program.base_bytes,
+        "ops": len(graph.ops),
+        "program_seconds": started_search - started,
+        "search_seconds": time.perf_counter() - started_search,
+    }
+
+
+def above_residents(program: Program, counts: Any) -> int:
+    """Return the peak of these mirror counts above parameters and batch."""
+    return evaluate_mirror(program, counts.astype(np.int64)).peak_bytes - program.base_bytes
+
+
+def full_plan(graph: Graph) -> dict[str, Any]:
+    """Plan from nothing to a checked and simulated schedule, as a user would; return time and memory taken."""
+    started = time.perf_counter()
+    problem = Problem(graph=with_reuses(graph), device=GENERIC, budget_bytes=NO_LIMIT)
+    plan = make_planner("sublinear").plan(problem).plan
+    assert plan is not None
+    return {
+        "seconds": time.perf_counter() - started,
+        "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "instructions": len(plan.schedule),
+    }
+
+
+def figure_5() -> dict[str, Any]:
+    """ResNet by layers, batch 32, 3x224x224."""
+    points: dict[str, Any] = {}
+    for layers in LAYERS:
+        started = time.perf_counter()
+        graph = capture(resnet_step(layers, 32, 224)).graph
+        seconds = time.perf_counter() - started
+        points[str(layers)] = {"capture_seconds": seconds, **strategies(graph, with_drop=True)}
+        if layers == LAYERS[-1]:
+            points[str(layers)]["full_plan"] = full_plan(graph)
+        say(f"resnet {layers:5} layers", points[str(layers)])
+    return {"points": points, "slopes": slopes(points), "title": "ResNet, batch 32, 3x224x224"}
+
+
+def figure_6() -> dict[str, Any]:
+    """LSTM by steps: captured to 256 steps, beyond by repetition."""
+    sizes = LSTMSizes()
+    repeated = RepeatedLSTM(sizes)
+    proved = {
+        str(steps): repeated.graph_of(steps).fingerprint == capture(lstm_step(steps, sizes)).graph.fingerprint
+        for steps in PROVED_STEPS
+    }
+    print(f"repetition equals the real capture: {proved}", flush=True)
+    points: dict[str, Any] = {}
+    for steps in STEPS:
+        graph = repeated.graph_of(steps)
+        points[str(steps)] = strategies(graph, with_drop=False)
+        if steps == STEPS[-1]:
+            points[str(steps)]["full_plan"] = full_plan(graph)
+        say(f"lstm {steps:7} steps", points[str(steps)])
+    return {"proved": proved, "points": points, "slopes": slopes(points), "title": "LSTM, 4 x 1024, batch 64"}
+
+
+def slopes(points: dict[str, Any]) -> dict[str, float]:
+    """Return the fitted exponent of each strategy."""
+    names = next(iter(points.values()))["bytes"]
+    return {name: slope([(int(x), point["bytes"][name]) for x, point in points.items()]) for name in names}
+
+
+def say(what: str, point: dict[str, Any]) -> None:
+    """Print one point."""
+    words = ", ".join(f"{name} {size / GB:.2f}" for name, size in point["bytes"].items())
+    planned = point.get("full_plan")
+    more = f"; whole plan {planned['seconds']:.0f} s" if planned else ""
+    print(f"{what}: GB {words}; {point['ops']:,} ops, {point['search_seconds']:.1f} s{more}", flush=True)
+
+
+def figure_7(repeats: int) -> dict[str, Any]:
+    """Time by depth and by length, measured: planner sublinear at its least memory against the unplanned step."""
+    allocated_bytes("cpu")
+    made: dict[str, tuple[tuple[int, ...], Callable[[int], TrainingStep]]] = {
+        "resnet": (MEASURED_LAYERS, lambda layers: resnet_step(layers, 8, 64, width=16, device="cpu")),
+        "lstm": (MEASURED_STEPS, lambda steps: lstm_step(steps, MEASURED_SIZES, device="cpu")),
+    }
+    found: dict[str, Any] = {}
+    for name, (depths, make) in made.items():
+        points = {str(depth): measured(make(depth), repeats) for depth in depths}
+        for depth, point in points.items():
+            print(f"{name} {depth:>5}: {point['seconds']:.3f} s, {point['time_ratio']:.2f} of unplanned", flush=True)
+        found[name] = {
+            "points": points,
+            "slopes": {
+                which: slope([(int(depth), point[which]) for depth, point in points.items()])
+                for which in ("seconds", "unplanned_seconds")
+            },
+        }
+    return found
+
+
+def measured(step: TrainingStep, repeats: int) -> dict[str, Any]:
+    """Time a step planned by `sublinear` against the step planned by `none`."""
+    try:
+        fit_step(step, Settings(budget=1, planner="sublinear"))
+    except InfeasibleBudgetError as error:
+        least = error.least_budget_found_bytes
+    assert least is not None
+    ours = fit_step(step, Settings(budget=least, planner="sublinear"))
+    theirs = fit_step(step, Settings(budget=NO_LIMIT, planner="none"))
+    bits = same_bits(outcome(lambda: ours(step.batch), step), outcome(lambda: theirs(step.batch), step))
+    seconds = interleaved_seconds([lambda: ours(step.batch), lambda: theirs(step.batch)], repeats)
+    mine, other = (sorted(each)[len(each) // 2] for each in seconds)
+    ratios = sorted(a / b for a, b in zip(*seconds, strict=True))
+    return {
+        "seconds": mine,
+        "unplanned_seconds": other,
+        "time_ratio": ratios[len(ratios) // 2],
+        "peak_bytes": ours.plan.predicted.peak_bytes,
+        "unplanned_peak_bytes": theirs.plan.predicted.peak_bytes,
+        "predicted_overhead": ours.plan.overhead,
+        **bits,
+    }
+
+
+def draw(figure: str, found: dict[str, Any], path: Path) -> None:
+    """Write a figure's picture."""
+    if figure == "7":
+        lines = {
+            f"{name}, {label}": [(int(depth), point[which]) for depth, point in part["points"].items()]
+            for name, part in found.items()
+            for which, label in (("unplanned_seconds", "sharing"), ("seconds", "sublinear"))
+        }
+        picture = loglog_svg("Measured on a CPU", "layers, steps", "seconds a step", lines)
+    else:
+        names = next(iter(found["points"].values()))["bytes"]
+        lines = {name: [(int(x), point["bytes"][name] / GB) for x, point in found["points"].items()] for name in names}
+        across = "layers" if figure == "5" else "steps"
+        picture = loglog_svg(found["title"], across, "feature map memory, GB", lines)
+    path.write_text(picture, encoding="utf-8")
+
+
+def main() -> None:
+    """Make the figures named on the command line, or all; store each with its picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("figures", nargs="*", default=["5", "6", "7"], metavar="FIGURE")
+    parser.add_argument("--repeats", type=int, default=5, help="timed turns of figure 7")
+    options = parser.parse_args()
+    path = result_path(NAME)
+    figures: dict[str, Any] = load(path)["payload"] if path.exists() else {}
+    makers: dict[str, Callable[[], Any]] = {"5": figure_5, "6": figure_6, "7": lambda: figure_7(options.repeats)}
+    for figure in options.figures:
+        figures[figure] = makers[figure]()
+        stored = store(NAME, figures)
+        draw(figure, figures[figure], stored.with_name(f"{NAME}_{figure}.svg"))
+        if "slopes" in figures[figure]:
+            fitted = {name: round(value, 2) for name, value in figures[figure]["slopes"].items()}
+            print(f"figure {figure}: slopes {fitted}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
