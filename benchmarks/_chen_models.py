@@ -16,6 +16,7 @@ from memfit.graph import Graph, Op, Storage
 
 _STAGES = (3, 4, 6, 3)  # units of the four stages of ResNet-50; deeper ones grow in this proportion
 _LEARNING_RATE = 0.1
+_FAR_PERIODS = 2  # an op that reads further back than this reads something at the head
 _EDGE_PERIODS = 4  # periods at both ends of a graph that are taken as they stand, the others are repetitions
 
 
@@ -191,14 +192,21 @@ class RepeatedLSTM:
         """Return the storage that op `number` reads where the captured `op` that it repeats reads `storage`.
 
         Both passes count from where they meet: a forward op is so many before the end of forward, and each period of
-        backward lies one period of forward further back. An op that moved with its reader keeps its distance.
+        backward lies one period of forward further back. An op that moved with its reader keeps its distance; one that
+        is far before it in the same part stands at the head, where all periods read it; one where the two passes meet
+        (the gradient of the loss itself) stays there.
         """
         writer = self.graph.writer_of.get(storage)
         if writer is None:
             return storage
         place = self.graph.ops[writer].writes.index(storage)
-        if op.id < self.forward.end or writer >= self.backward.start:
-            moved = number - (op.id - writer)
+        part = self.forward if op.id < self.forward.end else self.backward
+        longer = more * self.forward.period
+        if writer >= part.start:
+            is_far = op.id - writer > _FAR_PERIODS * part.period
+            moved = writer + (longer if part is self.backward else 0) if is_far else number - (op.id - writer)
+        elif self.forward.end - writer <= _FAR_PERIODS * self.forward.period:
+            moved = writer + longer
         else:
-            moved = writer + (more - periods) * self.forward.period
+            moved = writer + longer - periods * self.forward.period
         return first_write[moved] + place
