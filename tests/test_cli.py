@@ -266,7 +266,7 @@ def test_estimate_answers_with_the_keys_of_the_contract(run: Run, graph_file: Pa
     status, out, err = run("estimate", graph_file, "--json")
     document = _json(out)
     assert (status, err) == (0, "")
-    assert set(document) == COMMON_KEYS | {"peak_bytes", "by_role", "peak_op", "storages_at_peak"}
+    assert set(document) == COMMON_KEYS | {"peak_bytes", "by_role", "peak_op", "storages_at_peak", "strategies"}
     assert document["peak_bytes"] == sum(document["by_role"].values()) == (LAYERS + 2) * 4096
     assert document["peak_op"] == "loss_grad"
     assert sum(s["bytes"] for s in document["storages_at_peak"]) == document["peak_bytes"]

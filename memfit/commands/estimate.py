@@ -16,8 +16,9 @@ from memfit.commands.answer import Answer, columns_table, deliver, rows_table
 from memfit.commands.planning import load_target
 from memfit.commands.work import Work, working
 from memfit.device import GENERIC, Device
-from memfit.errors import InvalidTargetError
+from memfit.errors import InvalidOptionError, InvalidTargetError
 from memfit.graph import Graph, Op, Phase, Role, Storage
+from memfit.packing.strategies import STRATEGIES, strategy_bytes
 from memfit.plan import Problem
 from memfit.planners.result import unplanned_schedule
 from memfit.report.live import Run, play
@@ -33,6 +34,7 @@ memfit estimate train.py:make_step --json
 memfit estimate gpt2 --forward-only --device-profile h100
 """
 
+_STRATEGY_ROWS = {"none": "each storage apart", "inplace": "and in place", "sharing": "and shared, packed"}
 _MODULES_SHOWN = 10
 _STORAGES_SHOWN = 10
 _MODULE_DEPTH = 3  # `features.stage1.unit1.body.conv1` is counted under `features.stage1.unit1`
@@ -43,6 +45,16 @@ def estimate(
     forward_only: Annotated[
         bool, typer.Option("--forward-only", help="Leave out backward and update: what inference needs.")
     ] = False,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--strategy",
+            metavar="none|inplace|sharing",
+            show_default=False,
+            help="How memory is given out: each storage apart, in place where an input dies, one packed arena. "
+            "May be repeated; all three unless given.",
+        ),
+    ] = None,
     set_: options.Settings = None,
     device_profile: options.DeviceProfile = None,
     as_json: options.Json = False,
@@ -52,11 +64,22 @@ def estimate(
     Workspace of kernels is not known without running them, and is left out unless TARGET is a graph file that has it.
     """
     settings = options.read_settings(set_, "--set")
+    strategies = _read_strategies(strategy)
     with working() as work:
         graph, device = _graph_of(target, settings, device_profile, work)
         graph = forward_part(graph) if forward_only else graph
-        run = play(graph, unplanned_schedule(Problem(graph=graph, device=device, budget_bytes=0)), device)
-    return deliver(_answer(target, run), as_json=as_json)
+        schedule = unplanned_schedule(Problem(graph=graph, device=device, budget_bytes=0))
+        run = play(graph, schedule, device)
+        work.stage("packing")
+        needs = strategy_bytes(graph, schedule, device, strategies=strategies)
+    return deliver(_answer(target, run, needs), as_json=as_json)
+
+
+def _read_strategies(names: list[str] | None) -> list[str]:
+    for name in names or ():
+        if name not in STRATEGIES:
+            raise InvalidOptionError(f"--strategy is {name!r}, expected one of {', '.join(STRATEGIES)}")
+    return list(dict.fromkeys(names or STRATEGIES))
 
 
 def _graph_of(target: str, settings: dict[str, str], device_profile: str | None, work: Work) -> tuple[Graph, Device]:
@@ -111,7 +134,7 @@ def _renumbered(op: Op, index: int, number: dict[int, int]) -> Op:
     )
 
 
-def _answer(target: str, run: Run) -> Answer:
+def _answer(target: str, run: Run, needs: dict[str, int]) -> Answer:
     graph, position = run.graph, run.timeline.peak_position
     live = [graph.storages[storage] for storage in run.live_at(position)]
     by_role = {layer.value: int(sizes[position]) for layer, sizes in run.layers.items() if sizes[position]}
@@ -123,6 +146,7 @@ def _answer(target: str, run: Run) -> Answer:
         "storages_at_peak": [
             {"name": s.name, "bytes": s.bytes, "role": s.role, "module": module_of(graph, s)} for s in live
         ],
+        "strategies": needs,
     }
     return Answer(target=target, device=run.device.name, keys=keys, parts=_parts(run, keys, op))
 
@@ -136,6 +160,8 @@ def _parts(run: Run, keys: dict[str, Any], op: int | None) -> tuple[RenderableTy
     unknown = sum(o.workspace_bytes is None for o in run.graph.ops)
     if unknown:
         head["left out"] = f"workspace of {count_text(unknown, 'op')}, which is known only when they run"
+    for name, needed_bytes in keys["strategies"].items():
+        head[_STRATEGY_ROWS[name]] = format_bytes(needed_bytes)
     roles = [(role, format_bytes(size), share_text(size, peak_bytes)) for role, size in keys["by_role"].items()]
     modules = _by_module(run)[:_MODULES_SHOWN]
     shown = [(name, format_bytes(size), share_text(size, peak_bytes)) for name, size in modules]

@@ -1,0 +1,98 @@
+"""The strategies of the memory cost tool: apart, in place, shared; on the note's examples, and against the checker."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import graphs, legal_schedules
+
+from memfit.checker import check
+from memfit.cli import main
+from memfit.device import GENERIC
+from memfit.graph import Graph, Op, Phase, Role, Storage
+from memfit.packing.strategies import apart, in_place, strategy_bytes
+from memfit.schedule import Schedule
+from memfit.simulate import simulate
+
+SIZE = 100
+
+
+def sigmoids(*, trap: bool) -> Graph:
+    """Three sigmoids in a row, each may be written over its input; with the trap, F needs B as well as C does."""
+    names = ["A", "B", "C", "D"] + (["F"] if trap else [])
+    storages = [Storage(id=0, name="x", bytes=SIZE, role=Role.INPUT)]
+    storages += [Storage(id=i, name=name, bytes=SIZE, role=Role.ACTIVATION) for i, name in enumerate(names, start=1)]
+    reads = [(0,), (1,), (2,), (3,), (2, 4)]
+    ops = [
+        Op(
+            id=i,
+            name=name,
+            phase=Phase.FORWARD,
+            reads=reads[i],
+            writes=(i + 1,),
+            seconds=0.0,
+            reuses=() if i == 0 else ((reads[i][0], i + 1),),
+        )
+        for i, name in enumerate(names)
+    ]
+    return Graph.build(name="sigmoids", storages=storages, ops=ops)
+
+
+def test_a_chain_of_sigmoids_takes_one_storage() -> None:
+    schedule = Schedule.parse(
+        ["compute 0", "compute 1", "drop 1", "compute 2", "drop 2", "compute 3", "drop 3", "drop 4"]
+    )
+    placed = in_place(sigmoids(trap=False), schedule)
+    assert placed.lines() == [
+        "compute 0",
+        "compute 1 in_place_of 1",
+        "compute 2 in_place_of 2",
+        "compute 3 in_place_of 3",
+        "drop 4",
+    ]
+    needs = strategy_bytes(sigmoids(trap=False), schedule, GENERIC)
+    assert needs == {"none": 5 * SIZE, "inplace": 2 * SIZE, "sharing": 2 * SIZE}
+
+
+def test_the_trap_is_not_stepped_into() -> None:
+    """B is still needed by F after C = sigmoid(B), so that C is not written over B; F then is."""
+    lines = ["compute 0", "compute 1", "drop 1", "compute 2", "compute 3", "drop 3", "compute 4", "drop 2", "drop 4"]
+    placed = in_place(sigmoids(trap=True), Schedule.parse([*lines, "drop 5"]))
+    assert placed.lines()[2] == "compute 2"
+    assert placed.lines()[4] == "compute 4 in_place_of 2"
+    needs = strategy_bytes(sigmoids(trap=True), Schedule.parse([*lines, "drop 5"]), GENERIC)
+    assert needs == {"none": 6 * SIZE, "inplace": 3 * SIZE, "sharing": 3 * SIZE}
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_in_place_is_legal_and_never_costs(data: st.DataObject) -> None:
+    graph = data.draw(graphs())
+    schedule = data.draw(legal_schedules(graph))
+    try:
+        schedule = apart(schedule)
+        check(graph, schedule)
+    except ValueError:
+        return  # an input that was to be dropped or offloaded meanwhile
+    placed = in_place(graph, schedule)
+    check(graph, placed)
+    device = GENERIC
+    if not any(line.startswith(("offload", "prefetch")) for line in schedule.lines()):
+        assert simulate(graph, placed, device).peak_bytes <= simulate(graph, schedule, device).peak_bytes
+
+
+def test_estimate_says_what_each_strategy_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "sigmoids.graph.json"
+    sigmoids(trap=False).save(path)
+    assert main(["estimate", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["strategies"] == {"none": 500, "inplace": 200, "sharing": 200}
+    assert main(["estimate", str(path), "--strategy", "sharing", "--forward-only", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["strategies"] == {"sharing": 200}
+    assert main(["estimate", str(path)]) == 0
+    assert "and shared, packed" in capsys.readouterr().out
+    assert main(["estimate", str(path), "--strategy", "free"]) == 2
+    assert "expected one of none, inplace, sharing" in capsys.readouterr().err
