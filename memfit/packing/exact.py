@@ -63,9 +63,10 @@ def exact_steps(problem: PackingProblem, sections: Sections, best: Best, *, node
 
 
 class _Order(NamedTuple):
+    """An order of the blocks; its tree is built when it is first searched."""
+
     number: int
-    ranks: NDArray[np.int64]
-    tree: Tree
+    keys: list[NDArray[Any]]
 
 
 class _Decisions:
@@ -77,8 +78,11 @@ class _Decisions:
         self.columns = _columns(blocks, sections)
         self.random = np.random.default_rng(seed)
         self.table = make_table()
-        self.orders = [self.ordered([self.columns[c] for c in name], n) for n, name in enumerate(_ORDERS)]
+        self.orders = [_Order(number, [self.columns[c] for c in name]) for number, name in enumerate(_ORDERS)]
+        self.trees: dict[int, tuple[NDArray[np.int64], Tree]] = {}
         self.drawn = len(_ORDERS)
+        # A node looks at every block left, and at the sections of those that rise.
+        self.node_work = _NODE_WORK * len(blocks) + int((sections.lasts - sections.firsts).sum())
 
     def rounds(self) -> Steps:
         nodes, finest = _FIRST_NODES, _FINEST_SHARE
@@ -105,36 +109,42 @@ class _Decisions:
 
     def decide(self, capacity_bytes: int, nodes: int, order: _Order) -> Steps:
         units = capacity_bytes // self.unit
-        start(order.tree, units, hash((units, order.number)) & 0x7FFFFFFF)
-        chunk = max(64, STEP_WORK // (_NODE_WORK * len(self.blocks)))
+        ranks, tree = self.tree_of(order)
+        start(tree, units, hash((units, order.number)) & 0x7FFFFFFF)
+        chunk = max(16, STEP_WORK // self.node_work)
         result = STOPPED
         while nodes > 0 and result == STOPPED:
             now = min(chunk, nodes, chunk if self.nodes_left is None else self.nodes_left)
-            result = go_on(order.tree, now)
+            result = go_on(tree, now)
             nodes -= now
             if self.nodes_left is not None:
                 self.nodes_left -= now
                 nodes = min(nodes, self.nodes_left)
             if result == FOUND:
                 offsets = np.zeros(len(self.blocks), np.int64)
-                offsets[order.ranks] = order.tree.blocks["offset"] * self.unit
+                offsets[ranks] = tree.blocks["offset"] * self.unit
                 self.best.offer(offsets, int((offsets + self.blocks.sizes_bytes).max()), Exact.name)
             elif result == FAILED:
                 self.best.bound_bytes = max(self.best.bound_bytes, (units + 1) * self.unit)
-            yield now * len(self.blocks) * _NODE_WORK
+            yield now * self.node_work
 
     def draw(self) -> _Order:
         """Return an order by a power of length, size and most live bytes, blurred."""
         powers, noise = self.random.uniform(0, 1, 3), self.random.normal(0, _NOISE, len(self.blocks))
         logs = [np.log(self.columns[c].astype(np.float64)) for c in "WZT"]
         self.drawn += 1
-        return self.ordered([sum(p * log for p, log in zip(powers, logs, strict=True)) + noise], self.drawn)
+        return _Order(self.drawn, [sum(p * log for p, log in zip(powers, logs, strict=True)) + noise])
 
-    def ordered(self, keys: list[NDArray[Any]], number: int) -> _Order:
-        ranks = np.lexsort([-key for key in reversed(keys)])
+    def tree_of(self, order: _Order) -> tuple[NDArray[np.int64], Tree]:
+        """Return the blocks in this order, and their tree; those of orders that come back are kept."""
+        if order.number in self.trees:
+            return self.trees[order.number]
+        ranks = np.lexsort([-key for key in reversed(order.keys)])
         sizes = self.blocks.sizes_bytes[ranks] // self.unit
-        tree = make_tree(sizes, self.sections.firsts[ranks], self.sections.lasts[ranks], self.table)
-        return _Order(number, ranks, tree)
+        built = ranks, make_tree(sizes, self.sections.firsts[ranks], self.sections.lasts[ranks], self.table)
+        if order.number < len(_ORDERS):
+            self.trees[order.number] = built
+        return built
 
 
 def _columns(blocks: Blocks, sections: Sections) -> dict[str, NDArray[Any]]:

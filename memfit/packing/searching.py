@@ -67,7 +67,8 @@ def _take_turns(problem: PackingProblem, best: Best, searches: Sequence[Steps]) 
         turn = min(work, key=lambda number: (work[number], number))
         before = problem.clock()
         left = problem.time_limit_seconds * _LATEST_SHARE - (before - started)
-        if reported < _NO_HEIGHT and (left <= longest[turn] or before - started >= problem.time_limit_seconds):
+        expected = longest[turn] or max(longest.values())
+        if reported < _NO_HEIGHT and (left <= expected or before - started >= problem.time_limit_seconds):
             work.pop(turn)
             continue
         done = next(searches[turn], None)

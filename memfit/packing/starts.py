@@ -21,7 +21,7 @@ _POWERS = (1.0, 0.25, 5.0)  # of size, length and most live bytes met: the best 
 _MOST_POWERS = (1.0, 0.75, 8.0)
 _DUST_SHARE = 1 / 2000  # of the lower bound: a block below it is no part of the stack
 _STACKED = 60.0  # added to the logarithm of the weight of what is stacked first
-_REACHES = ("nearer", "length", "after", "before", "farther")
+_REACHES = ("nearer", "farther", "after", "length", "before")
 
 
 def fixed_starts(blocks: Blocks, sections: Sections) -> list[Weights]:
