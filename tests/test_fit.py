@@ -31,7 +31,7 @@ from memfit.runtime.state import StepState
 from memfit.runtime.verify import first_difference
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-TIGHT = Settings(budget="88%", time_limit_seconds=0.5)
+TIGHT = Settings(budget="91%", time_limit_seconds=0.5)
 
 
 def make_sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -109,7 +109,7 @@ def test_measured_peak_is_within_the_budget_and_near_the_prediction() -> None:
     step = TrainingStep(
         model=model, loss=cross_entropy, batch=(torch.randn(2048, 256), torch.zeros(2048, dtype=torch.long))
     )
-    planned = fit_step(step, Settings(budget="50%", time_limit_seconds=0.5))
+    planned = fit_step(step, Settings(budget="60%", time_limit_seconds=0.5))
     with record("cpu") as usage:
         planned(step.batch)
     measured = resident_bytes(planned, step.batch) + usage.peak_bytes

@@ -22,6 +22,7 @@ from memfit.capture.torch_private import (
     dp_knapsack,
     fake_mode_of,
     greedy_knapsack,
+    has_kernel,
     ilp_knapsack,
     is_fake,
     make_boxed_func,
@@ -206,3 +207,9 @@ def test_knapsack_solvers_save_what_is_dear_for_its_memory() -> None:
         assert sorted(ilp_knapsack([0.5, 0.3, 0.2], [9.0, 1.0, 2.0], 0.7)[1]) == [0, 2]
     except RuntimeError as error:
         assert "scipy" in str(error)
+
+
+def test_kernels_of_their_own() -> None:
+    aten = torch.ops.aten
+    assert has_kernel(aten.threshold_backward.grad_input, "cpu")
+    assert not has_kernel(aten.native_dropout_backward.out, "cpu")  # generated: it computes a result and copies it

@@ -13,6 +13,7 @@ import torch
 from memfit.binding import Binding, Call, Resident, Value
 from memfit.capture.fuse import fuse_in_place_writes
 from memfit.capture.generators import STATE_BYTES, SaveGeneratorState
+from memfit.capture.reuse import in_place_form
 from memfit.capture.torch_private import tree_map
 from memfit.capture.trace import Trace, TracedCall, TracedStorage
 from memfit.errors import UnsupportedStepError
@@ -59,7 +60,11 @@ def build(
     calls, storages, states_before = _with_generator_states(calls, list(trace.storages), position)
     renumbered = _renumbering(trace, storages, calls)
     op_names = _op_names(calls)
-    ops = tuple(_op(index, call, op_names[index], renumbered) for index, call in enumerate(calls))
+    fixed = {storage for storage, traced in enumerate(storages) if traced.resident} | set(trace.arrivals)
+    ops = tuple(
+        _op(index, call, op_names[index], renumbered, _reuses(call, storages, fixed, trace.device.type))
+        for index, call in enumerate(calls)
+    )
     boundaries = ()
     if boundary is not None:
         departures = dict.fromkeys(renumbered[v.storage] for v in boundary.departures)
@@ -153,7 +158,25 @@ def _op_names(calls: Sequence[TracedCall]) -> list[str]:
     return names
 
 
-def _op(index: int, call: TracedCall, name: str, renumbered: dict[int, int]) -> Op:
+def _reuses(
+    call: TracedCall, storages: Sequence[TracedStorage], fixed: set[int], device_type: str
+) -> list[tuple[int, int]]:
+    """The (read, written) storages of which the call can write the one over the other; never over what is `fixed`: a
+    resident, or what autograd hands over at a boundary and may hold on to.
+    """
+    if len(call.writes) != 1 or call.mutates:
+        return []
+    (written,) = call.writes
+    return [
+        (read, written)
+        for read in call.reads
+        if read not in fixed
+        and storages[read].bytes == storages[written].bytes > 0
+        and in_place_form(call.target, call.args, call.kwargs, call.results, read, device_type) is not None
+    ]
+
+
+def _op(index: int, call: TracedCall, name: str, renumbered: dict[int, int], reuses: Sequence[tuple[int, int]]) -> Op:
     return Op(
         id=index,
         name=name,
@@ -167,6 +190,7 @@ def _op(index: int, call: TracedCall, name: str, renumbered: dict[int, int]) -> 
         seconds=0.0,
         recomputable=call.recomputable,
         random=call.random,
+        reuses=tuple((renumbered[read], renumbered[written]) for read, written in reuses),
     )
 
 

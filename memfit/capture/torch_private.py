@@ -129,6 +129,11 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
+def has_kernel(overload: Any, device_type: str) -> bool:
+    """Return whether an operator overload has a kernel of its own for a device, and none that was generated."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), device_type.upper())
+
+
 def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
     """Return the mode that a fake tensor belongs to."""
     assert isinstance(tensor, FakeTensor)

@@ -21,6 +21,7 @@ import torch
 
 from memfit.binding import Binding, Call, Value
 from memfit.capture.generators import SaveGeneratorState, replay
+from memfit.capture.reuse import in_place_form
 from memfit.graph import Graph
 from memfit.runtime.transfers import offload
 from memfit.runtime.views import reinterpret
@@ -159,7 +160,10 @@ class _Lowering:
         args = [self._render(arg) for arg in call.args]
         args += [f"{key}={self._render(value)}" for key, value in call.kwargs.items()]
         if instruction.in_place_of is not None:
-            target, extra = _in_place_form(call, instruction.in_place_of)
+            over, device_type = instruction.in_place_of, self.binding.device.type
+            form = in_place_form(target, call.args, call.kwargs, call.results, over, device_type)
+            assert form is not None, f"{target} has no form that writes over storage {over}"
+            target, extra = form
             args += [f"{key}={self._render(value)}" for key, value in extra.items()]
         name = self._name(target)
         if again and call.generator_state is not None:
@@ -230,23 +234,6 @@ def _returns_one_tensor(call: Call) -> bool:
     if schema is None:
         return len(call.results) == 1
     return len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
-
-
-def _in_place_form(call: Call, storage: int) -> tuple[Any, dict[str, Any]]:
-    """The call that writes its result over `storage`: the operator's in-place overload, or its out variant."""
-    target: Any = call.target
-    first = call.args[0] if call.args else None
-    name, overload = target._schema.name.split("::")[-1], target._overloadname
-    in_place = getattr(getattr(torch.ops.aten, f"{name}_", None), overload, None)
-    if in_place is not None and isinstance(first, Value) and first.storage == storage and call.results[0] is not None:
-        result = call.results[0]
-        if (first.shape, first.stride, first.dtype) == (result.shape, result.stride, result.dtype):
-            return in_place, {}
-    out = getattr(target._overloadpacket, "out" if overload == "default" else f"{overload}_out", None)
-    result = call.results[0]
-    assert out is not None and result is not None, f"{target} has no form that writes over an input"
-    over = Value(storage=storage, dtype=result.dtype, shape=result.shape, stride=result.stride, offset=result.offset)
-    return out, {out._schema.arguments[-1].name: over}
 
 
 def _storages_named(lines: Iterable[str]) -> set[int]:
