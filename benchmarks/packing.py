@@ -1,0 +1,167 @@
+"""Packing: height over the lower bound, and seconds, on instances by others and on made traces of up to a million
+blocks.
+
+    python benchmarks/packing.py [--data FOLDER] [--quick]
+
+Each instance is packed by every packer; the made traces by `auto` under the time limit asked for at their size. Times
+are after compilation, which is measured apart, in a process of its own with an empty cache. Every layout is checked.
+
+FOLDER holds MiniMalloc's `A.1048576.csv` to `D.1048576.csv` (google/minimalloc, benchmarks/challenging) and idealloc's
+`resnet50.csv` (cappadokes/idealloc).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from _record import store
+
+from memfit.packing import PACKERS, Blocks, PackingProblem, Progress, check_layout, make_packer
+from memfit.packing.trace_file import read_trace
+from memfit.packing.traces import made_trace
+
+INSTANCES = ("A.1048576", "B.1048576", "C.1048576", "D.1048576", "resnet50")
+DATA = Path("/work/shared/data/packing")
+TIME_LIMIT_SECONDS, FIRST_ANSWER_SECONDS = 10.0, 0.1
+SCALES = {1_000: 0.01, 10_000: 0.2, 100_000: 3.0, 1_000_000: 58.0}  # blocks -> seconds; the last leaves the check room
+SEEDS = range(5)
+LITERATURE = {
+    "minimalloc": {
+        "source": "Moffitt, Holland & Hart 2023, MiniMalloc (ASPLOS), as published, on its own machine",
+        "instances": "A to K, each at capacity 1,048,576",
+        "seconds": [0.6, 5.4],
+    },
+    "known_ratio": {"A": 1.0, "B": 1.0, "C": 1.0, "D": 1.063, "source": "shared/data/packing/README.md"},
+}
+COMPILE = """
+import json, time
+from memfit.packing import PACKERS, PackingProblem, check_layout, make_packer
+from memfit.packing.traces import made_trace
+blocks, seconds = made_trace(200, seed=1), {}
+for name in PACKERS:
+    times = []
+    for _ in range(2):
+        begun = time.perf_counter()
+        layout = make_packer(name).pack(PackingProblem(blocks=blocks, time_limit_seconds=0.1))
+        check_layout(blocks, layout)
+        times.append(time.perf_counter() - begun)
+    seconds[name] = max(0.0, times[0] - times[1])
+print(json.dumps(seconds))
+"""
+
+
+def packed(blocks: Blocks, packer: str, seconds: float, seed: int = 0) -> dict[str, Any]:
+    """Pack and check; return what is stored of it."""
+    answers: list[list[float]] = []
+
+    def tell(progress: Progress) -> None:
+        answers.append([progress.seconds, progress.height_bytes / blocks.lower_bound_bytes])
+
+    problem = PackingProblem(blocks=blocks, time_limit_seconds=seconds, seed=seed, progress=tell)
+    begun = time.perf_counter()
+    layout = make_packer(packer).pack(problem)
+    taken = time.perf_counter() - begun
+    begun = time.perf_counter()
+    check_layout(blocks, layout)
+    return {
+        "height_bytes": layout.height_bytes,
+        "ratio": layout.ratio,
+        "proven": layout.proven,
+        "seconds": taken,
+        "check_seconds": time.perf_counter() - begun,
+        "time_limit_seconds": seconds,
+        "answers": [answers[0], *answers[-3:]] if answers else [],
+    }
+
+
+def instances(folder: Path) -> list[dict[str, Any]]:
+    """Every packer on every instance, and `auto` within 0.1 s."""
+    stored: list[dict[str, Any]] = []
+    for name in INSTANCES:
+        blocks = read_trace(folder / f"{name}.csv")
+        results = {packer: packed(blocks, packer, TIME_LIMIT_SECONDS) for packer in PACKERS}
+        first = packed(blocks, "auto", FIRST_ANSWER_SECONDS)
+        for packer, result in {**results, "auto, first answer": first}.items():
+            print(f"{name:12} {packer:18} {result['ratio']:.4f}  {result['seconds']:.3f} s", flush=True)
+        stored.append(
+            {
+                "name": name,
+                "blocks": len(blocks),
+                "lower_bound_bytes": blocks.lower_bound_bytes,
+                "packers": results,
+                "first_answer": first,
+            }
+        )
+    return stored
+
+
+def scales(most_blocks: int) -> list[dict[str, Any]]:
+    """`auto` on made traces."""
+    stored: list[dict[str, Any]] = []
+    for count, seconds in SCALES.items():
+        if count > most_blocks:
+            continue
+        packed(made_trace(count, seed=99), "auto", seconds)  # what is not compiled yet is now
+        results: list[dict[str, Any]] = []
+        for seed in SEEDS:
+            results.append({"seed": seed, **packed(made_trace(count, seed=seed), "auto", seconds)})
+            print(
+                f"{count:9,} blocks, seed {seed}: {results[-1]['ratio']:.4f}  {results[-1]['seconds']:.3f} s",
+                flush=True,
+            )
+        stored.append(
+            {
+                "blocks": count,
+                "time_limit_seconds": seconds,
+                "mean_ratio": statistics.mean(result["ratio"] for result in results),
+                "worst_ratio": max(result["ratio"] for result in results),
+                "worst_seconds": max(result["seconds"] + result["check_seconds"] for result in results),
+                "peak_process_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+                "results": results,
+            }
+        )
+    return stored
+
+
+def compile_seconds() -> dict[str, float]:
+    """Seconds that each packer's first call spends on compiling, in the order of the registry, each building on the
+    last; after that the machine code is on disk."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "NUMBA_CACHE_DIR": cache}
+        done = subprocess.run(
+            [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=True
+        )
+    return json.loads(done.stdout)
+
+
+def main() -> None:
+    """Run all, print as it goes, and store."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=DATA, help="folder with the instances")
+    parser.add_argument("--quick", action="store_true", help="made traces of up to 10,000 blocks only")
+    words = parser.parse_args()
+    compiling = compile_seconds()
+    print("seconds of compilation:", ", ".join(f"{name} {seconds:.1f}" for name, seconds in compiling.items()))
+    for packer in PACKERS:
+        packed(made_trace(500, seed=9), packer, 0.3)
+    payload = {
+        "compile_seconds": compiling,
+        "instances": instances(words.data),
+        "scales": scales(10_000 if words.quick else max(SCALES)),
+        "literature": LITERATURE,
+    }
+    print("stored in", store("packing", payload))
+
+
+if __name__ == "__main__":
+    main()
