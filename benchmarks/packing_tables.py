@@ -50,6 +50,8 @@ TABLES = {"instances": instances, "scales": scales, "compilation": compilation}
 
 
 def _cell(result: dict[str, Any]) -> str:
+    if "refused" in result:
+        return "refused"
     proven = ", proven" if result["proven"] else ""
     return f"{result['ratio']:.4f} in {result['seconds']:.3g} s{proven}"
 

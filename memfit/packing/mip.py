@@ -14,6 +14,7 @@ from memfit.packing.blocks import Layout, PackingProblem, make_layout
 from memfit.packing.sections import Sections, sections_of
 
 _SEED_MODULUS = 1 << 31  # the solver's seeds are 31 bits
+_PAIRS_A_LOOK = 1000  # at the clock, while the model is built: ten milliseconds
 _UNITS = 1 << 40  # the most units that the solver's sums can hold with room to spare
 
 
@@ -80,7 +81,9 @@ def _solve(problem: PackingProblem, first: Layout, pairs: NDArray[np.int64], uni
     for offset, size, hint in zip(x, sizes, (first.offsets_bytes // unit).tolist(), strict=True):
         model.add(offset + size <= u)
         model.add_hint(offset, hint)
-    for i, j in pairs.tolist():
+    for place, (i, j) in enumerate(pairs.tolist()):
+        if place % _PAIRS_A_LOOK == 0 and problem.clock() - started >= problem.time_limit_seconds:
+            return first
         z = model.new_bool_var(f"z{i},{j}")
         model.add(x[i] + sizes[i] <= x[j] + z * most)
         model.add(x[j] + sizes[j] <= x[i] + (1 - z) * most)
