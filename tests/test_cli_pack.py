@@ -23,7 +23,6 @@ from memfit.report.layout_picture import layout_text, write_layout_png
 
 GOOD = "id,lower,upper,size\n0,0,4,64\n1,2,6,64\n2,4,8,64\n"
 KEYS = {"target", "device", "memfit_version", "blocks", "height", "lower_bound", "ratio", "proven", "packer"}
-SHARED = Path("/work/shared/data/packing")
 
 Run = Callable[..., tuple[int, str, str]]
 
