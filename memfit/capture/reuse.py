@@ -44,7 +44,7 @@ def in_place_form(
     The input has to be one argument alone, laid out as the result is, and all of its storage (the caller compares
     bytes).
     """
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags or len(results) != 1:
+    if torch.Tag.pointwise not in getattr(target, "tags", ()) or len(results) != 1:
         return None
     result = results[0]
     showing = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Value) and leaf.storage == storage]

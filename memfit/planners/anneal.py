@@ -23,8 +23,9 @@ _STIFFER, _SOFTER = 1.02, 0.98  # its factor when the state at hand is above the
 def anneal(tables: Any, state: Any, course: Any, moves: int, cooling: float) -> None:
     """Try `moves` moves; after each, the temperature is multiplied by `cooling`.
 
-    The penalty follows the state: it grows while that is above the budget and falls while it fits, so that the search
-    stays near the border, where the best states are (strategic oscillation; Glover 1989).
+    The penalty follows the state: it grows while that is above what is aimed at (in the end, the budget) and falls
+    while it fits, so that the search stays near the border, where the best states are (strategic oscillation; Glover
+    1989).
     """
     begin(state, course)
     totals = course.totals[0]
@@ -36,7 +37,7 @@ def anneal(tables: Any, state: Any, course: Any, moves: int, cooling: float) -> 
             totals.accepted += 1
         totals.temperature *= cooling
         if totals.tried % _ADAPT_EVERY == 0:
-            totals.penalty *= _SOFTER if totals.peak_bytes <= totals.budget_bytes else _STIFFER
+            totals.penalty *= _SOFTER if totals.peak_bytes <= totals.aim_bytes else _STIFFER
             totals.cost = state.totals[0].seconds + totals.penalty * totals.excess
     finish(state, course)
 
@@ -65,7 +66,7 @@ def begin(state: Any, course: Any) -> None:
     """Weigh the state at hand, under the budget and the penalty that the course has now."""
     totals = course.totals[0]
     totals.changes = 0
-    totals.peak_bytes, totals.excess = weigh(state, totals.budget_bytes)
+    totals.peak_bytes, totals.excess = weigh(state, totals.aim_bytes)
     totals.peak_stage = peak_stage(state, totals.peak_bytes)
     totals.cost = state.totals[0].seconds + totals.penalty * totals.excess
     sort_turning(state, course)
@@ -92,7 +93,7 @@ def judge(tables: Any, state: Any, course: Any) -> bool:
     if not settle(tables, state) or state.totals[0].seconds > limit or not settle_bytes(tables, state):
         take_back(tables, state)
         return False
-    peak, excess = weigh(state, totals.budget_bytes)
+    peak, excess = weigh(state, totals.aim_bytes)
     cost = state.totals[0].seconds + totals.penalty * excess
     if cost > limit:
         take_back(tables, state)

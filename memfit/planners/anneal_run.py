@@ -10,9 +10,11 @@ import numpy as np
 from memfit.planners.anneal import anneal
 from memfit.planners.course import Course, make_course
 from memfit.planners.program import Program
+from memfit.planners.spans import weigh
 from memfit.planners.windows import Windows, simulated
 
 _SLICE_MOVES = 1000  # between two changes of temperature, and two looks at the clock
+_SQUEEZED = 0.5  # of a run: by then what is aimed at has come down from the start's peak to the budget
 _PENALTY_UNIT = 0.01  # of the budget: one mean op for so many bytes of excess in one stage, to begin with
 
 
@@ -35,7 +37,10 @@ class AnnealRun:
         mean_seconds = float(positions["seconds"].sum()) / max(1, len(positions))
         totals["penalty"] = mean_seconds / (_PENALTY_UNIT * max(1, self.program.budget_bytes))
         first, last = self.temperatures
+        start_bytes, budget_bytes = int(weigh(state, 0)[0]), self.program.budget_bytes
         while (done := progress(self.moves)) < 1.0 and not self.stop.is_set():
+            wide = max(0.0, 1.0 - done / _SQUEEZED)
+            totals["aim_bytes"] = budget_bytes + int(wide * max(0, start_bytes - budget_bytes))
             totals["temperature"] = mean_seconds * first * (last / first) ** done
             anneal(self.program.tables, state, self.course, _SLICE_MOVES, 1.0)
             self.moves += _SLICE_MOVES

@@ -19,6 +19,7 @@ _TOTALS = np.dtype(
     [
         ("random", np.uint64),
         ("budget_bytes", np.int64),
+        ("aim_bytes", np.int64),
         ("temperature", np.float64),
         ("penalty", np.float64),
         ("cost", np.float64),
@@ -47,8 +48,8 @@ class Course(NamedTuple):
         other: all other gaps that may be changed to some effect.
         best: the windows of the best state.
         changed: the windows that the move at hand replaced.
-        totals: one record. `penalty` is seconds for each byte above the budget, summed over stages; `best_seconds` is
-            infinite until a state fits; `dropped` counts the dropped gaps in `turning`.
+        totals: one record. `penalty` is seconds for each byte above `aim_bytes`, summed over stages; `best_seconds` is
+            infinite until a state fits the budget; `dropped` counts the dropped gaps in `turning`.
     """
 
     turning: NDArray[np.int64]
@@ -72,6 +73,7 @@ def make_course(program: Program, seed: int) -> Course:
     totals = np.zeros(1, _TOTALS)
     totals["random"] = np.random.SeedSequence(seed).generate_state(1, np.uint64) | np.uint64(1)
     totals["budget_bytes"] = program.budget_bytes
+    totals["aim_bytes"] = program.budget_bytes
     totals["best_seconds"] = np.inf
     return Course(
         turning=turning,

@@ -9,13 +9,15 @@ import msgspec
 
 from memfit.plan import Plan, Problem, Result, Status
 from memfit.planners.search import Search
+from memfit.planners.windows import Windows
 
 
 def plan_frontier(problem: Problem, budgets: Sequence[int], *, planner: Search | None = None) -> list[Result]:
     """Return a result for each budget, in the order given; a larger budget never gives a slower plan.
 
-    Each budget is planned with the problem's time limit. A plan for a smaller budget is also one for a larger: where
-    it is faster, it takes the other's place.
+    Each budget is planned with the problem's time limit, from the smallest to the largest, and starts from what was
+    found for the one before (its plan, or the least peak where it had none). A plan for a smaller budget is also one
+    for a larger: where it is faster, it takes the other's place.
 
     Args:
         problem: what to plan; its own budget does not count.
@@ -25,18 +27,16 @@ def plan_frontier(problem: Problem, budgets: Sequence[int], *, planner: Search |
     chosen = planner or Search()
     results: dict[int, Result] = {}
     fastest: Plan | None = None
+    warm: Sequence[Windows] = ()
     for budget in sorted(set(budgets)):
-        result = chosen.plan(_within(problem, budget))
+        searched = chosen.plan_from(replace(problem, budget_bytes=budget), warm)
+        result, warm = searched.result, (searched.windows,)
         if fastest is not None and (result.plan is None or fastest.predicted.seconds < result.plan.predicted.seconds):
             result = _reused(fastest, result, budget)
         if result.plan is not None:
             fastest = result.plan
         results[budget] = result
     return [results[budget] for budget in budgets]
-
-
-def _within(problem: Problem, budget_bytes: int) -> Problem:
-    return replace(problem, budget_bytes=budget_bytes)
 
 
 def _reused(plan: Plan, result: Result, budget_bytes: int) -> Result:

@@ -74,12 +74,24 @@ class Search:
         Raises:
             InvalidOptionError: a pin that cannot be honoured.
         """
-        return _Search(self, problem).run()
+        return self.plan_from(problem).result
+
+    def plan_from(self, problem: Problem, warm: Sequence[Windows] = ()) -> Searched:
+        """Return the best plan found, and its windows; `warm` are windows for the same graph to start from as well."""
+        return _Search(self, problem, warm).run()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """A search's result, and the best windows: of the plan, or with the least peak where none fits."""
+
+    result: Result
+    windows: Windows
 
 
 class _Search:
-    def __init__(self, options: Search, problem: Problem) -> None:
-        self.options, self.problem = options, problem
+    def __init__(self, options: Search, problem: Problem, warm: Sequence[Windows]) -> None:
+        self.options, self.problem, self.warm = options, problem, warm
         self.program = build_program(problem, update_at_once_order(problem.graph))
         self.everything = keep_everything(self.program)
         self.random = np.random.default_rng(problem.seed)
@@ -87,8 +99,8 @@ class _Search:
         self.started_seconds = problem.clock()
         self.unplanned_seconds = float(self.program.tables.positions["seconds"].sum())
         self.bound = Bound(op=None, seconds=0.0, cuts=())
-        self.best: Evaluation | None = None
-        self.least: Evaluation | None = None
+        self.best: tuple[Evaluation, Windows] | None = None
+        self.least = (evaluate(self.program, simulated(self.program, self.everything)), self.everything)
         self.elite: list[tuple[float, Windows]] = []
         self.leanest = self.everything  # of what has ended, while nothing fits
         self.running: list[AnnealRun] = []
@@ -96,25 +108,26 @@ class _Search:
         self.moves = 0
         self.gaps = free_gaps(self.program)
 
-    def run(self) -> Result:
+    def run(self) -> Searched:
+        self._look_at(self.everything)
         try:
             self._search()
         except KeyboardInterrupt:  # the best so far is the answer; whoever called knows of the interruption
             self.stop.set()
             self._take_over()
-        chosen = self.best or self.least
-        return make_result(
+        chosen, windows = self.best or self.least
+        result = make_result(
             self.problem,
-            emit(self.program, chosen.sequence) if chosen is not None else None,
+            emit(self.program, chosen.sequence),
             planner="search",
             started_seconds=self.started_seconds,
-            least_found_bytes=self.least.peak_bytes if self.least is not None else None,
+            least_found_bytes=self.least[0].peak_bytes,
             again=self.bound,
             stats={"moves": float(self.moves)},
         )
+        return Searched(result=result, windows=windows)
 
     def _search(self) -> None:
-        self._look_at(self.everything)
         if self.best is not None or self.gaps == 0:
             return  # nothing has to go, or nothing can
         self.bound = least_seconds_again(self.problem)
@@ -180,10 +193,11 @@ class _Search:
         cuts = self._by_promise(self._kept_by_cuts())
         others = self._by_promise([*self._kept_by_segments(), self.everything])
         chosen = [(others[0], _WIDE), (self.everything, _WIDE), (self.everything, _HOT)]
+        warm = [(each, _MILD) for each in self._by_promise(self.warm)]
         if cuts:
             second = cuts[min(1, len(cuts) - 1)]
             chosen = [(cuts[0], _MILD), *chosen, (second, _WIDE), (cuts[0], _HOT), (cuts[0], _NARROW)]
-        return chosen
+        return [*warm, *chosen]
 
     def _by_promise(self, windows: Sequence[Windows]) -> list[Windows]:
         """Sort by time, and by how far the peak is above the budget, both as shares."""
@@ -213,20 +227,18 @@ class _Search:
     def _look_at(self, windows: Windows) -> Evaluation:
         """Evaluate, and remember the fastest that fits and the least peak."""
         evaluation = evaluate(self.program, simulated(self.program, windows))
-        if self.least is None or (evaluation.peak_bytes, evaluation.seconds) < (
-            self.least.peak_bytes,
-            self.least.seconds,
-        ):
-            self.least = evaluation
+        least, _ = self.least
+        if (evaluation.peak_bytes, evaluation.seconds) < (least.peak_bytes, least.seconds):
+            self.least = (evaluation, windows)
         fits = evaluation.peak_bytes <= self.problem.budget_bytes
-        if fits and (self.best is None or evaluation.seconds < self.best.seconds):
-            self.best = evaluation
+        if fits and (self.best is None or evaluation.seconds < self.best[0].seconds):
+            self.best = (evaluation, windows)
         return evaluation
 
     def _is_optimal(self) -> bool:
         """Whether the best plan is as fast as the bound says that any is."""
         least_seconds = self.unplanned_seconds + self.bound.seconds
-        return self.best is not None and self.best.seconds <= least_seconds * (1 + 1e-12)
+        return self.best is not None and self.best[0].seconds <= least_seconds * (1 + 1e-12)
 
     def _done(self) -> float:
         """The share of the search that is done."""
@@ -245,7 +257,7 @@ class _Search:
         return lambda made: max(made / wanted, (self.problem.clock() - begun) / length)
 
     def _report(self) -> None:
-        seconds, peak = (self.best.seconds, self.best.peak_bytes) if self.best else (np.inf, None)
+        seconds, peak = (self.best[0].seconds, self.best[0].peak_bytes) if self.best else (np.inf, None)
         for run in self.running:
             if run.best_seconds < seconds:
                 seconds, peak = run.best_seconds, run.best_peak_bytes
