@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from memfit.packing.blocks import Layout, PackingProblem, Progress, make_layout
 
-STEP_WORK = 4_000_000  # of one step: a few milliseconds, so that deadlines are kept and turns are short
+STEP_WORK = 1_000_000  # of one step: about a millisecond, so that deadlines are kept and turns are short
 _NO_HEIGHT = 1 << 62
-_LATEST_SHARE = 1.05  # of the time limit, by which a step has to be expected to end
 
 
 class Best:
@@ -66,9 +65,9 @@ def _take_turns(problem: PackingProblem, best: Best, searches: Sequence[Steps]) 
     while work and not best.proven:
         turn = min(work, key=lambda number: (work[number], number))
         before = problem.clock()
-        left = problem.time_limit_seconds * _LATEST_SHARE - (before - started)
+        left = problem.time_limit_seconds - (before - started)
         expected = longest[turn] or max(longest.values())
-        if reported < _NO_HEIGHT and (left <= expected or before - started >= problem.time_limit_seconds):
+        if reported < _NO_HEIGHT and left <= expected:
             work.pop(turn)
             continue
         done = next(searches[turn], None)
