@@ -42,7 +42,7 @@ def build_for_measurement(workload: str, options: dict[str, Any]) -> TrainingSte
 def measure_at(
     step: TrainingStep,
     budget_bytes: int,
-    planner: str = "search",
+    planner: str = "auto",
     time_limit_seconds: float = 5.0,
     repeats: int = 5,
 ) -> dict[str, Any]:

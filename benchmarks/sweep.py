@@ -76,7 +76,7 @@ def measure_sweep(
     longest = 0.0
     for budget_bytes, result in zip(budgets, plan_frontier(problem, budgets), strict=True):
         start = time.monotonic()
-        point: dict[str, Any] = {"budget_bytes": budget_bytes, "planner": "search", "status": str(result.status)}
+        point: dict[str, Any] = {"budget_bytes": budget_bytes, "planner": "auto", "status": str(result.status)}
         if result.plan is None:
             point |= {"least_budget_found_bytes": result.bounds.least_budget_found_bytes}
         elif start + longest > stop:

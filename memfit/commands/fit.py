@@ -57,7 +57,7 @@ def fit(
         Path | None,
         typer.Option("--plan", metavar="PLAN", show_default=False, help="Use this plan instead of searching one."),
     ] = None,
-    planner: options.Planner = "search",
+    planner: options.Planner = "auto",
     option: options.PlannerOptions = None,
     time_limit: options.TimeLimit = 5.0,
     seed: options.Seed = 0,

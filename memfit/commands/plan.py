@@ -38,7 +38,7 @@ memfit plan gpt2 --set batch=64 --budget 40GiB --device-profile a100-40
 def plan(
     target: options.Target,
     budget: options.Budget,
-    planner: options.Planner = "search",
+    planner: options.Planner = "auto",
     option: options.PlannerOptions = None,
     time_limit: options.TimeLimit = 5.0,
     seed: options.Seed = 0,

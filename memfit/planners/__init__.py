@@ -13,6 +13,7 @@ from typing import ClassVar, Protocol
 
 from memfit.errors import InvalidOptionError
 from memfit.plan import Problem, Result
+from memfit.planners.auto import Auto
 from memfit.planners.division_tree import DivisionTree
 from memfit.planners.drop_cheap import DropCheap
 from memfit.planners.linear_split import LinearSplit
@@ -47,6 +48,7 @@ PLANNERS: dict[str, type[Planner]] = {
         LinearSplit,
         DivisionTree,
         Search,
+        Auto,
     )
 }
 

@@ -84,7 +84,6 @@ class Cuts:
         self.write_op, self.write_storage = _pairs(self.writes)
         self.writer = np.full(len(graph.storages), -1, np.int64)
         self.writer[self.write_storage] = self.write_op
-        self.boundary_of = {s: b for b in graph.boundaries for s in b.arrivals}
         self.at_end = np.array([s.required_at_end and not s.resident for s in graph.storages], np.bool_)
         once = np.array([op.computed_once for op in graph.ops], np.bool_)
         self.again_units = np.where(once, _UNBOUNDED, (self.seconds * self.units).astype(np.int64))
@@ -97,36 +96,32 @@ class Cuts:
         return not self.graph.storages[storage].resident
 
     def ancestors(self, op: int) -> Flags:
-        """Return bool[ops]: what must have been computed before `op` can be, over boundaries too."""
+        """Return bool[ops]: what must have been computed before `op` can be: all that it depends on, and all before the
+        last boundary.
+        """
         found = np.zeros(len(self.graph.ops), np.bool_)
+        found[: max((b.position for b in self.graph.boundaries if b.position <= op), default=0)] = True
         waiting = list(self.reads[op])
-        crossed: set[int] = set()
         while waiting:
-            storage = waiting.pop()
-            writer = int(self.writer[storage])
-            boundary = self.boundary_of.get(storage)
-            if boundary is not None and boundary.position not in crossed:
-                crossed.add(boundary.position)
-                waiting.extend(s for s in boundary.departures if self._is_managed(s))
+            writer = int(self.writer[waiting.pop()])
             if writer >= 0 and not found[writer]:
                 found[writer] = True
                 waiting.extend(self.reads[writer])
         return found
 
     def descendants(self, op: int) -> Flags:
-        """Return bool[ops]: what can only be computed after `op`."""
+        """Return bool[ops]: what can only be computed after `op`: all that depends on it, and all behind the next
+        boundary.
+        """
         found = np.zeros(len(self.graph.ops), np.bool_)
         reached = np.zeros(len(self.graph.storages), np.bool_)
         reached[list(self.writes[op])] = True
-        waiting = [boundary for boundary in self.graph.boundaries if boundary.position > op]
-        for later in range(op + 1, len(self.graph.ops)):
-            while waiting and waiting[0].position <= later:
-                boundary = waiting.pop(0)
-                if any(reached[s] for s in boundary.departures):
-                    reached[list(boundary.arrivals)] = True
+        fence = min((b.position for b in self.graph.boundaries if b.position > op), default=len(found))
+        for later in range(op + 1, fence):
             if any(reached[storage] for storage in self.reads[later]):
                 found[later] = True
                 reached[list(self.writes[later])] = True
+        found[fence:] = True
         return found
 
 

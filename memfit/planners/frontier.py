@@ -8,11 +8,12 @@ from dataclasses import replace
 import msgspec
 
 from memfit.plan import Plan, Problem, Result, Status
+from memfit.planners.auto import Auto
 from memfit.planners.search import Search
 from memfit.planners.windows import Windows
 
 
-def plan_frontier(problem: Problem, budgets: Sequence[int], *, planner: Search | None = None) -> list[Result]:
+def plan_frontier(problem: Problem, budgets: Sequence[int], *, planner: Search | Auto | None = None) -> list[Result]:
     """Return a result for each budget, in the order given; a larger budget never gives a slower plan.
 
     Each budget is planned with the problem's time limit, from the smallest to the largest, and starts from what was
@@ -24,7 +25,7 @@ def plan_frontier(problem: Problem, budgets: Sequence[int], *, planner: Search |
         budgets: bytes, in any order.
         planner: the search to use, with its options.
     """
-    chosen = planner or Search()
+    chosen = planner or Auto()
     results: dict[int, Result] = {}
     fastest: Plan | None = None
     warm: Sequence[Windows] = ()

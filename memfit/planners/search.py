@@ -1,4 +1,4 @@
-"""Planner `search`, the default: simulated annealing over windows of retention, with the exact simulation as
+"""Planner `search`: simulated annealing over windows of retention, with the exact simulation as
 objective, from minimum cuts.
 """
 

@@ -20,7 +20,7 @@ from memfit.planners import make_planner
 from memfit.planners.ask import require_plan, unplanned_peak_bytes
 from memfit.runtime.program import Program, make_program
 
-DEFAULT_PLANNER = "search"
+DEFAULT_PLANNER = "auto"
 DEFAULT_TIME_LIMIT_SECONDS = 5.0
 
 
