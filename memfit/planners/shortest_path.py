@@ -64,7 +64,7 @@ class _Search:
         reached: dict[State, float] = {start: 0.0}
         came: dict[State, tuple[State, int]] = {}
         ties = itertools.count()
-        heap = [(0.0, next(ties), start)]
+        heap: list[tuple[float, int, State]] = [(0.0, next(ties), start)]
         while heap:
             seconds, _, state = heapq.heappop(heap)
             if seconds > reached[state]:
