@@ -38,7 +38,7 @@ SCALES = {1_000: 0.01, 10_000: 0.2, 100_000: 3.0, 1_000_000: 57.0}  # blocks -> 
 SEEDS = range(5)
 LITERATURE = {
     "minimalloc": {
-        "source": "Moffitt, Holland & Hart 2023, MiniMalloc (ASPLOS), as published, on its own machine",
+        "source": "Moffitt 2023, MiniMalloc (ASPLOS), as published, on its own machine",
         "instances": "A to K, each at capacity 1,048,576",
         "seconds": [0.6, 5.4],
     },

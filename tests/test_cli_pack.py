@@ -151,14 +151,14 @@ BAD = {
     "unknown column": ("id,lower,upper,size,colour\n", "row 1, column 'colour': the column is not known"),
     "column twice": ("id,lower,start,upper,size\n", "row 1, column 'start': the column stands there twice"),
     "value missing": (HEAD + "0,0,4,64\n1,2,6\n", "row 3, column 'size': is missing: expected 4 values, got 3"),
-    "value empty": (HEAD + "0,0,,64\n", "row 2, column 'end': got '', expected a whole number"),
+    "value empty": (HEAD + "0,0,,64\n", "row 2, column 'upper': got '', expected a whole number"),
     "id empty": (HEAD + ",0,4,64\n", "row 2, column 'id': got '', expected an id"),
     "value too many": (HEAD + "0,0,4,64,5\n", "row 2, column 'size': expected 4 values, got 5"),
-    "inclusive ends": (HEAD + "0,0,4,64\n1,5,5,64\n", "row 3, column 'end': the range is empty"),
-    "reversed range": (HEAD + "0,4,2,64\n", "row 2, column 'end': the range is reversed"),
+    "inclusive ends": (HEAD + "0,0,4,64\n1,5,5,64\n", "row 3, column 'upper': the range is empty"),
+    "reversed range": (HEAD + "0,4,2,64\n", "row 2, column 'upper': the range is reversed"),
     "zero size": (HEAD + "0,0,4,0\n", "row 2, column 'size': got 0, expected 1 or more"),
     "negative size": (HEAD + "0,0,4,-64\n", "row 2, column 'size': got '-64', expected a whole number from 1"),
-    "negative start": (HEAD + "0,-1,4,64\n", "row 2, column 'start': got '-1', expected a whole number from 0"),
+    "negative start": (HEAD + "0,-1,4,64\n", "row 2, column 'lower': got '-1', expected a whole number from 0"),
     "size beyond 63 bits": (HEAD + "0,0,4,9223372036854775808\n", "row 2, column 'size': got '9223372036854775808'"),
     "size of many digits": (HEAD + "0,0,4," + "9" * 400 + "\n", "row 2, column 'size': got '999"),
     "sums beyond 62 bits": (HEAD + f"0,0,4,{1 << 61}\n1,0,4,{1 << 61}\n2,0,4,{1 << 61}\n", "row 4, column 'size'"),
@@ -194,7 +194,7 @@ def test_bad_traces_name_file_row_and_column(run: Run, tmp_path: Path, case: str
 def test_reversed_inclusive_ranges_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "bad.csv"
     path.write_text(HEAD + "0,5,5,8\n1,5,4,8\n")
-    with pytest.raises(InvalidFileError, match=r"row 3, column 'end': the range is reversed: got \[5, 4\]"):
+    with pytest.raises(InvalidFileError, match=r"row 3, column 'upper': the range is reversed: got \[5, 4\]"):
         read_trace(path, ends="inclusive")
 
 
@@ -204,7 +204,7 @@ def test_one_bad_row_in_a_million(tmp_path: Path, place: int) -> None:
     rows[place] = f"{place},{place},{place},64"
     path = tmp_path / "long.csv"
     path.write_text(HEAD + "\n".join(rows) + "\n")
-    with pytest.raises(InvalidFileError, match=rf"long.csv: row {place + 2}, column 'end': the range is empty"):
+    with pytest.raises(InvalidFileError, match=rf"long.csv: row {place + 2}, column 'upper': the range is empty"):
         read_trace(path)
 
 

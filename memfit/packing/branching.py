@@ -1,6 +1,6 @@
 """The decision at the heart of `exact`: can these blocks lie within a capacity? A depth-first search, compiled.
 
-Blocks are placed in canonical order (Moffitt, Holland & Hart 2023, "MiniMalloc"): offsets never fall, and at equal
+Blocks are placed in canonical order (Moffitt 2023, "MiniMalloc"): offsets never fall, and at equal
 offsets numbers rise, so that each layout is reached one way only. At each node the next block goes to its least
 possible offset: the top of what is placed below it. What cuts the tree:
 

@@ -32,12 +32,12 @@ class Exact:
     sections C, most live bytes met T, area A, size Z, as in MiniMalloc) and one drawn at random. A search that ends
     without a layout raises the lower bound; where the two meet, the layout is proven.
 
-    Source: Moffitt, Holland & Hart 2023, "MiniMalloc"; nogoods and restarts after Moffitt & Pollack 2006 are ours to
-    combine. Beyond `MOST_BLOCKS` blocks no tree is built, and the answer is that of `best_fit`.
+    Source: Moffitt 2023, "MiniMalloc"; nogoods, the twins of `branching` and drawn orders are added. Beyond
+    `MOST_BLOCKS` blocks no tree is built, and the answer is that of `best_fit`.
     """
 
     name: ClassVar[str] = "exact"
-    source: ClassVar[str] = "Moffitt et al. 2023 (MiniMalloc): canonical branch and bound; with nogoods and restarts"
+    source: ClassVar[str] = "Moffitt 2023 (MiniMalloc): canonical branch and bound; with nogoods and restarts"
 
     nodes: int = field(default=0, metadata={"help": "nodes to visit in all; 0 goes on until proof or time limit"})
 

@@ -21,12 +21,12 @@ ORDERS: tuple[str, ...] = get_args(Order)
 class FirstFit:
     """Place blocks in decreasing order of one measure, each as low as those already placed let it.
 
-    Source: the order by size is TensorFlow Lite's greedy arena planner and Pisarchyk & Lee 2020 ("Efficient Memory
-    Management for Deep Neural Net Inference"), section 5.2; the others are that algorithm with other measures.
+    Source: by size, Pisarchyk & Lee 2020, "Efficient Memory Management for Deep Neural Net Inference" (greedy by size
+    for offsets); the others are that algorithm with other measures.
     """
 
     name: ClassVar[str] = "first_fit"
-    source: ClassVar[str] = "Pisarchyk & Lee 2020, section 5: greedy by size"
+    source: ClassVar[str] = "Pisarchyk & Lee 2020: greedy by size, for offsets"
 
     by: Order = field(
         default="size", metadata={"help": f"largest first by this: {', '.join(ORDERS)} (blocks met while live)"}

@@ -1,14 +1,14 @@
 """Allocation traces as CSV files: one block a row, under a header such as `id,lower,upper,size`.
 
-A file is read strictly and wholly, or not at all: the first thing in it that is not a block is an error that names the
-file, the row (from 1, the header being row 1) and the column.
+A file is read strictly and wholly, or not at all: what is not a block is an error that names the file, the row (from 1,
+the header being row 1) and the column.
 """
 
 # pyright: reportArgumentType=false, reportReturnType=false
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
@@ -59,7 +59,7 @@ def read_trace(path: Path | str, *, ends: Ends = "exclusive", alignment_bytes: i
     if not 1 <= alignment_bytes <= 1 << 40:
         raise InvalidOptionError(f"alignment is {alignment_bytes}, expected 1 to {1 << 40}; 1 aligns nothing")
     content = read_bytes(Path(path)).removeprefix(b"\xef\xbb\xbf")
-    columns, header_bytes = _read_header(path, content)
+    columns, names, header_bytes = _read_header(path, content)
     rows = content.count(b"\n", header_bytes) + (not content.endswith(b"\n") and len(content) > header_bytes)
     if rows == 0:
         _fail(path, 2, "id", "there is no block below the header, expected one or more")
@@ -68,12 +68,12 @@ def read_trace(path: Path | str, *, ends: Ends = "exclusive", alignment_bytes: i
     id_column = columns.index("id")
     found = _parse(text, header_bytes, id_column, values, spans)
     if found[0] != _FINE:
-        _fail_row(path, content, header_bytes, columns, *found[:3])
-    by_name = dict(zip(columns, values, strict=True))
+        _fail_row(path, content, header_bytes, names, *found[:3])
+    by_name, shown = dict(zip(columns, values, strict=True)), dict(zip(columns, names, strict=True))
     starts, stops, sizes = by_name["start"], by_name["end"] + (ends == "inclusive"), by_name["size"]
-    _require_ranges(path, starts, stops, sizes, ends, alignment_bytes)
+    _require_ranges(path, shown, starts, stops, sizes, ends, alignment_bytes)
     ids = by_name["id"] if found[3] else _texts(path, content, spans)
-    _require_different(path, ids)
+    _require_different(path, shown["id"], ids)
     return Blocks(ids=ids, sizes_bytes=sizes, starts=starts, ends=stops, alignment_bytes=alignment_bytes)
 
 
@@ -88,7 +88,8 @@ def _fail(path: Path | str, row: int, column: str, message: str) -> NoReturn:
     raise InvalidFileError(f"{path}: row {row}, column {column!r}: {message}")
 
 
-def _read_header(path: Path | str, content: bytes) -> tuple[list[str], int]:
+def _read_header(path: Path | str, content: bytes) -> tuple[list[str], list[str], int]:
+    """Return what each column is, what the file calls it, and where the rows begin."""
     line, newline, _ = content.partition(b"\n")
     if not content.strip():
         _fail(path, 1, "id", f"the file is empty, expected {_HEADER}")
@@ -105,7 +106,7 @@ def _read_header(path: Path | str, content: bytes) -> tuple[list[str], int]:
     for name in _COLUMNS:
         if name not in columns:
             _fail(path, 1, name, f"the column is missing, expected {_HEADER}, got {_shown(line)}")
-    return columns, len(line) + len(newline)
+    return columns, fields, len(line) + len(newline)
 
 
 def _shown(text: bytes) -> str:
@@ -113,27 +114,29 @@ def _shown(text: bytes) -> str:
 
 
 def _fail_row(
-    path: Path | str, content: bytes, header_bytes: int, columns: Sequence[str], code: int, row: int, column: int
+    path: Path | str, content: bytes, header_bytes: int, names: Sequence[str], code: int, row: int, column: int
 ) -> NoReturn:
     line = content[header_bytes:].split(b"\n", row + 1)[row]
     fields = line.rstrip(b"\r").split(b",")
-    name = columns[min(column, len(columns) - 1)]
+    name = names[min(column, len(names) - 1)]
     field = fields[column] if column < len(fields) else b""
-    number, count = row + 2, len(columns)
+    number, count = row + 2, len(names)
     if code == _BLANK:
-        _fail(path, number, columns[0], "the line is blank, expected a block; remove it if nothing is missing")
+        _fail(path, number, names[0], "the line is blank, expected a block; remove it if nothing is missing")
     if code == _TOO_FEW:
         _fail(path, number, name, f"is missing: expected {count} values, got {len(fields)} in {_shown(line)}")
     if code == _TOO_MANY:
-        _fail(path, number, columns[-1], f"expected {count} values, got {len(fields)} in {_shown(line)}")
+        _fail(path, number, names[-1], f"expected {count} values, got {len(fields)} in {_shown(line)}")
     if code == _TOO_LARGE:
         _fail(path, number, name, f"got {_shown(field)}, which is too large: expected at most {_MOST_NUMBER}")
-    expected = "an id" if name == "id" else f"a whole number from {1 if name == 'size' else 0}"
+    kind = _NAMES[name]
+    expected = "an id" if kind == "id" else f"a whole number from {1 if kind == 'size' else 0}"
     _fail(path, number, name, f"got {_shown(field)}, expected {expected}")
 
 
 def _require_ranges(
     path: Path | str,
+    names: Mapping[str, str],
     starts: NDArray[np.int64],
     stops: NDArray[np.int64],
     sizes: NDArray[np.int64],
@@ -148,14 +151,19 @@ def _require_ranges(
     at = int(np.argmax(wrong))
     start, stop = int(starts[at]), int(stops[at])
     if sizes[at] < 1:
-        _fail(path, at + 2, "size", f"got {sizes[at]}, expected 1 or more; leave out what takes no memory")
+        _fail(path, at + 2, names["size"], f"got {sizes[at]}, expected 1 or more; leave out what takes no memory")
     if stop <= start and ends == "inclusive":
-        _fail(path, at + 2, "end", f"the range is reversed: got [{start}, {stop - 1}], expected an end from {start} on")
+        _fail(
+            path,
+            at + 2,
+            names["end"],
+            f"the range is reversed: got [{start}, {stop - 1}], expected an end from {start} on",
+        )
     if stop <= start:
         what = "empty" if stop == start else "reversed"
         remedy = f"[{start}, {stop}) holds no step; if ends are live too, say --ends inclusive"
-        _fail(path, at + 2, "end", f"the range is {what}, expected an end after the start: {remedy}")
-    _fail(path, at + 2, "size", f"all blocks to here have more than {MOST_BYTES} bytes together; expected less")
+        _fail(path, at + 2, names["end"], f"the range is {what}, expected an end after the start: {remedy}")
+    _fail(path, at + 2, names["size"], f"all blocks to here have more than {MOST_BYTES} bytes together; expected less")
 
 
 def _texts(path: Path | str, content: bytes, spans: NDArray[np.int64]) -> NDArray[Any]:
@@ -168,13 +176,13 @@ def _texts(path: Path | str, content: bytes, spans: NDArray[np.int64]) -> NDArra
     return np.array(texts)
 
 
-def _require_different(path: Path | str, ids: NDArray[Any]) -> None:
+def _require_different(path: Path | str, name: str, ids: NDArray[Any]) -> None:
     order = np.argsort(ids, kind="stable")
     same = ids[order][1:] == ids[order][:-1]
     if same.any():
         again = int(order[1:][same].min())
         first = int(np.flatnonzero(ids == ids[again])[0])
-        _fail(path, again + 2, "id", f"got {ids[again]}, which row {first + 2} has already; expected ids to differ")
+        _fail(path, again + 2, name, f"got {ids[again]}, which row {first + 2} has already; expected ids to differ")
 
 
 @compiled
