@@ -19,7 +19,6 @@ against unplanned in turns. The strategies:
 from __future__ import annotations
 
 import argparse
-import gc
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -28,10 +27,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 from _chen_models import LSTMSizes, RepeatedLSTM, lstm_step, resnet_step
 from _loglog import loglog_svg, slope
 from _measure import outcome, same_bits
+from _processor import processor_seconds
 from _record import load, result_path, store
 
 from memfit import TrainingStep
@@ -237,24 +236,6 @@ def measured(step: TrainingStep, repeats: int) -> dict[str, Any]:
         "predicted_overhead": ours.plan.overhead,
         **bits,
     }
-
-
-def processor_seconds(runs: list[Callable[[], object]], repeats: int) -> list[float]:
-    """Return the least processor seconds of each of several things that run in turns on one thread.
-
-    A machine that does other work besides takes away wall time, but hardly processor time.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    least = [float("inf")] * len(runs)
-    for _ in range(repeats):
-        for which, run in enumerate(runs):
-            gc.collect()
-            start = time.process_time()
-            run()
-            least[which] = min(least[which], time.process_time() - start)
-    torch.set_num_threads(threads)
-    return least
 
 
 def draw(figure: str, found: dict[str, Any], path: Path) -> None:

@@ -18,7 +18,8 @@ import time
 from typing import Any
 
 import torch
-from _record import interleaved_seconds, load, result_path, store
+from _processor import processor_seconds
+from _record import load, result_path, store
 
 from memfit import TrainingStep
 from memfit.capture import capture
@@ -188,8 +189,7 @@ def measure(network: str, time_limit_seconds: float, repeats: int) -> dict[str, 
 
         return once
 
-    seconds = interleaved_seconds([run(step.run_eager), run(theirs), run(ours)], repeats)
-    eager, *planned_seconds = (sorted(each)[len(each) // 2] for each in seconds)
+    eager, *planned_seconds = processor_seconds([run(step.run_eager), run(theirs), run(ours)], repeats)
     return {
         "batch": batch,
         "eager_peak_bytes": figures["memfit"].baseline_peak_bytes,
@@ -217,7 +217,7 @@ def described(network: str, row: dict[str, Any]) -> str:
     if "measured" in row:
         measured = row["measured"]
         words.append(
-            f"measured +{measured['re_forwarding']['overhead']:.1%}, memfit +{measured['memfit']['overhead']:.1%}"
+            f"measured {measured['re_forwarding']['overhead']:+.1%}, memfit {measured['memfit']['overhead']:+.1%}"
         )
     return "; ".join(words)
 
