@@ -32,7 +32,7 @@ from memfit.packing.trace_file import read_trace
 from memfit.packing.traces import made_trace
 
 INSTANCES = ("A.1048576", "B.1048576", "C.1048576", "D.1048576", "resnet50")
-DATA = Path("/work/shared/data/packing")
+DATA = Path(__file__).parents[2] / "shared" / "data" / "packing"  # beside the checkout
 TIME_LIMIT_SECONDS, FIRST_ANSWER_SECONDS = 10.0, 0.1
 SCALES = {1_000: 0.01, 10_000: 0.2, 100_000: 3.0, 1_000_000: 57.0}  # blocks -> seconds; the last leaves the check room
 SEEDS = range(5)
@@ -156,6 +156,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the instances")
     parser.add_argument("--quick", action="store_true", help="made traces of up to 10,000 blocks only")
     words = parser.parse_args()
+    if not words.data.is_dir():
+        sys.exit(f"{words.data} does not exist: say where the instances are with --data FOLDER")
     compiling = compile_seconds()
     print("seconds of compilation:", ", ".join(f"{name} {seconds:.1f}" for name, seconds in compiling.items()))
     for packer in PACKERS:
