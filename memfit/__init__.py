@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from memfit.graph import Graph
     from memfit.plan import Plan, Problem
     from memfit.planners.mirror import mirror
+    from memfit.runtime.arena import arena as arena
     from memfit.runtime.fit import PlannedStep, fit
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "arena": "memfit.runtime.arena",
     "Device": "memfit.device",
     "Graph": "memfit.graph",
     "MemfitError": "memfit.errors",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from memfit.binding import Value
 from memfit.capture import Captured, TrainingStep, capture
 from memfit.capture.torch_private import tree_flatten
 from memfit.capture.whole_step import step_device
-from memfit.errors import GraphBreakError
+from memfit.errors import GraphBreakError, UnsupportedStepError
 from memfit.plan import Plan, Progress
+from memfit.runtime.arena import Arena
 from memfit.runtime.measure import Measurement, measure_step
 from memfit.runtime.parts import PartlyPlannedStep
 from memfit.runtime.planning import (
@@ -47,6 +49,7 @@ def fit(
     seed: int = 0,
     plan: Plan | Path | str | None = None,
     verify: bool = False,
+    arena: bool = False,
     on_stage: Callable[[str], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> PlannedStep | PartlyPlannedStep:
@@ -71,12 +74,15 @@ def fit(
         seed: the same seed and the same limits give the same plan.
         plan: a plan made before (or its file), used instead of searching.
         verify: run one planned and one eager step from the same state and refuse on the first tensor that differs.
+        arena: serve what each call requests from memory that was laid out after the first call of its kind; see
+            `memfit.arena`.
         on_stage, progress: told what is being done, and how the search goes.
 
     Raises:
         InfeasibleBudgetError: no plan fits; carries the least budget found and the least that any plan could reach.
         CaptureError: the step cannot be captured; names the user's line.
         VerificationError: the planned step's bits differ from eager's; names the first differing tensor.
+        ArenaUnavailableError: an arena was asked for and cannot be had, because there is no C++ compiler, say.
         MemfitError: any other bad input; each message says what to do.
 
     Guarantees: outputs, gradients, buffers and random streams are those of the unplanned step, wherever kernels are
@@ -90,6 +96,7 @@ def fit(
         options=options or {},
         time_limit_seconds=time_limit_seconds,
         seed=seed,
+        arena=arena,
         on_stage=on_stage or unheard,
         progress=progress or unheard,
     )
@@ -108,6 +115,11 @@ def fit_step(
     except GraphBreakError as broken:
         if given is not None or not settings.is_in_bytes:
             raise
+        if settings.arena:
+            raise UnsupportedStepError(
+                f"{broken}; a step of several graphs has no arena of its own: leave arena=True out, and wrap the step "
+                "that you get in memfit.arena(step)"
+            ) from broken
         planned = PartlyPlannedStep(step, settings, broken)
     if verify:
         settings.on_stage("verifying against eager")
@@ -131,12 +143,14 @@ class PlannedStep:
     Attributes:
         step: the TrainingStep it carries out.
         settings: the budget and how plans are searched.
+        arena: what serves the calls' requests, if the settings ask for one.
     """
 
     def __init__(self, step: TrainingStep, settings: Settings, plan: Plan | None = None) -> None:
         self.step = step
         self.settings = settings
         self.device = step_device(step.model, step.batch)
+        self.arena = Arena(device=self.device, seed=settings.seed) if settings.arena else None
         self._ready: dict[Any, _Ready] = {}
         self._modules = list(step.model.modules())
         self._parameters = dict(step.model.named_parameters())
@@ -182,7 +196,8 @@ class PlannedStep:
             ready = self._ready[signature] = self._prepare(batch, None)
         leaves = tree_flatten(batch)[0]
         (half,) = ready.prepared.program.halves
-        loss, *gradients = half.function([fetch(leaves) for fetch in ready.fetchers])
+        with nullcontext() if self.arena is None else self.arena.step(key=signature):
+            loss, *gradients = half.function([fetch(leaves) for fetch in ready.fetchers])
         for name, gradient in zip(ready.gradients, gradients, strict=True):
             parameter = self._parameters[name]
             if parameter.grad is None:
@@ -202,7 +217,11 @@ class PlannedStep:
 
     def measure(self, batch: Any = None, *, repeats: int = 3) -> Measurement:
         """Measure peak bytes and seconds of planned and eager steps, interleaved; both leave no trace."""
-        return measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
+        measured = measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
+        if self.arena is None:
+            return measured
+        # The arena was made before the steps that were measured: the recorder saw only what lies outside of it.
+        return replace(measured, peak_bytes=measured.peak_bytes + self.arena.height_bytes)
 
     def _signature(self, batch: Any) -> Any:
         leaves, structure = tree_flatten(batch)

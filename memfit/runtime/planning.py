@@ -33,7 +33,7 @@ class Settings:
     """What a user asks of every plan of a step.
 
     `budget` is text (`6GiB`, `60%`) or bytes; `device` replaces the measured profile of the step's device;
-    `on_stage` hears what is being done, `progress` hears the planner.
+    `arena` serves calls from laid out memory; `on_stage` hears what is being done, `progress` hears the planner.
     """
 
     budget: str | int
@@ -41,6 +41,7 @@ class Settings:
     options: Mapping[str, object] = field(default_factory=dict[str, object])
     time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS
     seed: int = 0
+    arena: bool = False
     device: Device | None = None
     on_stage: Callable[[str], None] = unheard
     progress: Callable[[Progress], None] = unheard

@@ -1,0 +1,141 @@
+// The calls that both devices share; see arena_library.py.
+
+#include "arena_core.cpp"
+
+extern "C" {
+
+void* memfit_arena_create() {
+  memfit::watch_forks();
+  return new memfit::Arena;
+}
+
+void memfit_arena_destroy(void* handle) {
+  auto* arena = static_cast<memfit::Arena*>(handle);
+  memfit::retire(arena->slab);
+  delete arena;
+}
+
+// Gives a number a plan in place of the one it had: bytes as requested, bytes that are there for each, and offsets.
+void memfit_arena_set_plan(
+    void* handle, int64_t id, int64_t count, const int64_t* expected, const int64_t* bytes, const int64_t* offsets) {
+  memfit::Plan plan;
+  plan.expected.assign(expected, expected + count);
+  plan.bytes.assign(bytes, bytes + count);
+  plan.offsets.assign(offsets, offsets + count);
+  for (int64_t at = 0; at < count; ++at) {
+    if (offsets[at] != memfit::kOutlivesStep) {
+      plan.cuts.push_back(offsets[at]);
+      plan.cuts.push_back(offsets[at] + bytes[at]);
+    }
+  }
+  std::sort(plan.cuts.begin(), plan.cuts.end());
+  plan.cuts.erase(std::unique(plan.cuts.begin(), plan.cuts.end()), plan.cuts.end());
+  const auto segment = [&plan](int64_t cut) {
+    return static_cast<uint32_t>(std::lower_bound(plan.cuts.begin(), plan.cuts.end(), cut) - plan.cuts.begin());
+  };
+  for (int64_t at = 0; at < count; ++at) {
+    const bool in_slab = offsets[at] != memfit::kOutlivesStep;
+    plan.first.push_back(in_slab ? segment(offsets[at]) : 0);
+    plan.last.push_back(in_slab ? segment(offsets[at] + bytes[at]) : 0);
+  }
+  static_cast<memfit::Arena*>(handle)->plans[id] = std::move(plan);
+}
+
+void memfit_arena_drop_plan(void* handle, int64_t id) {
+  static_cast<memfit::Arena*>(handle)->plans.erase(id);
+}
+
+// Takes a slab of so many bytes, in place of the one there was. 0: done; 1: there is no memory, and no slab any more.
+int memfit_arena_resize(void* handle, int64_t bytes) {
+  auto* arena = static_cast<memfit::Arena*>(handle);
+  memfit::retire(arena->slab);  // first, so that both are never there at once
+  arena->slab = nullptr;
+  if (bytes == 0) {
+    return 0;
+  }
+  void* owner = nullptr;
+  void* base = memfit::slab_memory(bytes, &owner);
+  if (base == nullptr) {
+    return 1;
+  }
+  arena->slab = new memfit::Slab{static_cast<char*>(base), bytes, owner};
+  return 0;
+}
+
+int64_t memfit_arena_live_blocks(void* handle) {
+  auto* arena = static_cast<memfit::Arena*>(handle);
+  std::lock_guard<std::mutex> guard(memfit::state().mutex);
+  return arena->slab == nullptr ? 0 : arena->slab->live_blocks;
+}
+
+int memfit_arena_owns(void* handle, void* pointer) {
+  auto* slab = static_cast<memfit::Arena*>(handle)->slab;
+  auto* at = static_cast<char*>(pointer);
+  return slab != nullptr && at >= slab->base && at < slab->base + slab->bytes;
+}
+
+// Begins a step with a plan, or without one (-1). 0: begun; 1: a step is running; 2: the plan needs a larger slab.
+int memfit_arena_begin_step(void* handle, int64_t plan_id, uintptr_t origin) {
+  auto* arena = static_cast<memfit::Arena*>(handle);
+  memfit::State& now = memfit::state();
+  std::lock_guard<std::mutex> guard(now.mutex);
+  if (now.running != nullptr) {
+    return 1;
+  }
+  const auto found = arena->plans.find(plan_id);
+  const memfit::Plan* plan = found == arena->plans.end() ? nullptr : &found->second;
+  const int64_t slab_bytes = arena->slab == nullptr ? 0 : arena->slab->bytes;
+  if (plan != nullptr && !plan->cuts.empty() && plan->cuts.back() > slab_bytes) {
+    return 2;
+  }
+  ++now.step;
+  now.running = arena;
+  now.plan = plan;
+  now.on_track = true;
+  now.alive_in_slab = 0;
+  now.other_threads = 0;
+  arena->counts = memfit::Counts{};
+  arena->seen_bytes.clear();
+  arena->seen_ends.clear();
+  if (plan != nullptr) {
+    now.taken.assign((plan->cuts.size() + 63) / 64, 0);
+    if (arena->slab != nullptr && arena->slab->live_blocks != 0) {
+      now.mark_left_behind(arena->slab);
+    }
+  }
+  now.origin = origin;
+  return 0;
+}
+
+// Ends the running step, stores its counts, and gives the number of requests.
+int64_t memfit_arena_end_step(void* handle, int64_t* counts) {
+  auto* arena = static_cast<memfit::Arena*>(handle);
+  memfit::State& now = memfit::state();
+  std::lock_guard<std::mutex> guard(now.mutex);
+  now.origin = 0;
+  now.running = nullptr;
+  now.plan = nullptr;
+  now.interrupted_origin = 0;
+  arena->counts.other_threads = now.other_threads.load();
+  arena->counts.kept = now.alive_in_slab;
+  const auto* first = reinterpret_cast<const int64_t*>(&arena->counts);
+  std::copy(first, first + memfit::kCounts, counts);
+  return static_cast<int64_t>(arena->seen_bytes.size());
+}
+
+// Copies what the last step requested: bytes, and how many requests there had been at the free (-1: it outlived).
+void memfit_arena_seen(void* handle, int64_t* bytes, int64_t* ends) {
+  auto* arena = static_cast<memfit::Arena*>(handle);
+  std::copy(arena->seen_bytes.begin(), arena->seen_bytes.end(), bytes);
+  std::copy(arena->seen_ends.begin(), arena->seen_ends.end(), ends);
+}
+
+void memfit_arena_interrupt() {
+  memfit::state().interrupted_origin = memfit::state().origin.exchange(0);
+}
+
+void memfit_arena_resume() {
+  memfit::state().origin = memfit::state().interrupted_origin;
+}
+
+}  // extern "C"

@@ -1,0 +1,240 @@
+"""The arena's C++ side: built with the system's compiler when it is first used, kept in memfit's cache, called by
+ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from memfit.cost.recorder_build import cache_folder
+from memfit.errors import InvalidFileError, MemfitError
+from memfit.runtime.arena_layout import ArenaPlan, Recording
+
+_FOLDER = Path(__file__).parent
+_SHARED = (_FOLDER / "arena_core.cpp", _FOLDER / "arena_calls.cpp")
+_SOURCES = {"cpu": _FOLDER / "arena.cpp", "cuda": _FOLDER / "arena_cuda.cpp"}
+_LINKED = {"cpu": ("-lc10",), "cuda": ("-ldl",)}
+_FLAGS = ("-O2", "-shared", "-fPIC", "-std=c++20")  # torch's headers ask for C++20 from 2.12 on
+_BUILD_SECONDS = 120
+_FAILURES = {
+    1: "another step already runs in an arena of this process, and steps cannot be nested; end that one first, or use "
+    "one arena around both",
+    3: "the CPU allocator in place has no raw deleter, so that an arena cannot stand in front of it",
+    4: "a CPU allocator of higher priority is in place and stays; an arena cannot stand in front of it",
+}
+_NO_PLAN = -1
+
+
+class ArenaUnavailableError(MemfitError, RuntimeError):
+    """An arena was asked for and cannot be had on this machine; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Requests of one step, or of many.
+
+    Attributes:
+        served: answered from the arena.
+        outliving: ordinary memory, as planned: they were still alive at the end of the step that was recorded.
+        recorded: ordinary memory, because there was no plan yet.
+        unexpected: ordinary memory, because they were larger than planned, or more than planned.
+        occupied: ordinary memory, because something alive had their address.
+        other_threads: ordinary memory, because another thread (on CUDA: another stream) asked.
+        kept: of those served, how many were still alive at the end of their step.
+    """
+
+    served: int = 0
+    outliving: int = 0
+    recorded: int = 0
+    unexpected: int = 0
+    occupied: int = 0
+    other_threads: int = 0
+    kept: int = 0
+
+    @property
+    def not_served(self) -> int:
+        """Requests that should have come from the arena and did not."""
+        return self.unexpected + self.occupied
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
+
+
+@functools.cache
+def load_arena_library(device_type: str) -> ArenaLibrary:
+    """Build the library where the cache lacks it, and return it.
+
+    Raises:
+        ArenaUnavailableError: there is no C++ compiler, or it failed.
+        InvalidFileError: the cache cannot be written.
+    """
+    path = library_path(device_type)
+    if not path.exists():
+        _build(device_type, path)
+    try:
+        return ArenaLibrary(ctypes.PyDLL(str(path)), device_type)
+    except OSError as error:
+        raise ArenaUnavailableError(f"no arena: {path} cannot be loaded: {error}") from error
+
+
+class ArenaLibrary:
+    """Typed calls into the library. A handle is an arena there."""
+
+    def __init__(self, library: ctypes.PyDLL, device_type: str) -> None:
+        self.library = library  # PyDLL: its calls are shorter than letting go of the interpreter's lock
+        handle, number, numbers = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64)
+        prefix = f"memfit_arena_{device_type}"
+        signatures: dict[str, tuple[list[Any], Any]] = {
+            "memfit_arena_create": ([], handle),
+            "memfit_arena_destroy": ([handle], None),
+            "memfit_arena_set_plan": ([handle, number, number, numbers, numbers, numbers], None),
+            "memfit_arena_drop_plan": ([handle, number], None),
+            "memfit_arena_resize": ([handle, number], ctypes.c_int),
+            "memfit_arena_live_blocks": ([handle], number),
+            "memfit_arena_owns": ([handle, handle], ctypes.c_int),
+            "memfit_arena_seen": ([handle, numbers, numbers], None),
+            "memfit_arena_interrupt": ([], None),
+            "memfit_arena_resume": ([], None),
+            f"{prefix}_begin_step": ([handle, number], ctypes.c_int),
+            f"{prefix}_end_step": ([handle, numbers], number),
+        }
+        if device_type == "cpu":
+            signatures |= {
+                "memfit_arena_test_allocate": ([number], handle),
+                "memfit_arena_test_free": ([handle], None),
+                "memfit_arena_time": ([number, numbers], number),
+            }
+        for name, (arguments, result) in signatures.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, result
+        self._begin_step = getattr(library, f"{prefix}_begin_step")
+        self._end_step = getattr(library, f"{prefix}_end_step")
+        self.interrupt = library.memfit_arena_interrupt
+        self.resume = library.memfit_arena_resume
+
+    def create(self) -> int:
+        """Return the handle of a new arena, without memory."""
+        return self.library.memfit_arena_create()
+
+    def destroy(self, handle: int) -> None:
+        """Give the arena's memory back, once the last tensor in it is gone."""
+        self.library.memfit_arena_destroy(handle)
+
+    def begin_step(self, handle: int, plan: int | None) -> None:
+        """Begin a step of the calling thread.
+
+        Raises:
+            ArenaUnavailableError: another step runs, or the allocator in place cannot be stood in front of.
+        """
+        failure = self._begin_step(handle, _NO_PLAN if plan is None else plan)
+        if failure:
+            raise ArenaUnavailableError(f"this step cannot run in an arena: {_FAILURES[failure]}")
+
+    def end_step(self, handle: int) -> tuple[Counts, int]:
+        """End the step; return its counts, and how many requests it made."""
+        names = [field.name for field in fields(Counts)]
+        counts = (ctypes.c_int64 * len(names))()
+        requests = self._end_step(handle, counts)
+        return Counts(**dict(zip(names, counts, strict=True))), requests
+
+    def seen(self, handle: int, requests: int) -> Recording:
+        """Return what the last step requested."""
+        sizes, ends = np.empty(requests, np.int64), np.empty(requests, np.int64)
+        self.library.memfit_arena_seen(handle, as_pointer(sizes), as_pointer(ends))
+        return Recording(sizes_bytes=sizes, ends=ends)
+
+    def set_plan(self, handle: int, number: int, plan: ArenaPlan) -> None:
+        """Give the arena a plan, in place of the one that had this number."""
+        arrays = [plan.recording.sizes_bytes, plan.sizes_bytes, plan.offsets_bytes]
+        arrays = [np.ascontiguousarray(array, np.int64) for array in arrays]
+        self.library.memfit_arena_set_plan(handle, number, len(arrays[0]), *map(as_pointer, arrays))
+
+    def drop_plan(self, handle: int, plan: int) -> None:
+        """Forget a plan."""
+        self.library.memfit_arena_drop_plan(handle, plan)
+
+    def resize(self, handle: int, bytes_: int) -> bool:
+        """Give the arena this much memory in place of what it had; whether there was so much."""
+        return not self.library.memfit_arena_resize(handle, bytes_)
+
+    def live_blocks(self, handle: int) -> int:
+        """Return how many tensors lie in the arena's memory."""
+        return self.library.memfit_arena_live_blocks(handle)
+
+    def owns(self, handle: int, address: int) -> bool:
+        """Whether an address lies in the arena's memory."""
+        return bool(self.library.memfit_arena_owns(handle, address))
+
+
+def as_pointer(array: NDArray[np.int64]) -> ctypes.Array[ctypes.c_int64]:
+    """Return the array's memory as ctypes takes it; the array has to stay alive meanwhile."""
+    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_int64))  # pyright: ignore[reportReturnType]
+
+
+def library_path(device_type: str) -> Path:
+    """Return where the library of a device is, or will be."""
+    sources = b"".join(path.read_bytes() for path in (*_SHARED, _SOURCES[device_type]))
+    digest = hashlib.sha256(sources + " ".join(_FLAGS).encode()).hexdigest()[:16]
+    abi = f"cxx11abi{torch.compiled_with_cxx11_abi():d}-{platform.machine()}"
+    return cache_folder() / f"torch-{torch.__version__}-{digest}-{abi}" / f"arena_{device_type}.so"
+
+
+def _compiler() -> str:
+    wanted = os.environ.get("CXX")
+    for name in [wanted] if wanted else ["c++", "g++", "clang++"]:
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    raise ArenaUnavailableError(
+        f"no arena: there is no C++ compiler ({wanted or 'c++, g++ or clang++'}) on the PATH; install one, name one "
+        "with CXX, or go without an arena: nothing else in memfit needs it"
+    )
+
+
+def _build(device_type: str, path: Path) -> None:
+    compiler = _compiler()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            unfinished = Path(folder) / path.name
+            _compile(compiler, device_type, unfinished)
+            unfinished.replace(path)
+    except OSError as error:
+        raise InvalidFileError(
+            f"{path.parent}: no room for the arena's library: {error.strerror}; set MEMFIT_CACHE to another folder"
+        ) from error
+
+
+def _compile(compiler: str, device_type: str, output: Path) -> None:
+    torch_folder = Path(torch.__file__).parent
+    command = [
+        compiler,
+        *_FLAGS,
+        f"-D_GLIBCXX_USE_CXX11_ABI={torch.compiled_with_cxx11_abi():d}",
+        f"-I{torch_folder / 'include'}",
+        str(_SOURCES[device_type]),
+        f"-L{torch_folder / 'lib'}",
+        *_LINKED[device_type],
+        "-o",
+        str(output),
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ArenaUnavailableError(f"no arena: {compiler} took more than {_BUILD_SECONDS} s") from error
+    if done.returncode:
+        complaints = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
+        raise ArenaUnavailableError(f"no arena: {compiler} failed: {complaints[0].strip()}")
