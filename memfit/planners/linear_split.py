@@ -84,8 +84,8 @@ def linear_chain(vertices: Vertices) -> tuple[list[int], list[int]]:
 def solve_chain(cost_bytes: Sequence[int], between_bytes: Sequence[int] | None = None) -> SplitCost:
     """Return the split of a chain that is optimal by equation 1; the first and the last vertex are always stored.
 
-        >>> solve_chain([0, 1, 1, 1, 1, 0]).stored
-        (0, 2, 5)
+        >>> solve_chain([0, 1, 1, 1, 0]).stored
+        (0, 2, 4)
 
     For each bound C on the re-forwards the least stored bytes f(C) are a shortest path in the accessibility graph,
     found in O(N) because what is reachable is a window that moves along the chain. f falls as C grows, so that an
