@@ -21,6 +21,9 @@ from memfit.schedule import Schedule
 FORMAT = "memfit-plan"
 VERSION = 1
 
+INTERRUPTED = "interrupted"
+"""The key of `Result.stats` that says that Ctrl-C ended the search."""
+
 
 class Status(enum.StrEnum):
     """How planning ended; `remedy` says what a user can do about it."""

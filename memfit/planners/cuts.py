@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from ortools.graph.python import max_flow
 
 from memfit.device import Device
 from memfit.graph import Graph
@@ -228,6 +227,8 @@ def _pairs(of_ops: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
 
 def _minimum_cut(tails: Integers, heads: Integers, capacities: Integers, source: int) -> tuple[int, Flags]:
     """Return the value of the minimum cut between `source` and the node behind it, and bool[nodes]: its near side."""
+    from ortools.graph.python import max_flow  # a tenth of a second, which `import memfit.planners` need not pay
+
     flow: Any = max_flow.SimpleMaxFlow()  # ortools leaves its arrays' types out
     flow.add_arcs_with_capacity(tails, heads, capacities)
     status = flow.solve(source, source + 1)

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from memfit.graph import Graph, Phase
-from memfit.plan import Problem, Progress, Result
+from memfit.plan import INTERRUPTED, Problem, Progress, Result
 from memfit.planners.anneal_run import AnnealRun, warm_up
 from memfit.planners.bounds import least_seconds_again
 from memfit.planners.cuts import Bound, Cut
@@ -110,11 +110,13 @@ class _Search:
 
     def run(self) -> Searched:
         self._look_at(self.everything)
+        stats: dict[str, float] = {}
         try:
             self._search()
         except KeyboardInterrupt:  # the best so far is the answer; whoever called knows of the interruption
             self.stop.set()
             self._take_over()
+            stats[INTERRUPTED] = 1.0
         chosen, windows = self.best or self.least
         result = make_result(
             self.problem,
@@ -123,7 +125,7 @@ class _Search:
             started_seconds=self.started_seconds,
             least_found_bytes=self.least[0].peak_bytes,
             again=self.bound,
-            stats={"moves": float(self.moves)},
+            stats={**stats, "moves": float(self.moves)},
         )
         return Searched(result=result, windows=windows)
 

@@ -15,9 +15,10 @@ from memfit.capture import Captured
 from memfit.cost import local_device, measure
 from memfit.device import Device
 from memfit.errors import PlanMismatchError
-from memfit.plan import Plan, Problem, Progress
+from memfit.plan import INTERRUPTED, Plan, Problem, Progress
 from memfit.planners import make_planner
 from memfit.planners.ask import require_plan, unplanned_peak_bytes
+from memfit.runtime.kept_plans import keep_plan, plan_path, read_plan
 from memfit.runtime.program import Program, make_program
 
 DEFAULT_PLANNER = "auto"
@@ -104,24 +105,30 @@ def prepare(
 
 
 def make_plan(captured: Captured, settings: Settings, bytes_outside: int = 0) -> Plan:
-    """Ask the settings' planner for a plan of a measured graph."""
+    """Return the plan of a measured graph that was kept on disk, or ask the settings' planner for one, and keep it."""
     device = settings.device or local_device(captured.binding.device)
     graph = captured.graph
     planner = make_planner(settings.planner, **settings.options)
     budget_bytes = parse_budget(settings.budget, unplanned_peak_bytes(graph, device, bytes_outside))
-    settings.on_stage("searching a plan")
-    result = planner.plan(
-        Problem(
-            graph=graph,
-            device=device,
-            budget_bytes=budget_bytes,
-            bytes_outside=bytes_outside,
-            time_limit_seconds=settings.time_limit_seconds,
-            seed=settings.seed,
-            progress=settings.progress,
-        )
+    problem = Problem(
+        graph=graph,
+        device=device,
+        budget_bytes=budget_bytes,
+        bytes_outside=bytes_outside,
+        time_limit_seconds=settings.time_limit_seconds,
+        seed=settings.seed,
+        progress=settings.progress,
     )
-    return require_plan(result, graph, budget_bytes, settings.planner)
+    path = plan_path(problem, planner)
+    kept = read_plan(path)
+    if kept is not None:
+        return kept
+    settings.on_stage("searching a plan")
+    result = planner.plan(problem)
+    plan = require_plan(result, graph, budget_bytes, settings.planner)
+    if INTERRUPTED not in result.stats:
+        keep_plan(plan, path)
+    return plan
 
 
 def require_usable(plan: Plan, captured: Captured) -> None:

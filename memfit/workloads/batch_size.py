@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
+from memfit.capture.torch_private import tree_flatten, tree_map
 from memfit.capture.training_step import TrainingStep
 from memfit.errors import InvalidTargetError
 from memfit.workloads.registry import WORKLOADS, OptionValue
@@ -25,7 +25,7 @@ def batch_size(step: TrainingStep) -> int:
     Raises:
         InvalidTargetError: the batch has no tensors, or their first dimensions differ.
     """
-    tensors = [leaf for leaf in tree_leaves(step.batch) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_flatten(step.batch)[0] if isinstance(leaf, torch.Tensor)]
     sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
     if len(sizes) != 1 or None in sizes:
         found = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "none"
