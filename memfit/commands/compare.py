@@ -29,18 +29,21 @@ memfit compare step.graph.json.gz --json
 """
 
 
+_Planners = Annotated[
+    str,
+    typer.Option(
+        "--planners",
+        "-p",
+        metavar="NAMES",
+        help="all, or names with commas: planners, torch:dp, torch:greedy, torch:ilp, checkpoint:block, "
+        "checkpoint:stage.",
+    ),
+]
+
+
 def compare(
     target: options.Target,
-    planners: Annotated[
-        str,
-        typer.Option(
-            "--planners",
-            "-p",
-            metavar="NAMES",
-            help="all, or names with commas: planners, torch:dp, torch:greedy, torch:ilp, checkpoint:block, "
-            "checkpoint:stage.",
-        ),
-    ] = "all",
+    planners: _Planners = "all",
     budgets: Annotated[
         int,
         typer.Option(
