@@ -409,3 +409,13 @@ sys.exit(main(sys.argv[1:]))
     assert json.loads(out)["predicted"]["peak_bytes"] <= json.loads(out)["budget_bytes"]
     assert Plan.load(plan_file).predicted.peak_bytes == json.loads(out)["predicted"]["peak_bytes"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["long.graph.json", "long.plan.json", "started"]
+
+
+def test_a_frontier_is_monotone(run: Run, graph_file: Path) -> None:
+    status, out, _ = run("plan", graph_file, "--budget", "80%", "--time-limit", 0.2, "--frontier", 4, "--json")
+    points = _json(out)["frontier"]
+    overheads = [point["overhead"] for point in points if point["overhead"] is not None]
+    assert status == 0
+    assert len(points) == 4
+    assert points[0]["overhead"] == 0.0
+    assert overheads == sorted(overheads)

@@ -140,21 +140,20 @@ def write_report(
     plan: Plan, path: Path, curve_points: int, search: Search, work: Work, measured: Measured | None = None
 ) -> None:
     """Write the HTML report of `plan`, with a trade-off curve of so many points around it."""
-    curve = trade_off(plan, curve_points, search, work)
+    curve = trade_off(plan, curve_points, search.time_limit_seconds / max(curve_points, 1), search, work)
     work.stage("writing the report")
     write_html(plan, path, curve=curve, measured=measured)
 
 
-def trade_off(plan: Plan, points: int, search: Search, work: Work) -> list[CurvePoint]:
-    """Return what `search` reaches at `points` budgets, evenly from the unplanned peak down to the proved bound.
+def trade_off(plan: Plan, points: int, each_seconds: float, search: Search, work: Work) -> list[CurvePoint]:
+    """Return what is reached at `points` budgets, evenly from the unplanned peak down to the proved bound.
 
-    All points together take as long as the search of one plan may take.
+    A larger budget never gives a slower plan. `each_seconds` is the time limit of each point's search.
     """
     highest, lowest = plan.unplanned.peak_bytes, plan.bounds.least_budget_bound_bytes
     if points == 0 or highest <= lowest:
         return []
     budgets = [highest - (highest - lowest) * step // max(points - 1, 1) for step in range(points)]
-    each_seconds = search.time_limit_seconds / points
     work.stage("drawing the trade-off curve", expected_seconds=each_seconds)
     problem = Problem(
         graph=plan.graph,

@@ -55,7 +55,8 @@ def report(
             write(loaded, path, curve, search, work)
         parts = (rows_table({str(path): "written" for path in files}),)
         if not files:
-            parts = (explain(loaded, curve=trade_off(loaded, curve, search, work)),)
+            each_seconds = search.time_limit_seconds / max(curve, 1)
+            parts = (explain(loaded, curve=trade_off(loaded, curve, each_seconds, search, work)),)
     keys = {"files": [str(path) for path in files]}
     return deliver(Answer(target=str(plan), device=loaded.device.name, keys=keys, parts=parts), as_json=as_json)
 
