@@ -53,7 +53,7 @@ def build(
     boundary_position -= sum(call is None for call in fused[:boundary_position])
     calls, position = _live_calls([call for call in fused if call is not None], kept, boundary_position)
     for call in calls:
-        if "c10d" in str(call.target):
+        if "c10d" in getattr(call.target, "namespace", ""):
             raise UnsupportedStepError(
                 f"{call.module or 'the step'} runs the collective {call.target}; memfit does not plan across ranks yet"
             )

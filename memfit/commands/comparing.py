@@ -12,6 +12,7 @@ from memfit.errors import InvalidOptionError, InvalidTargetError, MemfitError
 from memfit.graph import Graph
 from memfit.plan import Plan, Prediction, Problem, Result
 from memfit.planners import PLANNERS, make_planner
+from memfit.planners.auto import Auto
 from memfit.planners.bounds import least_budget_bound
 from memfit.planners.frontier import plan_frontier
 from memfit.planners.knapsack import plan_knapsack
@@ -129,9 +130,9 @@ def _points(name: str, problem: Problem, budgets: list[int], resolved: TrainingS
 
 
 def _results(name: str, problem: Problem, budgets: list[int]) -> list[Result]:
-    if name == "search":
-        return plan_frontier(problem, budgets)
     planner = make_planner(name)
+    if isinstance(planner, Auto | Search):
+        return plan_frontier(problem, budgets, planner=planner)
     return [planner.plan(replace(problem, budget_bytes=budget)) for budget in budgets]
 
 

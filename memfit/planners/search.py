@@ -208,7 +208,8 @@ class _Search:
 
         def promise(item: tuple[Evaluation, Windows]) -> float:
             evaluation, _ = item
-            return evaluation.seconds / self.unplanned_seconds + max(0.0, evaluation.peak_bytes / budget_bytes - 1.0)
+            seconds = evaluation.seconds / max(self.unplanned_seconds, 1e-12)
+            return seconds + max(0.0, evaluation.peak_bytes / budget_bytes - 1.0)
 
         return [each for _, each in sorted(found, key=promise)]
 
