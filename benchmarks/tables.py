@@ -159,6 +159,26 @@ def gpu(stored: Stored) -> str:
     return _table(head, rows, "Real sizes; the figure is torch.cuda.max_memory_allocated.", stored)
 
 
+def published(stored: Stored) -> str:
+    """Plans of graphs by others, beside what their own systems reached."""
+    head = ["graph", "budget, bytes", "planned seconds", "overhead", "proved bound", "published overhead", "plan, s"]
+    rows = [
+        [
+            name,
+            f"{point['budget_bytes']:,}",
+            f"{point['seconds']:.5f}",
+            f"{point['overhead']:.3%}",
+            f"{point['bound']:.3%}",
+            f"{point['published_overhead']:.3%}",
+            f"{point['plan_seconds']:.0f}",
+        ]
+        for name, payload in stored.items()
+        for point in payload["points"]
+        if "overhead" in point
+    ]
+    return _table(head, rows, "All predicted: a replay of the schedule. The bound holds for any order of ops.", stored)
+
+
 TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     "compare": ("compare_baselines", compare),
     "targets": ("compare_baselines", targets),
@@ -169,6 +189,7 @@ TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     "rivals": ("torch_baselines", rivals),
     "baselines": ("torch_baselines", baselines),
     "gpu": ("gpu", gpu),
+    "published": ("plan_shared_graphs", published),
 }
 """Each table by name: the script whose results it shows, and what renders it."""
 
@@ -181,6 +202,8 @@ def results_of(script: str, machine: str) -> Stored:
     if script == "gpu":
         paths = sorted(RESULTS.glob("*/gpu.json"))
         found = {path.parent.name: path for path in paths}
+    elif script == "plan_shared_graphs":
+        found = {path.stem: path for path in sorted((RESULTS / machine / script).glob("*.json"))}
     else:
         found = {workload: RESULTS / machine / script / f"{workload}.json" for workload in WORKLOADS}
     documents = {name: load(path) for name, path in found.items() if path.exists()}

@@ -17,6 +17,7 @@ from memfit.planners.bounds import least_budget_bound
 from memfit.planners.frontier import plan_frontier
 from memfit.planners.knapsack import plan_knapsack
 from memfit.planners.result import predict, unplanned_schedule
+from memfit.planners.search import Search
 from memfit.report.comparison import ComparedPoint
 from memfit.report.figures import Measured
 from memfit.schedule import Schedule
