@@ -11,7 +11,7 @@ import numpy as np
 
 from memfit.planners.course import draw, file_gap, sort_turning
 from memfit.planners.kernels import compiled, entry_point
-from memfit.planners.moves import give, propose
+from memfit.planners.moves import propose
 from memfit.planners.spans import peak_stage, settle_bytes, weigh
 from memfit.planners.stages import commit, settle, take_back
 
@@ -39,25 +39,6 @@ def anneal(tables: Any, state: Any, course: Any, moves: int, cooling: float) -> 
         if totals.tried % _ADAPT_EVERY == 0:
             totals.penalty *= _SOFTER if totals.peak_bytes <= totals.aim_bytes else _STIFFER
             totals.cost = state.totals[0].seconds + totals.penalty * totals.excess
-    finish(state, course)
-
-
-@entry_point
-def sweep(tables: Any, state: Any, course: Any, gaps: Any) -> None:
-    """Toggle each of `gaps` in turn, and keep what lowers the cost: a descent at one price for bytes."""
-    begin(state, course)
-    totals = course.totals[0]
-    totals.temperature = 0.0
-    for index in range(len(gaps)):
-        gap = gaps[index]
-        totals.tried += 1
-        totals.changes = 0
-        if state.gaps[gap].release < state.gaps[gap].hold:
-            give(tables, state, course, gap, 0, 0)
-        else:
-            give(tables, state, course, gap, tables.gaps[gap].start, tables.gaps[gap].start + 1)
-        if totals.changes > 0 and judge(tables, state, course):
-            totals.accepted += 1
     finish(state, course)
 
 

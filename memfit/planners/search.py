@@ -95,6 +95,7 @@ class _Search:
         self.program = build_program(problem, update_at_once_order(problem.graph))
         self.everything = keep_everything(self.program)
         self.random = np.random.default_rng(problem.seed)
+        problem.progress(Progress(elapsed_seconds=0.0, message="compiling the search, once on a machine"))
         warm_up(self.program, self.everything)
         self.started_seconds = problem.clock()
         self.unplanned_seconds = float(self.program.tables.positions["seconds"].sum())
