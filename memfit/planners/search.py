@@ -95,7 +95,8 @@ class _Search:
         self.program = build_program(problem, update_at_once_order(problem.graph))
         self.everything = keep_everything(self.program)
         self.random = np.random.default_rng(problem.seed)
-        problem.progress(Progress(elapsed_seconds=0.0, message="compiling the search, once on a machine"))
+        compiling = "compiling the search, once on a machine"
+        problem.progress(Progress(elapsed_seconds=0.0, best_overhead=None, best_peak_bytes=None, message=compiling))
         warm_up(self.program, self.everything)
         self.started_seconds = problem.clock()
         self.unplanned_seconds = float(self.program.tables.positions["seconds"].sum())
