@@ -343,9 +343,9 @@ def _library_for(device: torch.device) -> ArenaLibrary:
     if device.type not in ALIGNMENT_BYTES:
         raise InvalidDeviceError(f"there is no arena on device '{device}': expected cpu or cuda")
     if device.type == "cuda":
-        from memfit.runtime.arena_cuda import cuda_library
+        from memfit.runtime.arena_cuda import library_on
 
-        return cuda_library(device)
+        return library_on(device)
     return load_arena_library("cpu")
 
 

@@ -108,11 +108,17 @@ class ArenaLibrary:
             "memfit_arena_seen": ([handle, numbers, numbers], None),
             "memfit_arena_interrupt": ([], None),
             "memfit_arena_resume": ([], None),
-            f"{prefix}_begin_step": ([handle, number], ctypes.c_int),
             f"{prefix}_end_step": ([handle, numbers], number),
         }
-        if device_type == "cpu":
+        if device_type == "cuda":
             signatures |= {
+                "memfit_arena_cuda_prepare": ([ctypes.c_int], ctypes.c_int),
+                "memfit_arena_cuda_begin_step": ([handle, number, ctypes.c_int, handle], ctypes.c_int),
+                "memfit_arena_cuda_on_stream": ([handle], None),
+            }
+        else:
+            signatures |= {
+                "memfit_arena_cpu_begin_step": ([handle, number], ctypes.c_int),
                 "memfit_arena_test_allocate": ([number], handle),
                 "memfit_arena_test_free": ([handle], None),
                 "memfit_arena_time": ([number, numbers], number),
@@ -120,7 +126,6 @@ class ArenaLibrary:
         for name, (arguments, result) in signatures.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, result
-        self._begin_step = getattr(library, f"{prefix}_begin_step")
         self._end_step = getattr(library, f"{prefix}_end_step")
         self.interrupt = library.memfit_arena_interrupt
         self.resume = library.memfit_arena_resume
@@ -139,9 +144,12 @@ class ArenaLibrary:
         Raises:
             ArenaUnavailableError: another step runs, or the allocator in place cannot be stood in front of.
         """
-        failure = self._begin_step(handle, _NO_PLAN if plan is None else plan)
+        failure = self._begin(handle, _NO_PLAN if plan is None else plan)
         if failure:
             raise ArenaUnavailableError(f"this step cannot run in an arena: {_FAILURES[failure]}")
+
+    def _begin(self, handle: int, plan: int) -> int:
+        return self.library.memfit_arena_cpu_begin_step(handle, plan)
 
     def end_step(self, handle: int) -> tuple[Counts, int]:
         """End the step; return its counts, and how many requests it made."""

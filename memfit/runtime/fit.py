@@ -150,7 +150,7 @@ class PlannedStep:
         self.step = step
         self.settings = settings
         self.device = step_device(step.model, step.batch)
-        self.arena = Arena(device=self.device, seed=settings.seed) if settings.arena else None
+        self.arena = _arena_for(self.device, settings)
         self._ready: dict[Any, _Ready] = {}
         self._modules = list(step.model.modules())
         self._parameters = dict(step.model.named_parameters())
@@ -248,6 +248,18 @@ class PlannedStep:
             fetchers=tuple(make_fetchers(self.step.model, captured.binding.residents, half.takes)),
             gradients=tuple(name.removeprefix(_GRADIENT) for name in names[1:]),
         )
+
+
+def _arena_for(device: torch.device, settings: Settings) -> Arena | None:
+    if not settings.arena:
+        return None
+    if device.type != "cpu":
+        raise UnsupportedStepError(
+            f"arena=True is for planned steps on a CPU, this one is on {device}: there memfit measures with the "
+            "statistics of torch's own allocator, which an arena replaces; leave it out, or use memfit.arena around an "
+            "eager step"
+        )
+    return Arena(device=device, seed=settings.seed)
 
 
 def _leaf_signature(leaf: Any) -> Any:
