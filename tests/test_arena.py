@@ -559,3 +559,38 @@ def test_a_fork_in_the_middle_of_a_step() -> None:
             assert os.waitpid(child, 0)[1] == 0
             kib(1)
         assert arena.last_step.served == 1
+
+
+def test_a_recorder_that_is_installed_in_the_middle_of_a_step() -> None:
+    """It stands in front of the arena from then on, so it counts all that is requested."""
+    code = """
+import torch, memfit
+from memfit.cost.recorder import allocated_bytes, record
+arena = memfit.arena()
+for number in range(4):
+    with arena.step():
+        first = torch.empty(1000)
+        if number == 1:
+            allocated_bytes("cpu")
+        second = torch.empty(500)
+        del first, second
+    print(arena.last_step.served)
+with record("cpu") as usage, arena.step():
+    first = torch.empty(1000)
+    with record("cpu") as inner:
+        second = torch.empty(500)
+    del first, second
+print(usage.peak_bytes, inner.peak_bytes, arena.last_step.served, arena.not_served)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "2", "2", "2", "6000", "2000", "2", "0"]
+
+
+def test_numbers_among_the_arguments_do_not_matter_but_shapes_do() -> None:
+    with memfit.arena(lambda tensor, number, *, flag: (tensor + number).sum()) as arena:
+        for number in range(5):
+            arena(kib(1), number, flag=number % 2 == 0)
+        arena(kib(2), 0, flag=True)
+        assert len(arena.plans) == 2
+        assert arena.not_served == 0
