@@ -588,7 +588,7 @@ print(usage.peak_bytes, inner.peak_bytes, arena.last_step.served, arena.not_serv
 
 
 def test_numbers_among_the_arguments_do_not_matter_but_shapes_do() -> None:
-    with memfit.arena(lambda tensor, number, *, flag: (tensor + number).sum()) as arena:
+    with memfit.arena(lambda tensor, number, *, flag: (tensor + number * flag).sum()) as arena:
         for number in range(5):
             arena(kib(1), number, flag=number % 2 == 0)
         arena(kib(2), 0, flag=True)

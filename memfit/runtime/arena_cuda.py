@@ -17,7 +17,7 @@ class CudaArenaLibrary(ArenaLibrary):
 
     def __init__(self, library: ctypes.PyDLL, index: int) -> None:
         super().__init__(library, "cuda")
-        self._index = index
+        self.index = index
         self._streams: dict[int, int] = {}
 
     def destroy(self, handle: int) -> None:
@@ -26,14 +26,14 @@ class CudaArenaLibrary(ArenaLibrary):
         super().destroy(handle)
 
     def _begin(self, handle: int, plan: int) -> int:
-        stream = torch.cuda.current_stream(self._index).cuda_stream
+        stream = torch.cuda.current_stream(self.index).cuda_stream
         # Memory that one stream lets go of must not be another's before the first has got so far.
         if self._streams.setdefault(handle, stream) != stream:
             raise ArenaUnavailableError(
                 "this step runs on another CUDA stream than the arena's first step; make an arena for each stream"
             )
         self.library.memfit_arena_cuda_on_stream(stream)
-        return self.library.memfit_arena_cuda_begin_step(handle, plan, self._index, stream)
+        return self.library.memfit_arena_cuda_begin_step(handle, plan, self.index, stream)
 
 
 def library_on(device: torch.device) -> CudaArenaLibrary:
