@@ -407,3 +407,32 @@ def test_a_step_that_looks_at_values_is_planned_in_parts(caplog: pytest.LogCaptu
     with pytest.raises(GraphBreakError, match="with a budget in bytes"):
         memfit.fit(model, cross_entropy, eager.batch, budget="60%")
     torch.compiler.reset()
+
+
+def test_a_first_step_over_its_budget_is_planned_again_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step takes 64 KiB more than its ops were measured to take, as a library's workspace may."""
+    planned, eager = planned_and_eager("conv", make_sgd, Settings(budget="100%", time_limit_seconds=0.5))
+    asked_bytes, run = planned.plan.budget_bytes, planned._run
+
+    def hungry(*args: Any) -> torch.Tensor:
+        workspace = torch.empty(64 << 10, dtype=torch.uint8)
+        loss = run(*args)
+        del workspace
+        return loss
+
+    monkeypatch.setattr(planned, "_run", hungry)
+    with caplog.at_level("WARNING"):
+        step_both(planned, eager, conv_batch())
+    assert "later steps run a plan made for" in caplog.text
+    assert planned.plan.budget_bytes < asked_bytes - (50 << 10)
+    batch = conv_batch()
+    before = resident_bytes(planned, batch)
+    torch.manual_seed(1)
+    with record("cpu") as usage:
+        planned(batch)
+    assert before + usage.peak_bytes <= asked_bytes
+    torch.manual_seed(1)
+    eager.run_eager(batch)
+    assert_same(planned, eager)

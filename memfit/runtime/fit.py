@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -12,13 +13,15 @@ from typing import Any
 import torch
 
 from memfit.binding import Value
+from memfit.budget import format_bytes
 from memfit.capture import Captured, TrainingStep, capture
 from memfit.capture.torch_private import tree_flatten
 from memfit.capture.whole_step import step_device
-from memfit.errors import GraphBreakError, UnsupportedStepError
+from memfit.cost.recorder import record
+from memfit.errors import GraphBreakError, InfeasibleBudgetError, TimeLimitError, UnsupportedStepError
 from memfit.plan import Plan, Progress
 from memfit.runtime.arena import Arena
-from memfit.runtime.measure import Measurement, measure_step
+from memfit.runtime.measure import Measurement, measure_step, resident_bytes
 from memfit.runtime.parts import PartlyPlannedStep
 from memfit.runtime.planning import (
     DEFAULT_PLANNER,
@@ -32,6 +35,8 @@ from memfit.runtime.residents import Fetch, make_fetchers
 from memfit.runtime.verify import require_same
 
 _GRADIENT = "grad:"
+
+_log = logging.getLogger(__name__)
 
 
 def fit(
@@ -138,7 +143,8 @@ class PlannedStep:
     """A training step inside its budget: call it with a batch, get the loss.
 
     A batch of another shape, a model switched between train and eval, gradients that are there already: each gets a
-    plan of its own within the same budget the first time, and that plan is kept.
+    plan of its own within the same budget the first time, and that plan is kept. The first step of each plan is
+    measured: where it takes more than its budget, a warning says so, and the plan is made again for as much less.
 
     Attributes:
         step: the TrainingStep it carries out.
@@ -152,6 +158,7 @@ class PlannedStep:
         self.device = step_device(step.model, step.batch)
         self.arena = _arena_for(self.device, settings)
         self._ready: dict[Any, _Ready] = {}
+        self._measured: set[Any] = set()  # signatures whose first step was measured against the budget
         self._modules = list(step.model.modules())
         self._parameters = dict(step.model.named_parameters())
         self._first = self._prepare(step.batch, plan)
@@ -194,6 +201,16 @@ class PlannedStep:
         ready = self._ready.get(signature)
         if ready is None:
             ready = self._ready[signature] = self._prepare(batch, None)
+        if signature in self._measured or self.arena is not None:
+            return self._run(ready, batch, signature)
+        resident = resident_bytes(self, batch)  # before a first step that creates the optimizer's state
+        with record(self.device) as usage:
+            loss = self._run(ready, batch, signature)
+        self._measured.add(signature)
+        self._correct(ready, batch, signature, resident + usage.peak_bytes)
+        return loss
+
+    def _run(self, ready: _Ready, batch: Any, signature: Any) -> torch.Tensor:
         leaves = tree_flatten(batch)[0]
         (half,) = ready.prepared.program.halves
         with nullcontext() if self.arena is None else self.arena.step(key=signature):
@@ -206,6 +223,29 @@ class PlannedStep:
             # A scheduler warns where the optimizer's own `step` was not called; ours ran it parameter by parameter.
             self.step.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         return loss
+
+    def _correct(self, ready: _Ready, batch: Any, signature: Any, measured_bytes: int) -> None:
+        """Plan again where the first step of a plan took more than its budget: by as much less as it was mispredicted.
+
+        A library may choose other workspaces when it runs than when its ops were measured.
+        """
+        plan = ready.prepared.plan
+        if measured_bytes <= plan.budget_bytes:
+            return
+        aim_bytes = plan.budget_bytes - (measured_bytes - plan.predicted.peak_bytes)
+        took = (
+            f"the first step took {format_bytes(measured_bytes)}, more than its budget of "
+            f"{format_bytes(plan.budget_bytes)} and the {format_bytes(plan.predicted.peak_bytes)} that were predicted"
+        )
+        try:
+            corrected = self._prepare(batch, None, self.settings.within(max(1, aim_bytes)))
+        except (InfeasibleBudgetError, TimeLimitError) as error:
+            _log.warning("%s; a plan that allows for it was not found: %s", took, error)
+            return
+        _log.warning("%s; later steps run a plan made for %s", took, format_bytes(aim_bytes))
+        self._ready[signature] = corrected
+        if ready is self._first:
+            self._first = corrected
 
     def verify(self, batch: Any = None) -> None:
         """Run one eager and one planned step from the same state; both leave no trace.
@@ -232,13 +272,13 @@ class PlannedStep:
             tuple((p.requires_grad, p.grad is None) for p in self._parameters.values()),
         )
 
-    def _prepare(self, batch: Any, plan: Plan | None) -> _Ready:
+    def _prepare(self, batch: Any, plan: Plan | None, settings: Settings | None = None) -> _Ready:
         started = time.perf_counter()
         self.settings.on_stage("capturing the step")
         captured = capture(self.step, batch)
         capture_seconds = time.perf_counter() - started
         outputs: list[Value] = list(captured.binding.outputs.values())
-        prepared = prepare(captured, self.settings, outputs=[outputs], plan=plan)
+        prepared = prepare(captured, settings or self.settings, outputs=[outputs], plan=plan)
         prepared = prepared.with_seconds(capture=capture_seconds)
         (half,) = prepared.program.halves
         names = tuple(captured.binding.outputs)
