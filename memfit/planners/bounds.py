@@ -33,7 +33,7 @@ def prove_bounds(
     )
 
 
-def least_seconds_again(problem: Problem) -> Bound:
+def least_seconds_again(problem: Problem, *, until_seconds: float | None = None) -> Bound:
     """Return what every schedule within the budget spends on computing ops again, in any order of ops.
 
     Proof. Consider the moment at which some op t is computed for the first time. All ancestors of t have been computed
@@ -44,7 +44,8 @@ def least_seconds_again(problem: Problem) -> Bound:
     of R once more. Any K and R with these properties cost at least the minimum cut at price p for each byte, less p
     times the room for K, whatever p >= 0 is; and the maximum over prices, at any t, is a bound.
 
-    No bound (0.0) is given where copies on the host are allowed, or where the budget has no room for some op.
+    The ops t that are tried lie on a grid, and then around the best; with `until_seconds`, as long as the problem's clock
+    is below that. No bound (0.0) is given where copies on the host are allowed, or where the budget has no room for some op.
 
     Source: see `memfit.planners.cuts`.
     """
@@ -64,12 +65,18 @@ def least_seconds_again(problem: Problem) -> Bound:
     if min(_room(problem, cuts.resident_bytes, int(op)) for op in candidates) < 0:
         return nothing
     grid = min(_MOST_GRID, max(_LEAST_GRID, _GRID_WORK // len(problem.graph.ops)))
-    places = sorted({int(place) for place in np.linspace(0, len(candidates) - 1, grid)})
     distance = max(1, len(candidates) // (grid - 1))
-    best = max(places, key=at)
+    places = sorted({int(place) for place in np.linspace(0, len(candidates) - 1, grid)})
+    middle = places[len(places) // 2]  # a step is at its fullest in the middle: from there outwards, as time allows
+    best = middle
+    for place in sorted(places, key=lambda place: abs(place - middle)):
+        if until_seconds is None or problem.clock() < until_seconds:
+            best = max(best, place, key=at)
     for _ in range(_HALVINGS):
         distance = max(1, distance // 2)
-        best = max((best, max(0, best - distance), min(len(candidates) - 1, best + distance)), key=at)
+        for place in (max(0, best - distance), min(len(candidates) - 1, best + distance)):
+            if until_seconds is None or problem.clock() < until_seconds:
+                best = max(best, place, key=at)
     return Bound(
         op=int(candidates[best]),
         seconds=at(best),

@@ -38,6 +38,7 @@ _SEED_SPLITS = 12  # segment sizes tried as starting points, spread evenly on a 
 _MOST_CUTS = 16  # kept sets of minimum cuts tried as starting points
 _MOVES_PER_GAP = 400  # of one run, where there is time for several; fewer get nowhere, more gain little
 _EXPLORING, _JOINING = 0.55, 0.8  # of the search: from starting points; from the best; the rest polishes the best
+_BOUNDING = 0.15  # of the time, at most, for the bound and its cuts
 _SHORTEST = 0.02  # of the search: a wave shorter than this is added to the next
 _ELITE = 6  # best runs that later waves start from
 # Temperatures in mean op seconds, from the first to the last move of a run.
@@ -134,7 +135,10 @@ class _Search:
     def _search(self) -> None:
         if self.best is not None or self.gaps == 0:
             return  # nothing has to go, or nothing can
-        self.bound = least_seconds_again(self.problem)
+        bounded_until = self.started_seconds + _BOUNDING * self.problem.time_limit_seconds
+        self.bound = least_seconds_again(
+            self.problem, until_seconds=None if self.options.iterations is not None else bounded_until
+        )
         starts = self._starting_points()
         with ThreadPoolExecutor(self.options.threads) as pool:
             try:
