@@ -436,3 +436,15 @@ def test_a_first_step_over_its_budget_is_planned_again_and_said(
     torch.manual_seed(1)
     eager.run_eager(batch)
     assert_same(planned, eager)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_a_smaller_last_batch_with_an_optimizer_that_counts_its_steps(optimizer: str) -> None:
+    """By then the optimizer has state, among it a step count that its code looks at."""
+    planned, eager = planned_and_eager("conv", OPTIMIZERS[optimizer])
+    images, labels = conv_batch()
+    step_both(planned, eager, (images, labels))
+    step_both(planned, eager, (images[:-1], labels[:-1]))
+    step_both(planned, eager, (images, labels))
+    assert len(planned.plans) == 2
+    assert_same(planned, eager)

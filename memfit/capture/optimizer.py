@@ -20,6 +20,7 @@ from memfit.capture.torch_private import (
     DATA_DEPENDENT_ERRORS,
     FakeTensorMode,
     TorchDispatchMode,
+    real_tensors,
     storage_key,
     tree_flatten,
 )
@@ -154,7 +155,9 @@ def _fake_state(state: Mapping[str, Any], mode: FakeTensorMode) -> dict[str, Any
         if not isinstance(value, torch.Tensor):
             return value
         if value.numel() == 1 and value.device.type == "cpu":  # a step count: the optimizer reads its value
-            return torch.tensor(value.item(), dtype=value.dtype)
+            with real_tensors():
+                number = value.item()
+            return torch.tensor(number, dtype=value.dtype)
         return mode.from_tensor(value)
 
     return {name: faked(value) for name, value in state.items()}
