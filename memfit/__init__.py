@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
     from memfit.checker import check
-    from memfit.device import Device
+    from memfit.device import Device as Device
     from memfit.errors import MemfitError
     from memfit.graph import Graph
     from memfit.plan import Plan, Problem
     from memfit.planners.mirror import mirror
-    from memfit.runtime.arena import arena as arena
+    from memfit.runtime.arena import arena
     from memfit.runtime.fit import PlannedStep, fit
 
 __version__ = "0.1.0"
 __all__ = [
-    "Device",
     "Graph",
     "MemfitError",
     "Plan",
     "PlannedStep",
     "Problem",
     "TrainingStep",
+    "arena",
     "check",
     "fit",
     "mirror",
