@@ -44,8 +44,9 @@ def least_seconds_again(problem: Problem, *, until_seconds: float | None = None)
     of R once more. Any K and R with these properties cost at least the minimum cut at price p for each byte, less p
     times the room for K, whatever p >= 0 is; and the maximum over prices, at any t, is a bound.
 
-    The ops t that are tried lie on a grid, and then around the best; with `until_seconds`, as long as the problem's clock
-    is below that. No bound (0.0) is given where copies on the host are allowed, or where the budget has no room for some op.
+    The ops t that are tried lie on a grid, and then around the best; with `until_seconds`, as long as the problem's
+    clock is below that. No bound (0.0) is given where copies on the host are allowed, or where the budget has no room
+    for some op.
 
     Source: see `memfit.planners.cuts`.
     """
