@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import msgspec
 
-from memfit.plan import Plan, Problem, Result
+from memfit.plan import INTERRUPTED, Problem, Result
 from memfit.planners.cuts import Bound
 from memfit.planners.emit import emit
 from memfit.planners.order import original_order
 from memfit.planners.program import build_program
 from memfit.planners.result import make_result
 from memfit.planners.search import Search, Searched
-from memfit.planners.shortest_path import fastest_schedule
+from memfit.planners.shortest_path import Fastest, fastest_schedule
 from memfit.planners.windows import Windows
+
+_FEW_MOVES = 10_000  # of the search, where a proof has the plan already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,25 +50,35 @@ class Auto:
     def plan_from(self, problem: Problem, warm: Sequence[Windows] = ()) -> Searched:
         """Return the best plan found, and windows for a neighbouring budget to start from."""
         started_seconds = problem.clock()
-        searched = Search(iterations=self.iterations, threads=self.threads).plan_from(problem, warm)
-        proved = _proved(problem, searched.result, started_seconds)
-        plan = proved.plan
-        if plan is not None:
-            proved = Result(
-                status=proved.status, plan=_renamed(plan, self.name), bounds=proved.bounds, stats=proved.stats
-            )
-        return Searched(result=proved, windows=searched.windows)
+        try:
+            fastest = fastest_schedule(problem, until_seconds=self._proving_until(problem))
+        except KeyboardInterrupt:
+            searched = self._search(_FEW_MOVES).plan_from(problem, warm)
+            interrupted = replace(searched.result, stats={**searched.result.stats, INTERRUPTED: 1.0})
+            return replace(searched, result=_renamed(interrupted))
+        if fastest is None:
+            searched = self._search(self.iterations).plan_from(problem, warm)
+            return replace(searched, result=_renamed(searched.result))
+        searched = self._search(_FEW_MOVES).plan_from(problem, warm)  # for the least budget, and windows to start from
+        return replace(searched, result=_renamed(_proved(problem, fastest, searched.result, started_seconds)))
+
+    def _search(self, iterations: int | None) -> Search:
+        return Search(iterations=iterations, threads=self.threads)
+
+    def _proving_until(self, problem: Problem) -> float:
+        """Half of the time at most; where moves are counted, a proof does not depend on the clock."""
+        share = 0.5 * problem.time_limit_seconds
+        return math.inf if self.iterations is not None else problem.clock() + share
 
 
-def _renamed(plan: Plan, planner: str) -> Plan:
-    return msgspec.structs.replace(plan, planner=planner)
+def _renamed(result: Result) -> Result:
+    """Say that it was `auto` that planned."""
+    plan = result.plan
+    return replace(result, plan=None if plan is None else msgspec.structs.replace(plan, planner=Auto.name))
 
 
-def _proved(problem: Problem, found: Result, started_seconds: float) -> Result:
-    """Return the proved optimum where the graph is small enough, else what was found."""
-    fastest = fastest_schedule(problem)
-    if fastest is None:
-        return found
+def _proved(problem: Problem, fastest: Fastest, found: Result, started_seconds: float) -> Result:
+    """Return the proved optimum, or that there is none."""
     if fastest.ops is None:
         assert found.plan is None, "a checked plan fits where a proof says that none does"
         return found
@@ -76,7 +89,7 @@ def _proved(problem: Problem, found: Result, started_seconds: float) -> Result:
     return make_result(
         problem,
         emit(program, sequence),
-        planner="auto",
+        planner=Auto.name,
         started_seconds=started_seconds,
         least_found_bytes=found.bounds.least_budget_found_bytes,
         again=Bound(op=None, seconds=max(0.0, fastest.seconds - once_seconds), cuts=()),

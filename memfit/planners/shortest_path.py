@@ -19,7 +19,7 @@ from memfit.graph import Graph
 from memfit.plan import Problem
 
 _MOST_STATES = 100_000
-LARGEST_OPS = 12  # more have too many states, except for chains
+_LARGEST_OPS, _LARGEST_STORAGES = 12, 18  # more have too many states; sets of what to drop double with each storage
 
 State = tuple[int, int]  # ops that have been computed, storages that are on the device; as bits
 
@@ -32,20 +32,25 @@ class Fastest:
     seconds: float
 
 
-def fastest_schedule(problem: Problem) -> Fastest | None:
+def fastest_schedule(problem: Problem, *, until_seconds: float) -> Fastest | None:
     """Return the fastest schedule within the budget, or None where there are too many states to tell.
 
-    Graphs with boundaries, mutated storages that are not resident, or copies on the host are not looked at (None).
+    Nothing is told either once the problem's clock is past `until_seconds`. Graphs with boundaries, mutated storages
+    that are not resident, or copies on the host are not looked at (None).
     """
     graph = problem.graph
     mutated = any(graph.last_version[s.id] for s in graph.storages if not s.resident)
-    if len(graph.ops) > LARGEST_OPS or graph.boundaries or problem.host_budget_bytes > 0 or problem.pinned or mutated:
+    managed = sum(not storage.resident for storage in graph.storages)
+    if len(graph.ops) > _LARGEST_OPS or managed > _LARGEST_STORAGES or mutated:
         return None
-    return _Search(problem).run()
+    if graph.boundaries or problem.host_budget_bytes > 0 or problem.pinned:
+        return None
+    return _Search(problem, until_seconds).run()
 
 
 class _Search:
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, until_seconds: float) -> None:
+        self.clock, self.until_seconds = problem.clock, until_seconds
         graph, device = problem.graph, problem.device
         self.graph = graph
         self.sizes = [0 if s.resident else device.aligned(s.bytes) for s in graph.storages]
@@ -71,7 +76,7 @@ class _Search:
                 continue
             if state[0] == everything and state[1] & self.at_end == self.at_end:
                 return Fastest(ops=_path(came, state), seconds=seconds)
-            if len(reached) > _MOST_STATES:
+            if len(reached) > _MOST_STATES or self.clock() > self.until_seconds:
                 return None
             for op, following in self._steps(state):
                 total = seconds + self.graph.ops[op].seconds
