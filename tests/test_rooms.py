@@ -34,6 +34,7 @@ ORDER = (
     ("files",),
     ("budget",),
     ("errors",),
+    ("compiled",),
 )
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 TORCH_ROOMS = {"capture", "cost", "runtime", "workloads"}

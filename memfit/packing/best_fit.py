@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from memfit.compiled import compiled, entry_point
 from memfit.packing.blocks import Blocks, Layout, PackingProblem, make_layout
-from memfit.packing.compiled import compiled, entry_point
 from memfit.packing.sections import Sections, sections_of
 
 _LINE = np.dtype(

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from memfit.packing.compiled import compiled, entry_point
+from memfit.compiled import compiled, entry_point
 
 FOUND, FAILED, STOPPED, _OPEN = 0, 1, 2, 3
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from memfit.compiled import compiled, entry_point
 from memfit.packing.blocks import Blocks
-from memfit.packing.compiled import compiled, entry_point
 from memfit.packing.sections import Sections
 
 _WINDOWS_A_RANGE = 4  # of mean length: fewer make lists longer, more make blocks stand in more lists

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memfit.packing.compiled import compiled, entry_point
+from memfit.compiled import compiled, entry_point
 from memfit.packing.fitting import fit_blocks
 
 _HEAVIEST = 1e200  # when all weights are brought down, long before they leave what a float holds

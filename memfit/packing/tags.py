@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from memfit.compiled import compiled, entry_point
 from memfit.packing.blocks import Layout, PackingProblem, make_layout
-from memfit.packing.compiled import compiled, entry_point
 
 _NONE = -1
 

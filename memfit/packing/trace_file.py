@@ -15,10 +15,10 @@ from typing import Any, Literal, NoReturn, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from memfit.compiled import compiled, entry_point
 from memfit.errors import InvalidFileError, InvalidOptionError
 from memfit.files import read_bytes, write_atomically
 from memfit.packing.blocks import MOST_BYTES, Blocks, Layout
-from memfit.packing.compiled import compiled, entry_point
 
 Ends = Literal["exclusive", "inclusive"]
 

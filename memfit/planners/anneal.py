@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from memfit.compiled import compiled, entry_point
 from memfit.planners.course import draw, file_gap, sort_turning
-from memfit.planners.kernels import compiled, entry_point
 from memfit.planners.moves import propose
 from memfit.planners.spans import peak_stage, settle_bytes, weigh
 from memfit.planners.stages import commit, settle, take_back

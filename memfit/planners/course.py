@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from memfit.planners.kernels import compiled
+from memfit.compiled import compiled
 from memfit.planners.program import KEPT, Program, Table
 
 MOST_CHANGES = 64  # windows changed by one move

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from memfit.planners.kernels import compiled, entry_point, push
+from memfit.compiled import compiled, entry_point
+from memfit.planners.kernels import push
 from memfit.planners.program import Program, Table
 
 MOST_AGAIN = 32  # times that one op may be computed again; more is of no use, and rows of fixed length are fast

@@ -1,36 +1,10 @@
-"""What all compiled code of the planners shares: how it is compiled, a sort, a heap of stages."""
+"""What the compiled code of the planners shares: a sort, and a heap of stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-import numba
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a function for other compiled functions to call.
-
-    `_nrt=False` leaves out the counting of references to arrays, which makes calls cost ten times the work in them;
-    compiled code can then not allocate. Leaving out the wrappers for callers from outside halves the time to compile.
-    """
-    options = {
-        "nogil": True,
-        "error_model": "numpy",
-        "_nrt": False,
-        "no_cpython_wrapper": True,
-        "no_cfunc_wrapper": True,
-    }
-    return numba.njit(**options)(function)  # pyright: ignore
-
-
-def entry_point(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a function for Python to call; the machine code is kept on disk, so that a machine compiles once."""
-    options = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
-    return numba.njit(cache=True, **options)(function)  # pyright: ignore
+from memfit.compiled import compiled
 
 
 @compiled

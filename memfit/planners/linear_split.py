@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from memfit.compiled import entry_point
 from memfit.plan import Problem, Result
 from memfit.planners.answer import answer
 from memfit.planners.closed_sets import splitting_vertices
-from memfit.planners.kernels import entry_point
 from memfit.planners.mirrored import evaluate_mirror
 from memfit.planners.order import update_at_once_order
 from memfit.planners.program import build_program

@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from memfit.compiled import compiled, entry_point
 from memfit.errors import InvalidOptionError
-from memfit.planners.kernels import compiled, entry_point, sort
+from memfit.planners.kernels import sort
 from memfit.planners.program import NOT_AN_OP, Program
 from memfit.planners.windows import Evaluation
 

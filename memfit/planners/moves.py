@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from memfit.compiled import compiled
 from memfit.planners.course import MOST_CHANGES, draw, draw_turning
 from memfit.planners.incremental import change, gap_before
-from memfit.planners.kernels import compiled
 from memfit.planners.program import DROPPED, KEPT
 
 _EXCHANGE, _SHIFT, _RUN = 0.2, 0.3, 0.32  # cumulative shares of moves; the rest toggles one, two or three windows

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from memfit.compiled import compiled, entry_point
 from memfit.planners.incremental import MOST_AGAIN, U_LIVE, U_WITHIN, note
-from memfit.planners.kernels import compiled, entry_point
 
 
 @compiled

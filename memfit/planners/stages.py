@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from memfit.compiled import compiled, entry_point
 from memfit.planners.incremental import (
     MOST_AGAIN,
     U_ADDED,
@@ -25,7 +26,7 @@ from memfit.planners.incremental import (
     note,
     reconsider,
 )
-from memfit.planners.kernels import compiled, entry_point, pop, sort
+from memfit.planners.kernels import pop, sort
 from memfit.planners.spans import add_live, make_dirty, settle_bytes, touch
 
 
