@@ -277,9 +277,9 @@ def _memory(result: dict[str, Any], key: str) -> str:
 
 
 def _memory_and_time(result: dict[str, Any], memory: str, time: str) -> str:
-    return (
-        f"{result[memory] / MIB:.1f}, {result[time]:.2f}" if memory in result and time in result else _why_not(result)
-    )
+    if memory not in result:
+        return _why_not(result)
+    return f"{result[memory] / MIB:.1f}, {f'{result[time]:.2f}' if time in result else 'untimed'}"
 
 
 def _ratio(result: dict[str, Any], key: str) -> str:

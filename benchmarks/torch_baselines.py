@@ -2,9 +2,11 @@
 
 Memory is the peak above parameters, buffers and inputs in zero_grad(set_to_none=True) + forward + loss + backward. Time
 is against eager, run in turns in the same process. One process for each configuration. Each result is stored as soon as
-it is there, and kept unless `--again` is given.
+it is there, and kept unless `--again` is given. Bytes and bits are the same on a busy machine, times are not: there,
+`--untimed` leaves them out, and a later run without it measures those points again.
 
     python benchmarks/torch_baselines.py                      # all eight workloads: an hour on two cores
+    python benchmarks/torch_baselines.py densenet121 lstm --untimed
     python benchmarks/torch_baselines.py resnet50 --repeats 3 --budgets 0.9 0.5
 """
 
@@ -51,7 +53,7 @@ def baseline(step: TrainingStep, configuration: dict[str, Any]) -> tuple[Callabl
 
 
 def measure(workload: str, configuration: dict[str, Any], repeats: int) -> dict[str, Any]:
-    """Measure one configuration of one workload; called in a process of its own."""
+    """Measure one configuration of one workload, untimed where `repeats` is 0; called in a process of its own."""
     step = build(workload)
     expected = outcome(lambda: forward_backward(step), step)
     run, whose = baseline(step, configuration)
@@ -59,15 +61,16 @@ def measure(workload: str, configuration: dict[str, Any], repeats: int) -> dict[
     found = outcome(run, whose)
     first_seconds = time.perf_counter() - start
     usage = usage_of(run, whose)
+    times = interleaved_ratio(run, lambda: forward_backward(step), repeats).summary() if repeats else {}
     return {
         **configuration,
         "peak_bytes": usage.peak_bytes,
         "peak_source": usage.source,
         "resident_bytes": resident_bytes(step),
         "gradient_bytes": storage_bytes(parameter for parameter in step.model.parameters() if parameter.requires_grad),
-        "first_step_seconds": first_seconds,
+        **({"first_step_seconds": first_seconds} if repeats else {}),
         **same_bits(found, expected),
-        **interleaved_ratio(run, lambda: forward_backward(step), repeats).summary(),
+        **times,
     }
 
 
@@ -75,7 +78,9 @@ def measure_workload(workload: str, budgets: Sequence[float], repeats: int, *, a
     """Measure the configurations of a workload that are not stored yet; print and store each as it comes."""
     name = f"torch_baselines/{workload}"
     stored = [] if again or not result_path(name).exists() else load(result_path(name))["payload"]["points"]
-    points = {_what(point): point for point in stored if "error" not in point}
+    points = {
+        _what(point): point for point in stored if "peak_bytes" in point and (not repeats or "time_ratio" in point)
+    }
     for configuration in configurations(budgets):
         if _what(configuration) not in points:
             request = {"workload": workload, "configuration": configuration, "repeats": repeats}
@@ -88,7 +93,7 @@ def measure_workload(workload: str, budgets: Sequence[float], repeats: int, *, a
 def best(points: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:
     """The point of `kind` with the least memory among those with eager's gradients; None if there is none."""
     usable = [point for point in points if point["kind"] == kind and point.get("gradient_same_bits")]
-    return min(usable, key=lambda point: (point["peak_bytes"], point["time_ratio"]), default=None)
+    return min(usable, key=lambda point: (point["peak_bytes"], point.get("time_ratio", 0.0)), default=None)
 
 
 def _what(point: dict[str, Any]) -> str:
@@ -100,7 +105,8 @@ def _described(point: dict[str, Any]) -> str:
         return f"{_what(point):20} {point['error']}"
     differing = point["first_difference"]
     bits = "same bits" if differing is None else f"differs first in {differing}"
-    return f"{_what(point):20} {point['peak_bytes'] / MIB:8.1f} MiB {point['time_ratio']:6.3f} of eager's time, {bits}"
+    time = f"{point['time_ratio']:6.3f} of eager's time" if "time_ratio" in point else "untimed"
+    return f"{_what(point):20} {point['peak_bytes'] / MIB:8.1f} MiB {time}, {bits}"
 
 
 def main() -> None:
@@ -109,10 +115,12 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), metavar="WORKLOAD")
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS, help="activation_memory_budget settings")
     parser.add_argument("--repeats", type=int, default=5, help="timed pairs of steps for each configuration")
+    parser.add_argument("--untimed", action="store_true", help="bytes and bits only: for a busy machine")
     parser.add_argument("--again", action="store_true", help="measure again what is stored already")
     options = parser.parse_args()
     for workload in options.workloads:
-        measure_workload(workload, options.budgets, options.repeats, again=options.again)
+        repeats = 0 if options.untimed else options.repeats
+        measure_workload(workload, options.budgets, repeats, again=options.again)
 
 
 if __name__ == "__main__" and not answer_if_child(measure):
