@@ -145,6 +145,18 @@ class _Part:
         return within, (index - within) // self.period
 
 
+def _renumbered(op: Op, number: int, moved: dict[int, int]) -> Op:
+    """Return the op with another id and other storages, without a name."""
+    return msgspec.structs.replace(
+        op,
+        id=number,
+        name="",
+        reads=tuple(moved[storage] for storage in op.reads),
+        writes=tuple(moved[storage] for storage in op.writes),
+        reuses=tuple((moved[read], moved[written]) for read, written in op.reuses),
+    )
+
+
 class RepeatedLSTM:
     """The graph of the unrolled LSTM for any number of steps, from the real capture of a few."""
 
@@ -173,11 +185,11 @@ class RepeatedLSTM:
                 op = self.graph.ops[part.start + within]
                 first_write.append(len(storages))
                 number = len(ops)
-                reads = tuple(self._moved(s, op, number, periods, more, first_write) for s in op.reads)
-                writes = tuple(range(len(storages), len(storages) + len(op.writes)))
-                for write, storage in zip(writes, op.writes, strict=True):
-                    storages.append(msgspec.structs.replace(self.graph.storages[storage], id=write, name=""))
-                ops.append(msgspec.structs.replace(op, id=number, name="", reads=reads, writes=writes))
+                moved = {s: self._moved(s, op, number, periods, more, first_write) for s in op.reads}
+                for storage in op.writes:
+                    moved[storage] = len(storages)
+                    storages.append(msgspec.structs.replace(self.graph.storages[storage], id=len(storages), name=""))
+                ops.append(_renumbered(op, number, moved))
         return Graph.build(name=f"lstm{steps}", storages=storages, ops=ops, device=self.graph.device)
 
     def _residents(self, more: int) -> list[Storage]:

@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from memfit import TrainingStep
+from memfit.capture import capture
 from memfit.errors import InvalidOptionError
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # the scripts import one another as scripts do
 
+import _chen_models  # noqa: E402
 import _measure  # noqa: E402
 import _process  # noqa: E402
 import _record  # noqa: E402
@@ -271,3 +273,18 @@ def test_a_fresh_cache_is_the_childrens_and_goes_away(monkeypatch: pytest.Monkey
         raise RuntimeError("stop")
     assert os.environ["MEMFIT_CACHE"] == "/somewhere"
     assert not folder.exists()
+
+
+def test_the_captured_step_of_an_lstm_repeated_is_the_longer_capture():
+    sizes = _chen_models.LSTMSizes(layers=2, hidden=8, batch=3, inputs=5, classes=7)
+    repeated = _chen_models.RepeatedLSTM(sizes)
+    for steps in (repeated.captured_steps + 1, 40):
+        real = capture(_chen_models.lstm_step(steps, sizes)).graph
+        assert repeated.graph_of(steps).fingerprint == real.fingerprint
+
+
+def test_a_residual_network_of_the_paper_has_the_layers_asked_for():
+    graph = capture(_chen_models.resnet_step(32, 2, 32)).graph
+    convolutions = [op for op in graph.ops if op.target == "aten.convolution.default"]
+    shortcuts = len(_chen_models.units_of(32))
+    assert len(convolutions) + 1 == 32 + shortcuts  # the last layer is linear

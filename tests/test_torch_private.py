@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -209,7 +210,10 @@ def test_knapsack_solvers_save_what_is_dear_for_its_memory() -> None:
         assert "scipy" in str(error)
 
 
-def test_kernels_of_their_own() -> None:
+@pytest.mark.parametrize("device_type", ["cpu", "meta"])
+def test_kernels_of_their_own(device_type: str) -> None:
     aten = torch.ops.aten
-    assert has_kernel(aten.threshold_backward.grad_input, "cpu")
-    assert not has_kernel(aten.native_dropout_backward.out, "cpu")  # generated: it computes a result and copies it
+    assert has_kernel(aten.threshold_backward.grad_input, device_type)
+    assert not has_kernel(
+        aten.native_dropout_backward.out, device_type
+    )  # generated: it computes a result and copies it

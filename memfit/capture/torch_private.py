@@ -130,8 +130,12 @@ def real_tensors() -> Iterator[None]:
 
 
 def has_kernel(overload: Any, device_type: str) -> bool:
-    """Return whether an operator overload has a kernel of its own for a device, and none that was generated."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), device_type.upper())
+    """Return whether an operator overload has a kernel of its own for a device, and none that was generated.
+
+    Of meta tensors, which nothing computes, it says what the CPU has.
+    """
+    key = torch._C._dispatch_key_for_device("cpu" if device_type == "meta" else device_type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key)
 
 
 def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
