@@ -9,17 +9,17 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from chains import chain, network, problem
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planned_steps import NAMES, run_at_least_memory, small_step
 from strategies import graphs
 
 import memfit
 from memfit.checker import check
 from memfit.device import GENERIC
 from memfit.errors import InvalidOptionError
-from memfit.graph import Graph, Op, Phase, Role, Storage
-from memfit.plan import Problem, Status
+from memfit.graph import Graph, Phase
+from memfit.plan import Status
 from memfit.planners import Marked, make_planner
 from memfit.planners.emit import emit
 from memfit.planners.mirror import Mirror, read_mirrors, with_mirrors
@@ -27,63 +27,8 @@ from memfit.planners.mirrored import counts_of, evaluate_mirror, evaluate_sequen
 from memfit.planners.order import original_order, update_at_once_order
 from memfit.planners.program import Program, build_program
 from memfit.planners.recursive import recursive_counts
-from memfit.planners.sublinear import Frontier, appendix_a_splits
-from memfit.runtime.fit import fit_step
-from memfit.runtime.planning import Settings
+from memfit.planners.sublinear import Frontier, appendix_a_splits, judged
 from memfit.simulate import simulate
-
-NO_LIMIT = 1 << 60
-
-
-def network(sizes: list[int], reads: list[list[int]] | None = None, seconds: list[float] | None = None) -> Graph:
-    """Forward layers of these sizes, each reading layers before it (-1: the input); backward reads inputs and output.
-
-    A loss op reads the last layer; the gradient of layer i reads what layer i read, its output, and the last gradient.
-    """
-    reads = reads or [[number - 1] for number in range(len(sizes))]
-    seconds = seconds or [1.0] * len(sizes)
-    storages = [Storage(id=0, name="input", bytes=64, role=Role.INPUT)]
-    ops: list[Op] = []
-
-    def add(name: str, phase: Phase, read: list[int], size: int, role: Role, took: float) -> int:
-        storages.append(Storage(id=len(storages), name=name, bytes=size, role=role))
-        write = len(storages) - 1
-        read = list(dict.fromkeys(read))
-        ops.append(Op(id=len(ops), name=name, phase=phase, reads=tuple(read), writes=(write,), seconds=took))
-        return write
-
-    for number, size in enumerate(sizes):
-        add(f"f{number}", Phase.FORWARD, [r + 1 for r in reads[number]], size, Role.ACTIVATION, seconds[number])
-    gradient = add("loss", Phase.FORWARD, [len(sizes)], 1, Role.OUTPUT, 1.0)
-    for number in reversed(range(len(sizes))):
-        read = [*(r + 1 for r in reads[number]), number + 1, gradient]
-        role = Role.GRADIENT if number else Role.OUTPUT
-        gradient = add(f"g{number}", Phase.BACKWARD, read, sizes[number], role, 1.0)
-    return Graph.build(name="network", storages=storages, ops=ops)
-
-
-def chain(length: int, size_bytes: int = 100) -> Graph:
-    """As in the paper: each gradient reads the input of its layer and the gradient that comes."""
-    storages = [Storage(id=0, name="input", bytes=size_bytes, role=Role.INPUT)]
-    ops: list[Op] = []
-
-    def add(name: str, phase: Phase, reads: tuple[int, ...], role: Role) -> int:
-        storages.append(Storage(id=len(storages), name=name, bytes=size_bytes, role=role))
-        ops.append(Op(id=len(ops), name=name, phase=phase, reads=reads, writes=(len(storages) - 1,), seconds=1.0))
-        return len(storages) - 1
-
-    values = [0]
-    for number in range(length):
-        values.append(add(f"f{number}", Phase.FORWARD, (values[-1],), Role.ACTIVATION))
-    gradient = values[-1]
-    for number in reversed(range(length)):
-        role = Role.OUTPUT if number == 0 else Role.GRADIENT
-        gradient = add(f"b{number}", Phase.BACKWARD, (values[number], gradient), role)
-    return Graph.build(name=f"chain{length}", storages=storages, ops=ops)
-
-
-def problem(graph: Graph, budget_bytes: int = NO_LIMIT, **fields: object) -> Problem:
-    return Problem(graph=graph, device=GENERIC, budget_bytes=budget_bytes, **fields)  # type: ignore[arg-type]
 
 
 def program_of(graph: Graph) -> Program:
@@ -238,10 +183,26 @@ def test_appendix_a_tries_zero_the_root_and_a_grid_of_six() -> None:
     assert len(splits) == 8
     assert splits[0].between_bytes == 6300
     assert splits[0].stage_bytes == 100
+    assert splits[0].between_bytes == max(split.between_bytes for split in splits)
     root = math.sqrt(6300 * 100)
     assert splits[1] == Frontier.of(program).split(int(root))
     assert splits[2] == Frontier.of(program).split(int(root / math.sqrt(2)))
     assert splits[7] == Frontier.of(program).split(int(root * math.sqrt(2)))
+
+
+def test_stages_of_a_residual_network_end_between_units_too() -> None:
+    # Units of four layers, the second one narrow: within a unit that one crosses, and what skips the unit.
+    sizes = [256, 64, 128, 256] * 40
+    reads = [[number - 1, number - 4] if number % 4 == 3 and number > 3 else [number - 1] for number in range(160)]
+    program = program_of(network(sizes, reads))
+    frontier = Frontier.of(program)
+    narrow = [place for place, may in enumerate(frontier.is_narrow) if may]
+    assert narrow == [1, *range(7, 160, 4)]  # nothing skips the first unit: it ends a stage at its narrow layer
+    assert sum(frontier.is_candidate) > len(narrow)
+    splits = appendix_a_splits(program)
+    assert len(splits) == 16
+    peaks = [judged(program, split).peak_bytes for split in splits]
+    assert min(peaks[8:]) < min(peaks[:8])
 
 
 def test_sublinear_takes_twice_the_root_of_a_chain() -> None:
@@ -369,24 +330,3 @@ def test_what_must_be_computed_once_cannot_be_marked() -> None:
     with pytest.raises(InvalidOptionError, match="none of its 1 ops can be computed more than once"):
         memfit.mirror("f1", 1).counts(graph)
     assert memfit.mirror("f1", 0).counts(graph) == {1: 0}
-
-
-# On the runtime
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("planner", ["segments", "sublinear", "recursive", "drop_cheap"])
-def test_plans_run_with_the_same_bits(name: str, planner: str) -> None:
-    planned = run_at_least_memory(name, planner)
-    computed = sum(line.startswith("compute") for line in planned.plan.schedule.lines())
-    # On this small network nothing that is cheap is worth dropping, now that activations are written over.
-    assert computed > len(planned.plan.graph.ops) or (planner, name) == ("drop_cheap", "cnn")
-
-
-@pytest.mark.parametrize(("name", "module"), [("cnn", "stem"), ("unet", "downs"), ("transformer", "encoder")])
-def test_the_mirror_planner_runs_with_the_same_bits(name: str, module: str) -> None:
-    step = small_step(name)
-    mark = memfit.mirror(step.model.get_submodule(module), 2, of=step.model)
-    planned = fit_step(step, Settings(budget=NO_LIMIT, planner="mirror", options={"mirror": mark}))
-    assert planned.plan.overhead > 0
-    planned.verify()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_chen import chain
+from chains import chain
 
 from memfit.cli import main
 from memfit.planners import PLANNERS

@@ -6,14 +6,15 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from chains import chain, problem
 from hypothesis import HealthCheck, given, settings
 from strategies import graphs
 
 from memfit.checker import check
 from memfit.device import GENERIC
 from memfit.errors import InvalidOptionError
-from memfit.graph import Graph, Op, Phase, Role, Storage
-from memfit.plan import Problem, Progress, Status
+from memfit.graph import Graph, Phase
+from memfit.plan import Progress, Status
 from memfit.planners import PLANNERS, make_planner, options_of
 from memfit.planners.ask import unplanned_peak_bytes
 from memfit.planners.bounds import least_budget_bound
@@ -21,35 +22,10 @@ from memfit.planners.frontier import plan_frontier
 from memfit.planners.order import original_order
 from memfit.planners.program import build_program
 from memfit.planners.search import Search
-from memfit.planners.sublinear import appendix_a_splits
 from memfit.planners.windows import evaluate, keep_only, simulated
 from memfit.simulate import simulate
 
 SEARCH = Search(iterations=20_000)
-
-
-def chain(length: int, size_bytes: int = 100) -> Graph:
-    """A forward chain of `length` ops of one second each, and the backward ops that want their inputs again."""
-    storages = [Storage(id=0, name="input", bytes=size_bytes, role=Role.INPUT)]
-    ops: list[Op] = []
-
-    def add(name: str, phase: Phase, reads: tuple[int, ...], role: Role) -> int:
-        storages.append(Storage(id=len(storages), name=name, bytes=size_bytes, role=role))
-        ops.append(Op(id=len(ops), name=name, phase=phase, reads=reads, writes=(len(storages) - 1,), seconds=1.0))
-        return len(storages) - 1
-
-    activations = [0]
-    for number in range(length):
-        activations.append(add(f"f{number}", Phase.FORWARD, (activations[-1],), Role.ACTIVATION))
-    gradient = activations[-1]
-    for number in reversed(range(length)):
-        role = Role.OUTPUT if number == 0 else Role.GRADIENT
-        gradient = add(f"b{number}", Phase.BACKWARD, (activations[number], gradient), role)
-    return Graph.build(name=f"chain{length}", storages=storages, ops=ops)
-
-
-def problem(graph: Graph, budget_bytes: int, **fields: object) -> Problem:
-    return Problem(graph=graph, device=GENERIC, budget_bytes=budget_bytes, **fields)  # type: ignore[arg-type]
 
 
 def test_none_keeps_everything_of_a_chain() -> None:
@@ -154,18 +130,6 @@ def test_pins_are_honoured() -> None:
     dropped = make_planner("none").plan(problem(graph, 10_000, pinned={2: False}))
     assert dropped.plan is not None
     assert dropped.plan.predicted.seconds > 12.0
-
-
-def test_sublinear_reaches_the_square_root_of_a_chain() -> None:
-    graph = chain(64)
-    result = make_planner("sublinear").plan(problem(graph, 3000))
-    assert result.plan is not None
-    assert result.plan.predicted.peak_bytes <= 100 * (2 * 8 + 6)
-    assert result.plan.predicted.seconds <= 64 * 3
-    program = build_program(problem(graph, 3000), original_order(graph))
-    splits = appendix_a_splits(program)
-    assert len(splits) == 8
-    assert splits[0].between_bytes == max(split.between_bytes for split in splits)
 
 
 def test_unknown_planners_and_options_are_refused() -> None:

@@ -5,7 +5,7 @@ appendix A).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,10 +45,11 @@ class Sublinear:
     scale. Each mirror plan goes through Algorithm 2 (`memfit.planners.mirrored`) and is judged by its exact peak; the
     fastest that fits is taken.
 
-    Where the text leaves room: on a graph of ops the candidates C are the places where the bytes that later forward ops
-    need to be computed again are at a local minimum, and the result of a split is all that crosses it (a single storage
-    on a chain; the hidden and the cell state of an LSTM). As in the paper, y does not see the stage behind the last
-    split.
+    Where the text leaves room: on a graph of ops the result of a split is all that crosses it (a single storage on a
+    chain; the hidden and the cell state of an LSTM). The candidates C are an input of the algorithm, and it is run with
+    two: all places where the bytes that later forward ops need to be computed again are at a local minimum, and those
+    of them that a single storage crosses, as the result of a vertex does in the paper (between the units of a ResNet,
+    not within); each has a grid of its own. As in the paper, y does not see the stage behind the last split.
 
     Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", Algorithms 2 and 3, appendix A.
     """
@@ -70,12 +71,19 @@ class Sublinear:
 
 
 def appendix_a_splits(program: Program) -> list[Split]:
-    """Return the splits that appendix A judges: B = 0, sqrt(x y), and the grid around it."""
+    """Return the splits that appendix A judges: B = 0, sqrt(x y) and the grid around it, for each set of candidates."""
     frontier = Frontier.of(program)
-    first = frontier.split(0)
+    sets = [frontier.is_candidate]
+    if any(frontier.is_narrow) and frontier.is_narrow != frontier.is_candidate:
+        sets.append(frontier.is_narrow)
+    return [split for candidates in sets for split in _searched(frontier, candidates)]
+
+
+def _searched(frontier: Frontier, candidates: tuple[bool, ...]) -> list[Split]:
+    first = frontier.split(0, candidates)
     middle = math.sqrt(first.between_bytes * first.stage_bytes)
     grid = [middle * 2.0 ** (step / (_GRID_POINTS - 1) - 0.5) for step in range(_GRID_POINTS)]
-    return [first, *(frontier.split(int(budget)) for budget in (middle, *grid))]
+    return [first, *(frontier.split(int(budget), candidates) for budget in (middle, *grid))]
 
 
 def judged(program: Program, split: Split) -> Evaluation:
@@ -93,6 +101,7 @@ class Frontier:
         crossing_bytes: aligned bytes, written up to each place, that later forward ops read; ops that are computed once
             do not count.
         is_candidate: whether a stage may end at the place.
+        is_narrow: whether it may, and a single storage crosses the place.
         storages: the storages that cross any place, by id, and the first and the last place that each crosses.
     """
 
@@ -100,6 +109,7 @@ class Frontier:
     written_bytes: tuple[int, ...]
     crossing_bytes: tuple[int, ...]
     is_candidate: tuple[bool, ...]
+    is_narrow: tuple[bool, ...]
     storages: Integers
     first_place: Integers
     last_place: Integers
@@ -118,18 +128,23 @@ class Frontier:
             for s in op.writes
             if last_read.get(s, -1) > place
         ]
-        change = np.zeros(len(ops) + 1, np.int64)
+        change, more = np.zeros(len(ops) + 1, np.int64), np.zeros(len(ops) + 1, np.int64)
         for storage, first, last in spans:
             change[first] += size[storage]
             change[last + 1] -= size[storage]
+            more[first] += 1
+            more[last + 1] -= 1
         totals: list[int] = np.cumsum(change)[: len(ops)].tolist()
+        crossing: list[int] = np.cumsum(more)[: len(ops)].tolist()
         around = [math.inf, *totals[:-1], math.inf, -math.inf]  # behind the last op there is nothing to split
+        may_end = [around[place] >= around[place + 1] <= around[place + 2] for place in range(len(totals))]
         columns = np.array(spans, np.int64).reshape(-1, 3)
         return Frontier(
             ops=tuple(op.id for op in ops),
             written_bytes=tuple(sum(size[s] for s in op.writes) for op in ops),
             crossing_bytes=tuple(totals),
-            is_candidate=tuple(around[place] >= around[place + 1] <= around[place + 2] for place in range(len(totals))),
+            is_candidate=tuple(may_end),
+            is_narrow=tuple(may and count == 1 for may, count in zip(may_end, crossing, strict=True)),
             storages=columns[:, 0],
             first_place=columns[:, 1],
             last_place=columns[:, 2],
@@ -143,13 +158,14 @@ class Frontier:
         crosses = before[self.last_place + 1] > before[self.first_place]
         return frozenset(self.storages[crosses].tolist())
 
-    def split(self, budget_bytes: int) -> Split:
-        """Return Algorithm 3's plan for the approximate budget B."""
+    def split(self, budget_bytes: int, candidates: Sequence[bool] | None = None) -> Split:
+        """Return Algorithm 3's plan for the approximate budget B, over all candidate places or those given."""
+        may_end = self.is_candidate if candidates is None else candidates
         in_stage, between, largest = 0, 0, 0
         places: list[int] = []
         for place, written in enumerate(self.written_bytes):
             in_stage += written
-            if self.is_candidate[place] and in_stage > budget_bytes:
+            if may_end[place] and in_stage > budget_bytes:
                 places.append(place)
                 between += self.crossing_bytes[place]
                 largest = max(largest, in_stage)
