@@ -22,14 +22,14 @@ def small_step(name: str) -> TrainingStep:
     return make_pair(_PAIRS[name])[0]
 
 
-def run_at_least_memory(name: str, planner: str, **options: object) -> PlannedStep:
-    """Return the step planned at the least budget that `planner` reaches, verified against eager."""
+def run_at_least_memory(name: str, planner: str, *, room: float = _ROOM, **options: object) -> PlannedStep:
+    """Return the step planned at `room` times the least budget that `planner` reaches, verified against eager."""
     step = small_step(name)
     try:
         fit_step(step, Settings(budget=1, planner=planner, options=options))
     except InfeasibleBudgetError as error:
         assert error.least_budget_found_bytes is not None
-        budget = int(error.least_budget_found_bytes * _ROOM)
+        budget = int(error.least_budget_found_bytes * room)
     planned = fit_step(step, Settings(budget=budget, planner=planner, options=options))
     assert isinstance(planned, PlannedStep)
     planned.verify()

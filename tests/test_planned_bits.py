@@ -1,0 +1,43 @@
+"""Every planner there is, on a CNN, a U-Net, a transformer with dropout and an LSTM: the step gives eager's bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from planned_steps import NAMES, run_at_least_memory, small_step
+
+import memfit
+from memfit.planners import PLANNERS
+from memfit.runtime.fit import fit_step
+from memfit.runtime.planning import Settings
+
+_COUNTED = {"iterations": 20_000}  # so that the plan does not depend on how busy the machine is
+_SEARCHING = ("search", "auto")
+_SEARCHED_ROOM = 1.1  # so few moves may not find the least memory twice
+_MARKED = {"cnn": "stem", "unet": "downs", "transformer": "encoder", "lstm": "cell"}
+_COMPUTES_ONCE = {("none", name) for name in NAMES} | {("mirror", name) for name in NAMES}  # of itself
+# On this small network nothing that is cheap is worth dropping: activations are written over.
+_COMPUTES_ONCE.add(("drop_cheap", "cnn"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_plans_at_the_least_memory_run_with_the_same_bits(planner: str, name: str) -> None:
+    searched: dict[str, Any] = {"room": _SEARCHED_ROOM, **_COUNTED} if planner in _SEARCHING else {}
+    planned = run_at_least_memory(name, planner, **searched)
+    computed = sum(line.startswith("compute") for line in planned.plan.schedule.lines())
+    assert (computed == len(planned.plan.graph.ops)) == ((planner, name) in _COMPUTES_ONCE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("planner", ["mirror", "sublinear", "division_tree", "search"])
+def test_marked_modules_are_computed_again_with_the_same_bits(planner: str, name: str) -> None:
+    step = small_step(name)
+    mark = memfit.mirror(step.model.get_submodule(_MARKED[name]), 2, of=step.model)
+    options = {"mirror": mark, **(_COUNTED if planner in _SEARCHING else {})}
+    planned = fit_step(step, Settings(budget="1GiB", planner=planner, options=options))
+    again = [line for line in planned.plan.schedule.lines() if line.startswith("compute")]
+    marked = mark.counts(planned.plan.graph)
+    assert any(again.count(f"compute {op}") > 1 for op in marked)
+    planned.verify()
