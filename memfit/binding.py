@@ -14,13 +14,19 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A tensor as a window on a storage: shape and stride in elements, offset in elements of `dtype`."""
+    """A tensor as a window on a storage: shape and stride in elements, offset in elements of `dtype`.
+
+    `conjugated` and `negated` say that the elements are the conjugates, or the negatives, of what the storage holds:
+    torch's lazy views.
+    """
 
     storage: int
     dtype: Any
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int = 0
+    conjugated: bool = False
+    negated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

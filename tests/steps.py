@@ -98,6 +98,33 @@ class Recurrent(nn.Module):
         return self.head(hidden)
 
 
+class Spectral(nn.Module):
+    """A filter in the frequency domain: complex weights, conjugates and negatives that are lazy views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12)
+        self.filter = nn.Parameter(torch.randn(7, dtype=torch.cfloat))
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.fft.rfft(torch.relu(self.first(values))) * self.filter
+        smooth = torch.fft.irfft(spectrum, n=12)
+        return self.last(torch.fft.rfft(smooth).conj().imag.tanh() + spectrum.mH.mT.abs())
+
+
+class Stacked(nn.Module):
+    """torch's own LSTM of two layers, with dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 10, num_layers=2, batch_first=True, dropout=0.2)
+        self.head = nn.Linear(10, 4)
+
+    def forward(self, series: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(series)[0].mean(1))
+
+
 def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
     """Classification of `batch = (inputs, labels)`, over the last dimension."""
     inputs, labels = batch
@@ -131,6 +158,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
     "language": (TiedLanguageModel, language_batch),
     "unusual": (Unusual, unusual_batch),
     "recurrent": (Recurrent, recurrent_batch),
+    "spectral": (Spectral, unusual_batch),
+    "stacked": (Stacked, recurrent_batch),
 }
 
 

@@ -182,6 +182,13 @@ def test_a_model_that_raises_is_reported_with_its_line() -> None:
         capture(step)
 
 
+def test_sparse_gradients_are_refused():
+    model = torch.nn.EmbeddingBag(10, 4, sparse=True)
+    step = TrainingStep(model=model, loss=lambda model, batch: model(batch).sum(), batch=torch.zeros(2, 3, dtype=int))
+    with pytest.raises(CaptureError, match=r"shape \[10, 4\] has layout torch.sparse_coo.*sparse=False"):
+        capture(step)
+
+
 def test_a_loss_that_is_no_scalar_is_refused() -> None:
     step = TrainingStep(model=ConvNet(), loss=lambda model, batch: model(batch[0]), batch=conv_batch())
     with pytest.raises(CaptureError, match=r"loss returned a tensor of shape \(48, 5\), expected a scalar"):

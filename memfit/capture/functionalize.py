@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from memfit.capture.torch_private import real_tensors
+
 # In-place calls whose result does not depend on what was there before: only their first argument's metadata counts.
 _OVERWRITING = frozenset(
     [
@@ -60,13 +62,43 @@ def corrected(func: Any, args: tuple[Any, ...], returned: Any) -> Any:
     """Return the fake results of a call as the real kernel would give them, where torch's fake kernel is known to err.
 
     native_batch_norm on a CPU saves its statistics in the dtype of its weight; the fake kernel says the input's.
+    mkldnn_rnn_layer has a workspace whose size only the real kernel knows; the fake kernel says none.
     """
+    if func is _aten.mkldnn_rnn_layer.default:
+        return (*returned[:3], returned[3].new_empty(_rnn_workspace_bytes(args)))
     if func is not _aten.native_batch_norm.default or args[1] is None or args[1].dtype == args[0].dtype:
         return returned
     if args[0].device.type != "cpu":
         return returned
     output, *statistics = returned
     return (output, *(torch.empty_like(tensor, dtype=args[1].dtype) for tensor in statistics))
+
+
+def _rnn_workspace_bytes(args: tuple[Any, ...]) -> int:
+    """Return the bytes of the workspace that mkldnn_rnn_layer hands to its gradient: run once, on zeros."""
+    with real_tensors():
+        zeros = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, torch.Tensor) else a for a in args]
+        *_, workspace = WithGradients(_aten.mkldnn_rnn_layer.default)(*zeros)
+        return workspace.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class WithGradients:
+    """A call whose kernel returns what its gradient needs only where gradients are enabled, as they were in the step.
+
+    mkldnn_rnn_layer asks; other kernels do not.
+    """
+
+    func: Any
+
+    @property
+    def __name__(self) -> str:
+        return f"with_gradients.{self.func}"
+
+    def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        detached = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        with torch.enable_grad():
+            return self.func(*detached)
 
 
 def without_idle_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -170,6 +202,8 @@ def _covers_its_storage(tensor: torch.Tensor) -> bool:
     view.
     """
     if tensor.numel() * tensor.element_size() != _storage_bytes(tensor) or tensor.storage_offset() != 0:
+        return False
+    if tensor.is_conj() or tensor.is_neg():
         return False
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):

@@ -17,6 +17,7 @@ import torch
 from memfit.binding import Value
 from memfit.capture.torch_private import tree_map
 from memfit.capture.trace import TracedCall
+from memfit.cost.views import lazy_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class _Made:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    conjugated: bool
+    negated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,8 @@ def _filled(tree: Any, tensors: Sequence[torch.Tensor], results: Sequence[torch.
     if isinstance(tree, _Given):
         return tensors[tree.position]
     if isinstance(tree, _Made):
-        return results[tree.result].as_strided(tree.shape, tree.stride, tree.offset)
+        made = results[tree.result].as_strided(tree.shape, tree.stride, tree.offset)
+        return lazy_view(made, conjugated=tree.conjugated, negated=tree.negated)
     if isinstance(tree, dict):
         return {key: _filled(value, tensors, results) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -140,7 +144,8 @@ def _fuse(together: Sequence[TracedCall]) -> TracedCall:
         if not isinstance(leaf, Value):
             return leaf
         if leaf.storage in results:
-            return _Made(results[leaf.storage], leaf.dtype, leaf.shape, leaf.stride, leaf.offset)
+            window = (leaf.dtype, leaf.shape, leaf.stride, leaf.offset, leaf.conjugated, leaf.negated)
+            return _Made(results[leaf.storage], *window)
         return _Given(given.setdefault(leaf, len(given)))
 
     parts = tuple(

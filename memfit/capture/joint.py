@@ -39,7 +39,7 @@ def capture_joint(joint: GraphModule, *, forward_outputs: int, name: str, device
     Its parameters and inputs are residents by their position among the primals; tangents arrive at the boundary.
 
     Raises:
-        CaptureError: a tensor memfit cannot plan (sparse, conjugated).
+        CaptureError: a tensor memfit cannot plan (sparse).
         UnsupportedStepError: collectives.
     """
     return _JointCapture(joint, forward_outputs, device).run(name)

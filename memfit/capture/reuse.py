@@ -11,6 +11,7 @@ Source: Chen 2016, section 3 (in-place operation); MXNet's memory note.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -56,13 +57,13 @@ def in_place_form(
             return Form(in_place, {})
     for overload in _out_overloads(target):
         if has_kernel(overload, device_type):
-            over = Value(storage=storage, dtype=result.dtype, shape=result.shape, stride=result.stride)
+            over = replace(result, storage=storage)
             return Form(overload, {next(arg.name for arg in overload._schema.arguments if arg.is_out): over})
     return None
 
 
 def _layout(value: Value) -> tuple[Any, ...]:
-    return value.dtype, value.shape, value.stride, value.offset
+    return value.dtype, value.shape, value.stride, value.offset, value.conjugated, value.negated
 
 
 def _in_place_overload(target: Any) -> Any:

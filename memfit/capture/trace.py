@@ -26,6 +26,7 @@ from memfit.capture.functionalize import (
     BATCH_NORMS,
     FUNCTIONAL_BATCH_NORMS,
     BatchNorm,
+    WithGradients,
     functional_variant,
     overwrite_like,
     without_idle_statistics,
@@ -98,11 +99,7 @@ class Trace:
 
     def value(self, tensor: torch.Tensor) -> Value:
         """Return `tensor` as a window on its storage as it is now; a real tensor never seen before is a constant."""
-        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-            raise CaptureError(
-                f"a tensor of layout {tensor.layout}{', conjugated' if tensor.is_conj() else ''} cannot be planned; "
-                "use dense tensors, or resolve_conj() / resolve_neg(), in the training step"
-            )
+        check_dense(tensor)
         key = storage_key(tensor)
         if key not in self._storage_of:
             if is_fake(tensor):
@@ -116,6 +113,8 @@ class Trace:
             shape=tuple(tensor.shape),
             stride=tuple(tensor.stride()),
             offset=int(tensor.storage_offset()),
+            conjugated=tensor.is_conj(),
+            negated=tensor.is_neg(),
         )
 
     def add_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
@@ -135,6 +134,8 @@ class Trace:
             # The real kernel keeps its first argument's place in a larger storage, the fake one does not.
             target = overwrite_like(returned, torch.ops.aten.copy_.default)
             traced_args = traced_args[1:]
+        elif func is torch.ops.aten.mkldnn_rnn_layer.default:
+            target = WithGradients(func)
         if len(mutated) == 1 and not self.storages[self.value(mutated[0]).storage].resident:
             variant = functional_variant(func, args, kwargs, mutated[0])
             if variant is not None:
@@ -246,6 +247,7 @@ class Trace:
         self._new_storage(tensor, name=_short_name(func), role=role)
 
     def _new_storage(self, tensor: torch.Tensor, *, name: str, role: Role, resident: bool = False) -> int:
+        check_dense(tensor)
         storage = tensor.untyped_storage()
         on_device = tensor.device.type == self.device.type
         self.storages.append(
@@ -256,10 +258,26 @@ class Trace:
         return len(self.storages) - 1
 
     def _is_alias(self, output: Any) -> bool:
-        return not isinstance(output, torch.Tensor) or storage_key(output) in self._storage_of
+        if not isinstance(output, torch.Tensor):
+            return True
+        check_dense(output)
+        return storage_key(output) in self._storage_of
 
     def _values_of(self, tree: Any) -> Any:
         return tree_map(lambda leaf: self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def check_dense(tensor: torch.Tensor) -> None:
+    """Refuse a tensor that has no storage of its own.
+
+    Raises:
+        CaptureError: it is sparse, or of another layout that is not strided.
+    """
+    if tensor.layout is not torch.strided:
+        raise CaptureError(
+            f"a tensor of shape {list(tensor.shape)} has layout {tensor.layout}, expected a dense one; an embedding "
+            "with sparse=True makes such gradients: make it with sparse=False"
+        )
 
 
 def _mutated_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -102,7 +102,8 @@ def cost_key(call: Call) -> str | None:
         dtype = str(value.dtype).removeprefix("torch.")
         shape, stride = "x".join(map(str, value.shape)), "x".join(map(str, value.stride))
         misaligned_bytes = value.offset * value.dtype.itemsize % _VECTOR_BYTES
-        return _Text(f"{dtype}[{shape}]({stride})+{misaligned_bytes}@{number}")
+        lazily = "*" * value.conjugated + "-" * value.negated
+        return _Text(f"{lazily}{dtype}[{shape}]({stride})+{misaligned_bytes}@{number}")
 
     args, kwargs = mapped(call.args, described), mapped(call.kwargs, described)
     named = [f"{name}={value!r}" for name, value in sorted(kwargs.items())]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from memfit.binding import Call, Value
+from memfit.cost.views import lazy_view
 from memfit.graph import Storage
 
 # Positive, below 1 and away from both ends: right for variances, probabilities, logarithms and arc functions alike.
@@ -66,7 +67,8 @@ class InputMaker:
 def window(storage: torch.Tensor, value: Value) -> torch.Tensor:
     """Return the tensor that `value` says, on the storage of `storage`."""
     empty = torch.empty(0, dtype=value.dtype, device=storage.device)
-    return empty.set_(storage.untyped_storage(), value.offset, value.shape, value.stride)
+    tensor = empty.set_(storage.untyped_storage(), value.offset, value.shape, value.stride)
+    return lazy_view(tensor, conjugated=value.conjugated, negated=value.negated)
 
 
 def values_in(tree: Any) -> Iterator[Value]:

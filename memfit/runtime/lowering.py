@@ -22,9 +22,9 @@ import torch
 from memfit.binding import Binding, Call, Value
 from memfit.capture.generators import SaveGeneratorState, replay
 from memfit.capture.reuse import in_place_form
+from memfit.cost.views import lazy_view, reinterpret
 from memfit.graph import Graph
 from memfit.runtime.transfers import offload
-from memfit.runtime.views import reinterpret
 from memfit.schedule import Boundary, Compute, Drop, DropHost, Instruction, Offload, Prefetch, Schedule, Wait
 
 
@@ -213,9 +213,15 @@ class _Lowering:
         if value == base:
             return name
         shape, stride = tuple(value.shape), tuple(value.stride)
+        conjugated, negated = value.conjugated, value.negated
         if value.dtype == base.dtype:
-            return f"{self._name(torch.as_strided)}({name}, {shape}, {stride}, {value.offset})"
-        return f"reinterpret({name}, {self._name(value.dtype)}, {shape}, {stride}, {value.offset})"
+            code = f"{self._name(torch.as_strided)}({name}, {shape}, {stride}, {value.offset})"
+            conjugated, negated = conjugated != base.conjugated, negated != base.negated
+        else:  # looks at the storage, whatever the base makes of it
+            code = f"reinterpret({name}, {self._name(value.dtype)}, {shape}, {stride}, {value.offset})"
+        if conjugated or negated:
+            code = f"{self._name(lazy_view)}({code}, conjugated={conjugated}, negated={negated})"
+        return code
 
     def _name(self, thing: Any) -> str:
         """A name for an object in the function's namespace, the same one each time."""
