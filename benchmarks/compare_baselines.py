@@ -2,8 +2,8 @@
 
 For each workload, the best point of `activation_memory_budget` and of hand-placed checkpoints (least memory among those
 with eager's gradients, as `torch_baselines.py` stored them) is measured again, and memfit is given the memory that it
-took: eager, the rival and memfit run in turns. Then memfit's least memory, what planner `none` costs, and for VGG-16
-the whole step with SGD, whose peak has to fall below parameters plus gradients. Memory is counted above what is
+took: eager, the rival and memfit run in turns. Then memfit's least memory beside that of planner `sublinear`, what
+planner `none` costs, and for VGG-16 the whole step with SGD, whose peak has to fall below parameters plus gradients. Memory is counted above what is
 resident (parameters, buffers, inputs) wherever it is not said to be the whole. Each result is stored as soon as it is
 there, and kept unless `--again` is given.
 
@@ -29,7 +29,7 @@ from memfit import PlannedStep, TrainingStep
 from memfit.cost.recorder import allocated_bytes
 from memfit.errors import InfeasibleBudgetError, MemfitError
 from memfit.runtime.fit import fit_step
-from memfit.runtime.planning import Settings
+from memfit.runtime.planning import DEFAULT_PLANNER, Settings
 from memfit.workloads import WORKLOADS, build
 
 CHILD_SECONDS = 900
@@ -84,10 +84,10 @@ def unplanned(workload: str, repeats: int, **_how: Any) -> dict[str, Any]:
     return measure_planned(workload, {}, NO_BUDGET_BYTES, planner="none", repeats=repeats)
 
 
-def least(workload: str, time_limit_seconds: float, repeats: int) -> dict[str, Any]:
-    """Measure memfit at the least budget for which it finds a plan."""
+def least(workload: str, time_limit_seconds: float, repeats: int, planner: str = DEFAULT_PLANNER) -> dict[str, Any]:
+    """Measure memfit at the least budget for which a planner finds a plan."""
     allocated_bytes("cpu")
-    planned = fit_least(build(workload), time_limit_seconds)
+    planned = fit_least(build(workload), time_limit_seconds, planner)
     above_resident_bytes = planned.plan.budget_bytes - resident_bytes(planned.step)
     return {
         "budget_bytes": planned.plan.budget_bytes,
@@ -103,7 +103,7 @@ def whole_step(workload: str, time_limit_seconds: float, repeats: int) -> dict[s
     step = build(workload)
     parameters = list(step.model.parameters())
     step = dataclasses.replace(step, optimizer=torch.optim.SGD(parameters, lr=LEARNING_RATE))
-    planned = fit_least(step, time_limit_seconds)
+    planned = fit_least(step, time_limit_seconds, DEFAULT_PLANNER)
     measured = measurements(planned, repeats)
     both_bytes = 2 * storage_bytes(parameters)
     return {
@@ -115,17 +115,19 @@ def whole_step(workload: str, time_limit_seconds: float, repeats: int) -> dict[s
     }
 
 
-def fit_least(step: TrainingStep, time_limit_seconds: float) -> PlannedStep:
-    """Return the step at the least budget that the default planner reaches."""
+def fit_least(step: TrainingStep, time_limit_seconds: float, planner: str) -> PlannedStep:
+    """Return the step at the least budget that a planner reaches."""
+
+    def fitted(budget_bytes: int) -> PlannedStep:
+        return fit_step(step, Settings(budget=budget_bytes, planner=planner, time_limit_seconds=time_limit_seconds))
+
     try:
-        budget_bytes = resident_bytes(step) + 1
-        return fit_step(step, Settings(budget=budget_bytes, time_limit_seconds=time_limit_seconds))
+        return fitted(resident_bytes(step) + 1)
     except InfeasibleBudgetError as error:
         found_bytes = error.least_budget_found_bytes or error.least_budget_bound_bytes
     for growth in GROWTH:
         try:
-            budget_bytes = int(found_bytes * growth)
-            return fit_step(step, Settings(budget=budget_bytes, time_limit_seconds=time_limit_seconds))
+            return fitted(int(found_bytes * growth))
         except InfeasibleBudgetError:
             continue
     raise MemfitError(f"{step.name}: no plan within {GROWTH[-1]} times {found_bytes} bytes, the least budget reported")
@@ -158,6 +160,7 @@ def requests(workload: str) -> dict[str, dict[str, Any]]:
     for mib in TARGETS_MIB.get(workload, ()):
         wanted[f"{mib} MiB"] = {"what": "target", "above_resident_bytes": mib * MIB}
     wanted["least"] = {"what": "least"}
+    wanted["least sublinear"] = {"what": "least", "planner": "sublinear"}
     if workload == WHOLE_STEP:
         wanted["whole step"] = {"what": "whole_step"}
     return wanted

@@ -126,6 +126,43 @@ def targets(stored: Stored) -> str:
     return _table(head, rows, "Peak above parameters, buffers and inputs.", stored)
 
 
+def halves(stored: Stored) -> str:
+    """memfit at the memory of torch's best budget, where half of its overhead and one percentage point are allowed."""
+    head = ["workload", "torch's budget, best", "its overhead", "memfit's there", "half of it and 1 point", "met"]
+    rows: list[list[str]] = []
+    for workload, payload in stored.items():
+        result = payload["results"].get("against budget", {})
+        cells = [workload, _memory(result, "rival_bytes")]
+        if "memfit_time_ratio" in result:
+            rival, ours = result["rival_time_ratio"] - 1, result["memfit_time_ratio"] - 1
+            allowed = max(0.0, rival) / 2 + 0.01
+            cells += [f"{rival:.1%}", f"{ours:.1%}", f"{allowed:.1%}", _yes(ours <= allowed)]
+        rows.append(cells + [""] * (len(head) - len(cells)))
+    return _table(
+        head, rows, "Peak MiB above parameters, buffers and inputs; times against eager in the same run.", stored
+    )
+
+
+def margins(stored: Stored) -> str:
+    """How far the least budgets that were found are above the proved least."""
+    head = ["workload", "proved least", "memfit", "`sublinear`", "checkpoints, best", "at most half of both"]
+    rows: list[list[str]] = []
+    for workload, payload in stored.items():
+        results = payload["results"]
+        least = results.get("least", {})
+        bound_bytes = least.get("least_budget_bound_bytes")
+        if bound_bytes is None:
+            continue
+        found = [results.get(what, {}) for what in ("least", "least sublinear", "against checkpoint")]
+        above = [result["budget_bytes"] - bound_bytes if "budget_bytes" in result else None for result in found]
+        others = [each for each in above[1:] if each is not None]
+        met = _yes(bool(others) and above[0] is not None and all(2 * above[0] <= other for other in others))
+        cells = ["" if each is None else f"+{each / MIB:.1f}" for each in above]
+        rows.append([workload, f"{bound_bytes / MIB:.1f}", *cells, met])
+    note = "Whole MiB of the proved least budget, and how many more each needs."
+    return _table(head, rows, note, stored)
+
+
 def whole_step(stored: Stored) -> str:
     """The step whose gradients never live all at once."""
     head = ["workload", "parameters + gradients MiB", "measured peak MiB, everything included", "time against eager"]
@@ -182,6 +219,8 @@ def published(stored: Stored) -> str:
 TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     "compare": ("compare_baselines", compare),
     "targets": ("compare_baselines", targets),
+    "halves": ("compare_baselines", halves),
+    "margins": ("compare_baselines", margins),
     "whole-step": ("compare_baselines", whole_step),
     "sweep": ("sweep", sweep),
     "sweep-points": ("sweep", sweep_points),
