@@ -1,11 +1,11 @@
 """memfit beside what torch offers, in the same run: at the memory of its rivals' best points, and at its own least.
 
-For each workload, the best point of `activation_memory_budget` and of hand-placed checkpoints (least memory among those
-with eager's gradients, as `torch_baselines.py` stored them) is measured again, and memfit is given the memory that it
-took: eager, the rival and memfit run in turns. Then memfit's least memory beside that of planner `sublinear`, what
-planner `none` costs, and for VGG-16 the whole step with SGD, whose peak has to fall below parameters plus gradients. Memory is counted above what is
-resident (parameters, buffers, inputs) wherever it is not said to be the whole. Each result is stored as soon as it is
-there, and kept unless `--again` is given.
+For each workload, the best point of `activation_memory_budget` and of hand-placed checkpoints (least memory among
+those with eager's gradients, as `torch_baselines.py` stored them) is measured again, and memfit is given the memory
+that it took: eager, the rival and memfit run in turns. Then memfit's least memory beside that of planner `sublinear`,
+what planner `none` costs, and for VGG-16 the whole step with SGD, whose peak has to fall below parameters plus
+gradients. Memory is counted above what is resident (parameters, buffers, inputs) wherever it is not said to be the
+whole. Each result is stored as soon as it is there, and kept unless `--again` is given.
 
     python benchmarks/compare_baselines.py
     python benchmarks/compare_baselines.py resnet50 --repeats 3

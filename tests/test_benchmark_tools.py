@@ -242,6 +242,21 @@ def test_tables_show_what_is_stored(stored_sweep: str):
         tables.render("sweeps", stored_sweep)
 
 
+def test_the_margins_of_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    results = {
+        "against budget": {"rival_bytes": 300 << 20, "rival_time_ratio": 1.2, "memfit_time_ratio": 1.1},
+        "against checkpoint": {"budget_bytes": 500 << 20},
+        "least": {"budget_bytes": 300 << 20, "least_budget_bound_bytes": 200 << 20},
+        "least sublinear": {"budget_bytes": 390 << 20},
+    }
+    _record.store("compare_baselines/lstm", {"workload": "lstm", "results": results}, folder=tmp_path / "here")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    halves, margins = tables.render("halves", "here"), tables.render("margins", "here")
+    assert halves is not None and margins is not None
+    assert "| lstm | 300.0 | 20.0% | 10.0% | 11.0% | yes |" in halves
+    assert "| lstm | 200.0 | +100.0 | +190.0 | +300.0 | **no** |" in margins  # half of 190 is below 100
+
+
 def test_tables_go_between_their_markers(stored_sweep: str, tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- table: planning -->\nold\n<!-- end of table -->\nafter\n")
