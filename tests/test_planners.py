@@ -69,7 +69,7 @@ def test_every_plan_is_legal_within_its_budget_and_above_the_bound(graph: Graph)
     most = unplanned_peak_bytes(graph, GENERIC)
     assert bound <= most
     for name in PLANNERS:
-        planner = make_planner(name, **({"iterations": 2_000} if name in ("search", "auto") else {}))
+        planner = make_planner(name, **({"iterations": 2_000} if name in ("search", "offload", "auto") else {}))
         for budget_bytes in (most, (bound + most) // 2, bound, max(1, bound - 1)):
             result = planner.plan(problem(graph, budget_bytes))
             if result.plan is None:

@@ -19,6 +19,7 @@ from memfit.planners.drop_cheap import DropCheap
 from memfit.planners.linear_split import LinearSplit
 from memfit.planners.mirror import Mirror, MirrorPlan, read_mirrors, with_mirrors
 from memfit.planners.none import KeepEverything
+from memfit.planners.offload import Offload
 from memfit.planners.recursive import Recursive
 from memfit.planners.search import Search
 from memfit.planners.segments import Segments
@@ -48,6 +49,7 @@ PLANNERS: dict[str, type[Planner]] = {
         LinearSplit,
         DivisionTree,
         Search,
+        Offload,
         Auto,
     )
 }

@@ -1,4 +1,6 @@
-"""Planner `auto`, the default: the proved optimum where a graph is small, the search everywhere else."""
+"""Planner `auto`, the default: the proved optimum where a graph is small, the search everywhere else, with trips to the
+host where there is a host budget and a link.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import msgspec
 from memfit.plan import INTERRUPTED, Problem, Result
 from memfit.planners.cuts import Bound
 from memfit.planners.emit import emit
+from memfit.planners.offload import Offload, has_link
 from memfit.planners.order import original_order
 from memfit.planners.program import build_program
 from memfit.planners.result import make_result
@@ -27,8 +30,8 @@ class Auto:
     """Prove the fastest schedule of a graph of a few ops; anneal from minimum cuts, with a bound, on any other.
 
     On up to 12 ops the plan is a shortest path over all states of the step, in any order of ops (see
-    `memfit.planners.shortest_path`), and its status `optimal`. On larger graphs it is planner `search`'s; its status is
-    `optimal` where its time is the bound's.
+    `memfit.planners.shortest_path`), and its status `optimal`. On larger graphs it is planner `search`'s, or planner
+    `offload`'s where there is a host budget and a link; its status is `optimal` where its time is the bound's.
     """
 
     name: ClassVar[str] = "auto"
@@ -53,17 +56,19 @@ class Auto:
         try:
             fastest = fastest_schedule(problem, until_seconds=self._proving_until(problem))
         except KeyboardInterrupt:
-            searched = self._search(_FEW_MOVES).plan_from(problem, warm)
+            searched = self._search(_FEW_MOVES, problem).plan_from(problem, warm)
             interrupted = replace(searched.result, stats={**searched.result.stats, INTERRUPTED: 1.0})
             return replace(searched, result=_renamed(interrupted))
         if fastest is None:
-            searched = self._search(self.iterations).plan_from(problem, warm)
+            searched = self._search(self.iterations, problem).plan_from(problem, warm)
             return replace(searched, result=_renamed(searched.result))
-        searched = self._search(_FEW_MOVES).plan_from(problem, warm)  # for the least budget, and windows to start from
+        # Searched for the least budget, and for windows to start from.
+        searched = self._search(_FEW_MOVES, problem).plan_from(problem, warm)
         return replace(searched, result=_renamed(_proved(problem, fastest, searched.result, started_seconds)))
 
-    def _search(self, iterations: int | None) -> Search:
-        return Search(iterations=iterations, threads=self.threads)
+    def _search(self, iterations: int | None, problem: Problem) -> Search | Offload:
+        kind = Offload if has_link(problem) else Search
+        return kind(iterations=iterations, threads=self.threads)
 
     def _proving_until(self, problem: Problem) -> float:
         """Half of the time at most; where moves are counted, a proof does not depend on the clock."""

@@ -55,15 +55,15 @@ def _block(program: Program, position: int, needed: set[int], departed: set[int]
     elif program.op_at[position] == NOT_AN_OP:
         return []  # the end: what it reads stays
     else:
-        over = _taken_over(program, position, dying)
+        over = _taken_over(program, position, dying, departed)
         block = [Compute(op=program.op_at[position], in_place_of=None if over is None else program.storage_of[over])]
         dying = [storage for storage in dying if storage != over]
     return block + [Drop(storage=program.storage_of[storage]) for storage in sorted(unused + dying)]
 
 
-def _taken_over(program: Program, position: int, dying: list[int]) -> int | None:
-    """Return the dying read with the most bytes that a write of `position` may take over."""
+def _taken_over(program: Program, position: int, dying: list[int], departed: set[int]) -> int | None:
+    """Return the dying read with the most bytes that a write of `position`, not the user's already, may take over."""
     tables, row = program.tables, program.tables.positions[position]
-    pairs: list[int] = tables.reuses["read"][row["reuse_start"] : row["reuse_end"]].tolist()
-    candidates = [storage for storage in pairs if storage in dying]
+    pairs: list[tuple[int, int]] = tables.reuses[row["reuse_start"] : row["reuse_end"]].tolist()
+    candidates = [read for read, written in pairs if read in dying and written not in departed]
     return max(candidates, key=lambda storage: (int(tables.storages[storage]["size_bytes"]), -storage), default=None)

@@ -46,6 +46,7 @@ _POSITION = np.dtype(
         ("last_rematerialization", np.int64),
         ("may_wait", np.bool_),
         ("workspace_bytes", np.int64),
+        ("away_bytes", np.int64),
         ("seconds", np.float64),
     ],
     align=True,
@@ -56,7 +57,15 @@ _STORAGE = np.dtype(
     [("size_bytes", np.int64), ("writer", np.int64), ("first_gap", np.int64), ("last_gap", np.int64)], align=True
 )
 _GAP = np.dtype(
-    [("storage", np.int64), ("start", np.int64), ("end", np.int64), ("rule", np.int64), ("closed", np.bool_)],
+    [
+        ("storage", np.int64),
+        ("start", np.int64),
+        ("end", np.int64),
+        ("rule", np.int64),
+        ("closed", np.bool_),
+        ("away_from", np.int64),
+        ("away_until", np.int64),
+    ],
     align=True,
 )
 
@@ -69,11 +78,12 @@ class Tables(NamedTuple):
         positions: what each reads, writes and may take over (rows of the next three); `last_rematerialization`, the
         last
             position at which its op may be computed again; `may_wait`, whether its op's first computation may wait
-            until something reads what it writes.
+            until something reads what it writes; `away_bytes`, what is on the host for its whole stage though kept.
         reads, writes: the managed storage, and the gap that this use opens.
         reuses: a read whose memory may be taken over by a write.
         storages: aligned size, position of the writer, and its gaps in order: the first opens at its write.
-        gaps: from `start` to `end`, the next use; where none follows (not `closed`), the last position.
+        gaps: from `start` to `end`, the next use; where none follows (not `closed`), the last position. The storage is
+            on the host in the stages `[away_from, away_until)`, which are none unless a planner says so.
     """
 
     positions: Table
@@ -320,6 +330,7 @@ def _to_tables(
     storages = problem.graph.storages
     sizes = [problem.device.aligned(storages[s].bytes) if s < len(storages) else problem.bytes_outside for s in managed]
     writer = {number[s]: position for position, row in enumerate(rows) for s in row.writes}
+    never = [0] * len(gaps.storage)
     positions = np.zeros(len(rows), _POSITION)
     for field_name, counts in (
         ("read", [len(row.reads) for row in rows]),
@@ -346,7 +357,7 @@ def _to_tables(
             gaps.first[:-1],
             [following - 1 for following in gaps.first[1:]],
         ),
-        gaps=_table(_GAP, gaps.storage, gaps.start, gaps.end, rules, gaps.closed),
+        gaps=_table(_GAP, gaps.storage, gaps.start, gaps.end, rules, gaps.closed, never, never),
     )
 
 

@@ -91,8 +91,12 @@ def collect(tables: Any, state: Any, position: int) -> int:
             writer = tables.storages[storage].writer
             if state.stages[writer].mark == totals.stamp:
                 continue
-            row = state.gaps[gap_before(tables, storage, position)]
+            gap = gap_before(tables, storage, position)
+            row = state.gaps[gap]
             if position <= row.gone_after or position > row.back_after:
+                if tables.gaps[gap].away_from <= position < tables.gaps[gap].away_until:
+                    totals.blocked = writer
+                    return -1
                 continue
             if tables.positions[writer].last_rematerialization < position:
                 totals.blocked = writer
@@ -311,7 +315,7 @@ def clear(tables: Any, state: Any) -> None:
         stage.is_dirty = False
         stage.length = 0
         stage.again_count = 0
-        state.live_after[position] = 0
+        state.live_after[position] = -tables.positions[position].away_bytes
         state.within[position] = 0
         totals.seconds += tables.positions[position].seconds
     for gap in range(len(state.gaps)):

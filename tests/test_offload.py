@@ -1,0 +1,160 @@
+"""Trips to the host: simulated as the simulator does, legal, within both budgets, and never slower than staying."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from strategies import LINKED, graphs
+from test_planners import chain
+
+from memfit.checker import check
+from memfit.device import GENERIC, Device
+from memfit.graph import Graph
+from memfit.plan import INTERRUPTED, Problem, Progress
+from memfit.planners.ask import unplanned_peak_bytes
+from memfit.planners.bounds import least_budget_bound
+from memfit.planners.emit import emit
+from memfit.planners.offload import Offload
+from memfit.planners.order import update_at_once_order
+from memfit.planners.program import build_program
+from memfit.planners.search import Search
+from memfit.planners.streams import make_possible, make_streams
+from memfit.planners.trips import find_trips, with_trips
+from memfit.planners.windows import evaluate, keep_only, simulated
+from memfit.schedule import Code, Schedule
+from memfit.simulate import simulate
+
+FAST = Device(name="fast", to_host_bytes_per_second=400.0, to_device_bytes_per_second=400.0)
+PLENTY = 1 << 40
+
+
+def linked(graph: Graph, budget_bytes: int, **fields: object) -> Problem:
+    return Problem(graph=graph, device=LINKED, budget_bytes=budget_bytes, host_budget_bytes=PLENTY, **fields)  # type: ignore[arg-type]
+
+
+def some_schedule(task: Problem, pick: random.Random) -> Schedule:
+    """The schedule of random windows: storages dropped and computed again in any part of the step."""
+    program = build_program(task, update_at_once_order(task.graph))
+    kept = {storage.id for storage in task.graph.storages if pick.random() < 0.7}
+    return emit(program, evaluate(program, simulated(program, keep_only(program, kept))).sequence)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(graph=graphs(most_ops=14), seed=st.integers(0, 1 << 30))
+def test_streams_give_what_the_simulator_gives(graph: Graph, seed: int) -> None:
+    pick = random.Random(seed)
+    outside = pick.choice((0, 300))
+    task = linked(graph, 0, bytes_outside=outside)
+    schedule = some_schedule(task, pick)
+    peak = simulate(graph, schedule, LINKED).peak_bytes
+    found = find_trips(task, schedule)
+    budget = int(peak * pick.uniform(0.3, 1.1))
+    streams = make_streams(found, budget, pick.choice((PLENTY, 200)), seed)
+    found.trips["made"] = [pick.random() < 0.5 for _ in found.trips]
+    make_possible(streams)
+    made = with_trips(found)
+    check(graph, made)
+    timeline = simulate(graph, made, LINKED)
+    totals = streams.totals[0]
+    assert timeline.makespan_seconds == pytest.approx(totals["seconds"])
+    assert timeline.host_peak_bytes == totals["host_peak_bytes"]
+    inside = 0 if graph.boundaries else outside
+    assert timeline.peak_bytes + inside <= max(totals["peak_bytes"], budget)
+    assert (totals["excess"] > 0) == (totals["peak_bytes"] > budget)
+    assert int((made.codes == Code.COMPUTE).sum()) == int((schedule.codes == Code.COMPUTE).sum())
+
+
+def not_recomputable(graph: Graph) -> Graph:
+    ops = [msgspec.structs.replace(op, recomputable=False) for op in graph.ops]
+    return Graph.build(name=graph.name, storages=graph.storages, ops=ops)
+
+
+def test_a_chain_that_cannot_be_computed_again_goes_to_the_host_for_nothing() -> None:
+    """Each op takes a second, each copy a quarter: only the first storages have time to go, and that is enough."""
+    graph = not_recomputable(chain(6))
+    task = Problem(graph=graph, device=FAST, budget_bytes=600, host_budget_bytes=PLENTY)
+    assert Search(iterations=1_000).plan(task).plan is None
+    plan = Offload(iterations=4_000).plan(task).plan
+    assert plan is not None
+    assert plan.predicted.peak_bytes <= 600
+    assert plan.predicted.seconds == 12.0
+    assert plan.predicted.host_peak_bytes == 200
+
+
+def test_the_host_budget_is_kept() -> None:
+    graph = not_recomputable(chain(6))
+    task = Problem(graph=graph, device=FAST, budget_bytes=600, host_budget_bytes=100)
+    result = Offload(iterations=4_000).plan(task)
+    assert result.plan is None
+    assert result.bounds.least_budget_found_bytes == 700
+
+
+def test_a_slow_link_is_left_alone_and_a_fast_one_is_used() -> None:
+    graph = chain(6)
+    seconds: list[float] = []
+    for rate in (1.0, 100.0, 400.0):
+        device = Device(name="d", to_host_bytes_per_second=rate, to_device_bytes_per_second=rate)
+        task = Problem(graph=graph, device=device, budget_bytes=500, host_budget_bytes=PLENTY)
+        plan = Offload(iterations=20_000).plan(task).plan
+        assert plan is not None
+        assert (plan.predicted.host_peak_bytes == 0) == (rate == 1.0)
+        seconds.append(plan.predicted.seconds)
+    assert seconds[0] > seconds[1] >= seconds[2] == 12.0
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(graph=graphs(most_ops=10))
+def test_a_plan_with_trips_is_legal_and_never_slower_than_one_without(graph: Graph) -> None:
+    least, _ = least_budget_bound(linked(graph, 1))
+    most = unplanned_peak_bytes(graph, LINKED)
+    for budget_bytes in (least, (least + most) // 2, most):
+        task = linked(graph, budget_bytes)
+        alone = Search(iterations=3_000).plan(replace(task, host_budget_bytes=0)).plan
+        both = Offload(iterations=10_000).plan(task).plan
+        assert alone is None or (both is not None and both.predicted.seconds <= alone.predicted.seconds * (1 + 1e-9))
+        if both is not None:
+            check(graph, both.schedule)
+            assert simulate(graph, both.schedule, LINKED).peak_bytes <= budget_bytes
+
+
+def test_the_same_seed_gives_the_same_plan() -> None:
+    task = Problem(graph=chain(12), device=FAST, budget_bytes=700, host_budget_bytes=400, seed=3)
+    plans = [Offload(iterations=20_000).plan(task).plan for _ in range(2)]
+    assert plans[0] is not None and plans[1] is not None
+    assert plans[0].schedule == plans[1].schedule
+
+
+def test_without_a_link_or_a_host_budget_it_is_the_search() -> None:
+    graph = chain(6)
+    for device, host_bytes in ((GENERIC, PLENTY), (FAST, 0)):
+        task = Problem(graph=graph, device=device, budget_bytes=600, host_budget_bytes=host_bytes)
+        plan, expected = Offload(iterations=5_000).plan(task).plan, Search(iterations=5_000).plan(task).plan
+        assert plan is not None and expected is not None
+        assert plan.schedule == expected.schedule
+
+
+@pytest.mark.parametrize("reports", [1, 4, 7])
+def test_an_interrupted_search_answers_with_its_best(reports: int) -> None:
+    heard: list[Progress] = []
+
+    def interrupt(progress: Progress) -> None:
+        heard.append(progress)
+        if len(heard) >= reports:
+            raise KeyboardInterrupt
+
+    task = Problem(
+        graph=chain(10),
+        device=FAST,
+        budget_bytes=700,
+        host_budget_bytes=PLENTY,
+        progress=interrupt,
+        time_limit_seconds=5.0,
+    )
+    result = Offload().plan(task)
+    assert result.stats[INTERRUPTED]
+    assert result.plan is not None or reports < 4
