@@ -157,7 +157,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.predicted.seconds / self.unplanned.seconds - 1.0 if self.unplanned.seconds else 0.0
 
     def explain(self) -> str:
-        """Return in plain words what holds the peak, and for each storage what became of it and why."""
+        """Return in plain words what holds the peak, each storage's fate and prices, and what more memory would buy."""
         from memfit.report import explain  # the report stands above; only who asks for words pays for it
 
         return explain(self)

@@ -293,6 +293,12 @@ def test_report_writes_what_its_suffix_says(run: Run, graph_file: Path, tmp_path
     status, out, _ = run("report", plan_file, "--curve", 0)
     assert status == 0
     assert "at the peak" in out
+    assert "what makes" in out
+    status, out, _ = run("report", plan_file, "--curve", 2, "--time-limit", 1, "--json")
+    explanation = _json(out)["explanation"]
+    assert {"keep", "again", "offload"} <= set(explanation["storages"][0]["price"])
+    assert explanation["more_memory"]["bound_overhead"] <= explanation["more_memory"]["found_overhead"]
+    assert explanation["least_budget"]["ops"]
 
 
 def test_plan_writes_a_report(run: Run, graph_file: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from memfit.checker import check
 from memfit.device import Device
 from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.plan import Bounds, Plan, Prediction, Problem, Status
+from memfit.planners.bounds import least_budget_bound
 from memfit.planners.result import unplanned_schedule
 from memfit.report import Measured, write_html, write_png
 from memfit.schedule import Compute, Drop, Instruction, Offload, Prefetch, Schedule, Wait
@@ -89,6 +90,7 @@ def plan_of(graph: Graph, schedule: Schedule, **names: Any) -> Plan:
     check(graph, schedule)
     planned = simulate(graph, schedule, DEVICE)
     unplanned = simulate(graph, unplanned_schedule(Problem(graph=graph, device=DEVICE, budget_bytes=1)), DEVICE)
+    least_bytes, holding_ops = least_budget_bound(Problem(graph=graph, device=DEVICE, budget_bytes=1))
     return Plan(
         graph=graph,
         device=DEVICE,
@@ -100,7 +102,11 @@ def plan_of(graph: Graph, schedule: Schedule, **names: Any) -> Plan:
             peak_bytes=planned.peak_bytes, seconds=planned.makespan_seconds, host_peak_bytes=planned.host_peak_bytes
         ),
         unplanned=Prediction(peak_bytes=unplanned.peak_bytes, seconds=unplanned.makespan_seconds),
-        bounds=Bounds(least_budget_found_bytes=planned.peak_bytes, least_budget_bound_bytes=6000),
+        bounds=Bounds(
+            least_budget_found_bytes=planned.peak_bytes,
+            least_budget_bound_bytes=least_bytes,
+            holding_ops=holding_ops,
+        ),
         status=Status.FEASIBLE,
         planner=names.get("planner", "by_hand"),
         seed=0,
@@ -253,6 +259,30 @@ def test_the_table_of_storages_is_searched_sorted_and_paged(report: tuple[Plan, 
     page.click("#storage-table th button:has-text('name')")
     names = [row[0] for row in visit.rows("#storage-table")]
     assert names == sorted(names, key=lambda name: int(name.split("_")[1].split(".")[0]))
+    assert visit.complaints == []
+
+
+def test_prices_are_sorted_and_told_in_words(report: tuple[Plan, Path], visit: Visit) -> None:
+    _, path = report
+    visit.open(path)
+    page = visit.page
+    assert page.locator("#more-section li").count() >= 1
+    assert " at once: reads conv" in page.locator("#least-section li").first.inner_text()
+    for direction, first in (("descending", "−100 µs"), ("ascending", "−200 µs")):
+        page.click("#storage-table th button:text-is('keep')")
+        assert page.locator(f"#storage-table th[aria-sort={direction}]").inner_text().startswith("keep")
+        saved = [row[4] for row in visit.rows("#storage-table")]
+        assert saved == sorted(saved, key=lambda text: text == "–")  # what is kept has no price, and comes last
+        assert saved[0] == first
+    page.select_option("#storage-fate", "rematerialized")
+    # Twice as dear is the one whose second computation waits for a prefetch of what it reads.
+    assert [row[5] for row in visit.rows("#storage-table")] == ["+200 µs", *["+100 µs"] * 14]
+    page.locator("#storage-table td.name button").first.click()
+    words = page.locator("#storage-table tr.story li").all_inner_texts()
+    assert [text.split(":")[0] for text in words] == ["On the device", "Keep", "Compute again", "Offload"]
+    assert words[2].startswith("Compute again: costs 200 µs (1 op) now")
+    page.locator("#storage-table td.name button").first.click()
+    assert page.locator("#storage-table tr.story").count() == 0
     assert visit.complaints == []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -21,6 +21,7 @@ from memfit.planners.ask import require_plan, unplanned_peak_bytes
 from memfit.planners.frontier import plan_frontier
 from memfit.report import write_html
 from memfit.report.figures import CurvePoint, Measured
+from memfit.report.more_memory import next_step_bytes
 from memfit.schedule import Code
 
 if TYPE_CHECKING:
@@ -140,20 +141,31 @@ def write_report(
     plan: Plan, path: Path, curve_points: int, search: Search, work: Work, measured: Measured | None = None
 ) -> None:
     """Write the HTML report of `plan`, with a trade-off curve of so many points around it."""
-    curve = trade_off(plan, curve_points, search.time_limit_seconds / max(curve_points, 1), search, work)
+    each_seconds = search.time_limit_seconds / max(curve_points, 1)
+    curve = trade_off(plan, curve_points, each_seconds, search, work, also=larger_budgets(plan))
     work.stage("writing the report")
     write_html(plan, path, curve=curve, measured=measured)
 
 
-def trade_off(plan: Plan, points: int, each_seconds: float, search: Search, work: Work) -> list[CurvePoint]:
+def larger_budgets(plan: Plan) -> list[int]:
+    """Return the budgets that a report tells the price of, beside those of its curve: what the next GiB would buy."""
+    larger = plan.budget_bytes + next_step_bytes(plan)
+    return [larger] if plan.overhead > 0 and larger < plan.unplanned.peak_bytes else []
+
+
+def trade_off(
+    plan: Plan, points: int, each_seconds: float, search: Search, work: Work, also: Sequence[int] = ()
+) -> list[CurvePoint]:
     """Return what is reached at `points` budgets, evenly from the unplanned peak down to the proved bound.
 
-    A larger budget never gives a slower plan. `each_seconds` is the time limit of each point's search.
+    A larger budget never gives a slower plan. `each_seconds` is the time limit of each point's search; `also` are more
+    budgets, in bytes, where there is a curve at all.
     """
     highest, lowest = plan.unplanned.peak_bytes, plan.bounds.least_budget_bound_bytes
     if points == 0 or highest <= lowest:
         return []
     budgets = [highest - (highest - lowest) * step // max(points - 1, 1) for step in range(points)]
+    budgets += [budget for budget in also if budget not in budgets]
     work.stage("drawing the trade-off curve", expected_seconds=each_seconds)
     problem = Problem(
         graph=plan.graph,

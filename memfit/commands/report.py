@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import RenderableType
 
 from memfit.commands import options
 from memfit.commands.answer import Answer, deliver, rows_table
-from memfit.commands.planning import Search, trade_off, write_report
+from memfit.commands.planning import Search, larger_budgets, trade_off, write_report
 from memfit.commands.work import Work, working
 from memfit.errors import InvalidOptionError
 from memfit.plan import Plan
-from memfit.report import explain, write_png, write_trace
+from memfit.report import write_png, write_trace
+from memfit.report.explanation import explained, explanation_keys
+from memfit.report.text import explanation_text
 
 EXAMPLES = """
 Examples:
@@ -53,11 +56,15 @@ def report(
     with working() as work:
         for path, write in writers:
             write(loaded, path, curve, search, work)
-        parts = (rows_table({str(path): "written" for path in files}),)
+        keys: dict[str, Any] = {"files": [str(path) for path in files]}
+        parts: tuple[RenderableType, ...] = (rows_table({str(path): "written" for path in files}),)
         if not files:
             each_seconds = search.time_limit_seconds / max(curve, 1)
-            parts = (explain(loaded, curve=trade_off(loaded, curve, each_seconds, search, work)),)
-    keys = {"files": [str(path) for path in files]}
+            points = trade_off(loaded, curve, each_seconds, search, work, also=larger_budgets(loaded))
+            work.stage("pricing the fates of storages")
+            explanation = explained(loaded, points)
+            parts = () if as_json else (explanation_text(explanation),)
+            keys |= {"explanation": explanation_keys(explanation)} if as_json else {}
     return deliver(Answer(target=str(plan), device=loaded.device.name, keys=keys, parts=parts), as_json=as_json)
 
 

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from memfit.graph import Role
 from memfit.plan import Plan, Problem
 from memfit.planners.result import unplanned_schedule
 from memfit.report import story
-from memfit.report.fates import Fate, Kind, fates
-from memfit.report.figures import Curve, CurvePoint, Measured, curve_points
+from memfit.report.explanation import Explanation, explained
+from memfit.report.fates import Kind
+from memfit.report.figures import Curve, CurvePoint, Measured
 from memfit.report.live import Layer, Run, play
 from memfit.report.series import series
+from memfit.report.storage_table import storage_columns
 from memfit.report.words import change_text, printable
 
 _PLACE = re.compile(r"@@(\w+)@@")
@@ -53,10 +55,9 @@ def render(
     plan: Plan, *, curve: Curve = (), measured: Measured | None = None, picture_height_pixels: int | None = None
 ) -> str:
     """Return the page's text; with a height, a page of that height that holds only the picture of `write_png`."""
-    points = curve_points(curve)
-    planned = play(plan.graph, plan.schedule, plan.device)
+    explanation = explained(plan, curve)
+    of_storage = explanation.fates
     unplanned = play(plan.graph, unplanned_schedule(_problem(plan)), plan.device)
-    of_storage = fates(planned)
     return _filled(
         {
             "title": f"memfit: {story.text(plan.graph.name)} in {format_bytes(plan.budget_bytes)}",
@@ -71,10 +72,12 @@ def render(
                 f"Live bytes over the step: up to {format_bytes(plan.unplanned.peak_bytes)} unplanned, "
                 f"up to {format_bytes(plan.predicted.peak_bytes)} with the plan"
             ),
-            "curve": story.curve_section(bool(points)),
+            "more": story.more_section(explanation),
+            "least": story.least_section(explanation),
+            "curve": story.curve_section(bool(explanation.points)),
             "fates": story.fates_table(plan, of_storage),
             "made": story.made(plan),
-            "data": _inert_json(_data(plan, planned, unplanned, of_storage, points, picture_height_pixels)),
+            "data": _inert_json(_data(explanation, unplanned, picture_height_pixels)),
         }
     )
 
@@ -117,17 +120,10 @@ def _picture_caption(plan: Plan) -> str:
     )
 
 
-def _data(
-    plan: Plan,
-    planned: Run,
-    unplanned: Run,
-    of_storage: Sequence[Fate],
-    points: Sequence[CurvePoint],
-    picture_height_pixels: int | None,
-) -> dict[str, Any]:
-    outside_bytes = (
-        0 if plan.graph.boundaries else plan.bytes_outside
-    )  # with boundaries, the schedule says when it comes
+def _data(explanation: Explanation, unplanned: Run, picture_height_pixels: int | None) -> dict[str, Any]:
+    plan, planned = explanation.plan, explanation.run
+    # With boundaries, the schedule says when it comes.
+    outside_bytes = 0 if plan.graph.boundaries else plan.bytes_outside
     runs = {"unplanned": series(unplanned, outside_bytes), "planned": series(planned, outside_bytes)}
     shown_ops = {op for run in runs.values() for op in run["ops"] if op is not None}
     strings: dict[str, int] = {}
@@ -142,9 +138,9 @@ def _data(
         "peaks": {"unplanned": _peak(unplanned, outside_bytes), "planned": _peak(planned, outside_bytes)},
         "roles": list(Role),
         "kinds": list(Kind),
-        "storages": _storages(plan, of_storage, strings),
+        "storages": storage_columns(explanation, strings),
         "strings": list(strings),
-        "curve": [_curve_point(point) for point in points],
+        "curve": [_curve_point(point) for point in explanation.points],
         "this_point": _curve_point(CurvePoint(plan.budget_bytes, plan.overhead, plan.status)),
     }
 
@@ -165,26 +161,6 @@ def _peak(run: Run, outside_bytes: int) -> dict[str, Any]:
         "note": f"All that is on the device at the fullest moment: {moment}.",
         "rows": rows,
         "others": [(layer, size) for layer, size in others.items() if size],
-    }
-
-
-def _storages(plan: Plan, of_storage: Sequence[Fate], strings: dict[str, int]) -> dict[str, list[Any]]:
-    """Return the storages as columns; `strings` gathers the texts that many of them share."""
-    graph = plan.graph
-    writers = [graph.writer_of.get(storage.id) for storage in graph.storages]
-    modules = ["" if writer is None else printable(graph.ops[writer].module) for writer in writers]
-    roles, kinds = list(Role), list(Kind)
-    seconds = plan.predicted.seconds
-    return {
-        "name": [printable(storage.name) for storage in graph.storages],
-        "module": [strings.setdefault(module, len(strings)) for module in modules],
-        "role": [roles.index(storage.role) for storage in graph.storages],
-        "bytes": [storage.bytes for storage in graph.storages],
-        "fate": [strings.setdefault(fate.text, len(strings)) for fate in of_storage],
-        "kind": [kinds.index(fate.kind) for fate in of_storage],
-        "extra_seconds": [fate.extra_seconds for fate in of_storage],
-        "held": [round(fate.held_seconds / seconds, 4) if seconds else None for fate in of_storage],
-        "why": [printable(fate.why) for fate in of_storage],
     }
 
 

@@ -8,8 +8,10 @@ from html import escape
 from memfit.budget import format_bytes
 from memfit.device import GENERIC
 from memfit.plan import Plan
+from memfit.report.explanation import Explanation
 from memfit.report.fates import MEANING, Fate, Kind, totals
 from memfit.report.figures import STATUS_MEANING, Measured
+from memfit.report.price_words import least_lines, more_lines
 from memfit.report.words import change_text, count_text, printable, seconds_text, share_text
 
 
@@ -180,6 +182,32 @@ def fates_table(plan: Plan, of_storage: Sequence[Fate]) -> str:
     return (
         f'<div class="scroll"><table id="fates"><thead><tr>{head}<th scope="col">what that means</th></tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def more_section(explanation: Explanation) -> str:
+    """Return what more memory would buy, as a list of sentences; nothing where it buys nothing, or it is not known."""
+    more = explanation.more_memory
+    if more is None:
+        return ""
+    lines = "".join(f"<li>{escape(line)}</li>" for line in more_lines(explanation.plan, more))
+    step, budget = format_bytes(more.step_bytes), format_bytes(more.budget_bytes)
+    note = f"Extra time with {step} more, which is a budget of {budget}:"
+    return (
+        f'<section class="full" id="more-section"><h2>What the next {step} would buy</h2><p class="note">{note}</p>'
+        f'<ul class="said">{lines}</ul></section>'
+    )
+
+
+def least_section(explanation: Explanation) -> str:
+    """Return what makes the least budget what it is, as a list of sentences."""
+    least = explanation.least_budget
+    lines = "".join(f"<li>{escape(line)}</li>" for line in least_lines(explanation.plan, least))
+    return (
+        '<section class="full" id="least-section"><h2>Why no plan can go lower</h2><p class="note">Each operation is '
+        "computed at least once, and then what it reads and writes is on the device beside what is always there. No "
+        f"plan needs less than {_size(least.bound_bytes)}, for the sake of:</p>"
+        f'<ul class="said">{lines}</ul></section>'
     )
 
 

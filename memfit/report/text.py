@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from memfit.budget import format_bytes
 from memfit.errors import InvalidOptionError
 from memfit.plan import Plan
+from memfit.report.explanation import Explanation, explained
 from memfit.report.fates import MEANING, Fate, Kind, Total, fates, totals
-from memfit.report.figures import STATUS_MEANING, Curve, CurvePoint, curve_points
+from memfit.report.figures import STATUS_MEANING, Curve, CurvePoint
+from memfit.report.least_budget import LeastBudget
 from memfit.report.live import Run, play
+from memfit.report.more_memory import MoreMemory
+from memfit.report.price_words import again_text, keep_text, least_lines, more_lines, offload_text
 from memfit.report.words import change_text, count_text, printable, seconds_text
 
 _STORAGES_IN_SUMMARY = 5
@@ -29,26 +33,32 @@ def text_summary(plan: Plan) -> str:
 
 
 def explain(plan: Plan, *, curve: Curve = (), storages_per_fate: int | None = 10) -> str:
-    """Return what holds the peak, each storage's fate and why, and what more memory would buy, as plain text.
+    """Return what holds the peak, each storage's fate, why, its prices, and what more memory would buy, as plain text.
 
     Args:
         curve: points (budget in bytes, predicted overhead or None, status), for what more memory would buy.
-        storages_per_fate: how many storages of each fate are listed, largest first; None lists all.
+        storages_per_fate: how many storages of each fate are listed, the dearest and then the largest first; None lists
+            all.
 
     Raises:
         InvalidOptionError: a malformed point of the curve, or a negative `storages_per_fate`.
     """
     if storages_per_fate is not None and storages_per_fate < 0:
         raise InvalidOptionError(f"storages_per_fate is {storages_per_fate}, expected 0 or more, or None for all")
-    points = curve_points(curve)
-    run = play(plan.graph, plan.schedule, plan.device)
-    of_storage = fates(run)
+    return explanation_text(explained(plan, curve), storages_per_fate)
+
+
+def explanation_text(explanation: Explanation, storages_per_fate: int | None = 10) -> str:
+    """Return what `explain` does, of an explanation that was worked out before."""
+    plan, run, of_storage, points = explanation.plan, explanation.run, explanation.fates, explanation.points
     lines = [*_key_figures(plan), "", *_peak_lines(run, _STORAGES_AT_PEAK)]
     by_kind = {total.kind: total for total in totals(of_storage, plan.graph)}
     for kind in _ORDER:
         if kind in by_kind:
-            members = [fate for fate in of_storage if fate.kind == kind]
-            lines += ["", *_fate_lines(run, by_kind[kind], members, storages_per_fate)]
+            members = explanation.dearest_first([fate for fate in of_storage if fate.kind == kind])
+            lines += ["", *_fate_lines(explanation, by_kind[kind], members, storages_per_fate)]
+    lines += ["", *_more_lines(plan, explanation.more_memory)]
+    lines += ["", *_least_lines(plan, explanation.least_budget)]
     if any(point.budget_bytes != plan.budget_bytes for point in points):
         lines += ["", *_buys_lines(plan, points)]
     return "\n".join(lines)
@@ -116,9 +126,8 @@ def _total_line(total: Total) -> str:
     return f"  {format_bytes(total.bytes):>10}  {total.kind}: {count_text(total.count, 'storage')}"
 
 
-def _fate_lines(run: Run, total: Total, members: list[Fate], most: int | None) -> list[str]:
-    sizes = run.graph.storages
-    members = sorted(members, key=lambda fate: (-sizes[fate.storage].bytes, fate.storage))
+def _fate_lines(explanation: Explanation, total: Total, members: list[Fate], most: int | None) -> list[str]:
+    run, sizes = explanation.run, explanation.run.graph.storages
     lines = [
         f"{total.kind}: {count_text(total.count, 'storage')}, {format_bytes(total.bytes)} together "
         f"({MEANING[total.kind]})"
@@ -127,11 +136,38 @@ def _fate_lines(run: Run, total: Total, members: list[Fate], most: int | None) -
     for fate in shown:
         how_often = f"{fate.text}; " if fate.rematerialized or fate.offloaded else ""
         lines.append(f"{_storage_line(run, fate.storage)}: {how_often}{printable(fate.why)}")
+        lines += _price_lines(explanation, fate)
     left = members[len(shown) :]
     if left:
         bytes_left = sum(sizes[fate.storage].bytes for fate in left)
         lines.append(f"  {format_bytes(bytes_left):>10}  in {count_text(len(left), 'more storage')}")
     return lines
+
+
+def _price_lines(explanation: Explanation, fate: Fate) -> list[str]:
+    plan, price = explanation.plan, explanation.prices.get(fate.storage)
+    if price is None or (fate.kind == Kind.FREED and not price.at_peak):
+        return []  # no other fate of it would lower the peak
+    said = [
+        ("keep", keep_text(plan, fate, price)),
+        ("compute again", again_text(plan, fate, price)),
+        ("offload", offload_text(plan, fate, price)),
+    ]
+    return [f"{'':>14}{title}: {text}" for title, text in said]
+
+
+def _more_lines(plan: Plan, more: MoreMemory | None) -> list[str]:
+    if more is None:
+        known = plan.unplanned.seconds > 0
+        nothing = "nothing: no plan is faster than the unplanned step, and this one is as fast"
+        return ["what more memory would buy:", f"  {nothing if known else 'unknown: the graph carries no times'}"]
+    lines = more_lines(plan, more)
+    return [f"what the next {format_bytes(more.step_bytes)} would buy:", *(f"  {line}" for line in lines)]
+
+
+def _least_lines(plan: Plan, least: LeastBudget) -> list[str]:
+    lines = [f"  {line}" for line in least_lines(plan, least)]
+    return [f"what makes {format_bytes(least.bound_bytes)} the least that any plan needs:", *lines]
 
 
 def _buys_lines(plan: Plan, points: Sequence[CurvePoint]) -> list[str]:

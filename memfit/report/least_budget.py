@@ -1,0 +1,81 @@
+"""Why no plan can go lower: the ops that make the least budget what it is, and what each of them holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memfit.graph import Graph
+from memfit.plan import Plan
+from memfit.planners.bounds import op_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldingOp:
+    """What must be on the device while one op runs, beside the residents; aligned bytes.
+
+    Attributes:
+        reads, writes: storages that are not resident, largest first.
+        workspace_bytes: what the op needs for itself; None where that is not known.
+        written_over_bytes: what is saved by writing over a read.
+        total_bytes: all of it together.
+    """
+
+    op: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    workspace_bytes: int | None
+    written_over_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastBudget:
+    """The bound on the budget taken apart: what is there all along, and the ops that need the most beside it.
+
+    `ops` is empty where the bound is held up by what is handed over, at a boundary or at the end of the step.
+    """
+
+    bound_bytes: int
+    resident_bytes: int
+    outside_bytes: int
+    ops: tuple[HoldingOp, ...]
+
+
+def least_budget(plan: Plan) -> LeastBudget:
+    """Return what makes the plan's `least_budget_bound_bytes` what it is."""
+    graph, device = plan.graph, plan.device
+    resident_bytes = sum(device.aligned(storage.bytes) for storage in graph.storages if storage.resident)
+    outside_bytes = 0 if graph.boundaries else plan.bytes_outside
+    bound_bytes = plan.bounds.least_budget_bound_bytes
+    holding = plan.bounds.holding_ops
+    if not holding:  # a plan's bounds name none where something is outside of the graph
+        always = resident_bytes + outside_bytes
+        holding = tuple(op.id for op in graph.ops if always + op_bytes(graph, device, op) == bound_bytes)
+    return LeastBudget(
+        bound_bytes=bound_bytes,
+        resident_bytes=resident_bytes,
+        outside_bytes=outside_bytes,
+        ops=tuple(_holding(plan, op) for op in holding if op < len(graph.ops)),
+    )
+
+
+def _holding(plan: Plan, op_id: int) -> HoldingOp:
+    graph, device = plan.graph, plan.device
+    op = graph.ops[op_id]
+    reads = _largest_first(graph, {storage for storage, _ in graph.read_versions[op_id]})
+    writes = _largest_first(graph, set(op.writes) - set(reads))
+    total_bytes = op_bytes(graph, device, op)
+    apart_bytes = sum(device.aligned(graph.storages[s].bytes) for s in reads + writes) + (op.workspace_bytes or 0)
+    return HoldingOp(
+        op=op_id,
+        reads=reads,
+        writes=writes,
+        workspace_bytes=op.workspace_bytes,
+        written_over_bytes=apart_bytes - total_bytes,
+        total_bytes=total_bytes,
+    )
+
+
+def _largest_first(graph: Graph, storages: set[int]) -> tuple[int, ...]:
+    managed = [storage for storage in storages if not graph.storages[storage].resident]
+    return tuple(sorted(managed, key=lambda storage: (-graph.storages[storage].bytes, storage)))
