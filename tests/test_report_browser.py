@@ -276,7 +276,8 @@ def test_prices_are_sorted_and_told_in_words(report: tuple[Plan, Path], visit: V
         assert saved[0] == first
     page.select_option("#storage-fate", "rematerialized")
     # Twice as dear is the one whose second computation waits for a prefetch of what it reads.
-    assert [row[5] for row in visit.rows("#storage-table")] == ["+200 µs", *["+100 µs"] * 14]
+    prices = [row[5] for row in visit.rows("#storage-table")]
+    assert prices == ["+200 µs", *["+100 µs"] * (len(prices) - 1)]
     page.locator("#storage-table td.name button").first.click()
     words = page.locator("#storage-table tr.story li").all_inner_texts()
     assert [text.split(":")[0] for text in words] == ["On the device", "Keep", "Compute again", "Offload"]
