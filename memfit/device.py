@@ -36,5 +36,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Return `size_bytes` rounded up to the allocator's alignment."""
         return -(-size_bytes // self.alignment_bytes) * self.alignment_bytes
 
+    @property
+    def has_link(self) -> bool:
+        """Whether storages can be copied to the host and back."""
+        return self.to_host_bytes_per_second is not None and self.to_device_bytes_per_second is not None
+
 
 GENERIC = Device(name="generic", source="no device named: exact sizes, no host link")

@@ -16,7 +16,7 @@ from memfit.device import Device
 from memfit.errors import InvalidDeviceError, InvalidFileError, InvalidScheduleError, PlanMismatchError
 from memfit.files import decode, read_bytes, write_atomically
 from memfit.graph import Bytes, Graph, GraphDocument, Seconds
-from memfit.schedule import Schedule
+from memfit.schedule import Code, Schedule
 
 FORMAT = "memfit-plan"
 VERSION = 1
@@ -155,6 +155,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def overhead(self) -> float:
         """Predicted planned seconds over unplanned seconds, minus one."""
         return self.predicted.seconds / self.unplanned.seconds - 1.0 if self.unplanned.seconds else 0.0
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that are copied to the host in one step."""
+        offloaded = self.schedule.operands[self.schedule.codes == Code.OFFLOAD].tolist()
+        return sum(self.graph.storages[storage].bytes for storage in offloaded)
 
     def explain(self) -> str:
         """Return in plain words what holds the peak, each storage's fate and prices, and what more memory would buy."""

@@ -438,6 +438,28 @@ def test_a_first_step_over_its_budget_is_planned_again_and_said(
     assert_same(planned, eager)
 
 
+def test_a_step_planned_again_after_it_has_left_gradients_still_starts_without_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned = fit_step(make_pair("conv")[0], Settings(budget="100%", time_limit_seconds=0.5))
+    assert isinstance(planned, PlannedStep)
+    run = planned._run
+
+    def hungry(*args: Any) -> torch.Tensor:
+        workspace = torch.empty(64 << 10, dtype=torch.uint8)
+        loss = run(*args)
+        del workspace
+        return loss
+
+    monkeypatch.setattr(planned, "_run", hungry)
+    asked_bytes, batch = planned.plan.budget_bytes, conv_batch()
+    planned(batch)
+    assert planned.plan.budget_bytes < asked_bytes
+    planned.step.model.zero_grad(set_to_none=True)
+    planned(batch)
+    assert all(parameter.grad is not None for parameter in planned.step.model.parameters())
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
 def test_a_smaller_last_batch_with_an_optimizer_that_counts_its_steps(optimizer: str) -> None:
     """By then the optimizer has state, among it a step count that its code looks at."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,6 +15,7 @@ from strategies import LINKED, graphs
 from test_planners import chain
 
 from memfit.checker import check
+from memfit.cli import main
 from memfit.device import GENERIC, Device
 from memfit.graph import Graph
 from memfit.plan import INTERRUPTED, Problem, Progress
@@ -158,3 +161,33 @@ def test_an_interrupted_search_answers_with_its_best(reports: int) -> None:
     result = Offload().plan(task)
     assert result.stats[INTERRUPTED]
     assert result.plan is not None or reports < 4
+
+
+def test_the_command_line_takes_a_host_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, profile = tmp_path / "chain.graph.json", tmp_path / "fast.json"
+    not_recomputable(chain(6)).save(file)
+    profile.write_bytes(msgspec.json.encode(FAST))
+    asked = ["plan", str(file), "--budget", "600", "--option", "iterations=4000", "--json", "--host-budget"]
+    assert main([*asked, "1KiB"]) == 2
+    assert "no link" in capsys.readouterr().err
+    assert main([*asked, "60%", "--device-profile", str(profile)]) == 2
+    assert "expected a size" in capsys.readouterr().err
+    assert main([*asked, "1KiB", "--device-profile", str(profile)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["overhead"] == 0.0
+    assert answer["host"] == {"budget_bytes": 1024, "peak_bytes": 200, "offloaded_bytes": 200}
+    assert answer["counts"]["offloaded"] == 2
+
+
+def test_planners_are_compared_with_a_host_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, profile, page = tmp_path / "chain.graph.json", tmp_path / "fast.json", tmp_path / "compared.html"
+    not_recomputable(chain(6)).save(file)
+    profile.write_bytes(msgspec.json.encode(FAST))
+    asked = ["compare", str(file), "--budgets", "2", "--time-limit", "0.3", "--json", "--device-profile", str(profile)]
+    asked += ["--host-budget", "1KiB", "--planners", "search,offload", "--report", str(page)]
+    assert main(asked) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    least = {point["planner"]: point["overhead"] for point in points if point["budget_bytes"] < 800}
+    assert least["search"] is None
+    assert least["offload"] is not None
+    assert page.stat().st_size > 0

@@ -55,6 +55,7 @@ def compare(
     measure: Annotated[
         bool, typer.Option("--measure", help="Run every plan too, check its bits, and measure it beside eager.")
     ] = False,
+    host_budget: options.HostBudget = None,
     time_limit: options.TimeLimit = 5.0,
     seed: options.Seed = 0,
     set_: options.Settings = None,
@@ -74,6 +75,7 @@ def compare(
         time_limit_seconds=options.require_time_limit(time_limit),
         seed=seed,
         repeats=repeats if measure else 0,
+        host_budget_bytes=options.read_host_budget(host_budget),
     )
     with working() as work:
         resolved = load_target(target, settings)

@@ -12,10 +12,12 @@ from memfit.errors import InvalidOptionError, InvalidTargetError, MemfitError
 from memfit.graph import Graph
 from memfit.plan import Plan, Prediction, Problem, Result
 from memfit.planners import PLANNERS, make_planner
+from memfit.planners.ask import require_link
 from memfit.planners.auto import Auto
 from memfit.planners.bounds import least_budget_bound
 from memfit.planners.frontier import plan_frontier
 from memfit.planners.knapsack import plan_knapsack
+from memfit.planners.offload import Offload
 from memfit.planners.result import predict, unplanned_schedule
 from memfit.planners.search import Search
 from memfit.report.comparison import ComparedPoint
@@ -43,6 +45,7 @@ class Grid:
     time_limit_seconds: float
     seed: int
     repeats: int
+    host_budget_bytes: int = 0
 
     def require_known(self, resolved: TrainingStep | Graph) -> None:
         """Refuse, before any work is done, what cannot be compared.
@@ -58,6 +61,8 @@ class Grid:
     def names(self, resolved: TrainingStep | Graph) -> list[str]:
         """Return the planners and rivals, in the order in which they are listed."""
         there = [name for name in PLANNERS if name not in _WITHOUT_MARKS]
+        if self.host_budget_bytes == 0:
+            there.remove(Offload.name)  # it would be `search` once more
         if not isinstance(resolved, Graph):
             from memfit.workloads.rivals import rivals_of
 
@@ -86,10 +91,12 @@ class Comparison:
 
 def compare_step(resolved: TrainingStep | Graph, graph: Graph, device: Device, grid: Grid, work: Work) -> Comparison:
     """Return what all of the grid's planners reach; those done so far where Ctrl-C comes."""
+    require_link(device, grid.host_budget_bytes)
     problem = Problem(
         graph=graph,
         device=device,
         budget_bytes=_NO_BUDGET_BYTES,
+        host_budget_bytes=grid.host_budget_bytes,
         time_limit_seconds=grid.time_limit_seconds,
         seed=grid.seed,
         progress=work.on_search,
@@ -132,7 +139,7 @@ def _points(name: str, problem: Problem, budgets: list[int], resolved: TrainingS
 
 def _results(name: str, problem: Problem, budgets: list[int]) -> list[Result]:
     planner = make_planner(name)
-    if isinstance(planner, Auto | Search):
+    if isinstance(planner, Auto | Search | Offload):
         return plan_frontier(problem, budgets, planner=planner)
     return [planner.plan(replace(problem, budget_bytes=budget)) for budget in budgets]
 

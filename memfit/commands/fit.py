@@ -16,6 +16,7 @@ from memfit.commands.answer import Answer, columns_table, deliver, rows_table
 from memfit.commands.planning import (
     Search,
     bounds_of,
+    host_of,
     load_target,
     make_search,
     typed_options,
@@ -57,6 +58,7 @@ def fit(
         Path | None,
         typer.Option("--plan", metavar="PLAN", show_default=False, help="Use this plan instead of searching one."),
     ] = None,
+    host_budget: options.HostBudget = None,
     planner: options.Planner = "auto",
     option: options.PlannerOptions = None,
     time_limit: options.TimeLimit = 5.0,
@@ -75,7 +77,7 @@ def fit(
     options.require_count(repeats, "--repeats", least=1)
     given = _given_plan(budget, plan)
     settings = options.read_settings(set_, "--set")
-    search = make_search(planner, option, time_limit, seed)
+    search = make_search(planner, option, time_limit, seed, host_budget)
     with working() as work:
         step = _step(target, load_target(target, settings))
         planned = _plan(step, given if given else str(budget), search, device_profile, work)
@@ -145,6 +147,7 @@ def _plan(
         options=typed_options(search),
         time_limit_seconds=search.time_limit_seconds,
         seed=search.seed,
+        host_budget_bytes=search.host_budget_bytes,
         device=load_device(device_profile) if device_profile else None,
         on_stage=on_stage,
         progress=work.on_search,
@@ -199,6 +202,7 @@ def _answer(target: str, fitted: Fitted, save: Path | None, report: Path | None)
         "measured": measured,
         "overhead": measurement.overhead,
         "bitwise_equal": True,
+        **host_of(plan),
         "bounds": bounds_of(plan) if prediction else {**bounds_of(plan), **_UNKNOWN_FOR_PARTS},
     }
     return Answer(target=target, device=plan.device.name, keys=keys, parts=_parts(fitted, keys, save, report))

@@ -37,6 +37,15 @@ OptionalBudget = Annotated[
     str | None,
     typer.Option("--budget", "-b", metavar="BUDGET", show_default=False, help="As for `memfit plan`; or give --plan."),
 ]
+HostBudget = Annotated[
+    str | None,
+    typer.Option(
+        "--host-budget",
+        metavar="SIZE",
+        show_default=False,
+        help="Storages may go to the host's memory, up to this size, where the device has a link to it: 64GiB.",
+    ),
+]
 Planner = Annotated[str, typer.Option("--planner", "-p", metavar="NAME", help="See `memfit planners`.")]
 PlannerOptions = Annotated[
     list[str] | None,
@@ -91,6 +100,17 @@ def read_settings(texts: Iterable[str] | None, option: str) -> dict[str, str]:
 def require_budget(text: str) -> None:
     """Refuse, before any work is done, a budget that could not be read later."""
     parse_budget(text, unplanned_peak_bytes=_ANY_PEAK_BYTES)
+
+
+def read_host_budget(text: str | None) -> int:
+    """Return the bytes of `--host-budget`; none is 0, which allows no offloading.
+
+    >>> read_host_budget("2GiB"), read_host_budget(None)
+    (2147483648, 0)
+    """
+    if text is not None and text.strip().endswith("%"):
+        raise InvalidOptionError(f"--host-budget is {text!r}, expected a size such as 64GiB")
+    return 0 if text is None else parse_budget(text, unplanned_peak_bytes=0)
 
 
 def require_time_limit(seconds: float) -> float:

@@ -17,6 +17,7 @@ from memfit.commands.planning import (
     counts_of,
     find_plan,
     graph_with_costs,
+    host_of,
     load_target,
     make_search,
     trade_off,
@@ -39,6 +40,8 @@ memfit plan train.py:make_step --budget 4GiB --save step.plan.json --report step
 
 memfit plan gpt2 --set batch=64 --budget 40GiB --device-profile a100-40
 
+memfit plan step.graph.json.gz --budget 6GiB --device-profile h100 --host-budget 64GiB
+
 memfit plan resnet50 --budget 50% --frontier 10
 """
 
@@ -46,6 +49,7 @@ memfit plan resnet50 --budget 50% --frontier 10
 def plan(
     target: options.Target,
     budget: options.Budget,
+    host_budget: options.HostBudget = None,
     planner: options.Planner = "auto",
     option: options.PlannerOptions = None,
     time_limit: options.TimeLimit = 5.0,
@@ -67,7 +71,7 @@ def plan(
     options.require_count(frontier, "--frontier")
     options.require_budget(budget)
     settings = options.read_settings(set_, "--set")
-    search = make_search(planner, option, time_limit, seed)
+    search = make_search(planner, option, time_limit, seed, host_budget)
     with working() as work:
         graph, device = graph_with_costs(load_target(target, settings), device_profile, work)
         found = find_plan(graph, device, budget, search, work)
@@ -92,6 +96,7 @@ def _answer(
         "overhead": plan.overhead,
         "bounds": bounds_of(plan),
         "counts": counts_of(plan),
+        **host_of(plan),
     }
     if points:
         keys["frontier"] = [

@@ -17,7 +17,7 @@ from memfit.errors import InvalidOptionError
 from memfit.graph import Graph
 from memfit.plan import Plan, Problem
 from memfit.planners import PLANNERS, make_planner
-from memfit.planners.ask import require_plan, unplanned_peak_bytes
+from memfit.planners.ask import require_link, require_plan, unplanned_peak_bytes
 from memfit.planners.frontier import plan_frontier
 from memfit.report import write_html
 from memfit.report.figures import CurvePoint, Measured
@@ -36,6 +36,7 @@ class Search:
     options: Mapping[str, str] = field(default_factory=dict[str, str])
     time_limit_seconds: float
     seed: int
+    host_budget_bytes: int = 0
 
 
 def load_target(target: str, settings: Mapping[str, str]) -> TrainingStep | Graph:
@@ -67,7 +68,9 @@ def graph_with_costs(resolved: TrainingStep | Graph, device_profile: str | None,
     return graph, local_device(captured.binding.device)
 
 
-def make_search(planner: str, option: list[str] | None, time_limit: float, seed: int) -> Search:
+def make_search(
+    planner: str, option: list[str] | None, time_limit: float, seed: int, host_budget: str | None = None
+) -> Search:
     """Return the search that the command line asks for.
 
     Raises:
@@ -78,6 +81,7 @@ def make_search(planner: str, option: list[str] | None, time_limit: float, seed:
         options=options.read_settings(option, "--option"),
         time_limit_seconds=options.require_time_limit(time_limit),
         seed=seed,
+        host_budget_bytes=options.read_host_budget(host_budget),
     )
     make_planner(planner, **typed_options(search))
     return search
@@ -100,9 +104,11 @@ def find_plan(graph: Graph, device: Device, budget: str, search: Search, work: W
 
     Raises:
         InvalidBudgetError: a budget that cannot be read.
+        InvalidOptionError: a host budget on a device without a link.
         InfeasibleBudgetError: no plan fits.
         TimeLimitError: time was up with no plan.
     """
+    require_link(device, search.host_budget_bytes)
     planner = make_planner(search.planner, **typed_options(search))
     budget_bytes = parse_budget(budget, unplanned_peak_bytes(graph, device))
     work.stage("searching a plan", expected_seconds=search.time_limit_seconds)
@@ -110,6 +116,7 @@ def find_plan(graph: Graph, device: Device, budget: str, search: Search, work: W
         graph=graph,
         device=device,
         budget_bytes=budget_bytes,
+        host_budget_bytes=search.host_budget_bytes,
         time_limit_seconds=search.time_limit_seconds,
         seed=search.seed,
         progress=work.on_search,
@@ -125,6 +132,19 @@ def counts_of(plan: Plan) -> dict[str, int]:
         "rematerialized": per_code[Code.COMPUTE] - len(plan.graph.ops),
         "offloaded": per_code[Code.OFFLOAD],
         "dropped": per_code[Code.DROP],
+    }
+
+
+def host_of(plan: Plan) -> dict[str, dict[str, int]]:
+    """Return what the plan copies to the host, for its JSON form; nothing where no host budget was given."""
+    if plan.host_budget_bytes == 0:
+        return {}
+    return {
+        "host": {
+            "budget_bytes": plan.host_budget_bytes,
+            "peak_bytes": plan.predicted.host_peak_bytes,
+            "offloaded_bytes": plan.offloaded_bytes,
+        }
     }
 
 
@@ -171,6 +191,7 @@ def trade_off(
         graph=plan.graph,
         device=plan.device,
         budget_bytes=plan.budget_bytes,
+        host_budget_bytes=plan.host_budget_bytes,
         bytes_outside=plan.bytes_outside,
         time_limit_seconds=each_seconds,
         seed=search.seed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memfit.budget import format_bytes
 from memfit.device import Device
-from memfit.errors import InfeasibleBudgetError, TimeLimitError
+from memfit.errors import InfeasibleBudgetError, InvalidOptionError, TimeLimitError
 from memfit.graph import Graph
 from memfit.plan import Plan, Problem, Result, Status
 from memfit.planners.result import predict, unplanned_schedule
@@ -17,6 +17,19 @@ def unplanned_peak_bytes(graph: Graph, device: Device, bytes_outside: int = 0) -
     """Return the predicted peak of the step as it stands: everything kept to its last use."""
     problem = Problem(graph=graph, device=device, budget_bytes=_NO_LIMIT_BYTES, bytes_outside=bytes_outside)
     return predict(problem, unplanned_schedule(problem)).peak_bytes
+
+
+def require_link(device: Device, host_budget_bytes: int) -> None:
+    """Refuse a host budget for a device that has no link to its host.
+
+    Raises:
+        InvalidOptionError: names the device.
+    """
+    if host_budget_bytes > 0 and not device.has_link:
+        raise InvalidOptionError(
+            f"a host budget of {format_bytes(host_budget_bytes)} is of no use on device {device.name!r}, which has no "
+            "link to its host; leave it out, or name a device with a link (see `memfit devices`)"
+        )
 
 
 def require_plan(result: Result, graph: Graph, budget_bytes: int, planner: str) -> Plan:

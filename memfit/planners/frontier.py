@@ -9,11 +9,14 @@ import msgspec
 
 from memfit.plan import Plan, Problem, Result, Status
 from memfit.planners.auto import Auto
+from memfit.planners.offload import Offload
 from memfit.planners.search import Search
 from memfit.planners.windows import Windows
 
 
-def plan_frontier(problem: Problem, budgets: Sequence[int], *, planner: Search | Auto | None = None) -> list[Result]:
+def plan_frontier(
+    problem: Problem, budgets: Sequence[int], *, planner: Search | Offload | Auto | None = None
+) -> list[Result]:
     """Return a result for each budget, in the order given; a larger budget never gives a slower plan.
 
     Each budget is planned with the problem's time limit, from the smallest to the largest, and starts from what was

@@ -77,9 +77,7 @@ class Offload:
 
 def has_link(problem: Problem) -> bool:
     """Return whether anything may be copied to the host and back."""
-    device = problem.device
-    rates = device.to_host_bytes_per_second, device.to_device_bytes_per_second
-    return problem.host_budget_bytes > 0 and None not in rates
+    return problem.host_budget_bytes > 0 and problem.device.has_link
 
 
 def _unheard(_: Progress) -> None:

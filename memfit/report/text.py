@@ -80,7 +80,10 @@ def _key_figures(plan: Plan) -> list[str]:
     if plan.bytes_outside:
         lines.append(f"  outside the graph: {format_bytes(plan.bytes_outside)}, which the budget covers as well")
     if predicted.host_peak_bytes:
-        lines.append(f"  host memory: predicted peak {format_bytes(predicted.host_peak_bytes)}")
+        lines.append(
+            f"  host memory: predicted peak {format_bytes(predicted.host_peak_bytes)} of a budget of "
+            f"{format_bytes(plan.host_budget_bytes)}; {format_bytes(plan.offloaded_bytes)} are copied there"
+        )
     found, bound = plan.bounds.least_budget_found_bytes, plan.bounds.least_budget_bound_bytes
     reached = f"least budget reached by a plan {format_bytes(found)}, " if found is not None else ""
     least = f"; none at this budget below {change_text(plan.bounds.overhead)}" if plan.bounds.overhead >= 0.0005 else ""

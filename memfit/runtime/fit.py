@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memfit.binding import Value
-from memfit.budget import format_bytes
+from memfit.budget import format_bytes, parse_budget
 from memfit.capture import Captured, TrainingStep, capture
 from memfit.capture.torch_private import tree_flatten
 from memfit.capture.whole_step import step_device
@@ -54,6 +54,7 @@ def fit(
     seed: int = 0,
     plan: Plan | Path | str | None = None,
     verify: bool = False,
+    host_budget: str | int = 0,
     arena: bool = False,
     on_stage: Callable[[str], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -79,6 +80,8 @@ def fit(
         seed: the same seed and the same limits give the same plan.
         plan: a plan made before (or its file), used instead of searching.
         verify: run one planned and one eager step from the same state and refuse on the first tensor that differs.
+        host_budget: bytes of the host's memory that storages may be copied to while the step runs, as text or an
+            integer, where the device has a link to it; 0 copies nothing.
         arena: serve what each call requests from memory that was laid out after the first call of its kind; see
             `memfit.arena`.
         on_stage, progress: told what is being done, and how the search goes.
@@ -101,6 +104,7 @@ def fit(
         options=options or {},
         time_limit_seconds=time_limit_seconds,
         seed=seed,
+        host_budget_bytes=parse_budget(host_budget, 0) if host_budget else 0,
         arena=arena,
         on_stage=on_stage or unheard,
         progress=progress or unheard,
@@ -207,7 +211,7 @@ class PlannedStep:
         with record(self.device) as usage:
             loss = self._run(ready, batch, signature)
         self._measured.add(signature)
-        self._correct(ready, batch, signature, resident + usage.peak_bytes)
+        self._correct(ready, signature, resident + usage.peak_bytes)
         return loss
 
     def _run(self, ready: _Ready, batch: Any, signature: Any) -> torch.Tensor:
@@ -224,13 +228,15 @@ class PlannedStep:
             self.step.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         return loss
 
-    def _correct(self, ready: _Ready, batch: Any, signature: Any, measured_bytes: int) -> None:
+    def _correct(self, ready: _Ready, signature: Any, measured_bytes: int) -> None:
         """Plan again where the first step of a plan took more than its budget: by as much less as it was mispredicted.
 
         A library may choose other workspaces when it runs than when its ops were measured.
         """
         plan = ready.prepared.plan
-        if measured_bytes <= plan.budget_bytes:
+        # The recorder of a CPU counts copies on the host as well: they are the same memory.
+        copies_bytes = plan.predicted.host_peak_bytes if self.device.type == "cpu" else 0
+        if measured_bytes <= plan.budget_bytes + copies_bytes:
             return
         aim_bytes = plan.budget_bytes - (measured_bytes - plan.predicted.peak_bytes)
         took = (
@@ -238,7 +244,8 @@ class PlannedStep:
             f"{format_bytes(plan.budget_bytes)} and the {format_bytes(plan.predicted.peak_bytes)} that were predicted"
         )
         try:
-            corrected = self._prepare(batch, None, self.settings.within(max(1, aim_bytes)))
+            # Of the same capture: by now the step has left gradients, which another one would add to.
+            corrected = self._plan(ready.prepared.captured, None, self.settings.within(max(1, aim_bytes)))
         except (InfeasibleBudgetError, TimeLimitError) as error:
             _log.warning("%s; a plan that allows for it was not found: %s", took, error)
             return
@@ -272,14 +279,15 @@ class PlannedStep:
             tuple((p.requires_grad, p.grad is None) for p in self._parameters.values()),
         )
 
-    def _prepare(self, batch: Any, plan: Plan | None, settings: Settings | None = None) -> _Ready:
+    def _prepare(self, batch: Any, plan: Plan | None) -> _Ready:
         started = time.perf_counter()
         self.settings.on_stage("capturing the step")
         captured = capture(self.step, batch)
-        capture_seconds = time.perf_counter() - started
+        return self._plan(captured, plan, self.settings, capture=time.perf_counter() - started)
+
+    def _plan(self, captured: Captured, plan: Plan | None, settings: Settings, **seconds: float) -> _Ready:
         outputs: list[Value] = list(captured.binding.outputs.values())
-        prepared = prepare(captured, settings or self.settings, outputs=[outputs], plan=plan)
-        prepared = prepared.with_seconds(capture=capture_seconds)
+        prepared = prepare(captured, settings, outputs=[outputs], plan=plan).with_seconds(**seconds)
         (half,) = prepared.program.halves
         names = tuple(captured.binding.outputs)
         assert names[0] == "loss", names

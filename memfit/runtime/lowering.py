@@ -90,10 +90,12 @@ class _Lowering:
         parts: list[_Part] = []
         for instruction in self.schedule:
             if isinstance(instruction, Boundary):
+                self._await(set(self.graph.boundaries[instruction.boundary].departures), "the user reads it")
                 parts.append(self._finished_part(len(parts)))
                 self.live |= set(self.graph.boundaries[instruction.boundary].arrivals)
             else:
                 self._lower(instruction)
+        self._await(set(self.arriving), "the step ends")
         parts.append(self._finished_part(len(parts)))
         return Lowered(halves=tuple(self._halves(parts)), namespace=self.namespace)
 
@@ -141,9 +143,7 @@ class _Lowering:
         op, call = self.graph.ops[instruction.op], self.binding.calls[instruction.op]
         again = op.id in self.computed
         self.computed.add(op.id)
-        for storage in self.arriving & {*op.reads, *op.mutates}:
-            self._emit(f"h{storage}.arrived()", f"op {op.id} reads it")
-        self.arriving -= {*op.reads, *op.mutates}
+        self._await({*op.reads, *op.mutates}, f"op {op.id} reads it")
         comment = f"compute {op.id} {op.name} {op.module}".rstrip()
         if isinstance(call.target, SaveGeneratorState) and op.writes[0] not in self.replayed:
             self._emit(f"s{op.writes[0]} = None", f"{comment}: nothing replays it")
@@ -154,6 +154,12 @@ class _Lowering:
             self._emit(f"del s{instruction.in_place_of}", "taken over")
             self.live.discard(instruction.in_place_of)
         self.live |= set(op.writes)
+
+    def _await(self, storages: set[int], why: str) -> None:
+        """Have compute wait for the copies back of these storages that are under way."""
+        for storage in sorted(self.arriving & storages):
+            self._emit(f"h{storage}.arrived()", why)
+        self.arriving -= storages
 
     def _target(self, instruction: Compute, call: Call, again: bool) -> tuple[str, list[str]]:
         target: Any = call.target

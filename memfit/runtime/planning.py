@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from memfit.binding import Value
-from memfit.budget import parse_budget
+from memfit.budget import format_bytes, parse_budget
 from memfit.capture import Captured
 from memfit.cost import local_device, measure
 from memfit.device import Device
-from memfit.errors import PlanMismatchError
+from memfit.errors import PlanMismatchError, UnsupportedStepError
 from memfit.plan import INTERRUPTED, Plan, Problem, Progress
 from memfit.planners import make_planner
-from memfit.planners.ask import require_plan, unplanned_peak_bytes
+from memfit.planners.ask import require_link, require_plan, unplanned_peak_bytes
 from memfit.runtime.kept_plans import keep_plan, plan_path, read_plan
 from memfit.runtime.program import Program, make_program
 
@@ -34,6 +34,7 @@ class Settings:
     """What a user asks of every plan of a step.
 
     `budget` is text (`6GiB`, `60%`) or bytes; `device` replaces the measured profile of the step's device;
+    `host_budget_bytes` is what storages may take on the host, where the step's device has a link to it.
     `arena` serves calls from laid out memory; `on_stage` hears what is being done, `progress` hears the planner.
     """
 
@@ -42,6 +43,7 @@ class Settings:
     options: Mapping[str, object] = field(default_factory=dict[str, object])
     time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS
     seed: int = 0
+    host_budget_bytes: int = 0
     arena: bool = False
     device: Device | None = None
     on_stage: Callable[[str], None] = unheard
@@ -108,12 +110,14 @@ def make_plan(captured: Captured, settings: Settings, bytes_outside: int = 0) ->
     """Return the plan of a measured graph that was kept on disk, or ask the settings' planner for one, and keep it."""
     device = settings.device or local_device(captured.binding.device)
     graph = captured.graph
+    _require_host(captured, device, settings.host_budget_bytes)
     planner = make_planner(settings.planner, **settings.options)
     budget_bytes = parse_budget(settings.budget, unplanned_peak_bytes(graph, device, bytes_outside))
     problem = Problem(
         graph=graph,
         device=device,
         budget_bytes=budget_bytes,
+        host_budget_bytes=settings.host_budget_bytes,
         bytes_outside=bytes_outside,
         time_limit_seconds=settings.time_limit_seconds,
         seed=settings.seed,
@@ -129,6 +133,15 @@ def make_plan(captured: Captured, settings: Settings, bytes_outside: int = 0) ->
     if INTERRUPTED not in result.stats:
         keep_plan(plan, path)
     return plan
+
+
+def _require_host(captured: Captured, device: Device, host_budget_bytes: int) -> None:
+    if host_budget_bytes > 0 and captured.binding.device.type == "cpu":
+        raise UnsupportedStepError(
+            f"a host budget of {format_bytes(host_budget_bytes)} for a step on the CPU, whose memory is the host's: a "
+            "copy there frees nothing; leave it out, or plan for another device with `memfit plan --device-profile`"
+        )
+    require_link(device, host_budget_bytes)
 
 
 def require_usable(plan: Plan, captured: Captured) -> None:
