@@ -87,7 +87,7 @@ def test_what_is_kept_has_the_price_of_dropping_it() -> None:
     # `a` lies unused while mean (1 s) and mean_backward (2 s) run. It has to be on the host for one of them: for mean,
     # while mean_backward hides the way back.
     assert price.offload.seconds == pytest.approx(4.0)
-    assert words(explanation, A)[2].endswith("4.000 s of it not hidden behind other ops; frees nothing at the peak")
+    assert words(explanation, A)[2].endswith("the step would take 4.000 s longer, frees nothing at the peak")
     assert explanation.prices[B].again is None
     assert explanation.prices[B].why_not_again == "it never lies unused"
 
@@ -99,7 +99,7 @@ def test_a_link_that_is_fast_enough_is_hidden() -> None:
     assert offload is not None
     assert offload.seconds == pytest.approx(0.0, abs=1e-12)
     assert offload.at_peak_bytes == -explanation.plan.graph.storages[1].bytes
-    assert "hidden behind other ops; frees 1000 B at the peak" in words(explanation, 1)[2]
+    assert "hidden behind other ops, frees 1000 B at the peak" in words(explanation, 1)[2]
 
 
 def test_what_is_offloaded_tells_what_that_costs_now() -> None:
@@ -110,7 +110,7 @@ def test_what_is_offloaded_tells_what_that_costs_now() -> None:
     assert price.again is not None
     assert price.offload is not None
     assert (price.keep.seconds, price.again.seconds, price.offload.seconds) == (-6.0, -5.0, 6.0)
-    assert words(explanation, A)[1] == "would cost 5.000 s less than now (1 op), frees nothing at the peak"
+    assert words(explanation, A)[1] == "would cost 5.000 s less than now (1 op)"
 
 
 def test_what_can_only_be_computed_once_says_so() -> None:
@@ -194,6 +194,29 @@ def test_more_memory_lies_between_what_is_at_hand_and_what_is_proved() -> None:
     bound = least_seconds_again(Problem(graph=plan.graph, device=plan.device, budget_bytes=larger))
     assert more.bound_overhead == pytest.approx(bound.seconds / plan.unplanned.seconds)
     assert more.found == CurvePoint(larger, 0.01, plan.status)
+
+
+def test_a_plan_with_copies_has_every_price() -> None:
+    linked = Device(name="linked", to_host_bytes_per_second=5e6, to_device_bytes_per_second=5e6)
+    graph = chain(20)
+    problem = Problem(graph=graph, device=linked, budget_bytes=11_000, host_budget_bytes=8_000, time_limit_seconds=30.0)
+    plan = make_planner("offload", iterations=4000, threads=1).plan(problem).plan
+    assert plan is not None
+    explanation = explained(plan)
+    base = Edits(plan).base
+    assert (base.seconds, base.timeline.peak_bytes) == (plan.predicted.seconds, plan.predicted.peak_bytes)
+    kinds = {fate.kind for fate in explanation.fates}
+    assert {Kind.OFFLOADED, Kind.REMATERIALIZED} <= kinds
+    for fate in explanation.fates:
+        if fate.kind in (Kind.OFFLOADED, Kind.REMATERIALIZED):
+            price = explanation.prices[fate.storage]
+            assert price.keep is not None
+            assert price.again is not None
+            assert price.offload is not None
+    more = explained(plan).more_memory
+    assert more is not None
+    assert more.kept_overhead <= plan.overhead
+    assert more.bound_overhead is None  # the bound is for plans without copies
 
 
 def test_a_gib_more_is_asked_about_where_the_step_is_that_large() -> None:

@@ -101,6 +101,7 @@ class Edits:
         kept: Collection[int] = (),
         uncopied: Collection[int] = (),
         inserted: Insertions = (),
+        left_on_host: bool = False,
         checked: bool = False,
     ) -> Edited:
         """Return the plan with some storages kept, and some instructions put in.
@@ -109,12 +110,13 @@ class Edits:
             kept: storages that are held from their first computation to their last use.
             uncopied: storages whose copies to the host and back are left out; those that are `kept` always are.
             inserted: (event, instruction): computations again and copies to put right before an event, in this order.
+            left_on_host: whether copies on the host stay there to the end of the step.
             checked: whether the checker looks at it as well.
 
         Raises:
             InvalidScheduleError: nothing legal comes of it.
         """
-        events, source = self._with({*kept, *uncopied}, inserted)
+        events, source = self._with({*kept, *uncopied}, inserted, left_on_host)
         computed = events.operands[events.codes == Code.COMPUTE]
         room = 2 * len(events.codes) + int(self._touched[computed].sum()) + len(self._there_at_end)
         settled = Settled(
@@ -141,15 +143,25 @@ class Edits:
         self, *, kept: Collection[int] = (), uncopied: Collection[int] = (), inserted: Insertions = ()
     ) -> Edited | None:
         """Return what `edited` does, or None where nothing legal comes of it."""
-        try:
-            return self.edited(kept=kept, uncopied=uncopied, inserted=inserted)
-        except InvalidScheduleError:
-            return None
+        # The op that a prefetch was for may be gone, so that the host's copy cannot go where it did; it takes no time.
+        for left_on_host in (False, True):
+            try:
+                return self.edited(
+                    kept=kept, uncopied=uncopied, inserted=inserted, left_on_host=left_on_host, checked=left_on_host
+                )
+            except InvalidScheduleError:
+                continue
+        return None
 
-    def _with(self, uncopied: Collection[int], inserted: Insertions) -> tuple[Events, NDArray[np.int64]]:
+    def _with(
+        self, uncopied: Collection[int], inserted: Insertions, left_on_host: bool
+    ) -> tuple[Events, NDArray[np.int64]]:
         """Return the events of an edit, and which of the plan's own events each is, -1 for those put in."""
         codes, operands, extras = self._events
         source = np.arange(len(codes))
+        if left_on_host:
+            own = codes != Code.DROP_HOST
+            codes, operands, extras, source = codes[own], operands[own], extras[own], source[own]
         if uncopied and np.isin(codes, _COPIES).any():
             own = ~(np.isin(codes, _COPIES) & np.isin(operands, list(uncopied)))
             codes, operands, extras, source = codes[own], operands[own], extras[own], source[own]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from memfit.checker import check
 from memfit.plan import Plan, Problem
 from memfit.planners.bounds import least_seconds_again
 from memfit.report.edits import Edits
@@ -97,7 +98,8 @@ def _keep_more(
             continue
         kept.append(storage)
         best = tried
-    return tuple(kept), edits.edited(kept=kept, checked=True).seconds
+    check(plan.graph, best.schedule)
+    return tuple(kept), best.seconds
 
 
 def _bound_overhead(plan: Plan, budget_bytes: int) -> float | None:

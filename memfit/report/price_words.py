@@ -42,7 +42,7 @@ def again_text(plan: Plan, fate: Fate, price: Price) -> str:
         return f"costs {seconds} now, {_freed_text(price.again)}"
     if price.again.seconds < -_NOTHING_SECONDS:
         seconds = f"{seconds_text(-price.again.seconds)} less than now ({count})"
-    return f"would cost {seconds}, {_freed_text(price.again)}{_risen_text(plan, price.again)}"
+    return f"would cost {seconds}{_freed_instead(fate, price.again)}{_risen_text(plan, price.again)}"
 
 
 def offload_text(plan: Plan, fate: Fate, price: Price) -> str:
@@ -56,12 +56,12 @@ def offload_text(plan: Plan, fate: Fate, price: Price) -> str:
     elif fate.kind == Kind.REMATERIALIZED:
         cost = f"{seconds_text(abs(change.seconds))} {'more' if change.seconds > 0 else 'less'} than now"
     else:
-        cost = f"{seconds_text(change.seconds)} of it not hidden behind other ops"
+        verb = "takes" if fate.kind == Kind.OFFLOADED else "would take"
+        cost = f"for which the step {verb} {seconds_text(abs(change.seconds))} longer"
     link = f"{out} out and {back} back over the link"
     if fate.kind == Kind.OFFLOADED:
-        return f"takes {link}, {cost}; {_freed_text(change)}"
-    freed = "" if fate.kind == Kind.REMATERIALIZED and not change.at_peak_bytes else f"; {_freed_text(change)}"
-    return f"would take {link}, {cost}{freed}{_risen_text(plan, change)}"
+        return f"takes {link}, {cost}, {_freed_text(change)}"
+    return f"would take {link}, {cost}{_freed_instead(fate, change)}{_risen_text(plan, change)}"
 
 
 def _room_text(plan: Plan, change: Change) -> str:
@@ -86,6 +86,12 @@ def _freed_text(change: Change) -> str:
         if change.at_peak_bytes
         else "frees nothing at the peak"
     )
+
+
+def _freed_instead(fate: Fate, change: Change) -> str:
+    """Say what another fate frees; nothing where the storage is away in either."""
+    is_away = fate.kind in (Kind.REMATERIALIZED, Kind.OFFLOADED)
+    return "" if is_away and not change.at_peak_bytes else f", {_freed_text(change)}"
 
 
 def _risen_text(plan: Plan, change: Change) -> str:
