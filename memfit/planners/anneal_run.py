@@ -15,6 +15,7 @@ from memfit.planners.windows import Windows, simulated
 
 _SLICE_MOVES = 1000  # between two changes of temperature, and two looks at the clock
 _SQUEEZED = 0.5  # of a run: by then what is aimed at has come down from the start's peak to the budget
+_STEP = 0.02  # of the peak: how far below the lowest so far a descent aims
 _PENALTY_UNIT = 0.01  # of the budget: one mean op for so many bytes of excess in one stage, to begin with
 
 
@@ -22,13 +23,25 @@ class AnnealRun:
     """A run of annealing that another thread may look at, and stop."""
 
     def __init__(
-        self, program: Program, windows: Windows, temperatures: tuple[float, float], seed: int, stop: threading.Event
+        self,
+        program: Program,
+        windows: Windows,
+        temperatures: tuple[float, float],
+        seed: int,
+        stop: threading.Event,
+        *,
+        descends: bool = False,
     ) -> None:
-        """Set up a run from `windows`, with temperatures in mean op seconds from the first to the last move."""
+        """Set up a run from `windows`, with temperatures in mean op seconds from the first to the last move.
+
+        A run that `descends` aims a little below the lowest peak it has seen, until that is the budget: where the peak
+        itself is what is hard to lower.
+        """
         self.program, self.windows, self.temperatures, self.stop = program, windows, temperatures, stop
+        self.descends = descends
         self.course: Course = make_course(program, seed)
         self.moves = 0
-        self.ended: Windows | None = None
+        self.leanest = windows  # the least peak that was looked at, as long as nothing fits
 
     def run(self, progress: Callable[[int], float]) -> AnnealRun:
         """Anneal until `progress` of the moves made so far is 1 or more, or somebody stops it; return itself."""
@@ -38,13 +51,18 @@ class AnnealRun:
         totals["penalty"] = mean_seconds / (_PENALTY_UNIT * max(1, self.program.budget_bytes))
         first, last = self.temperatures
         start_bytes, budget_bytes = int(weigh(state, 0)[0]), self.program.budget_bytes
+        lowest_bytes = start_bytes
         while (done := progress(self.moves)) < 1.0 and not self.stop.is_set():
-            wide = max(0.0, 1.0 - done / _SQUEEZED)
-            totals["aim_bytes"] = budget_bytes + int(wide * max(0, start_bytes - budget_bytes))
+            above = max(0.0, 1.0 - done / _SQUEEZED) * (start_bytes - budget_bytes)
+            if self.descends:
+                above = lowest_bytes - budget_bytes - _STEP * (self.program.base_bytes + lowest_bytes)
+            totals["aim_bytes"] = budget_bytes + int(max(0.0, above))
             totals["temperature"] = mean_seconds * first * (last / first) ** done
             anneal(self.program.tables, state, self.course, _SLICE_MOVES, 1.0)
             self.moves += _SLICE_MOVES
-        self.ended = Windows(release=state.gaps["release"].copy(), hold=state.gaps["hold"].copy())
+            if int(totals["peak_bytes"][0]) < lowest_bytes:
+                lowest_bytes = int(totals["peak_bytes"][0])
+                self.leanest = Windows(release=state.gaps["release"].copy(), hold=state.gaps["hold"].copy())
         return self
 
     @property

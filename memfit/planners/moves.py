@@ -9,9 +9,12 @@ from memfit.planners.course import MOST_CHANGES, draw, draw_turning
 from memfit.planners.incremental import change, gap_before
 from memfit.planners.program import DROPPED, KEPT
 
-_EXCHANGE, _SHIFT, _RUN = 0.2, 0.3, 0.32  # cumulative shares of moves; the rest toggles one, two or three windows
+# Cumulative shares of moves; the rest toggles one, two or three windows.
+_EXCHANGE, _SHIFT, _RUN, _EVICT = 0.2, 0.3, 0.32, 0.42
 _OTHER = 0.3  # share of toggled windows that are not over the turning point
 _LONGEST_RUN = 24
+_TRIES = 24  # draws for a gap that is there at the peak
+_LATER = 0.5  # share of evicted storages that stay away for longer than the peak
 _MOST_EXCHANGED = 6  # storages kept in the place of one that is dropped, or the other way round
 
 
@@ -26,6 +29,8 @@ def propose(tables: Any, state: Any, course: Any) -> None:
         shift(tables, state, course, draw_turning(tables, course, 0, count, over_peak))
     elif count > 0 and kind < _RUN:
         run(tables, state, course)
+    elif kind < _EVICT and course.totals[0].excess > 0:
+        evict(tables, state, course)
     else:
         more = draw(course)
         for _ in range(1 if more < 0.6 else 2 if more < 0.9 else 3):
@@ -76,6 +81,24 @@ def toggle(tables: Any, state: Any, course: Any, gap: int) -> None:
         give(tables, state, course, gap, 0, 0)
     else:
         drop(tables, state, course, gap)
+
+
+@compiled
+def evict(tables: Any, state: Any, course: Any) -> None:
+    """Have a storage that is there at the peak, and not used in that stage, not be there."""
+    peak, count = course.totals[0].peak_stage, len(course.turning) + len(course.other)
+    for _ in range(_TRIES):
+        index = int(draw(course) * count)
+        gap = course.turning[index] if index < len(course.turning) else course.other[index - len(course.turning)]
+        fixed, row = tables.gaps[gap], state.gaps[gap]
+        if fixed.start < peak < fixed.end and (peak <= row.gone_after or peak > row.back_after):
+            release = row.release if row.release < row.hold else fixed.start
+            release = max(fixed.start, min(release, peak - 1))
+            hold = peak + 1
+            if draw(course) < _LATER:
+                hold += int(draw(course) * (fixed.end - peak))
+            give(tables, state, course, gap, release, hold)
+            return
 
 
 @compiled

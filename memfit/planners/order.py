@@ -25,7 +25,7 @@ def update_at_once_order(graph: Graph) -> tuple[int, ...]:
     behind = [0] * len(graph.ops)  # the op behind which each stands; itself where it stays
     last_toucher: dict[int | str, int] = {}
     for op in graph.ops:
-        keys = _shared_by(graph, op)
+        keys = ordered_by(graph, op)
         if op.phase == Phase.UPDATE:
             needed = [graph.writer_of.get(storage, 0) for storage, _ in graph.read_versions[op.id]]
             needed += [last_toucher[key] for key in keys if key in last_toucher]
@@ -39,7 +39,7 @@ def update_at_once_order(graph: Graph) -> tuple[int, ...]:
     return tuple(sorted(range(len(graph.ops)), key=lambda op: (behind[op], op)))
 
 
-def _shared_by(graph: Graph, op: Op) -> list[int | str]:
+def ordered_by(graph: Graph, op: Op) -> list[int | str]:
     """Return what ties `op` to other ops in order: mutated storages that it touches, the generator that it draws
     from.
     """

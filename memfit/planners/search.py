@@ -18,7 +18,7 @@ from memfit.planners.anneal_run import AnnealRun, warm_up
 from memfit.planners.bounds import least_seconds_again
 from memfit.planners.cuts import Bound, Cut
 from memfit.planners.emit import emit
-from memfit.planners.order import update_at_once_order
+from memfit.planners.lean_order import lean_order
 from memfit.planners.program import build_program
 from memfit.planners.result import make_result
 from memfit.planners.sublinear import Frontier
@@ -43,6 +43,7 @@ _SHORTEST = 0.02  # of the search: a wave shorter than this is added to the next
 _ELITE = 6  # best runs that later waves start from
 # Temperatures in mean op seconds, from the first to the last move of a run.
 _HOT, _WIDE, _MILD, _NARROW = (3.0, 1e-3), (0.3, 1e-3), (0.1, 1e-3), (0.03, 1e-4)
+_LEVEL = (0.1, 0.1)  # of a descent, which has no state yet to settle in
 
 Temperatures = tuple[float, float]
 
@@ -53,10 +54,10 @@ class Search:
 
     Starting points are the kept sets of minimum cuts (see `memfit.planners.cuts`), keeping everything, and Chen's
     segments of several sizes. Waves of runs start from them, one run a thread; later waves start from the best runs,
-    and from two of them joined; the last ones polish the best. Anytime: the best plan so far is the answer when time is
-    up or Ctrl-C comes, and the search ends early where the bound proves its plan optimal. Deterministic for a seed
-    where `iterations` is given; a time limit depends on the machine's speed. Compiling, once on a machine, is not
-    counted.
+    and from two of them joined; the last ones polish the best. As long as nothing fits, later waves lower the peak
+    itself, from the least so far. Anytime: the best plan so far is the answer when time is up or Ctrl-C comes, and the
+    search ends early where the bound proves its plan optimal. Deterministic for a seed where `iterations` is given; a
+    time limit depends on the machine's speed. Compiling, once on a machine, is not counted.
 
     Source: DESIGN.md, section 4; Kirkpatrick et al. 1983 (annealing); Jain et al. 2020 (retention by stage).
     """
@@ -93,7 +94,7 @@ class Searched:
 class _Search:
     def __init__(self, options: Search, problem: Problem, warm: Sequence[Windows]) -> None:
         self.options, self.problem, self.warm = options, problem, warm
-        self.program = build_program(problem, update_at_once_order(problem.graph))
+        self.program = build_program(problem, lean_order(problem.graph, problem.device))
         self.everything = keep_everything(self.program)
         self.random = np.random.default_rng(problem.seed)
         compiling = "compiling the search, once on a machine"
@@ -105,7 +106,6 @@ class _Search:
         self.best: tuple[Evaluation, Windows] | None = None
         self.least = (evaluate(self.program, simulated(self.program, self.everything)), self.everything)
         self.elite: list[tuple[float, Windows]] = []
-        self.leanest = self.everything  # of what has ended, while nothing fits
         self.running: list[AnnealRun] = []
         self.stop = threading.Event()
         self.moves = 0
@@ -154,14 +154,17 @@ class _Search:
         done = self._done()
         ends = next(end for end in (_EXPLORING, _JOINING, 1.0) if end - done > _SHORTEST or end == 1.0)
         self.running = []
+        descends = wave > 0 and not self.elite
         for thread in range(self.options.threads):
-            if ends == _EXPLORING or not self.elite:
-                first = wave * self.options.threads + thread
-                windows, temperatures = (self.leanest, _WIDE) if ends == 1.0 else starts[first % len(starts)]
+            first = wave * self.options.threads + thread
+            if descends:
+                windows, temperatures = self.least[1] if thread == 0 else starts[first % len(starts)][0], _LEVEL
+            elif ends == _EXPLORING or not self.elite:
+                windows, temperatures = starts[first % len(starts)]
             else:
-                windows, temperatures = self._descend(thread, joins=ends == _JOINING)
+                windows, temperatures = self._from_best(thread, joins=ends == _JOINING)
             seed = int(self.random.integers(1 << 62))
-            self.running.append(AnnealRun(self.program, windows, temperatures, seed, self.stop))
+            self.running.append(AnnealRun(self.program, windows, temperatures, seed, self.stop, descends=descends))
         pace = self._pace(ends)
         futures = [pool.submit(run.run, pace) for run in self.running]
         while wait(futures, timeout=_REPORT_SECONDS).not_done:
@@ -170,7 +173,7 @@ class _Search:
             future.result()
         self._take_over()
 
-    def _descend(self, thread: int, *, joins: bool) -> tuple[Windows, Temperatures]:
+    def _from_best(self, thread: int, *, joins: bool) -> tuple[Windows, Temperatures]:
         """Return where a run starts that comes from the best ones: two of them joined, or one of the best."""
         if not joins:
             return self.elite[min(thread, len(self.elite) - 1)][1], (_NARROW, _MILD)[thread % 2]
@@ -182,17 +185,14 @@ class _Search:
 
     def _take_over(self) -> None:
         """Remember what the runs have found."""
-        lowest = np.inf
         for run in self.running:
             self.moves += run.moves
             if run.best is not None:
                 evaluation = self._look_at(run.best)
                 if all(evaluation.seconds != seconds for seconds, _ in self.elite):
                     self.elite.append((evaluation.seconds, run.best))
-            elif run.ended is not None:
-                evaluation = self._look_at(run.ended)
-                if evaluation.peak_bytes < lowest:
-                    lowest, self.leanest = evaluation.peak_bytes, run.ended
+            else:
+                self._look_at(run.leanest)
         self.running = []
         self.elite = sorted(self.elite, key=lambda item: item[0])[:_ELITE]
 

@@ -1,0 +1,108 @@
+"""The order of first computations: legal, never with a higher peak, and lower where branches are independent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from chains import problem
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import graphs
+
+import memfit
+from memfit.checker import check
+from memfit.device import GENERIC
+from memfit.graph import Graph, Op, Phase, Role, Storage
+from memfit.plan import Status
+from memfit.planners.emit import emit
+from memfit.planners.lean_order import lean_order
+from memfit.planners.order import update_at_once_order
+from memfit.planners.program import build_program
+from memfit.planners.search import Search
+from memfit.planners.windows import Evaluation, evaluate, keep_everything, simulated
+
+
+def branches(count: int, phase: Phase) -> Graph:
+    """Branches that take turns: each widens the input to 1,000 bytes, then narrows it to 10; a last op joins them."""
+    storages = [Storage(id=0, name="input", bytes=10, role=Role.INPUT)]
+    ops: list[Op] = []
+
+    def add(name: str, reads: tuple[int, ...], size_bytes: int, role: Role = Role.ACTIVATION) -> int:
+        storages.append(Storage(id=len(storages), name=name, bytes=size_bytes, role=role))
+        write = len(storages) - 1
+        ops.append(Op(id=len(ops), name=name, phase=phase, reads=reads, writes=(write,), seconds=1.0))
+        return write
+
+    wide = [add(f"widen{number}", (0,), 1000) for number in range(count)]
+    narrow = [add(f"narrow{number}", (storage,), 10) for number, storage in enumerate(wide)]
+    add("join", tuple(narrow), 10, Role.OUTPUT)
+    return Graph.build(name="branches", storages=storages, ops=ops)
+
+
+def kept(graph: Graph, order: tuple[int, ...]) -> Evaluation:
+    program = build_program(problem(graph), order)
+    evaluation = evaluate(program, simulated(program, keep_everything(program)))
+    check(graph, emit(program, evaluation.sequence))
+    return evaluation
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+def test_branches_are_computed_one_after_the_other(phase: Phase) -> None:
+    graph = branches(4, phase)
+    assert kept(graph, update_at_once_order(graph)).peak_bytes == 10 + 4 * 1000 + 10
+    assert kept(graph, lean_order(graph, GENERIC)).peak_bytes == 10 + 1000 + 4 * 10
+
+
+def test_search_computes_nothing_again_where_another_order_fits() -> None:
+    result = Search(iterations=1_000).plan(problem(branches(4, Phase.FORWARD), 1050))
+    assert result.plan is not None
+    assert result.status is Status.OPTIMAL
+    assert result.plan.overhead == 0.0
+
+
+def test_what_is_needed_late_is_computed_late() -> None:
+    sizes = [10, 1000, 800, 10, 10]  # the input; what the last op wants; a branch that ends in little
+    storages = [Storage(id=i, name=f"s{i}", bytes=size, role=Role.ACTIVATION) for i, size in enumerate(sizes)]
+    storages[0] = Storage(id=0, name="input", bytes=10, role=Role.INPUT)
+    reads, writes = [(0,), (0,), (2,), (1, 3)], [1, 2, 3, 4]
+    ops = [
+        Op(id=i, name=f"op{i}", phase=Phase.FORWARD, reads=read, writes=(write,), seconds=1.0)
+        for i, (read, write) in enumerate(zip(reads, writes, strict=True))
+    ]
+    graph = Graph.build(name="late", storages=storages, ops=ops)
+    assert lean_order(graph, GENERIC) == (1, 2, 0, 3)
+
+
+@given(st.data())
+def test_no_order_is_illegal_or_has_a_higher_peak(data: st.DataObject) -> None:
+    graph = data.draw(graphs(most_ops=12))
+    order = lean_order(graph, GENERIC)
+    assert sorted(order) == list(range(len(graph.ops)))
+    assert kept(graph, order).peak_bytes <= kept(graph, update_at_once_order(graph)).peak_bytes
+
+
+class _Branches(torch.nn.Module):
+    """Four branches whose wide activations are all computed before any of them is narrowed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen = torch.nn.ModuleList(torch.nn.Linear(16, 512) for _ in range(4))
+        self.narrow = torch.nn.ModuleList(torch.nn.Linear(512, 16) for _ in range(4))
+        self.drop = torch.nn.Dropout(0.3)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        wide = [torch.relu(each(given)) for each in self.widen]
+        return torch.stack([self.drop(each(hidden)) for each, hidden in zip(self.narrow, wide, strict=True)]).sum(0)
+
+
+def test_a_step_whose_branches_moved_has_the_same_bits() -> None:
+    torch.manual_seed(0)
+    model = _Branches()
+    batch = torch.randn(64, 16), torch.randn(64, 16)
+    options = {"iterations": 20_000}
+    step = memfit.fit(
+        model, torch.nn.functional.mse_loss, batch, budget="70%", planner="search", options=options, verify=True
+    )
+    assert isinstance(step, memfit.PlannedStep)
+    first = list(dict.fromkeys(int(line.split()[1]) for line in step.plan.schedule.lines() if "compute" in line))
+    assert first != sorted(first)
