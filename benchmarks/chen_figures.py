@@ -12,13 +12,18 @@ against unplanned in turns. The strategies:
     drop       sharing, batch normalization and ReLU are computed again (section 4.2)
     sublinear  sharing, and Algorithm 3 with the search of appendix A
 
-    python benchmarks/chen_figures.py            # all three figures
-    python benchmarks/chen_figures.py 5 6
+`plans` stands for the largest network of each of the first two figures, planned as a user would, from the graph to a
+checked schedule with an address for every storage, in a process of its own: what that takes in time and memory.
+
+    python benchmarks/chen_figures.py                                    # all three figures, and the plans
+    python benchmarks/chen_figures.py 5 6 plans                          # predicted: on a busy machine too
+    python benchmarks/chen_figures.py 7 --networks lstm --repeats 7      # measured: on a quiet one
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +35,7 @@ import numpy as np
 from _chen_models import LSTMSizes, RepeatedLSTM, lstm_step, resnet_step
 from _loglog import loglog_svg, slope
 from _measure import outcome, same_bits
+from _process import answer_if_child, in_fresh_process
 from _processor import processor_seconds
 from _record import load, result_path, store
 
@@ -39,6 +45,8 @@ from memfit.cost.recorder import allocated_bytes
 from memfit.device import GENERIC
 from memfit.errors import InfeasibleBudgetError
 from memfit.graph import Graph, Op
+from memfit.packing import PackingProblem, check_layout, make_packer
+from memfit.packing.from_schedule import blocks_of
 from memfit.plan import Problem
 from memfit.planners import make_planner
 from memfit.planners.mirrored import evaluate_mirror
@@ -51,6 +59,8 @@ from memfit.runtime.planning import Settings
 NAME = "chen_figures"
 GB = 1e9
 NO_LIMIT = 1 << 60
+LAYOUT_PACKERS, LAYOUT_SECONDS = ("first_fit",), 60.0
+CHILD_SECONDS = 1800
 LAYERS = (128, 256, 512, 1024)
 STEPS = (64, 128, 256, 512, 1024, 2048)
 PROVED_STEPS = (128, 256)
@@ -132,17 +142,53 @@ def above_residents(program: Program, counts: Any) -> int:
     return evaluate_mirror(program, counts.astype(np.int64)).peak_bytes - program.base_bytes
 
 
-def full_plan(graph: Graph) -> dict[str, Any]:
-    """Plan from nothing to a checked and simulated schedule, as a user would; return time and memory taken."""
-    started = time.perf_counter()
-    problem = Problem(graph=with_reuses(graph), device=GENERIC, budget_bytes=NO_LIMIT)
-    plan = make_planner("sublinear").plan(problem).plan
+def full_plan(network: str, size: int, budget_bytes: int) -> dict[str, Any]:
+    """Plan within the budget, check, simulate and lay out, as a user would; return what it took and the layout.
+
+    Called in a process of its own, whose peak is that of all this together.
+    """
+    clocks = [("", time.perf_counter(), time.process_time())]
+
+    def done(what: str) -> None:
+        clocks.append((what, time.perf_counter(), time.process_time()))
+
+    if network == "resnet":
+        graph = with_reuses(capture(resnet_step(size, 32, 224)).graph)
+    else:
+        graph = with_reuses(RepeatedLSTM(LSTMSizes()).graph_of(size))
+    done("graph")
+    plan = make_planner("sublinear").plan(Problem(graph=graph, device=GENERIC, budget_bytes=budget_bytes)).plan
     assert plan is not None
+    done("plan")
+    step = blocks_of(graph, plan.schedule, GENERIC)
+    problem = PackingProblem(blocks=step.blocks, time_limit_seconds=LAYOUT_SECONDS, seed=0)
+    layouts = [make_packer(name).pack(problem) for name in LAYOUT_PACKERS]
+    layout = min(layouts, key=lambda layout: layout.height_bytes)
+    check_layout(step.blocks, layout)
+    done("layout")
     return {
-        "seconds": time.perf_counter() - started,
-        "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "budget_bytes": budget_bytes,
+        "peak_bytes": plan.predicted.peak_bytes,
         "instructions": len(plan.schedule),
+        "blocks": len(step.blocks),
+        "height_bytes": layout.height_bytes,
+        "height_bound_bytes": layout.lower_bound_bytes,
+        "seconds": {what: now - before for (_, before, _), (what, now, _) in itertools.pairwise(clocks)},
+        "processor_seconds": {what: now - before for (_, _, before), (what, _, now) in itertools.pairwise(clocks)},
+        "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
+
+
+def full_plans(figures: dict[str, Any]) -> dict[str, Any]:
+    """Return `full_plan` of the largest networks at the least memory of `sublinear`, each from its own process."""
+    plans: dict[str, Any] = {}
+    for name, figure, size in (("resnet", "5", LAYERS[-1]), ("lstm", "6", STEPS[-1])):
+        point = figures[figure]["points"][str(size)]
+        budget_bytes = point["bytes"]["sublinear"] + point["resident_bytes"]
+        request = {"network": name, "size": size, "budget_bytes": budget_bytes}
+        plan = plans[f"{name}{size}"] = in_fresh_process(__file__, request, timeout_seconds=CHILD_SECONDS)
+        print(f"{name}{size}: {plan['error'] if 'error' in plan else said_of_plan(plan)}", flush=True)
+    return plans
 
 
 def figure_5() -> dict[str, Any]:
@@ -153,8 +199,6 @@ def figure_5() -> dict[str, Any]:
         graph = capture(resnet_step(layers, 32, 224)).graph
         seconds = time.perf_counter() - started
         points[str(layers)] = {"capture_seconds": seconds, **strategies(graph, with_drop=True)}
-        if layers == LAYERS[-1]:
-            points[str(layers)]["full_plan"] = full_plan(graph)
         say(f"resnet {layers:5} layers", points[str(layers)])
     return {"points": points, "slopes": slopes(points), "title": "ResNet, batch 32, 3x224x224"}
 
@@ -172,8 +216,6 @@ def figure_6() -> dict[str, Any]:
     for steps in STEPS:
         graph = repeated.graph_of(steps)
         points[str(steps)] = strategies(graph, with_drop=False)
-        if steps == STEPS[-1]:
-            points[str(steps)]["full_plan"] = full_plan(graph)
         say(f"lstm {steps:7} steps", points[str(steps)])
     return {"proved": proved, "points": points, "slopes": slopes(points), "title": "LSTM, 4 x 1024, batch 64"}
 
@@ -187,9 +229,18 @@ def slopes(points: dict[str, Any]) -> dict[str, float]:
 def say(what: str, point: dict[str, Any]) -> None:
     """Print one point."""
     words = ", ".join(f"{name} {size / GB:.2f}" for name, size in point["bytes"].items())
-    planned = point.get("full_plan")
-    more = f"; whole plan {planned['seconds']:.0f} s" if planned else ""
-    print(f"{what}: GB {words}; {point['ops']:,} ops, {point['search_seconds']:.1f} s{more}", flush=True)
+    print(f"{what}: GB {words}; {point['ops']:,} ops, {point['search_seconds']:.1f} s", flush=True)
+
+
+def said_of_plan(planned: dict[str, Any]) -> str:
+    """The words for what a whole plan took."""
+    seconds, processor = sum(planned["seconds"].values()), sum(planned["processor_seconds"].values())
+    above = planned["height_bytes"] / planned["height_bound_bytes"] - 1
+    return (
+        f"planned and laid out in {seconds:.0f} s ({processor:.0f} of a processor), "
+        f"{planned['process_peak_bytes'] / GB:.1f} GB; {planned['blocks']:,} blocks in "
+        f"{planned['height_bytes'] / GB:.2f} GB, {above:.2%} above the bound"
+    )
 
 
 def figure_7(repeats: int, networks: Sequence[str]) -> dict[str, Any]:
@@ -258,7 +309,7 @@ def draw(figure: str, found: dict[str, Any], path: Path) -> None:
 def main() -> None:
     """Make the figures named on the command line, or all; store each with its picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figures", nargs="*", default=["5", "6", "7"], metavar="FIGURE")
+    parser.add_argument("figures", nargs="*", default=["5", "6", "7", "plans"], metavar="FIGURE")
     parser.add_argument("--networks", nargs="*", default=["resnet", "lstm"], help="of figure 7")
     parser.add_argument("--repeats", type=int, default=5, help="timed turns of figure 7")
     options = parser.parse_args()
@@ -268,15 +319,18 @@ def main() -> None:
         "5": figure_5,
         "6": figure_6,
         "7": lambda: figures.get("7", {}) | figure_7(options.repeats, options.networks),
+        "plans": lambda: full_plans(figures),
     }
     for figure in options.figures:
         figures[figure] = makers[figure]()
         stored = store(NAME, figures)
+        if figure == "plans":
+            continue
         draw(figure, figures[figure], stored.with_name(f"{NAME}_{figure}.svg"))
         if "slopes" in figures[figure]:
             fitted = {name: round(value, 2) for name, value in figures[figure]["slopes"].items()}
             print(f"figure {figure}: slopes {fitted}", flush=True)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not answer_if_child(full_plan):
     main()

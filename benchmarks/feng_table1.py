@@ -3,10 +3,13 @@
 Each network is captured with fake tensors at the paper's batch and image size, and its ops take what a roofline of a
 Titan Xp says. Memory is the paper's measure (section 6): the difference between the peaks of twice the batch and of
 the batch, so that parameters do not count. memfit's own planner is given the whole memory that Re-forwarding takes at
-the paper's batch. Everything here is predicted, but for `--measure`: steps at a small batch on this machine's CPU.
-Each network is stored as soon as it is there, and kept unless `--again` is given.
+the paper's batch, and so many moves, which end alike on any machine; beside it stands the overhead below which no plan
+can come in that memory. Everything here is predicted, but for `--measure`: steps at a small batch on this machine's
+CPU. Bytes and bits are the same on a busy machine, times are not: there, `--untimed` leaves them out, and a later
+`--measure` without it takes them. Each network is stored as soon as it is there, and kept unless `--again` is given.
 
     python benchmarks/feng_table1.py                       # ten minutes
+    python benchmarks/feng_table1.py --measure --untimed   # ten more
     python benchmarks/feng_table1.py resnet50 --measure
 """
 
@@ -18,6 +21,8 @@ import time
 from typing import Any
 
 import torch
+from _measure import resident_bytes, usage_of
+from _process import answer_if_child, fresh_cache, in_fresh_process
 from _processor import processor_seconds
 from _record import load, result_path, store
 
@@ -28,6 +33,7 @@ from memfit.device_profiles import load_device
 from memfit.errors import InfeasibleBudgetError
 from memfit.plan import Plan, Problem
 from memfit.planners import make_planner
+from memfit.planners.bounds import least_budget_bound
 from memfit.report.live import play
 from memfit.runtime.fit import fit_step
 from memfit.runtime.planning import Settings
@@ -37,26 +43,29 @@ NAME = "feng_table1"
 CARD = "titan-xp"
 MB = 1e6  # the paper says MB
 NO_LIMIT = 1 << 60
+MOVES = 300_000  # of memfit's search: ten processor seconds or so
+MEASURED_MOVES = 100_000
+CHILD_SECONDS = 3600
 _SHOWN = 4  # of the storages at the peak
 PAPER = ("regular", "chen", "re_forwarding", "regular_seconds", "re_forwarding_seconds")
 
 # network: workload, its options, batch, the paper's row (memory in MB, seconds), batch to measure on a CPU
 NETWORKS: dict[str, tuple[str, dict[str, int], int, tuple[float | None, ...], int]] = {
-    "alexnet": ("alexnet", {}, 1024, (3550, 3108, 2620, 1.295, 1.816), 32),
-    "vgg11": ("vgg16", {"depth": 11}, 64, (2976, 2292, 1802, 0.606, 0.819), 4),
-    "vgg13": ("vgg16", {"depth": 13}, 64, (4152, 2586, 2586, 1.020, 1.333), 4),
-    "vgg16": ("vgg16", {"depth": 16}, 64, (4470, 2894, 2586, 1.307, 1.696), 4),
-    "vgg19": ("vgg16", {"depth": 19}, 64, (4788, 2894, 2502, 1.593, 2.060), 4),
-    "resnet18": ("resnet50", {"depth": 18}, 256, (5402, None, 2898, 1.144, 1.599), 8),
-    "resnet34": ("resnet50", {"depth": 34}, 128, (3900, None, 1544, 1.041, 1.419), 8),
-    "resnet50": ("resnet50", {"depth": 50}, 64, (5206, None, 1798, 0.740, 1.027), 4),
-    "resnet101": ("resnet50", {"depth": 101}, 32, (3812, None, 970, 0.624, 0.853), 4),
-    "resnet152": ("resnet50", {"depth": 152}, 16, (2810, None, 564, 0.450, 0.628), 4),
-    "densenet121": ("densenet121", {"depth": 121}, 32, (3984, None, 776, 0.558, 0.789), 4),
-    "densenet161": ("densenet121", {"depth": 161}, 16, (3658, None, 616, 0.511, 0.708), 4),
-    "densenet169": ("densenet121", {"depth": 169}, 32, (4826, None, 848, 0.714, 1.022), 4),
-    "densenet201": ("densenet121", {"depth": 201}, 16, (3164, None, 582, 0.449, 0.651), 4),
-    "inceptionv3": ("inceptionv3", {"size": 300}, 32, (2976, None, 910, 0.563, 0.763), 4),
+    "alexnet": ("alexnet", {}, 1024, (3550, 3108, 2620, 1.295, 1.816), 16),
+    "vgg11": ("vgg16", {"depth": 11}, 64, (2976, 2292, 1802, 0.606, 0.819), 2),
+    "vgg13": ("vgg16", {"depth": 13}, 64, (4152, 2586, 2586, 1.020, 1.333), 2),
+    "vgg16": ("vgg16", {"depth": 16}, 64, (4470, 2894, 2586, 1.307, 1.696), 2),
+    "vgg19": ("vgg16", {"depth": 19}, 64, (4788, 2894, 2502, 1.593, 2.060), 2),
+    "resnet18": ("resnet50", {"depth": 18}, 256, (5402, None, 2898, 1.144, 1.599), 4),
+    "resnet34": ("resnet50", {"depth": 34}, 128, (3900, None, 1544, 1.041, 1.419), 4),
+    "resnet50": ("resnet50", {"depth": 50}, 64, (5206, None, 1798, 0.740, 1.027), 2),
+    "resnet101": ("resnet50", {"depth": 101}, 32, (3812, None, 970, 0.624, 0.853), 2),
+    "resnet152": ("resnet50", {"depth": 152}, 16, (2810, None, 564, 0.450, 0.628), 2),
+    "densenet121": ("densenet121", {"depth": 121}, 32, (3984, None, 776, 0.558, 0.789), 2),
+    "densenet161": ("densenet121", {"depth": 161}, 16, (3658, None, 616, 0.511, 0.708), 2),
+    "densenet169": ("densenet121", {"depth": 169}, 32, (4826, None, 848, 0.714, 1.022), 2),
+    "densenet201": ("densenet121", {"depth": 201}, 16, (3164, None, 582, 0.449, 0.651), 2),
+    "inceptionv3": ("inceptionv3", {"size": 300}, 32, (2976, None, 910, 0.563, 0.763), 2),
 }
 PLANNERS = {"regular": "none", "chen": "sublinear", "re_forwarding": "division_tree"}
 
@@ -130,16 +139,18 @@ def peak_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def predict(network: str, time_limit_seconds: float) -> dict[str, Any]:
+def predict(network: str, moves: int) -> dict[str, Any]:
     """Return the network's row: memory by the paper's measure, overheads by roofline, memfit at the same memory."""
     batch = NETWORKS[network][2]
     started = time.perf_counter()
     once, twice = problem_of(network, batch), problem_of(network, 2 * batch)
+    bounds, holding = zip(least_budget_bound(once), least_budget_bound(twice), strict=True)
     row: dict[str, Any] = {
         "batch": batch,
         "ops": len(once.graph.ops),
         "capture_seconds": time.perf_counter() - started,
         "paper": dict(zip(PAPER, NETWORKS[network][3], strict=True)),
+        "bound": {"bytes": bounds[1] - bounds[0], "ops": [once.graph.ops[op].name for op in holding[0]]},
     }
     plans: dict[str, Plan] = {}
     for name, planner in PLANNERS.items():
@@ -152,20 +163,30 @@ def predict(network: str, time_limit_seconds: float) -> dict[str, Any]:
             "plan_seconds": seconds,
             "peak": peak_of(plans[name]),
         }
-    budget = plans["re_forwarding"].predicted.peak_bytes
-    search = dataclasses.replace(once, budget_bytes=budget, time_limit_seconds=time_limit_seconds)
-    result = make_planner("search").plan(search)
-    row["memfit"] = {
-        "budget_bytes": budget,
-        "status": str(result.status),
-        "overhead": result.plan.overhead if result.plan else None,
-        "least_budget_found_bytes": result.bounds.least_budget_found_bytes,
-    }
+    row["memfit"] = searched(once, plans["re_forwarding"].predicted.peak_bytes, moves)
     return row
 
 
-def measure(network: str, time_limit_seconds: float, repeats: int) -> dict[str, Any]:
-    """Run Re-forwarding and memfit, at the memory of the first, beside eager on this machine at a small batch."""
+def searched(problem: Problem, budget_bytes: int, moves: int) -> dict[str, Any]:
+    """Return what memfit's search reaches within the budget, and the overhead that no plan there can go below."""
+    started = time.process_time()
+    result = make_planner("search", iterations=moves).plan(dataclasses.replace(problem, budget_bytes=budget_bytes))
+    return {
+        "budget_bytes": budget_bytes,
+        "moves": moves,
+        "processor_seconds": time.process_time() - started,
+        "status": str(result.status),
+        "overhead": result.plan.overhead if result.plan else None,
+        "overhead_bound": result.bounds.overhead,
+        "least_budget_found_bytes": result.bounds.least_budget_found_bytes,
+    }
+
+
+def measure(network: str, moves: int, repeats: int) -> dict[str, Any]:
+    """Run Re-forwarding and memfit, at the memory of the first, beside eager on this machine at a small batch.
+
+    Untimed where `repeats` is 0; called in a process of its own.
+    """
     torch.manual_seed(0)
     batch = NETWORKS[network][4]
     step = make_step(network, batch)
@@ -176,11 +197,26 @@ def measure(network: str, time_limit_seconds: float, repeats: int) -> dict[str, 
     except InfeasibleBudgetError as error:
         budget = error.least_budget_found_bytes
     assert budget is not None
-    theirs = fit_step(step, Settings(budget=budget, planner="division_tree"))
-    ours = fit_step(step, Settings(budget=budget, time_limit_seconds=time_limit_seconds))
-    for planned in (theirs, ours):
-        planned.verify()
-    figures = {name: planned.measure(repeats=1) for name, planned in (("re_forwarding", theirs), ("memfit", ours))}
+    search = Settings(budget=budget, planner="search", options={"iterations": moves})
+    planned = {
+        "re_forwarding": fit_step(step, Settings(budget=budget, planner="division_tree")),
+        "memfit": fit_step(step, search),
+    }
+    for each in planned.values():
+        each.verify()  # raises where a bit differs
+    resident = resident_bytes(step)
+    row: dict[str, Any] = {
+        "batch": batch,
+        "budget_bytes": budget,
+        "resident_bytes": resident,
+        "eager_peak_bytes": resident + usage_of(lambda: step.run_eager(step.batch), step).peak_bytes,
+    }
+    for name, each in planned.items():
+        row[name] = {
+            "predicted_peak_bytes": each.plan.predicted.peak_bytes,
+            "peak_bytes": resident + usage_of(lambda each=each: each(step.batch), step).peak_bytes,
+            "bitwise_equal": True,
+        }
 
     def run(call: Any) -> Any:
         def once() -> None:
@@ -189,17 +225,13 @@ def measure(network: str, time_limit_seconds: float, repeats: int) -> dict[str, 
 
         return once
 
-    eager, *planned_seconds = processor_seconds([run(step.run_eager), run(theirs), run(ours)], repeats)
-    return {
-        "batch": batch,
-        "eager_peak_bytes": figures["memfit"].baseline_peak_bytes,
-        "resident_bytes": figures["memfit"].resident_bytes,
-        "bitwise_equal": True,
-        **{
-            name: {"peak_bytes": figure.peak_bytes, "overhead": each / eager - 1.0}
-            for (name, figure), each in zip(figures.items(), planned_seconds, strict=True)
-        },
-    }
+    if repeats:
+        calls = [run(call) for call in (step.run_eager, *planned.values())]
+        eager, *seconds = processor_seconds(calls, repeats)
+        row["eager_seconds"] = eager
+        for name, each in zip(planned, seconds, strict=True):
+            row[name]["overhead"] = each / eager - 1.0
+    return row
 
 
 def described(network: str, row: dict[str, Any]) -> str:
@@ -214,12 +246,22 @@ def described(network: str, row: dict[str, Any]) -> str:
     words.append(f"overhead {row['re_forwarding']['overhead']:.1%} ({slower:.0%})")
     ours = row["memfit"]["overhead"]
     words.append(f"memfit {'infeasible' if ours is None else f'{ours:.1%}'}")
-    if "measured" in row:
-        measured = row["measured"]
-        words.append(
-            f"measured {measured['re_forwarding']['overhead']:+.1%}, memfit {measured['memfit']['overhead']:+.1%}"
-        )
-    return "; ".join(words)
+    words.append(f"no plan below {row['memfit']['overhead_bound']:.1%}")
+    return "; ".join([*words, *said_of_measured(row.get("measured"))])
+
+
+def said_of_measured(measured: dict[str, Any] | None) -> list[str]:
+    """The words for what was measured: peaks in MB, and how much slower than eager where it was timed."""
+    if measured is None:
+        return []
+    if "error" in measured:
+        return [measured["error"]]
+    words = [f"batch {measured['batch']}, eager {measured['eager_peak_bytes'] / MB:.0f} MB"]
+    for name in ("re_forwarding", "memfit"):
+        each = measured[name]
+        slower = f" {each['overhead']:+.1%}" if "overhead" in each else ""
+        words.append(f"{name} {each['peak_bytes'] / MB:.0f} MB{slower}")
+    return [f"measured: {', '.join(words)}"]
 
 
 def main() -> None:
@@ -227,22 +269,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("networks", nargs="*", default=list(NETWORKS), metavar="NETWORK")
     parser.add_argument("--measure", action="store_true", help="run a small batch on this machine too")
-    parser.add_argument("--repeats", type=int, default=3, help="timed turns of each measurement")
-    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds that memfit's planner may search")
-    parser.add_argument("--again", action="store_true", help="predict again what is stored already")
+    parser.add_argument("--untimed", action="store_true", help="measure bytes and bits only: for a busy machine")
+    parser.add_argument("--repeats", type=int, default=5, help="timed turns of each measurement")
+    parser.add_argument("--moves", type=int, default=MOVES, help="moves that memfit's search may try")
+    parser.add_argument("--again", action="store_true", help="predict and measure again what is stored already")
     options = parser.parse_args()
     path = result_path(NAME)
     rows: dict[str, Any] = load(path)["payload"]["networks"] if path.exists() else {}
     for network in options.networks:
         if options.again or network not in rows:
             kept = rows.get(network, {}).get("measured")
-            rows[network] = predict(network, options.time_limit) | ({"measured": kept} if kept else {})
-        if options.measure:
-            rows[network]["measured"] = measure(network, options.time_limit, options.repeats)
+            rows[network] = predict(network, options.moves) | ({"measured": kept} if kept else {})
+        repeats = 0 if options.untimed else options.repeats
+        if options.measure and (options.again or not is_measured(rows[network], timed=repeats > 0)):
+            request = {"network": network, "moves": MEASURED_MOVES, "repeats": repeats}
+            with fresh_cache():
+                rows[network]["measured"] = in_fresh_process(__file__, request, timeout_seconds=CHILD_SECONDS)
         ordered = {name: rows[name] for name in NETWORKS if name in rows}
-        store(NAME, {"card": CARD, "time_limit_seconds": options.time_limit, "networks": ordered})
+        store(NAME, {"card": CARD, "networks": ordered})
         print(described(network, rows[network]), flush=True)
 
 
-if __name__ == "__main__":
+def is_measured(row: dict[str, Any], *, timed: bool) -> bool:
+    """Whether the row holds a measurement, with times where they are asked for."""
+    measured = row.get("measured", {})
+    return "memfit" in measured and (not timed or "overhead" in measured["memfit"])
+
+
+if __name__ == "__main__" and not answer_if_child(measure):
     main()
