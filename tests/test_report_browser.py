@@ -19,6 +19,7 @@ from memfit.plan import Bounds, Plan, Prediction, Problem, Status
 from memfit.planners.bounds import least_budget_bound
 from memfit.planners.result import unplanned_schedule
 from memfit.report import Measured, write_html, write_png
+from memfit.report.comparison import ComparedPoint, write_comparison
 from memfit.schedule import Compute, Drop, Instruction, Offload, Prefetch, Schedule, Wait
 from memfit.simulate import simulate
 
@@ -366,3 +367,53 @@ def test_picture(tmp_path: Path, report: tuple[Plan, Path]) -> None:
     assert content.startswith(b"\x89PNG")
     assert (int.from_bytes(content[16:20]), int.from_bytes(content[20:24])) == (1050, 600)
     assert len(content) > 15_000  # an empty white page of this size takes 3 kB
+
+
+def compared(plan: Plan, planner: str, measured: Measured | None = None) -> ComparedPoint:
+    return ComparedPoint(
+        planner=planner,
+        budget_bytes=plan.budget_bytes,
+        status=str(plan.status),
+        peak_bytes=plan.predicted.peak_bytes,
+        overhead=plan.overhead,
+        plan_seconds=plan.plan_seconds,
+        measured=measured,
+        plan=plan,
+    )
+
+
+def test_two_chosen_plans_are_compared(tmp_path: Path, visit: Visit) -> None:
+    graph = deep_step(30, HOSTILE)
+    everything = unplanned_schedule(Problem(graph=graph, device=DEVICE, budget_bytes=1))
+    measured = Measured(
+        peak_bytes=20_000,
+        step_seconds=0.2,
+        baseline_peak_bytes=30_000,
+        baseline_step_seconds=0.1,
+        bitwise_equal=True,
+        machine="a test",
+    )
+    points = [
+        compared(plan_of(graph, everything), "none", measured),
+        compared(plan_of(graph, rematerialize_every_other(graph)), "by_hand"),
+        ComparedPoint(planner="none", budget_bytes=1, status="infeasible"),
+        ComparedPoint(planner="checkpoint:block", setting="block", status="measured", measured=measured),
+    ]
+    write_comparison(graph, DEVICE, points, tmp_path / "comparison.html")
+    visit.open(tmp_path / "comparison.html")
+    page = visit.page
+    assert visit.complaints == []
+    assert visit.requests == [(tmp_path / "comparison.html").as_uri()]
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("#predicted .scatterlayer .trace").count() == 2
+    assert page.locator("#measured .scatterlayer .trace").count() == 2
+    assert [row[0] for row in visit.rows("#points")] == ["none", "by_hand", "none", "checkpoint:block"]
+    assert visit.rows("#points")[3][6:] == ["19.53 KiB", "+100.0%", "yes"]
+    assert page.locator("#one option").count() == 2  # what was not planned has nothing to compare
+    fates = {row[0].split("\n")[0].removesuffix(HOSTILE): row[2:] for row in visit.rows("#fates")}
+    assert fates["conv_0.out"] == ["kept", "offloaded"]
+    assert fates["conv_1.out"] == ["kept", "rematerialized"]
+    assert "conv_2.out" not in fates
+    page.select_option("#other", "0")
+    assert visit.rows("#fates") == []
+    assert page.locator("#difference").inner_text() == "The two plans treat every storage alike."
