@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from _measure import MIB
+from _paper_tables import PAPER_TABLES
 from _record import RESULTS, load, machine_name
 from torch_baselines import RIVALS, best
 
@@ -216,6 +217,16 @@ def published(stored: Stored) -> str:
     return _table(head, rows, "All predicted: a replay of the schedule. The bound holds for any order of ops.", stored)
 
 
+def _of_one(make: Callable[[dict[str, Any]], tuple[list[str], list[list[str]], str]]) -> Callable[[Stored], str]:
+    """Return what renders the table of a script that stores a single result."""
+
+    def render_one(stored: Stored) -> str:
+        (payload,) = stored.values()
+        return _table(*make(payload), stored)
+
+    return render_one
+
+
 TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     "compare": ("compare_baselines", compare),
     "targets": ("compare_baselines", targets),
@@ -229,6 +240,7 @@ TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     "baselines": ("torch_baselines", baselines),
     "gpu": ("gpu", gpu),
     "published": ("plan_shared_graphs", published),
+    **{name: (script, _of_one(make)) for name, (script, make) in PAPER_TABLES.items()},
 }
 """Each table by name: the script whose results it shows, and what renders it."""
 
@@ -243,6 +255,8 @@ def results_of(script: str, machine: str) -> Stored:
         found = {path.parent.name: path for path in paths}
     elif script == "plan_shared_graphs":
         found = {path.stem: path for path in sorted((RESULTS / machine / script).glob("*.json"))}
+    elif script in {script for script, _ in PAPER_TABLES.values()}:
+        found = {script: RESULTS / machine / f"{script}.json"}
     else:
         found = {workload: RESULTS / machine / script / f"{workload}.json" for workload in WORKLOADS}
     documents = {name: load(path) for name, path in found.items() if path.exists()}

@@ -257,6 +257,46 @@ def test_the_margins_of_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "| lstm | 200.0 | +100.0 | +190.0 | +300.0 | **no** |" in margins  # half of 190 is below 100
 
 
+def test_the_papers_tables_say_what_is_reached_and_what_no_plan_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def row(overhead: float | None, bound: float, measured: dict[str, Any] | None = None) -> dict[str, Any]:
+        return {
+            "batch": 2,
+            "paper": {
+                "regular": 100,
+                "chen": None,
+                "re_forwarding": 50,
+                "regular_seconds": 1.0,
+                "re_forwarding_seconds": 1.4,
+            },
+            "regular": {"bytes": 110_000_000},
+            "chen": {"bytes": 60_000_000},
+            "re_forwarding": {"bytes": 44_000_000, "overhead": 0.3},
+            "memfit": {"overhead": overhead, "overhead_bound": bound, "moves": 1000},
+            **({"measured": measured} if measured else {}),
+        }
+
+    peaks = {"bitwise_equal": True, "peak_bytes": 70_000_000}
+    measured = {
+        "batch": 2,
+        "resident_bytes": 20_000_000,
+        "eager_peak_bytes": 100_000_000,
+        "re_forwarding": {**peaks, "overhead": 0.31},
+        "memfit": {**peaks, "bitwise_equal": False},
+    }
+    networks = {"a": row(0.15, 0.1), "b": row(0.2, 0.1, measured), "c": row(None, 0.16), "d": row(0.2, 0.1501)}
+    payload = {"card": "a card", "networks": networks}
+    _record.store("feng_table1", payload, folder=tmp_path / "here")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    predicted, small = tables.render("feng-1", "here"), tables.render("feng-1-measured", "here")
+    assert predicted is not None and small is not None
+    assert "| a, 2 | 110 (100) | 60 (–) | 44 (50) | 60% (50%) | 30% (40%) | 15.0% | 10.0% | yes |" in predicted
+    assert "| 20.0% | 10.0% | **no** |" in predicted
+    assert "| none found | 16.0% | no plan can |" in predicted
+    assert "| 20.0% | 15.0% | no plan can |" in predicted
+    assert "| b, 2 | 20 + 80 | 20 + 50 | 20 + 50 | **no** | +31% |  |" in small
+    assert "| a, 2" not in small
+
+
 def test_tables_go_between_their_markers(stored_sweep: str, tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- table: planning -->\nold\n<!-- end of table -->\nafter\n")
