@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 import memfit
 from memfit import TrainingStep
-from memfit.cost.recorder import allocated_bytes, record
+from memfit.cost.recorder import Usage, allocated_bytes, record
 from memfit.errors import (
     GraphBreakError,
     InfeasibleBudgetError,
@@ -22,6 +23,7 @@ from memfit.errors import (
     PlanMismatchError,
     VerificationError,
 )
+from memfit.runtime import fit as fit_module
 from memfit.runtime import verify
 from memfit.runtime.fit import PlannedStep, fit_step
 from memfit.runtime.measure import resident_bytes
@@ -458,6 +460,24 @@ def test_a_step_planned_again_after_it_has_left_gradients_still_starts_without_t
     planned.step.model.zero_grad(set_to_none=True)
     planned(batch)
     assert all(parameter.grad is not None for parameter in planned.step.model.parameters())
+
+
+def test_on_cuda_the_budget_is_held_against_what_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counters of a device that is not here: a cache that holds 64 KiB in blocks that nothing fitted into."""
+    planned, eager = planned_and_eager("conv", make_sgd, Settings(budget="100%", time_limit_seconds=0.5))
+    asked_bytes, predicted_bytes = planned.plan.budget_bytes, planned.plan.predicted.peak_bytes
+
+    @contextmanager
+    def counters(_device: torch.device) -> Iterator[Usage]:
+        taken_bytes = predicted_bytes - resident_bytes(planned, planned.step.batch)
+        usage = Usage(source="cuda", start_bytes=1 << 20)  # of which some are another model's
+        yield usage
+        usage.peak_bytes = taken_bytes
+        usage.reserved_bytes = usage.start_bytes + usage.peak_bytes + (64 << 10)
+
+    monkeypatch.setattr(fit_module, "record", counters)
+    step_both(planned, eager, conv_batch())
+    assert planned.plan.budget_bytes == asked_bytes - (64 << 10)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])

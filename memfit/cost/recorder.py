@@ -37,6 +37,14 @@ class Usage:
     end_bytes: int = 0
     reserved_bytes: int | None = None
 
+    @property
+    def taken_bytes(self) -> int:
+        """What the device had to give, above what was live at the start: the peak, and what CUDA's caching allocator
+        held beside it, in blocks that nothing fitted into.
+        """
+        held_bytes = 0 if self.reserved_bytes is None else self.reserved_bytes - self.start_bytes
+        return max(self.peak_bytes, held_bytes)
+
 
 def record(device: torch.device | str) -> AbstractContextManager[Usage]:
     """Record the bytes that torch allocates on `device` inside the block.
@@ -76,6 +84,12 @@ def allocated_bytes(device: torch.device | str) -> int:
         MemfitError: the wrapper could not be built; torch.profiler sees only what happens inside a record.
     """
     return _instrument_of(torch.device(device)).live_bytes()
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give back what CUDA's caching allocator holds and nobody uses, so that what it holds next is what it needs."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 class _Record:

@@ -17,7 +17,7 @@ from memfit.budget import format_bytes, parse_budget
 from memfit.capture import Captured, TrainingStep, capture
 from memfit.capture.torch_private import tree_flatten
 from memfit.capture.whole_step import step_device
-from memfit.cost.recorder import record
+from memfit.cost.recorder import empty_cache, record
 from memfit.errors import GraphBreakError, InfeasibleBudgetError, TimeLimitError, UnsupportedStepError
 from memfit.plan import Plan, Progress
 from memfit.runtime.arena import Arena
@@ -208,10 +208,11 @@ class PlannedStep:
         if signature in self._measured or self.arena is not None:
             return self._run(ready, batch, signature)
         resident = resident_bytes(self, batch)  # before a first step that creates the optimizer's state
+        empty_cache(self.device)
         with record(self.device) as usage:
             loss = self._run(ready, batch, signature)
         self._measured.add(signature)
-        self._correct(ready, signature, resident + usage.peak_bytes)
+        self._correct(ready, signature, resident + usage.taken_bytes)
         return loss
 
     def _run(self, ready: _Ready, batch: Any, signature: Any) -> torch.Tensor:
@@ -231,7 +232,8 @@ class PlannedStep:
     def _correct(self, ready: _Ready, signature: Any, measured_bytes: int) -> None:
         """Plan again where the first step of a plan took more than its budget: by as much less as it was mispredicted.
 
-        A library may choose other workspaces when it runs than when its ops were measured.
+        A library may choose other workspaces when it runs than when its ops were measured. On CUDA what counts is what
+        the caching allocator had to hold of the device, blocks that nothing fits into with it.
         """
         plan = ready.prepared.plan
         # The recorder of a CPU counts copies on the host as well: they are the same memory.
@@ -250,6 +252,7 @@ class PlannedStep:
             _log.warning("%s; a plan that allows for it was not found: %s", took, error)
             return
         _log.warning("%s; later steps run a plan made for %s", took, format_bytes(aim_bytes))
+        empty_cache(self.device)
         self._ready[signature] = corrected
         if ready is self._first:
             self._first = corrected
