@@ -25,6 +25,10 @@ INTERRUPTED = "interrupted"
 """The key of `Result.stats` that says that Ctrl-C ended the search."""
 
 
+ROUNDING = 1e-12
+"""Times the ops of a step: by what share of the step sums of their seconds in different orders may differ."""
+
+
 class Status(enum.StrEnum):
     """How planning ended; `remedy` says what a user can do about it."""
 
@@ -37,7 +41,7 @@ class Status(enum.StrEnum):
     def remedy(self) -> str:
         """One sentence: what to do next."""
         return {
-            Status.OPTIMAL: "nothing: no plan is faster",
+            Status.OPTIMAL: "nothing: no plan that its bound holds for is faster",
             Status.FEASIBLE: "a longer time limit may find a faster plan",
             Status.INFEASIBLE: "raise the budget to least_budget_found_bytes, or make the batch smaller",
             Status.TIMED_OUT: "raise the time limit",
@@ -120,12 +124,16 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     `least_budget_found_bytes` is the least budget this planner reached with a plan (None: it found none);
     `least_budget_bound_bytes` is proved for every legal schedule; `overhead` is a proved lower bound on the overhead at
-    this budget; `holding_ops` are the ids of the ops whose own storages make the least budget what it is.
+    this budget, in any order of ops; `overhead_in_order`, where a planner proved it, is one for the schedules that
+    compute ops for the first time in the order that it searched, as the family of `memfit.planners.retention_model`
+    has it; `holding_ops` are the ids of the ops whose own storages make the least
+    budget what it is.
     """
 
     least_budget_found_bytes: Bytes | None
     least_budget_bound_bytes: Bytes
     overhead: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    overhead_in_order: Annotated[float, msgspec.Meta(ge=0)] | None = None
     holding_ops: tuple[int, ...] = ()
 
 
@@ -167,6 +175,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         from memfit.report import explain  # the report stands above; only who asks for words pays for it
 
         return explain(self)
+
+    @property
+    def is_optimal_in_every_order(self) -> bool:
+        """Whether no plan at all is faster; else an optimal plan is the fastest in its order of ops."""
+        rounding = ROUNDING * len(self.graph.ops)
+        return self.status is Status.OPTIMAL and self.overhead <= self.bounds.overhead + rounding
 
     @property
     def fingerprint(self) -> str:

@@ -84,7 +84,9 @@ def test_plan_answers_with_the_keys_of_the_contract(run: Run, graph_file: Path) 
         "budget_bytes", "planner", "status", "plan_seconds", "predicted", "unplanned", "overhead", "bounds", "counts",
     }  # fmt: skip
     assert set(document["predicted"]) == set(document["unplanned"]) == {"peak_bytes", "seconds"}
-    assert set(document["bounds"]) == {"least_budget_found_bytes", "least_budget_bound_bytes", "overhead"}
+    assert set(document["bounds"]) == {
+        "least_budget_found_bytes", "least_budget_bound_bytes", "overhead", "overhead_in_order",
+    }  # fmt: skip
     assert set(document["counts"]) == {"computed", "rematerialized", "offloaded", "dropped"}
     assert document["predicted"]["peak_bytes"] <= document["budget_bytes"] < document["unplanned"]["peak_bytes"]
     assert document["counts"]["rematerialized"] == document["counts"]["computed"] - len(_chain().ops) > 0

@@ -252,7 +252,8 @@ def test_parts_of_the_step_follow_the_first_computations() -> None:
 EXPLANATION = """\
 small: predicted peak 1.326 KiB of a budget of 1.367 KiB (unplanned 1.326 KiB)
   predicted time: 11.000 s a step, +10.0% against 10.000 s unplanned
-  limits: least budget reached by a plan 1.326 KiB, no plan at all below 1.318 KiB; none at this budget below +1.0%
+  limits: least budget reached by a plan 1.326 KiB, no plan at all below 1.318 KiB
+  no plan within this budget adds less than +1.0% in any order
   planner by_hand in 250 ms: feasible: the best plan found in the time given; a longer time limit may find a faster \
 one
 

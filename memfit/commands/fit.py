@@ -48,7 +48,7 @@ memfit fit resnet50 --plan resnet50.plan.json
 """
 
 # What holds for one graph of a step, and not for all together; a bound on the budget of one is a bound for all.
-_UNKNOWN_FOR_PARTS = {"least_budget_found_bytes": None, "overhead": 0.0}
+_UNKNOWN_FOR_PARTS = {"least_budget_found_bytes": None, "overhead": 0.0, "overhead_in_order": None}
 
 
 def fit(

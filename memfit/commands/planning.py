@@ -154,6 +154,7 @@ def bounds_of(plan: Plan) -> dict[str, Any]:
         "least_budget_found_bytes": plan.bounds.least_budget_found_bytes,
         "least_budget_bound_bytes": plan.bounds.least_budget_bound_bytes,
         "overhead": plan.bounds.overhead,
+        "overhead_in_order": plan.bounds.overhead_in_order,
     }
 
 

@@ -14,7 +14,12 @@ _GRID_WORK = 60_000  # ops of the graph times ops tried: a second or so
 
 
 def prove_bounds(
-    problem: Problem, *, least_found_bytes: int | None, unplanned_seconds: float, again: Bound | None = None
+    problem: Problem,
+    *,
+    least_found_bytes: int | None,
+    unplanned_seconds: float,
+    again: Bound | None = None,
+    again_in_order_seconds: float | None = None,
 ) -> Bounds:
     """Return the bounds for a problem's least budget and for its overhead.
 
@@ -22,13 +27,16 @@ def prove_bounds(
         least_found_bytes: the least peak of all schedules that the planner saw.
         unplanned_seconds: what planner `none` takes.
         again: what `least_seconds_again` said of this problem, if it was asked already.
+        again_in_order_seconds: what `memfit.planners.retention_proof` proved for one order of ops, if it was asked.
     """
     least_bytes, holding_ops = least_budget_bound(problem)
     again = again or least_seconds_again(problem)
+    share = 1.0 / unplanned_seconds if unplanned_seconds > 0 else 0.0
     return Bounds(
         least_budget_found_bytes=least_found_bytes,
         least_budget_bound_bytes=least_bytes,
-        overhead=again.seconds / unplanned_seconds if unplanned_seconds > 0 else 0.0,
+        overhead=again.seconds * share,
+        overhead_in_order=None if again_in_order_seconds is None else again_in_order_seconds * share,
         holding_ops=holding_ops,
     )
 

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from memfit.checker import check
 from memfit.graph import Graph
-from memfit.plan import Bounds, Plan, Prediction, Problem, Result, Status
+from memfit.plan import ROUNDING, Bounds, Plan, Prediction, Problem, Result, Status
 from memfit.planners.bounds import prove_bounds
 from memfit.planners.cuts import Bound
 from memfit.planners.emit import emit
@@ -19,6 +19,7 @@ from memfit.schedule import Schedule
 from memfit.simulate import simulate
 
 _PACKAGES = ("memfit", "numpy", "numba", "torch")
+_IN_ORDER_ROUNDING = 1e-7  # of the step: seconds are whole units in the retention model, each computation rounded down
 
 
 def unplanned_schedule(problem: Problem) -> Schedule:
@@ -56,6 +57,7 @@ def make_result(
     least_found_bytes: int | None = None,
     timed_out: bool = False,
     again: Bound | None = None,
+    again_in_order_seconds: float | None = None,
     stats: Mapping[str, float] | None = None,
 ) -> Result:
     """Return the Result of a planner that ended with `schedule`, or with nothing that fits.
@@ -65,6 +67,7 @@ def make_result(
         started_seconds: `problem.clock()` when the planner began.
         least_found_bytes: the least peak of any schedule that the planner saw, where that is less.
         again: the bound on the seconds of computing again, where the planner has asked for it.
+        again_in_order_seconds: the same for one order of ops, where the planner has proved one.
         timed_out: time was up before the planner could tell whether the budget can be met.
 
     Raises:
@@ -74,7 +77,11 @@ def make_result(
     predicted = predict(problem, schedule) if schedule is not None else None
     found = [b for b in (least_found_bytes, predicted.peak_bytes if predicted else None) if b is not None]
     bounds = prove_bounds(
-        problem, least_found_bytes=min(found, default=None), unplanned_seconds=unplanned.seconds, again=again
+        problem,
+        least_found_bytes=min(found, default=None),
+        unplanned_seconds=unplanned.seconds,
+        again=again,
+        again_in_order_seconds=again_in_order_seconds,
     )
     counts = dict(stats or {})
     if schedule is None or predicted is None or not _fits(problem, predicted):
@@ -106,10 +113,12 @@ def _fits(problem: Problem, predicted: Prediction) -> bool:
 
 
 def _status(graph: Graph, predicted: Prediction, unplanned: Prediction, bounds: Bounds) -> Status:
-    """Optimal where the overhead is the proved least: most often, where no op is computed twice."""
-    least = unplanned.seconds * (1.0 + bounds.overhead)
-    rounding = 1e-12 * len(graph.ops) * unplanned.seconds  # sums of the same seconds in another order
-    return Status.OPTIMAL if predicted.seconds <= least + rounding else Status.FEASIBLE
+    """Optimal where the overhead is the proved least: for every order of ops, or for one."""
+    rounding = ROUNDING * len(graph.ops)
+    least = bounds.overhead + rounding
+    if bounds.overhead_in_order is not None:
+        least = max(least, bounds.overhead_in_order + rounding + _IN_ORDER_ROUNDING)
+    return Status.OPTIMAL if predicted.seconds <= unplanned.seconds * (1.0 + least) else Status.FEASIBLE
 
 
 def _versions() -> dict[str, str]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from memfit.errors import InvalidOptionError
-from memfit.plan import Result, Status
+from memfit.plan import Plan, Result, Status
+from memfit.report.words import change_text
 
 STATUS_MEANING = {
     Status.OPTIMAL: "optimal: proved that no plan within this budget is faster",
@@ -16,6 +17,24 @@ STATUS_MEANING = {
     Status.TIMED_OUT: "timed out: the best plan found until then",
     Status.INFEASIBLE: "infeasible: no plan within this budget was found",
 }
+_LEAST_SAID = 0.0005  # a bound below this is no news
+_OPTIMAL_IN_ORDER = "optimal in its order of operations: proved that no such plan within this budget is faster"
+
+
+def status_meaning(plan: Plan) -> str:
+    """Return in words how planning ended, and for which plans a proof holds."""
+    if plan.status is Status.OPTIMAL and not plan.is_optimal_in_every_order:
+        return _OPTIMAL_IN_ORDER
+    return STATUS_MEANING[plan.status]
+
+
+def least_overhead(plan: Plan) -> str:
+    """Return in words the bounds on the extra time, each with what it holds for; nothing where they say nothing."""
+    every, in_order = plan.bounds.overhead, plan.bounds.overhead_in_order or 0.0
+    said = [f"{change_text(every)} in any order"] if every >= _LEAST_SAID else []
+    if in_order >= max(_LEAST_SAID, every):
+        said.append(f"{change_text(in_order)} in this plan's order")
+    return ", or ".join(said)
 
 
 class CurvePoint(NamedTuple):

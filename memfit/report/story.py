@@ -10,7 +10,7 @@ from memfit.device import GENERIC
 from memfit.plan import Plan
 from memfit.report.explanation import Explanation
 from memfit.report.fates import MEANING, Fate, Kind, totals
-from memfit.report.figures import STATUS_MEANING, Measured
+from memfit.report.figures import Measured, least_overhead, status_meaning
 from memfit.report.price_words import least_lines, more_lines
 from memfit.report.words import change_text, count_text, printable, seconds_text, share_text
 
@@ -71,9 +71,8 @@ def key_figures(plan: Plan) -> str:
         else "no plan was found"
     )
     time = seconds_text(plan.predicted.seconds) if plan.unplanned.seconds else "unknown"
-    least = (
-        f"no plan within this budget adds less than {change_text(bounds.overhead)}" if bounds.overhead >= 0.0005 else ""
-    )
+    bound = least_overhead(plan)
+    least = f"no plan within this budget adds less than {bound}" if bound else ""
     tiles = [
         ("Budget", _size(plan.budget_bytes), f"{plan.budget_bytes:,} bytes, everything included"),
         ("Peak memory, predicted", _size(plan.predicted.peak_bytes), f"{plan.predicted.peak_bytes:,} bytes"),
@@ -229,7 +228,7 @@ def made(plan: Plan) -> str:
     """Return what is needed to make this plan again, and the words of the report."""
     rows = [
         ("planner", f"{text(plan.planner)}, seed {plan.seed}, {seconds_text(plan.plan_seconds)}"),
-        ("outcome", STATUS_MEANING[plan.status]),
+        ("outcome", status_meaning(plan)),
         ("schedule", _counts(plan)),
         ("device", _sentences(plan.device.name, plan.device.source)),
         ("graph", _sentences(f"{plan.graph.name}, fingerprint {plan.fingerprint}", plan.graph.source)),

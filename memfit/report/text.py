@@ -9,7 +9,7 @@ from memfit.errors import InvalidOptionError
 from memfit.plan import Plan
 from memfit.report.explanation import Explanation, explained
 from memfit.report.fates import MEANING, Fate, Kind, Total, fates, totals
-from memfit.report.figures import STATUS_MEANING, Curve, CurvePoint
+from memfit.report.figures import Curve, CurvePoint, least_overhead, status_meaning
 from memfit.report.least_budget import LeastBudget
 from memfit.report.live import Run, play
 from memfit.report.more_memory import MoreMemory
@@ -86,10 +86,11 @@ def _key_figures(plan: Plan) -> list[str]:
         )
     found, bound = plan.bounds.least_budget_found_bytes, plan.bounds.least_budget_bound_bytes
     reached = f"least budget reached by a plan {format_bytes(found)}, " if found is not None else ""
-    least = f"; none at this budget below {change_text(plan.bounds.overhead)}" if plan.bounds.overhead >= 0.0005 else ""
-    lines.append(f"  limits: {reached}no plan at all below {format_bytes(bound)}{least}")
+    lines.append(f"  limits: {reached}no plan at all below {format_bytes(bound)}")
+    if least := least_overhead(plan):
+        lines.append(f"  no plan within this budget adds less than {least}")
     how = f"planner {printable(plan.planner)} in {seconds_text(plan.plan_seconds)}"
-    lines.append(f"  {how}: {STATUS_MEANING[plan.status]}")
+    lines.append(f"  {how}: {status_meaning(plan)}")
     unknown = sum(op.workspace_bytes is None for op in graph.ops)
     if unknown:
         lines.append(f"  workspace of {count_text(unknown, 'op')} is unknown and counted as 0: the peak may be higher")
