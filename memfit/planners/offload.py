@@ -21,7 +21,7 @@ from memfit.plan import INTERRUPTED, Problem, Progress, Result
 from memfit.planners.anneal_run import AnnealRun
 from memfit.planners.away import Absence, Draft, absences, is_possible, make_draft, take_along, without
 from memfit.planners.emit import emit
-from memfit.planners.order import update_at_once_order
+from memfit.planners.lean_order import lean_order
 from memfit.planners.program import build_program
 from memfit.planners.result import make_result
 from memfit.planners.search import Search, Searched
@@ -109,7 +109,7 @@ class _Offloading:
     def __init__(self, options: Offload, problem: Problem, warm: Sequence[Windows]) -> None:
         self.options, self.problem, self.warm = options, problem, warm
         self.started_seconds = problem.clock()
-        self.program = build_program(problem, update_at_once_order(problem.graph))
+        self.program = build_program(problem, lean_order(problem.graph, problem.device))
         self.random = np.random.default_rng(problem.seed)
         self.moves = 0
         self.stop = threading.Event()
