@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.device import Device
-from memfit.graph import Graph
+from memfit.graph import Graph, Phase
 
 _UNBOUNDED = 1 << 55  # a capacity that no minimum cut pays
 _UNITS = float(1 << 40)  # the seconds of the whole step in units of capacity, rounded down
@@ -217,6 +217,15 @@ class OpCuts:
             else:
                 low_seconds, low_bytes = middle.again_seconds, middle.kept_bytes
         return Bound(op=self.op, seconds=best, cuts=tuple(made))
+
+
+def kept_at(graph: Graph, cut: Cut) -> frozenset[int]:
+    """Return what a cut keeps over the turning point: also what its op touches, and what backward has used before."""
+    used_before = {
+        storage for op in graph.ops[: cut.op] if op.phase != Phase.FORWARD for storage, _ in graph.read_versions[op.id]
+    }
+    touched = {storage for storage, _ in graph.read_versions[cut.op]} | set(graph.ops[cut.op].writes)
+    return frozenset(cut.kept) | touched | (used_before & set(cut.past))
 
 
 def _pairs(of_ops: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:

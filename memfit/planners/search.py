@@ -12,12 +12,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from memfit.graph import Graph, Phase
 from memfit.plan import INTERRUPTED, Problem, Progress, Result
 from memfit.planners.anneal_run import AnnealRun, warm_up
 from memfit.planners.bounds import least_seconds_again
-from memfit.planners.cuts import Bound, Cut
+from memfit.planners.cuts import Bound, kept_at
 from memfit.planners.emit import emit
+from memfit.planners.families import structured as structured_windows
 from memfit.planners.lean_order import lean_order
 from memfit.planners.program import build_program
 from memfit.planners.result import make_result
@@ -39,6 +39,8 @@ _MOST_CUTS = 16  # kept sets of minimum cuts tried as starting points
 _MOVES_PER_GAP = 400  # of one run, where there is time for several; fewer get nowhere, more gain little
 _EXPLORING, _JOINING = 0.55, 0.8  # of the search: from starting points; from the best; the rest polishes the best
 _BOUNDING = 0.15  # of the time, at most, for the bound and its cuts
+_STRUCTURING = 0.1  # of the time, at most, for windows joined block by block
+_MOST_FAMILIES = 1000  # windows that they are joined from
 _SHORTEST = 0.02  # of the search: a wave shorter than this is added to the next
 _ELITE = 6  # best runs that later waves start from
 # Temperatures in mean op seconds, from the first to the last move of a run.
@@ -52,12 +54,13 @@ Temperatures = tuple[float, float]
 class Search:
     """Anneal over what is kept between any two uses of a storage.
 
-    Starting points are the kept sets of minimum cuts (see `memfit.planners.cuts`), keeping everything, and Chen's
-    segments of several sizes. Waves of runs start from them, one run a thread; later waves start from the best runs,
-    and from two of them joined; the last ones polish the best. As long as nothing fits, later waves lower the peak
-    itself, from the least so far. Anytime: the best plan so far is the answer when time is up or Ctrl-C comes, and the
-    search ends early where the bound proves its plan optimal. Deterministic for a seed where `iterations` is given; a
-    time limit depends on the machine's speed. Compiling, once on a machine, is not counted.
+    Starting points are what a dynamic program joins block by block (see `memfit.planners.families`), the kept sets of
+    minimum cuts (`memfit.planners.cuts`), keeping everything, and Chen's segments of several sizes. Waves of runs start
+    from them, one run a thread; later waves start from the best runs, and from two of them joined; the last ones polish
+    the best. As long as nothing fits, later waves lower the peak itself, from the least so far. Anytime: the best plan
+    so far is the answer when time is up or Ctrl-C comes, and the search ends early where the bound proves its plan
+    optimal. Deterministic for a seed where `iterations` is given; a time limit depends on the machine's speed.
+    Compiling, once on a machine, is not counted.
 
     Source: DESIGN.md, section 4; Kirkpatrick et al. 1983 (annealing); Jain et al. 2020 (retention by stage).
     """
@@ -197,7 +200,10 @@ class _Search:
         self.elite = sorted(self.elite, key=lambda item: item[0])[:_ELITE]
 
     def _starting_points(self) -> list[tuple[Windows, Temperatures]]:
-        """Return where the first runs start, the most promising first: kept sets of cuts, segments, everything."""
+        """Return where the first runs start, the most promising first: windows joined block by block, kept sets of
+        cuts, segments, everything.
+        """
+        structured = self._by_promise([option.windows for option in structured_windows(self.program, self._is_enough)])
         cuts = self._by_promise(self._kept_by_cuts())
         others = self._by_promise([*self._kept_by_segments(), self.everything])
         chosen = [(others[0], _WIDE), (self.everything, _WIDE), (self.everything, _HOT)]
@@ -205,6 +211,8 @@ class _Search:
         if cuts:
             second = cuts[min(1, len(cuts) - 1)]
             chosen = [(cuts[0], _MILD), *chosen, (second, _WIDE), (cuts[0], _HOT), (cuts[0], _NARROW)]
+        if structured:
+            chosen = [(structured[0], _NARROW), *chosen, (structured[0], _WIDE)]
         return [*warm, *chosen]
 
     def _by_promise(self, windows: Sequence[Windows]) -> list[Windows]:
@@ -218,6 +226,13 @@ class _Search:
             return seconds + max(0.0, evaluation.peak_bytes / budget_bytes - 1.0)
 
         return [each for _, each in sorted(found, key=promise)]
+
+    def _is_enough(self, simulated_count: int) -> bool:
+        """Whether enough families of windows have been simulated: their share of the time is up."""
+        if self.options.iterations is not None:
+            return simulated_count >= _MOST_FAMILIES
+        share = (self.problem.clock() - self.started_seconds) / max(self.problem.time_limit_seconds, 1e-9)
+        return share >= _BOUNDING + _STRUCTURING or simulated_count >= _MOST_FAMILIES
 
     def _kept_by_cuts(self) -> list[Windows]:
         """The minimum cuts at the op that gives the bound, and at those beside it while there is room for more."""
@@ -280,12 +295,3 @@ class _Search:
                 message=f"{moves:,} moves, no plan below {bound:.2%}",
             )
         )
-
-
-def kept_at(graph: Graph, cut: Cut) -> frozenset[int]:
-    """Return what a cut keeps over the turning point: also what its op touches, and what backward has used before."""
-    used_before = {
-        storage for op in graph.ops[: cut.op] if op.phase != Phase.FORWARD for storage, _ in graph.read_versions[op.id]
-    }
-    touched = {storage for storage, _ in graph.read_versions[cut.op]} | set(graph.ops[cut.op].writes)
-    return frozenset(cut.kept) | touched | (used_before & set(cut.past))

@@ -126,6 +126,21 @@ def evaluate(program: Program, state: State) -> Evaluation:
     )
 
 
+def held_bytes(state: State) -> Integers:
+    """Return int64[positions]: the most that is held in each stage, residents left out."""
+    return state.live_after + state.within
+
+
+def stage_seconds(program: Program, state: State) -> NDArray[np.float64]:
+    """Return float64[positions]: the seconds of all that is computed in each stage."""
+    seconds, length = program.tables.positions["seconds"], state.stages["length"]
+    begins = np.cumsum(length) - length
+    entries = np.arange(int(length.sum())) + np.repeat(state.stages["start"] - begins, length)
+    total = np.where(state.stages["waits"], 0.0, seconds)
+    np.add.at(total, np.repeat(np.arange(len(length)), length), seconds[state.pool[entries]])
+    return total
+
+
 def _sequence(state: State) -> list[int]:
     sequence: list[int] = []
     for position, stage in enumerate(state.stages):
