@@ -208,7 +208,7 @@ class _Offloading:
             return self._with_trips(best.windows, int(random.integers(1 << 62)), away)
         annealing = AnnealRun(program, best.windows, _COLD, int(random.integers(1 << 62)), self.stop)
         annealing.run(self._pace(_WINDOW_MOVES * free_gaps(program)))
-        windows = annealing.best or annealing.ended or best.windows
+        windows = annealing.best or annealing.leanest
         found = self._with_trips(windows, int(random.integers(1 << 62)), away)
         return replace(found, moves=found.moves + moves + annealing.moves)
 
