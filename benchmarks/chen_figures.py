@@ -12,6 +12,8 @@ against unplanned in turns. The strategies:
     drop       sharing, batch normalization and ReLU are computed again (section 4.2)
     sublinear  sharing, and Algorithm 3 with the search of appendix A
 
+Beside them, of the ResNet, stands the optimal split of Feng 2018 (`linear_split`).
+
 `plans` stands for the largest network of each of the first two figures, planned as a user would, from the graph to a
 checked schedule with an address for every storage, in a process of its own: what that takes in time and memory.
 
@@ -44,15 +46,20 @@ from memfit.capture import capture
 from memfit.cost.recorder import allocated_bytes
 from memfit.device import GENERIC
 from memfit.errors import InfeasibleBudgetError
-from memfit.graph import Graph, Op
+from memfit.graph import Graph, Op, Phase
 from memfit.packing import PackingProblem, check_layout, make_packer
 from memfit.packing.from_schedule import blocks_of
 from memfit.plan import Problem
 from memfit.planners import make_planner
+from memfit.planners.emit import emit
+from memfit.planners.linear_split import linear_chain, solve_chain
 from memfit.planners.mirrored import evaluate_mirror
 from memfit.planners.order import update_at_once_order
 from memfit.planners.program import Program, build_program
-from memfit.planners.sublinear import appendix_a_splits, judged
+from memfit.planners.sublinear import Split, appendix_a_splits, judged
+from memfit.planners.vertices import vertices_of
+from memfit.planners.windows import Evaluation
+from memfit.report.live import play
 from memfit.runtime.fit import fit_step
 from memfit.runtime.planning import Settings
 
@@ -114,27 +121,54 @@ def without_sharing(graph: Graph) -> tuple[int, int]:
     return every, fresh
 
 
-def strategies(graph: Graph, *, with_drop: bool) -> dict[str, Any]:
-    """Return feature map bytes by strategy, and what planning took."""
+def strategies(graph: Graph, *, of_resnet: bool) -> dict[str, Any]:
+    """Return feature map bytes by strategy, and what planning took; of a ResNet also what makes up the least peak."""
     graph = with_reuses(graph)
     every, fresh = without_sharing(graph)
     started = time.perf_counter()
     problem = Problem(graph=graph, device=GENERIC, budget_bytes=NO_LIMIT)
     program = build_program(problem, update_at_once_order(graph))
     found = {"none": every, "inplace": fresh, "sharing": above_residents(program, np.zeros(len(program.op_at)))}
-    if with_drop:
+    if of_resnet:
         dropped = [op >= 0 and kind(graph.ops[op]) in _DROPPED for op in program.op_at]
         found["drop"] = above_residents(program, np.array(dropped))
     started_search = time.perf_counter()
-    best = min(judged(program, split).peak_bytes for split in appendix_a_splits(program))
-    found["sublinear"] = best - program.base_bytes
+    best, split = min(
+        ((judged(program, split), split) for split in appendix_a_splits(program)), key=lambda pair: pair[0].peak_bytes
+    )
+    found["sublinear"] = best.peak_bytes - program.base_bytes
     return {
         "bytes": found,
+        **({"sublinear_at_peak": at_peak(program, best, split)} if of_resnet else {}),
         "resident_bytes": program.base_bytes,
         "ops": len(graph.ops),
         "program_seconds": started_search - started,
         "search_seconds": time.perf_counter() - started_search,
     }
+
+
+def optimal_split(graph: Graph) -> int:
+    """Return the feature map bytes of Feng 2018's optimal split of the same network, beside the paper's strategies."""
+    program = build_program(
+        Problem(graph=with_reuses(graph), device=GENERIC, budget_bytes=NO_LIMIT), update_at_once_order(graph)
+    )
+    vertices = vertices_of(program)
+    chain, between = linear_chain(vertices)
+    split = solve_chain([vertices.cost_bytes[vertex] for vertex in chain], between)
+    return above_residents(program, vertices.mirror_counts(program, [chain[index] for index in split.stored]))
+
+
+def at_peak(program: Program, evaluation: Evaluation, split: Split) -> dict[str, int]:
+    """Return the bytes at the peak: kept between stages, of the stage that is computed again, and of backward."""
+    graph = program.graph
+    run = play(graph, emit(program, evaluation.sequence), GENERIC)
+    found = {"kept": 0, "stage": 0, "backward": 0}
+    for storage in run.live_at(run.timeline.peak_position):
+        if not graph.storages[storage].resident:
+            is_forward = graph.ops[graph.writer_of[storage]].phase is Phase.FORWARD
+            which = "kept" if storage in split.kept else "stage" if is_forward else "backward"
+            found[which] += graph.storages[storage].bytes
+    return found
 
 
 def above_residents(program: Program, counts: Any) -> int:
@@ -198,7 +232,8 @@ def figure_5() -> dict[str, Any]:
         started = time.perf_counter()
         graph = capture(resnet_step(layers, 32, 224)).graph
         seconds = time.perf_counter() - started
-        points[str(layers)] = {"capture_seconds": seconds, **strategies(graph, with_drop=True)}
+        points[str(layers)] = {"capture_seconds": seconds, **strategies(graph, of_resnet=True)}
+        points[str(layers)]["bytes"]["linear_split"] = optimal_split(graph)
         say(f"resnet {layers:5} layers", points[str(layers)])
     return {"points": points, "slopes": slopes(points), "title": "ResNet, batch 32, 3x224x224"}
 
@@ -215,7 +250,7 @@ def figure_6() -> dict[str, Any]:
     points: dict[str, Any] = {}
     for steps in STEPS:
         graph = repeated.graph_of(steps)
-        points[str(steps)] = strategies(graph, with_drop=False)
+        points[str(steps)] = strategies(graph, of_resnet=False)
         say(f"lstm {steps:7} steps", points[str(steps)])
     return {"proved": proved, "points": points, "slopes": slopes(points), "title": "LSTM, 4 x 1024, batch 64"}
 

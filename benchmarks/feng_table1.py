@@ -31,6 +31,7 @@ from memfit.capture import capture
 from memfit.cost import roofline
 from memfit.device_profiles import load_device
 from memfit.errors import InfeasibleBudgetError
+from memfit.graph import Graph, Phase
 from memfit.plan import Plan, Problem
 from memfit.planners import make_planner
 from memfit.planners.bounds import least_budget_bound
@@ -46,7 +47,7 @@ NO_LIMIT = 1 << 60
 MOVES = 300_000  # of memfit's search: ten processor seconds or so
 MEASURED_MOVES = 100_000
 CHILD_SECONDS = 3600
-_SHOWN = 4  # of the storages at the peak
+_SHOWN = 4  # of the storages at the peak, and of the operators
 PAPER = ("regular", "chen", "re_forwarding", "regular_seconds", "re_forwarding_seconds")
 
 # network: workload, its options, batch, the paper's row (memory in MB, seconds), batch to measure on a CPU
@@ -139,6 +140,19 @@ def peak_of(plan: Plan) -> dict[str, Any]:
     }
 
 
+def forward_shares(graph: Graph) -> dict[str, dict[str, float]]:
+    """Return, by operator, the share of the step's seconds of its forward ops and what they write, largest first."""
+    step_seconds = sum(op.seconds for op in graph.ops)
+    shares: dict[str, dict[str, float]] = {}
+    for op in graph.ops:
+        if op.phase is Phase.FORWARD:
+            found = shares.setdefault(op.target, {"share_of_step": 0.0, "bytes": 0})
+            found["share_of_step"] += op.seconds / step_seconds
+            found["bytes"] += sum(graph.storages[storage].bytes for storage in op.writes)
+    largest = sorted(shares.items(), key=lambda item: -item[1]["share_of_step"])
+    return dict(largest[:_SHOWN])
+
+
 def predict(network: str, moves: int) -> dict[str, Any]:
     """Return the network's row: memory by the paper's measure, overheads by roofline, memfit at the same memory."""
     batch = NETWORKS[network][2]
@@ -150,6 +164,7 @@ def predict(network: str, moves: int) -> dict[str, Any]:
         "ops": len(once.graph.ops),
         "capture_seconds": time.perf_counter() - started,
         "paper": dict(zip(PAPER, NETWORKS[network][3], strict=True)),
+        "forward": forward_shares(once.graph),
         "bound": {"bytes": bounds[1] - bounds[0], "ops": [once.graph.ops[op].name for op in holding[0]]},
     }
     plans: dict[str, Plan] = {}

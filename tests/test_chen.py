@@ -20,7 +20,7 @@ from memfit.device import GENERIC
 from memfit.errors import InvalidOptionError
 from memfit.graph import Graph, Phase
 from memfit.plan import Status
-from memfit.planners import Marked, make_planner
+from memfit.planners import PLANNERS, Marked, make_planner, options_of
 from memfit.planners.emit import emit
 from memfit.planners.mirror import Mirror, read_mirrors, with_mirrors
 from memfit.planners.mirrored import counts_of, evaluate_mirror, evaluate_sequence
@@ -285,8 +285,8 @@ def test_a_tighter_budget_drops_dearer_results() -> None:
 
 def test_a_mark_is_a_constraint_for_every_planner() -> None:
     graph = network([100] * 6)
-    for name in ("none", "sublinear", "segments", "recursive", "drop_cheap", "search", "mirror"):
-        options = {"iterations": 2000} if name == "search" else {}
+    for name, kind in PLANNERS.items():
+        options = {"iterations": 2000} if "iterations" in options_of(kind) else {}
         marked = make_planner(name, mirror=memfit.mirror("f2", 1), **options)
         plan = marked.plan(problem(graph)).plan
         assert plan is not None, name

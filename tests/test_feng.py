@@ -7,6 +7,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.plan import Problem
 from memfit.planners import make_planner
 from memfit.planners.closed_sets import ClosedSet, Kind, division_tree, splitting_vertices
-from memfit.planners.division_picture import division_svg
+from memfit.planners.division_picture import division_svg, picture_of
 from memfit.planners.division_tree import solve_graph
 from memfit.planners.linear_split import linear_chain, published_split, solve_chain
 from memfit.planners.order import original_order
@@ -26,6 +27,7 @@ from memfit.planners.vertices import vertices_of
 
 Readers = list[list[int]]
 NO_LIMIT = 1 << 60
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 # Section 4: linear graphs
@@ -130,10 +132,11 @@ def test_every_small_graph_is_solved_as_by_brute_force(count: int) -> None:
         require_optimal(readers, pick)
 
 
-def test_graphs_of_seven_vertices_are_solved_as_by_brute_force() -> None:
-    # All 196,082 of them (2 minutes) were solved alike when this was written; here every hundredth is.
+@pytest.mark.parametrize("step", [100, pytest.param(1, marks=pytest.mark.slow)])
+def test_graphs_of_seven_vertices_are_solved_as_by_brute_force(step: int) -> None:
+    # There are 196,082 of them: two minutes on a quiet machine.
     pick = random.Random(7)
-    for readers in itertools.islice(graphs_of(7), 0, None, 100):
+    for readers in itertools.islice(graphs_of(7), 0, None, step):
         require_optimal(readers, pick)
 
 
@@ -212,6 +215,15 @@ def test_the_picture_shows_every_node() -> None:
     assert picture.count("<rect") == sum(node.kind is not Kind.EDGE for _, node in tree.walk())
     assert "conv &lt;1&gt;" in picture
     assert "conv <1>" not in picture
+
+
+def test_the_picture_in_the_documents_is_what_is_drawn() -> None:
+    from memfit.capture import capture
+    from memfit.workloads import build
+
+    graph = capture(build("unet", batch=2, size=32, width=4, levels=3)).graph
+    drawn = picture_of(Problem(graph=graph, device=GENERIC, budget_bytes=NO_LIMIT))
+    assert drawn == (DOCS / "division_tree.svg").read_text(encoding="utf-8")
 
 
 # From steps to vertices

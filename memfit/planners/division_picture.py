@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from memfit.planners.closed_sets import ClosedSet, Kind
+from memfit.plan import Problem
+from memfit.planners.closed_sets import ClosedSet, Kind, division_tree
+from memfit.planners.order import update_at_once_order
+from memfit.planners.program import build_program
+from memfit.planners.vertices import vertices_of
 
 _COLORS = {Kind.SPLITTABLE: "#dbe9f6", Kind.BRANCHED: "#fbe3cf", Kind.WHOLE: "#f6d6dd", Kind.EDGE: "#ffffff"}
 _LINE, _PAD, _LETTER = 16, 6, 6.2  # pixels: height of a line of text, space around, width of a letter
@@ -17,6 +21,16 @@ class _Box:
     width: float
     height: float
     drawing: tuple[str, ...]  # with the box's own corner at (0, 0)
+
+
+def picture_of(problem: Problem) -> str:
+    """Return the division tree of a step's forward part, as `division_svg` draws it; the budget does not count.
+
+    Raises:
+        InvalidOptionError: a pin that cannot be honoured.
+    """
+    vertices = vertices_of(build_program(problem, update_at_once_order(problem.graph)))
+    return division_svg(division_tree(vertices.readers), vertices.names, vertices.cost_bytes)
 
 
 def division_svg(tree: ClosedSet, names: Sequence[str], cost_bytes: Sequence[int]) -> str:
