@@ -138,3 +138,20 @@ def test_torch_solvers_keep_less_for_a_smaller_share(run: Run) -> None:
         overheads = [point["overhead"] for point in points_of(out) if point["planner"] == name]
         assert len(overheads) == 10
         assert overheads[0] < overheads[-1]
+
+
+def test_a_step_that_torch_cannot_compile_is_still_compared(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfit.workloads import rivals
+
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("graph break")
+
+    monkeypatch.setattr(rivals, "with_torch_budget", fail)
+    words = ("lstm", *SMALL, "--planners", "torch:greedy,none", "--budgets", 1, "--measure", "--repeats", 1, "--json")
+    status, out, _ = run("compare", *words)
+    assert status == 0
+    failed, none = sorted(points_of(out), key=lambda point: -len(point["planner"]))
+    assert failed["status"] == "torch: RuntimeError"
+    assert failed["peak_bytes"] is not None
+    assert "measured" not in failed
+    assert none["measured"]["bitwise_equal"]

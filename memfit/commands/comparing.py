@@ -165,8 +165,11 @@ def _measured(point: ComparedPoint, step: TrainingStep, repeats: int, known: dic
     kind, _, setting = point.planner.partition(":")
     if kind == rivals.TORCH:
         assert isinstance(point.setting, float)
-        rival = rivals.with_torch_budget(step, setting, point.setting)
-        return replace(point, measured=_of(rival.measure(repeats), rival.gives_the_same_bits()))
+        try:
+            rival = rivals.with_torch_budget(step, setting, point.setting)
+            return replace(point, measured=_of(rival.measure(repeats), rival.gives_the_same_bits()))
+        except RuntimeError as error:  # of which all errors of torch's compiler are a kind
+            return replace(point, status=f"torch: {type(error).__name__}")
     if kind == rivals.CHECKPOINT:
         rival = rivals.with_checkpoints_placed(step, setting)
         return replace(point, status="measured", measured=_of(rival.measure(repeats), rival.gives_the_same_bits()))
