@@ -17,6 +17,7 @@ from memfit.packing.auto import Auto
 from memfit.packing.best_fit import BestFit
 from memfit.packing.blocks import Block, Blocks, Layout, PackingProblem, Progress, lower_bound_bytes
 from memfit.packing.check import check_layout
+from memfit.packing.ejection import Ejection
 from memfit.packing.exact import Exact
 from memfit.packing.first_fit import FirstFit
 from memfit.packing.local_search import LocalSearch
@@ -50,7 +51,7 @@ class Packer(Protocol):
         ...
 
 
-_KINDS = (Auto, Exact, LocalSearch, BestFit, FirstFit, Mip, Tags)
+_KINDS = (Auto, Exact, LocalSearch, Ejection, BestFit, FirstFit, Mip, Tags)
 PACKERS: dict[str, type[Packer]] = {kind.name: kind for kind in _KINDS}
 
 

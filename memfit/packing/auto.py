@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
+from memfit.packing.best_fit import BestFit, fill_lines
 from memfit.packing.blocks import Blocks, Layout, PackingProblem
-from memfit.packing.exact import exact_steps
-from memfit.packing.first_fit import ORDERS, measure
+from memfit.packing.ejection import ejection_steps
+from memfit.packing.exact import MOST_BLOCKS, exact_steps
+from memfit.packing.first_fit import ORDERS, FirstFit, measure
 from memfit.packing.fitting import fit_in_order, shelf_of
 from memfit.packing.local_search import local_steps
-from memfit.packing.searching import Best, Steps, search
+from memfit.packing.searching import Best, Offsets, Steps, search
 from memfit.packing.sections import Sections, sections_of
+from memfit.packing.starts import first_start
 
-_QUICK_WORK = 16000  # for each block: more than it takes, so that the searches have their turns between
-_FEW_BLOCKS, _RARELY = 600, 8  # of so few blocks exact nearly always finds more than local search
+_FEW_BLOCKS, _RARELY = 600, 8  # of so few blocks exact nearly always finds more than the others
+_QUICK_WORK, _RARE_QUICK_WORK = 1000, 16_000  # for each block, of a quick packer: few blocks, many blocks
+_EXACT_LATER = 10_000  # for each block: trees of many blocks take a while to build
+_LOCAL_LATER = 30_000  # for each block: of so many blocks ejection finds more than the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """Answer with the quick packers, then improve: `exact` and `local_search` in turns, which share what they find.
+    """Answer with the quick packers, then improve: `exact`, `local_search` and `ejection` in turns.
 
-    The answer is never worse than that of the parts that have had their turn; it stops at the lower bound.
+    They share what they find. The answer is never worse than that of the parts that have had their turn; it stops at
+    the lower bound.
     """
 
     name: ClassVar[str] = "auto"
@@ -31,23 +38,33 @@ class Auto:
 
     def pack(self, problem: PackingProblem) -> Layout:
         """Return the best layout found by any part."""
-        best, sections = Best(problem), sections_of(problem.blocks)
-        parts = [
-            _quick_steps(problem.blocks, sections, best),
-            exact_steps(problem, sections, best),
-            _rarely(local_steps(problem, sections, best), _RARELY if len(problem.blocks) <= _FEW_BLOCKS else 1),
-        ]  # first fit by size answers first, then best fit, with which exact begins
-        return search(problem, best, parts, self.name)
+        best, sections, count = Best(problem), sections_of(problem.blocks), len(problem.blocks)
+        quick, exact = _quick_steps(problem.blocks, sections, best), exact_steps(problem, sections, best)
+        local, ejection = local_steps(problem, sections, best), ejection_steps(problem, sections, best)
+        if count <= _FEW_BLOCKS:
+            parts = {quick: 0, exact: 0, _rarely(local): 0, _rarely(ejection): 0}
+        elif count <= MOST_BLOCKS:
+            parts = {quick: 0, exact: _EXACT_LATER * count, local: 0, ejection: 0}
+        else:
+            parts = {quick: 0, local: _LOCAL_LATER * count, ejection: 0}
+        return search(problem, best, list(parts), self.name, handicaps=list(parts.values()))
 
 
-def _rarely(steps: Steps, factor: int) -> Steps:
+def _rarely(steps: Steps) -> Steps:
     """Count the work of these steps several times, so that their turn comes less often."""
-    return (factor * work for work in steps)
+    return (_RARELY * work for work in steps)
 
 
 def _quick_steps(blocks: Blocks, sections: Sections, best: Best) -> Steps:
+    work = len(blocks) * (_QUICK_WORK if len(blocks) <= MOST_BLOCKS else _RARE_QUICK_WORK)
+    for packer, offsets in _quick_answers(blocks, sections):
+        best.offer(offsets, int((offsets + blocks.sizes_bytes).max(initial=0)), packer)
+        yield work
+
+
+def _quick_answers(blocks: Blocks, sections: Sections) -> Iterator[tuple[str, Offsets]]:
     shelf = shelf_of(blocks, sections)
+    yield FirstFit.name, fit_in_order(shelf, np.argsort(-first_start(blocks, sections), kind="stable"))
+    yield BestFit.name, fill_lines(blocks, sections)
     for by in ORDERS:
-        offsets = fit_in_order(shelf, np.argsort(-measure(blocks, by), kind="stable"))
-        best.offer(offsets, int((offsets + blocks.sizes_bytes).max()), "first_fit")
-        yield _QUICK_WORK * len(blocks)
+        yield FirstFit.name, fit_in_order(shelf, np.argsort(-measure(blocks, by), kind="stable"))

@@ -1,0 +1,118 @@
+"""Packer `ejection`: blocks that stand too high are put below anyway, and what lies in their way is placed again."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from memfit.errors import InvalidOptionError
+from memfit.packing.blocks import Layout, PackingProblem
+from memfit.packing.ejecting import eject, make_room, put_all, take_back, take_out
+from memfit.packing.fitting import fit_in_order, shelf_of
+from memfit.packing.local_search import random_state
+from memfit.packing.searching import STEP_WORK, Best, Steps, search
+from memfit.packing.sections import Sections, sections_of
+from memfit.packing.starts import first_start
+
+_SHARES = (0.5, 0.75, 0.9)  # of the gap between bound and height that is left below the cap, one after the other
+_CLOSE = 1 / 1000  # of the bound: a gap below it is closed at once
+_PATIENCE = 10  # moves for each block that was in the pool at its smallest, after which the attempt is given up
+_LEAST_PATIENCE = 500
+_MOVE_COST = 20_000  # work of a move, about
+_FIRST_FIT_WORK, _SETUP_WORK = 1500, 500  # for each block
+_FEW_OUT = 64  # blocks: so many are tried above the cap, where that may give a lower layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ejection:
+    """Lower a cap; put each block above it where the blocks in its way weigh least, and place those again.
+
+    Weights begin as areas, and a block that has ejected others gets heavier, so that chains of ejections go on to
+    other blocks. Where a chain leads nowhere, the next attempt begins from the best layout again, with a higher cap.
+
+    Source: guided ejection search, Nagata & Bräysy 2009, over places in memory.
+    """
+
+    name: ClassVar[str] = "ejection"
+    source: ClassVar[str] = "Nagata & Bräysy 2009: guided ejection search, over places in memory"
+
+    attempts: int = field(default=0, metadata={"help": "caps to try; 0 tries until the bound or the time limit"})
+
+    def __post_init__(self) -> None:
+        if self.attempts < 0:
+            raise InvalidOptionError(f"ejection has attempts {self.attempts}, expected 0 (no limit) or more")
+
+    def pack(self, problem: PackingProblem) -> Layout:
+        """Return the best layout found until the lower bound, the attempts or the time limit is reached."""
+        best, sections = Best(problem), sections_of(problem.blocks)
+        steps = ejection_steps(problem, sections, best, attempts=self.attempts or None)
+        return search(problem, best, [steps], self.name)
+
+
+def ejection_steps(problem: PackingProblem, sections: Sections, best: Best, *, attempts: int | None = None) -> Steps:
+    """Search in steps of about a millisecond; the first makes a layout by first fit where there is none."""
+    blocks = problem.blocks
+    if len(blocks) == 0:
+        return
+    if not len(best.offsets_bytes):
+        order = np.argsort(-first_start(blocks, sections), kind="stable")
+        offsets = fit_in_order(shelf_of(blocks, sections), order)
+        best.offer(offsets, int((offsets + blocks.sizes_bytes).max()), Ejection.name)
+        yield len(blocks) * _FIRST_FIT_WORK
+    yield from _Ejections(problem, sections, best).attempts(attempts)
+
+
+class _Ejections:
+    """Attempts to get all blocks below a cap, each from the best layout so far."""
+
+    def __init__(self, problem: PackingProblem, sections: Sections, best: Best) -> None:
+        blocks = problem.blocks
+        self.order = np.argsort(sections.firsts, kind="stable")
+        self.room = make_room(self.order, blocks.sizes_bytes, sections, random_state(problem.seed))
+        self.areas = (blocks.sizes_bytes * (blocks.ends - blocks.starts).astype(np.float64))[self.order]
+        self.room.weights[:] = self.areas / self.areas.max()
+        self.best, self.count = best, len(blocks)
+
+    def attempts(self, most: int | None) -> Steps:
+        yield self.count * _SETUP_WORK
+        share = 0
+        numbers = itertools.count() if most is None else range(most)
+        for _ in numbers:
+            if self.best.proven:
+                return
+            height = self.best.height_bytes
+            yield from self.attempt(self.cap(_SHARES[share]))
+            share = 0 if self.best.height_bytes < height else (share + 1) % len(_SHARES)
+
+    def cap(self, share: float) -> int:
+        gap = self.best.height_bytes - self.best.bound_bytes
+        close = gap <= self.best.bound_bytes * _CLOSE
+        return self.best.bound_bytes + (0 if close else int(gap * share))
+
+    def attempt(self, cap: int) -> Steps:
+        """Offer a layout within the cap, or one with a few blocks above it, or give up where the pool stays large."""
+        room, best = self.room, self.best
+        room.offsets[:] = best.offsets_bytes[self.order]
+        fewest = tried = take_out(room, cap)
+        taken = room.pool[:fewest]
+        taken[:] = taken[np.argsort(self.areas[taken], kind="stable")]  # the largest is placed first
+        patience = 0
+        while patience < (_PATIENCE * fewest + _LEAST_PATIENCE) * _MOVE_COST:
+            left, work = eject(room, cap, STEP_WORK)
+            patience = 0 if left < fewest else patience + work
+            fewest = min(fewest, left)
+            if left == 0 or (left <= _FEW_OUT and 2 * left <= tried):
+                tried = left
+                height, more = put_all(room)
+                if height < best.height_bytes:
+                    offsets = np.empty_like(room.offsets)
+                    offsets[self.order] = room.offsets
+                    best.offer(offsets, height, Ejection.name)
+                take_back(room)
+                work += more
+            yield work
+            if left == 0 or best.height_bytes <= cap:
+                return
