@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from memfit.cli import main
 from memfit.plan import Plan
@@ -195,6 +196,37 @@ def test_a_budget_below_the_parameters_is_infeasible_before_anything_runs(run: R
     assert document["least_budget_bound_bytes"] > 64 * 64 * 4 * 4
     assert re.search("no plan fits .* none can go below|no plan can go below", err)
     assert err.count("\n") == 1
+
+
+def test_a_correction_is_reported_verified_and_measured_against_the_budget_that_was_asked(
+    run: Run, own_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step takes 192 KiB more than its ops were measured to take, as a library's workspace may."""
+    from memfit.runtime.fit import PlannedStep
+
+    undisturbed = PlannedStep._run
+
+    def hungry(self: PlannedStep, *args: Any) -> Any:
+        workspace = torch.empty(192 << 10, dtype=torch.uint8)
+        loss = undisturbed(self, *args)
+        del workspace
+        return loss
+
+    monkeypatch.setattr(PlannedStep, "_run", hungry)
+    plan_file, page = tmp_path / "step.plan.json", tmp_path / "step.html"
+    words = ["fit", f"{own_file}:step", "--budget", "80%", "--time-limit", 1, "--repeats", 1, "--curve", 0]
+    status, out, err = run(*words, "--save", plan_file, "--report", page, "--json")
+    document = json.loads(out)
+    assert status == 0
+    (correction,) = document["corrections"]
+    assert correction["budget_bytes"] == document["budget_bytes"] < correction["measured_bytes"]
+    assert document["measured"]["peak_bytes"] <= document["budget_bytes"]
+    assert Plan.load(plan_file).budget_bytes == correction["aim_bytes"] < document["budget_bytes"]
+    assert "later steps run a plan made for" in err
+    assert "later steps run a plan made for" in page.read_text(encoding="utf-8")
+    status, out, _ = run(*words)
+    assert status == 0
+    assert "corrected" in out
 
 
 @pytest.mark.parametrize("command", ["fit", "plan", "estimate"])

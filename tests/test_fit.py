@@ -429,6 +429,9 @@ def test_a_first_step_over_its_budget_is_planned_again_and_said(
         step_both(planned, eager, conv_batch())
     assert "later steps run a plan made for" in caplog.text
     assert planned.plan.budget_bytes < asked_bytes - (50 << 10)
+    (correction,) = planned.corrections
+    assert (correction.budget_bytes, correction.aim_bytes) == (asked_bytes, planned.plan.budget_bytes)
+    assert correction.measured_bytes > asked_bytes
     batch = conv_batch()
     before = resident_bytes(planned, batch)
     torch.manual_seed(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,7 +31,7 @@ from memfit.report.words import change_text, seconds_text
 
 if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
-    from memfit.runtime.fit import PlannedStep
+    from memfit.runtime.fit import Correction, PlannedStep
     from memfit.runtime.measure import Measurement
     from memfit.runtime.parts import PartlyPlannedStep
 
@@ -84,6 +84,8 @@ def fit(
         work.keep(planned.plan, save)
         work.stop_if_interrupted()
         fitted = _run(planned, repeats, work)
+        if fitted.corrections:
+            work.keep(fitted.plan, save)
         if report:
             write_report(fitted.plan, report, curve, search, work, fitted.measured)
     return deliver(_answer(target, fitted, save, report), as_json=as_json)
@@ -93,7 +95,8 @@ def fit(
 class Fitted:
     """What came out: the plan, or of a step in several graphs the one with the highest peak, and the measurement.
 
-    `prediction` is None for a step in several graphs: nothing predicts them together.
+    `prediction` is None for a step in several graphs: nothing predicts them together. `corrections` say that the plan
+    is a second one, made after the first step of the first one had taken more than the budget.
     """
 
     plan: Plan
@@ -101,6 +104,7 @@ class Fitted:
     plan_seconds: float
     prediction: Prediction | None
     measurement: Measurement
+    corrections: tuple[Correction, ...] = ()
 
     @property
     def measured(self) -> Measured:
@@ -112,6 +116,7 @@ class Fitted:
             baseline_step_seconds=self.measurement.baseline_step_seconds,
             bitwise_equal=True,
             machine=f"{self.plan.device.name}, torch {self.plan.versions.get('torch', 'unknown')}",
+            note=" ".join(_sentence(correction) for correction in self.corrections),
         )
 
 
@@ -165,10 +170,16 @@ def _run(planned: PlannedStep | PartlyPlannedStep, repeats: int, work: Work) -> 
 
     work.stage("verifying against eager, bit by bit")
     planned.verify()
+    in_parts = isinstance(planned, PartlyPlannedStep)
+    corrections = () if in_parts else tuple(planned.corrections)
+    if corrections:
+        work.stage("verifying the corrected plan, bit by bit")
+        planned.verify()
     work.stage("measuring eager and planned steps")
     measurement = planned.measure(repeats=repeats)
-    plan, in_parts = planned.plan, isinstance(planned, PartlyPlannedStep)
-    budget_bytes = parse_budget(planned.settings.budget, plan.unplanned.peak_bytes) if in_parts else plan.budget_bytes
+    plan = planned.plan
+    # The user's: a corrected plan was made for less.
+    budget_bytes = parse_budget(planned.settings.budget, plan.unplanned.peak_bytes)
     if measurement.peak_bytes > budget_bytes:
         raise VerificationError(
             f"the measured peak is {measurement.peak_bytes} bytes, the budget is {budget_bytes} bytes and the "
@@ -180,7 +191,13 @@ def _run(planned: PlannedStep | PartlyPlannedStep, repeats: int, work: Work) -> 
         plan_seconds=sum(part.plan_seconds for part in planned.plans),
         prediction=None if in_parts else plan.predicted,
         measurement=measurement,
+        corrections=corrections,
     )
+
+
+def _sentence(correction: Correction) -> str:
+    words = str(correction)
+    return f"{words[0].upper()}{words[1:]}."
 
 
 def _answer(target: str, fitted: Fitted, save: Path | None, report: Path | None) -> Answer:
@@ -205,6 +222,8 @@ def _answer(target: str, fitted: Fitted, save: Path | None, report: Path | None)
         **host_of(plan),
         "bounds": bounds_of(plan) if prediction else {**bounds_of(plan), **_UNKNOWN_FOR_PARTS},
     }
+    if fitted.corrections:
+        keys["corrections"] = [asdict(correction) for correction in fitted.corrections]
     return Answer(target=target, device=plan.device.name, keys=keys, parts=_parts(fitted, keys, save, report))
 
 
@@ -216,6 +235,7 @@ def _parts(fitted: Fitted, keys: dict[str, Any], save: Path | None, report: Path
         "same bits as eager": "loss, gradients, parameters, buffers, optimizer state, generators",
         "overhead": f"{change_text(keys['overhead'])} (measured, against eager)",
         "plan": f"by planner {fitted.plan.planner} in {seconds_text(fitted.plan_seconds)}: {fitted.plan.status}",
+        **({"corrected": " ".join(map(_sentence, fitted.corrections))} if fitted.corrections else {}),
         **({f"plan file{whole}": str(save)} if save else {}),
         **({f"report{whole}": str(report)} if report else {}),
     }

@@ -71,6 +71,7 @@ class Measured:
         bitwise_equal: whether outputs, gradients and buffers were the same bits as the unplanned step's; None where
             that was not compared.
         machine: where this was measured, in words.
+        note: what else is to be said of it, as a sentence.
     """
 
     peak_bytes: int
@@ -79,6 +80,7 @@ class Measured:
     baseline_step_seconds: float | None = None
     bitwise_equal: bool | None = None
     machine: str = ""
+    note: str = ""
 
     @property
     def overhead(self) -> float | None:

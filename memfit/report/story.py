@@ -153,7 +153,9 @@ def figures_table(plan: Plan, measured: Measured | None) -> str:
         False: "<b>Outputs, gradients or buffers differed</b> from those of the unplanned step.",
         None: "The results were not compared bit by bit with the unplanned step's.",
     }[measured.bitwise_equal]
-    return f'<section class="full"><h2>Predicted and measured</h2>{table}<p class="note" id="bits">{bits}</p></section>'
+    note = f'<p class="note">{text(measured.note)}</p>' if measured.note else ""
+    title = "<h2>Predicted and measured</h2>"
+    return f'<section class="full">{title}{table}<p class="note" id="bits">{bits}</p>{note}</section>'
 
 
 def _measured_columns(measured: Measured) -> list[tuple[str, str]]:

@@ -143,6 +143,29 @@ class _Ready:
     gradients: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """A plan whose first step took more than its budget.
+
+    `aim_bytes` is the budget, less what was mispredicted, that a plan in its place was made for; None where no plan
+    fits that, so that the first one goes on.
+    """
+
+    budget_bytes: int
+    predicted_bytes: int
+    measured_bytes: int
+    aim_bytes: int | None
+
+    def __str__(self) -> str:
+        took = (
+            f"the first step took {format_bytes(self.measured_bytes)}, more than its budget of "
+            f"{format_bytes(self.budget_bytes)} and the {format_bytes(self.predicted_bytes)} that were predicted"
+        )
+        if self.aim_bytes is None:
+            return f"{took}; a plan that allows for it was not found"
+        return f"{took}; later steps run a plan made for {format_bytes(self.aim_bytes)}"
+
+
 class PlannedStep:
     """A training step inside its budget: call it with a batch, get the loss.
 
@@ -154,6 +177,7 @@ class PlannedStep:
         step: the TrainingStep it carries out.
         settings: the budget and how plans are searched.
         arena: what serves the calls' requests, if the settings ask for one.
+        corrections: the plans whose first step took more than its budget, and what they became.
     """
 
     def __init__(self, step: TrainingStep, settings: Settings, plan: Plan | None = None) -> None:
@@ -161,6 +185,7 @@ class PlannedStep:
         self.settings = settings
         self.device = step_device(step.model, step.batch)
         self.arena = _arena_for(self.device, settings)
+        self.corrections: list[Correction] = []
         self._ready: dict[Any, _Ready] = {}
         self._measured: set[Any] = set()  # signatures whose first step was measured against the budget
         self._modules = list(step.model.modules())
@@ -240,18 +265,22 @@ class PlannedStep:
         copies_bytes = plan.predicted.host_peak_bytes if self.device.type == "cpu" else 0
         if measured_bytes <= plan.budget_bytes + copies_bytes:
             return
-        aim_bytes = plan.budget_bytes - (measured_bytes - plan.predicted.peak_bytes)
-        took = (
-            f"the first step took {format_bytes(measured_bytes)}, more than its budget of "
-            f"{format_bytes(plan.budget_bytes)} and the {format_bytes(plan.predicted.peak_bytes)} that were predicted"
+        aim_bytes = max(1, plan.budget_bytes - (measured_bytes - plan.predicted.peak_bytes))
+        correction = Correction(
+            budget_bytes=plan.budget_bytes,
+            predicted_bytes=plan.predicted.peak_bytes,
+            measured_bytes=measured_bytes,
+            aim_bytes=aim_bytes,
         )
         try:
             # Of the same capture: by now the step has left gradients, which another one would add to.
-            corrected = self._plan(ready.prepared.captured, None, self.settings.within(max(1, aim_bytes)))
+            corrected = self._plan(ready.prepared.captured, None, self.settings.within(aim_bytes))
         except (InfeasibleBudgetError, TimeLimitError) as error:
-            _log.warning("%s; a plan that allows for it was not found: %s", took, error)
+            self.corrections.append(replace(correction, aim_bytes=None))
+            _log.warning("%s: %s", self.corrections[-1], error)
             return
-        _log.warning("%s; later steps run a plan made for %s", took, format_bytes(aim_bytes))
+        self.corrections.append(correction)
+        _log.warning("%s", correction)
         empty_cache(self.device)
         self._ready[signature] = corrected
         if ready is self._first:
