@@ -167,7 +167,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def offloaded_bytes(self) -> int:
         """Bytes that are copied to the host in one step."""
-        offloaded = self.schedule.operands[self.schedule.codes == Code.OFFLOAD].tolist()
+        offloaded: list[int] = self.schedule.operands[self.schedule.codes == Code.OFFLOAD].tolist()
         return sum(self.graph.storages[storage].bytes for storage in offloaded)
 
     def explain(self) -> str:

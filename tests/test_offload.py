@@ -22,8 +22,8 @@ from memfit.plan import INTERRUPTED, Problem, Progress
 from memfit.planners.ask import unplanned_peak_bytes
 from memfit.planners.bounds import least_budget_bound
 from memfit.planners.emit import emit
+from memfit.planners.lean_order import lean_order
 from memfit.planners.offload import Offload
-from memfit.planners.order import update_at_once_order
 from memfit.planners.program import build_program
 from memfit.planners.search import Search
 from memfit.planners.streams import make_possible, make_streams
@@ -42,7 +42,7 @@ def linked(graph: Graph, budget_bytes: int, **fields: object) -> Problem:
 
 def some_schedule(task: Problem, pick: random.Random) -> Schedule:
     """The schedule of random windows: storages dropped and computed again in any part of the step."""
-    program = build_program(task, update_at_once_order(task.graph))
+    program = build_program(task, lean_order(task.graph, task.device))
     kept = {storage.id for storage in task.graph.storages if pick.random() < 0.7}
     return emit(program, evaluate(program, simulated(program, keep_only(program, kept))).sequence)
 

@@ -21,8 +21,10 @@ from memfit.planners.program import Program, build_program
 from memfit.planners.result import make_result, predict
 from memfit.planners.retention_proof import Proof, prove
 from memfit.planners.search import Search, Searched
-from memfit.planners.shortest_path import Fastest, fastest_schedule
+from memfit.planners.shortest_path import Fastest, fastest_schedule, is_small
+from memfit.planners.shortest_path_host import fastest_with_host
 from memfit.planners.windows import Windows
+from memfit.schedule import Schedule
 
 _FEW_MOVES = 10_000  # of the search, where a proof has the plan already
 _MOST_PROVABLE_OPS = 64  # of the retention model; its size grows with their square, the time for a proof faster
@@ -62,25 +64,26 @@ class Auto:
     def plan_from(self, problem: Problem, warm: Sequence[Windows] = ()) -> Searched:
         """Return the best plan found, and windows for a neighbouring budget to start from."""
         started_seconds = problem.clock()
+        if has_link(problem):
+            return self._with_host(problem, warm, started_seconds)
         try:
             fastest = fastest_schedule(problem, until_seconds=self._proving_until(problem))
         except KeyboardInterrupt:
-            searched = self._search(_FEW_MOVES, problem).plan_from(problem, warm)
+            searched = self._search(_FEW_MOVES).plan_from(problem, warm)
             interrupted = replace(searched.result, stats={**searched.result.stats, INTERRUPTED: 1.0})
             return replace(searched, result=_renamed(interrupted))
         if fastest is None:
             return self._searched(problem, warm, started_seconds)
-        # Searched for the least budget, and for windows to start from.
-        searched = self._search(_FEW_MOVES, problem).plan_from(problem, warm)
+        searched = self._search(_FEW_MOVES).plan_from(problem, warm)  # for the least budget, and windows to start from
         return replace(searched, result=_renamed(_proved(problem, fastest, searched.result, started_seconds)))
 
     def _searched(self, problem: Problem, warm: Sequence[Windows], started_seconds: float) -> Searched:
         """Search; where the graph is small enough, for a share of the time, and then prove."""
-        if len(problem.graph.ops) > _MOST_PROVABLE_OPS or has_link(problem):
-            searched = self._search(self.iterations, problem).plan_from(problem, warm)
+        if len(problem.graph.ops) > _MOST_PROVABLE_OPS:
+            searched = self._search(self.iterations).plan_from(problem, warm)
             return replace(searched, result=_renamed(searched.result))
         share = replace(problem, time_limit_seconds=_SEARCHING * problem.time_limit_seconds)
-        searched = self._search(self.iterations, problem).plan_from(share, warm)
+        searched = self._search(self.iterations).plan_from(share, warm)
         found = searched.result
         if found.status is not Status.OPTIMAL and INTERRUPTED not in found.stats:
             found = self._in_order(problem, found, started_seconds)
@@ -117,9 +120,36 @@ class Auto:
         )
         return _with_proof(program, found, proof, started_seconds)
 
-    def _search(self, iterations: int | None, problem: Problem) -> Search | Offload:
-        kind = Offload if has_link(problem) else Search
-        return kind(iterations=iterations, threads=self.threads)
+    def _with_host(self, problem: Problem, warm: Sequence[Windows], started_seconds: float) -> Searched:
+        """Plan with trips to the host; on a small graph briefly, and then look for anything faster."""
+        planner = Offload(iterations=self.iterations, threads=self.threads)
+        if not is_small(problem):
+            searched = planner.plan_from(problem, warm)
+            return replace(searched, result=_renamed(searched.result))
+        searched = replace(planner, iterations=_FEW_MOVES).plan_from(problem, warm)
+        found = searched.result
+        if INTERRUPTED in found.stats:
+            return replace(searched, result=_renamed(found))
+        found_seconds = found.plan.predicted.seconds if found.plan else math.inf
+        try:
+            fastest = fastest_with_host(
+                problem, below_seconds=found_seconds * (1 - ROUNDING), until_seconds=self._proving_until(problem)
+            )
+        except KeyboardInterrupt:
+            interrupted = replace(found, stats={**found.stats, INTERRUPTED: 1.0})
+            return replace(searched, result=_renamed(interrupted))
+        if fastest is None:
+            left_seconds = problem.time_limit_seconds - (problem.clock() - started_seconds)
+            longer = planner.plan_from(replace(problem, time_limit_seconds=max(left_seconds, 0.0)), warm)
+            better = longer.result.plan is not None and longer.result.plan.predicted.seconds <= found_seconds
+            chosen = longer if better or found.plan is None else searched
+            return replace(chosen, result=_renamed(chosen.result))
+        schedule = fastest.schedule or (found.plan.schedule if found.plan else None)
+        least_seconds = min(found_seconds, fastest.seconds) if fastest.schedule else found_seconds
+        return replace(searched, result=_fastest(problem, schedule, least_seconds, found, started_seconds))
+
+    def _search(self, iterations: int | None) -> Search:
+        return Search(iterations=iterations, threads=self.threads)
 
     def _proving_until(self, problem: Problem) -> float:
         """Half of the time at most; where moves are counted, a proof does not depend on the clock."""
@@ -166,13 +196,22 @@ def _proved(problem: Problem, fastest: Fastest, found: Result, started_seconds: 
     program = build_program(problem, original_order(problem.graph))
     position_of = {op: position for position, op in enumerate(program.op_at)}
     sequence = [*(position_of[op] for op in fastest.ops), len(program.op_at) - 1]
+    return _fastest(problem, emit(program, sequence), fastest.seconds, found, started_seconds)
+
+
+def _fastest(
+    problem: Problem, schedule: Schedule | None, seconds: float, found: Result, started_seconds: float
+) -> Result:
+    """Return the Result of a schedule that is proved to be the fastest, or of none where none fits."""
+    if schedule is None:
+        return _renamed(found)
     once_seconds = sum(op.seconds for op in problem.graph.ops)
     return make_result(
         problem,
-        emit(program, sequence),
+        schedule,
         planner=Auto.name,
         started_seconds=started_seconds,
         least_found_bytes=found.bounds.least_budget_found_bytes,
-        again=Bound(op=None, seconds=max(0.0, fastest.seconds - once_seconds), cuts=()),
+        again=Bound(op=None, seconds=max(0.0, seconds - once_seconds), cuts=()),
         stats=found.stats,
     )

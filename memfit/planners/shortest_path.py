@@ -38,29 +38,62 @@ def fastest_schedule(problem: Problem, *, until_seconds: float) -> Fastest | Non
     Nothing is told either once the problem's clock is past `until_seconds`. Graphs with boundaries, mutated storages
     that are not resident, or copies on the host are not looked at (None).
     """
-    graph = problem.graph
-    mutated = any(graph.last_version[s.id] for s in graph.storages if not s.resident)
-    managed = sum(not storage.resident for storage in graph.storages)
-    if len(graph.ops) > _LARGEST_OPS or managed > _LARGEST_STORAGES or mutated:
-        return None
-    if graph.boundaries or problem.host_budget_bytes > 0 or problem.pinned:
+    if problem.host_budget_bytes > 0 or not is_small(problem):
         return None
     return _Search(problem, until_seconds).run()
 
 
-class _Search:
-    def __init__(self, problem: Problem, until_seconds: float) -> None:
-        self.clock, self.until_seconds = problem.clock, until_seconds
+def is_small(problem: Problem) -> bool:
+    """Return whether a problem is of the kind that is proved: few ops, no boundaries, pins or mutated storages."""
+    graph = problem.graph
+    mutated = any(graph.last_version[s.id] for s in graph.storages if not s.resident)
+    managed = sum(not storage.resident for storage in graph.storages)
+    few = len(graph.ops) <= _LARGEST_OPS and managed <= _LARGEST_STORAGES
+    return few and not mutated and not graph.boundaries and not problem.pinned
+
+
+class SmallGraph:
+    """A small problem's graph, its sets of ops and storages as bits.
+
+    Attributes:
+        sizes: aligned bytes of each storage; 0 for residents, which are always there.
+        room_bytes: what the residents, and what is outside of the graph, leave of the budget.
+        reads, writes: of each op, the storages that are not resident.
+        at_end: the storages that are required at the end.
+    """
+
+    def __init__(self, problem: Problem) -> None:
         graph, device = problem.graph, problem.device
         self.graph = graph
         self.sizes = [0 if s.resident else device.aligned(s.bytes) for s in graph.storages]
         resident_bytes = sum(device.aligned(s.bytes) for s in graph.storages if s.resident)
         self.room_bytes = problem.budget_bytes - resident_bytes - problem.bytes_outside
         managed = [not storage.resident for storage in graph.storages]
-        self.reads = [_bits(s for s, _ in graph.read_versions[op.id] if managed[s]) for op in graph.ops]
-        self.writes = [_bits(s for s in op.writes if managed[s]) for op in graph.ops]
-        self.at_end = _bits(s.id for s in graph.storages if s.required_at_end and not s.resident)
+        self.reads = [bits_of(s for s, _ in graph.read_versions[op.id] if managed[s]) for op in graph.ops]
+        self.writes = [bits_of(s for s in op.writes if managed[s]) for op in graph.ops]
+        self.at_end = bits_of(s.id for s in graph.storages if s.required_at_end and not s.resident)
         self.before, self.until = _order(graph)
+
+    def computable(self, done: int, live: int) -> Iterator[int]:
+        """Every op that can be computed next, for the first time or to some effect again."""
+        for op in range(len(self.graph.ops)):
+            is_first = not done >> op & 1
+            if self.reads[op] & ~live or (is_first and self.before[op] & ~done):
+                continue
+            if not is_first and (self.graph.ops[op].computed_once or self.until[op] & done):
+                continue
+            if is_first or self.writes[op] & ~live:
+                yield op
+
+    def bytes_of(self, storages: int) -> int:
+        """The bytes that a set of storages takes on the device."""
+        return sum(self.sizes[s] for s in members(storages))
+
+
+class _Search(SmallGraph):
+    def __init__(self, problem: Problem, until_seconds: float) -> None:
+        super().__init__(problem)
+        self.clock, self.until_seconds = problem.clock, until_seconds
 
     def run(self) -> Fastest | None:
         """Dijkstra's algorithm, from nothing computed to everything."""
@@ -89,37 +122,30 @@ class _Search:
     def _steps(self, state: State) -> Iterator[tuple[int, State]]:
         """Every op that can be computed next, and the states that this leads to."""
         done, live = state
-        for op in range(len(self.graph.ops)):
-            is_first = not done >> op & 1
-            if self.reads[op] & ~live or (is_first and self.before[op] & ~done):
-                continue
-            if not is_first and (self.graph.ops[op].computed_once or self.until[op] & done):
-                continue
-            if not is_first and self.writes[op] & ~live == 0:
-                continue  # nothing would come of it
+        for op in self.computable(done, live):
             for dropped, taken in self._made_room(op, live):
                 yield op, (done | 1 << op, (live & ~dropped & ~taken) | self.writes[op])
 
     def _made_room(self, op: int, live: int) -> Iterator[tuple[int, int]]:
         """The smallest sets of storages whose dropping makes `op` fit, each with what it writes over."""
-        needed = sum(self.sizes[s] for s in _members(live)) + sum(self.sizes[s] for s in _members(self.writes[op]))
+        needed = self.bytes_of(live) + self.bytes_of(self.writes[op])
         needed += self.graph.ops[op].workspace_bytes or 0
-        others = [s for s in _members(live & ~self.reads[op]) if self.sizes[s] > 0]
+        others = [s for s in members(live & ~self.reads[op]) if self.sizes[s] > 0]
         overs = [0] + [
             1 << read
             for read, written in self.graph.ops[op].reuses
             if live >> read & 1 and not live >> written & 1 and self.sizes[read] == self.sizes[written] > 0
         ]
         for taken in overs:
-            excess = needed - self.room_bytes - sum(self.sizes[s] for s in _members(taken))
+            excess = needed - self.room_bytes - sum(self.sizes[s] for s in members(taken))
             if taken and needed <= self.room_bytes:
                 continue  # there is room: keeping is no worse
-            for dropped in _smallest(others, self.sizes, excess):
+            for dropped in smallest(others, self.sizes, excess):
                 yield dropped, taken
 
 
-def _smallest(storages: list[int], sizes: list[int], excess: int) -> Iterator[int]:
-    """The sets, as bits, that free `excess` bytes and of which nothing can be left out."""
+def smallest(storages: list[int], sizes: list[int], excess: int) -> Iterator[int]:
+    """Yield the sets, as bits, that free `excess` bytes and of which nothing can be left out."""
     if excess <= 0:
         yield 0
         return
@@ -127,7 +153,7 @@ def _smallest(storages: list[int], sizes: list[int], excess: int) -> Iterator[in
         for chosen in itertools.combinations(storages, count):
             freed = sum(sizes[s] for s in chosen)
             if freed >= excess and freed - min(sizes[s] for s in chosen) < excess:
-                yield _bits(chosen)
+                yield bits_of(chosen)
 
 
 def _order(graph: Graph) -> tuple[list[int], list[int]]:
@@ -157,14 +183,16 @@ def _path(came: dict[State, tuple[State, int]], state: State) -> tuple[int, ...]
     return tuple(reversed(ops))
 
 
-def _bits(numbers: Iterable[int]) -> int:
+def bits_of(numbers: Iterable[int]) -> int:
+    """Return a set of numbers as bits."""
     bits = 0
     for number in numbers:
         bits |= 1 << number
     return bits
 
 
-def _members(bits: int) -> Iterator[int]:
+def members(bits: int) -> Iterator[int]:
+    """Yield the numbers of a set, ascending."""
     while bits:
         lowest = bits & -bits
         yield lowest.bit_length() - 1
