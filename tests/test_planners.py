@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from chains import chain, problem
 from hypothesis import HealthCheck, given, settings
@@ -16,13 +17,15 @@ from memfit.errors import InvalidOptionError
 from memfit.graph import Graph, Phase
 from memfit.plan import Progress, Status
 from memfit.planners import PLANNERS, make_planner, options_of
+from memfit.planners.anneal import anneal
 from memfit.planners.ask import unplanned_peak_bytes
 from memfit.planners.bounds import least_budget_bound
+from memfit.planners.course import make_course
 from memfit.planners.frontier import plan_frontier
-from memfit.planners.order import original_order
+from memfit.planners.order import original_order, update_at_once_order
 from memfit.planners.program import build_program
 from memfit.planners.search import Search
-from memfit.planners.windows import evaluate, keep_only, simulated
+from memfit.planners.windows import Windows, evaluate, held_bytes, keep_everything, keep_only, simulated
 from memfit.simulate import simulate
 
 SEARCH = Search(iterations=20_000)
@@ -146,3 +149,17 @@ def test_the_published_resnet50_within_half_a_percent(shared_graphs: object) -> 
     assert result.plan is not None
     assert result.plan.predicted.seconds <= 1.13578 * 1.005
     assert replace(result, plan=None).plan is None
+
+
+def test_moves_leave_the_bytes_that_a_simulation_from_nothing_gives() -> None:
+    program = build_program(problem(chain(300), 4000), update_at_once_order(chain(300)))
+    state, course = simulated(program, keep_everything(program)), make_course(program, 1)
+    course.totals["temperature"], course.totals["penalty"] = 1.0, 0.001
+    for moves in [1] * 50 + [50] * 20:
+        anneal(program.tables, state, course, moves, 1.0)
+        windows = Windows(release=state.gaps["release"].copy(), hold=state.gaps["hold"].copy())
+        held, excess = held_bytes(state), course.totals["excess"][0]
+        assert held.tolist() == held_bytes(simulated(program, windows)).tolist()
+        assert int(course.totals["peak_bytes"][0]) == held.max() == held[course.totals["peak_stage"][0]]
+        assert excess == np.maximum(0, held - program.budget_bytes).sum()
+    assert course.totals["accepted"][0] > 200

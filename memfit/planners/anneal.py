@@ -12,7 +12,7 @@ import numpy as np
 from memfit.compiled import compiled, entry_point
 from memfit.planners.course import draw, file_gap, sort_turning
 from memfit.planners.moves import propose
-from memfit.planners.spans import peak_stage, settle_bytes, weigh
+from memfit.planners.spans import held_in, peak_stage, settle_bytes, weigh
 from memfit.planners.stages import commit, settle, take_back
 
 _ADAPT_EVERY = 100  # moves between two changes of the penalty
@@ -87,7 +87,7 @@ def judge(tables: Any, state: Any, course: Any) -> bool:
         file_gap(state, course, course.changed[index].gap)
     totals.cost = cost
     totals.excess = excess
-    if peak != totals.peak_bytes or state.live_after[totals.peak_stage] + state.within[totals.peak_stage] != peak:
+    if peak != totals.peak_bytes or held_in(state, totals.peak_stage) != peak:
         totals.peak_bytes = peak
         totals.peak_stage = peak_stage(state, peak)
     if better:

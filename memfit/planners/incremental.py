@@ -22,6 +22,7 @@ from memfit.planners.kernels import push
 from memfit.planners.program import Program, Table
 
 MOST_AGAIN = 32  # times that one op may be computed again; more is of no use, and rows of fixed length are fast
+BUCKET_BITS = 6  # stages in a bucket, as a power of two
 _POOL_PER_POSITION = 64  # room for stages: replaced ones stay until the next compaction
 _UNDO_ROWS = 1 << 17
 _SPAN_ROWS = 1 << 16
@@ -58,6 +59,16 @@ _WORK = np.dtype([("heap", np.int64), ("stack", np.int64), ("dirty", np.int64)],
 _TOUCHED = np.dtype([("storage", np.int64), ("first_span", np.int64)], align=True)
 _SPAN = np.dtype([("begin", np.int64), ("end", np.int64)], align=True)
 _UNDO = np.dtype([("kind", np.int64), ("where", np.int64), ("was", np.int64), ("end", np.int64)], align=True)
+_BUCKET = np.dtype(
+    [
+        ("added_bytes", np.int64),
+        ("peak_bytes", np.int64),
+        ("excess_bytes", np.int64),
+        ("limit_bytes", np.int64),
+        ("is_stale", np.bool_),
+    ],
+    align=True,
+)
 _TOTALS = np.dtype(
     [
         ("seconds", np.float64),
@@ -86,7 +97,10 @@ class State(NamedTuple):
             sake), how often it is itself computed again; `mark` is a stamp.
         storages: scratch of each storage; `seen` is a stamp.
         again: of each position, the stages in which it is computed again, ascending.
-        live_after, within: of each stage, bytes.
+        live_after, within: of each stage, bytes; what is live after a stage is `live_after` and its bucket's
+            `added_bytes`.
+        buckets: of so many stages each: bytes that are live after all of them; without these, the most that one holds,
+            and the sum of what they hold above `limit_bytes` (or -1), which are out of date where `is_stale`.
         work: three lists of stages: the heap of those to look at again, a stack, those whose `within` is out of date.
         touched: the storages whose uses changed since the last commit, and where in `spans` they lived before that.
         undo: what to restore, since the last commit.
@@ -102,6 +116,7 @@ class State(NamedTuple):
     pool: NDArray[np.int64]
     live_after: NDArray[np.int64]
     within: NDArray[np.int64]
+    buckets: Table
     work: Table
     touched: Table
     spans: Table
@@ -120,6 +135,7 @@ def make_state(program: Program) -> State:
         pool=np.zeros((_POOL_PER_POSITION + 2) * positions, np.int64),
         live_after=np.zeros(positions, np.int64),
         within=np.zeros(positions, np.int64),
+        buckets=np.zeros((positions >> BUCKET_BITS) + 1, _BUCKET),
         work=np.zeros(positions + 1, _WORK),
         touched=np.zeros(storages + 1, _TOUCHED),
         spans=np.zeros(_SPAN_ROWS + storages, _SPAN),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from memfit.compiled import compiled, entry_point
-from memfit.planners.incremental import MOST_AGAIN, U_LIVE, U_WITHIN, note
+from memfit.planners.incremental import BUCKET_BITS, MOST_AGAIN, U_LIVE, U_WITHIN, note
 
 
 @compiled
@@ -86,7 +86,21 @@ def make_dirty(state: Any, stage: int) -> None:
 
 @compiled
 def add_live(state: Any, begin: int, end: int, size_bytes: int) -> None:
-    """Add bytes after the stages from `begin` to `end - 1`."""
+    """Add bytes after the stages from `begin` to `end - 1`: to whole buckets at once."""
+    first, last = begin >> BUCKET_BITS, end >> BUCKET_BITS
+    if first == last:
+        add_within(state, first, begin, end, size_bytes)
+        return
+    add_within(state, first, begin, (first + 1) << BUCKET_BITS, size_bytes)
+    for bucket in range(first + 1, last):
+        state.buckets[bucket].added_bytes += size_bytes
+    add_within(state, last, last << BUCKET_BITS, end, size_bytes)
+
+
+@compiled
+def add_within(state: Any, bucket: int, begin: int, end: int, size_bytes: int) -> None:
+    """Add bytes after some stages of one bucket."""
+    state.buckets[bucket].is_stale = True
     for stage in range(begin, end):
         state.live_after[stage] += size_bytes
 
@@ -125,6 +139,7 @@ def settle_bytes(tables: Any, state: Any) -> bool:
         stage = state.work[index].dirty
         note(state, U_WITHIN, stage, state.within[stage])
         state.within[stage] = bytes_within(tables, state, stage)
+        state.buckets[stage >> BUCKET_BITS].is_stale = True
     return True
 
 
@@ -192,17 +207,54 @@ def look_ahead(tables: Any, state: Any, storage: int, stage: int) -> None:
 def weigh(state: Any, budget_bytes: int) -> tuple[int, float]:
     """Return (peak bytes, sum over the stages of the bytes above the budget)."""
     peak, excess = -1, 0
-    for stage in range(len(state.within)):
-        held = state.live_after[stage] + state.within[stage]
+    for index in range(len(state.buckets)):
+        bucket = state.buckets[index]
+        if bucket.is_stale:
+            refresh(state, index)
+        held = bucket.peak_bytes + bucket.added_bytes
         peak = max(peak, held)
-        excess += max(0, held - budget_bytes)
+        if held > budget_bytes:
+            limit = budget_bytes - bucket.added_bytes
+            if bucket.excess_bytes < 0 or bucket.limit_bytes != limit:
+                bucket.excess_bytes = excess_above(state, index, limit)
+                bucket.limit_bytes = limit
+            excess += bucket.excess_bytes
     return peak, float(excess)
 
 
 @compiled
+def refresh(state: Any, index: int) -> None:
+    """Work out a bucket anew."""
+    peak = -(1 << 62)
+    for stage in range(index << BUCKET_BITS, min(len(state.within), (index + 1) << BUCKET_BITS)):
+        peak = max(peak, state.live_after[stage] + state.within[stage])
+    state.buckets[index].peak_bytes = peak
+    state.buckets[index].excess_bytes = -1
+    state.buckets[index].is_stale = False
+
+
+@compiled
+def excess_above(state: Any, index: int, limit_bytes: int) -> int:
+    """Return the sum of what a bucket's stages hold above a limit, the bucket's own bytes left out."""
+    excess = 0
+    for stage in range(index << BUCKET_BITS, min(len(state.within), (index + 1) << BUCKET_BITS)):
+        excess += max(0, state.live_after[stage] + state.within[stage] - limit_bytes)
+    return excess
+
+
+@compiled
+def held_in(state: Any, stage: int) -> int:
+    """Return the most that a stage holds."""
+    return state.live_after[stage] + state.within[stage] + state.buckets[stage >> BUCKET_BITS].added_bytes
+
+
+@compiled
 def peak_stage(state: Any, peak_bytes: int) -> int:
-    """Return the first stage that holds `peak_bytes`."""
-    stage = 0
-    while state.live_after[stage] + state.within[stage] != peak_bytes:
+    """Return the first stage that holds `peak_bytes`; all buckets are up to date."""
+    index = 0
+    while state.buckets[index].peak_bytes + state.buckets[index].added_bytes != peak_bytes:
+        index += 1
+    stage = index << BUCKET_BITS
+    while held_in(state, stage) != peak_bytes:
         stage += 1
     return stage

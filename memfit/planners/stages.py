@@ -9,6 +9,7 @@ from typing import Any
 
 from memfit.compiled import compiled, entry_point
 from memfit.planners.incremental import (
+    BUCKET_BITS,
     MOST_AGAIN,
     U_ADDED,
     U_BACK,
@@ -217,6 +218,7 @@ def take_back(tables: Any, state: Any) -> None:
             add_live(state, where, row.end, was)
         elif kind == U_WITHIN:
             state.within[where] = was
+            state.buckets[where >> BUCKET_BITS].is_stale = True
         elif kind == U_BEGINS:
             state.gaps[where].begins_there = was != 0
         elif kind == U_WAITS:
@@ -318,6 +320,9 @@ def clear(tables: Any, state: Any) -> None:
         state.live_after[position] = -tables.positions[position].away_bytes
         state.within[position] = 0
         totals.seconds += tables.positions[position].seconds
+    for bucket in range(len(state.buckets)):
+        state.buckets[bucket].added_bytes = 0
+        state.buckets[bucket].is_stale = True
     for gap in range(len(state.gaps)):
         fixed, row = tables.gaps[gap], state.gaps[gap]
         row.begins_there = True

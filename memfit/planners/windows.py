@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.errors import InvalidOptionError
-from memfit.planners.incremental import State, make_state
+from memfit.planners.incremental import BUCKET_BITS, State, make_state
 from memfit.planners.program import DROPPED, FREE, KEPT, Program
 from memfit.planners.spans import weigh
 from memfit.planners.stages import rebuild
@@ -128,7 +128,8 @@ def evaluate(program: Program, state: State) -> Evaluation:
 
 def held_bytes(state: State) -> Integers:
     """Return int64[positions]: the most that is held in each stage, residents left out."""
-    return state.live_after + state.within
+    bucket = np.arange(len(state.within)) >> BUCKET_BITS
+    return state.live_after + state.within + state.buckets["added_bytes"][bucket]
 
 
 def stage_seconds(program: Program, state: State) -> NDArray[np.float64]:
