@@ -12,9 +12,9 @@ from memfit.planners import PLANNERS, options_of
 from memfit.runtime.fit import fit_step
 from memfit.runtime.planning import Settings
 
-_COUNTED = {"iterations": 20_000}  # so that the plan does not depend on how busy the machine is
+_COUNTED = {"iterations": 50_000}  # so that the plan does not depend on how busy the machine is
 _SEARCHING = tuple(name for name, kind in PLANNERS.items() if "iterations" in options_of(kind))
-_SEARCHED_ROOM = 1.1  # so few moves may not find the least memory twice
+_SEARCHED_ROOM = 1.2  # so few moves may not find the least memory twice
 _MARKED = {"cnn": "stem", "unet": "downs", "transformer": "encoder", "lstm": "cell"}
 _COMPUTES_ONCE = {("none", name) for name in NAMES} | {("mirror", name) for name in NAMES}  # of itself
 # On this small network nothing that is cheap is worth dropping: activations are written over.
