@@ -22,7 +22,7 @@ from memfit.graph import Graph
 from memfit.plan import Problem, Status
 from memfit.planners import make_planner
 from memfit.planners.ask import unplanned_peak_bytes
-from memfit.planners.bounds import least_budget_bound
+from memfit.planners.bounds import least_budget_bound, least_seconds_again
 from memfit.planners.offload import Offload
 from memfit.planners.shortest_path_host import fastest_with_host
 from memfit.schedule import Compute, Drop, DropHost, Instruction, Prefetch, Wait
@@ -138,5 +138,7 @@ def test_auto_is_equal_to_the_shortest_path(graph: Graph, share: float) -> None:
     assert result.plan is not None
     assert result.plan.predicted.seconds == pytest.approx(fastest.seconds)
     assert alone is None or alone.predicted.seconds >= fastest.seconds - 1e-9
+    once = sum(op.seconds for op in graph.ops)
+    assert least_seconds_again(task).seconds <= fastest.seconds - once + 1e-9
     if result.plan.unplanned.seconds > 0:
         assert result.status is Status.OPTIMAL

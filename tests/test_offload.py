@@ -20,7 +20,7 @@ from memfit.device import GENERIC, Device
 from memfit.graph import Graph
 from memfit.plan import INTERRUPTED, Problem, Progress
 from memfit.planners.ask import unplanned_peak_bytes
-from memfit.planners.bounds import least_budget_bound
+from memfit.planners.bounds import least_budget_bound, least_seconds_again
 from memfit.planners.emit import emit
 from memfit.planners.lean_order import lean_order
 from memfit.planners.offload import Offload
@@ -123,6 +123,21 @@ def test_a_plan_with_trips_is_legal_and_never_slower_than_one_without(graph: Gra
         if both is not None:
             check(graph, both.schedule)
             assert simulate(graph, both.schedule, LINKED).peak_bytes <= budget_bytes
+            assert both.bounds.overhead <= both.overhead + 1e-9
+
+
+def test_the_bound_falls_with_the_link_and_the_host_budget() -> None:
+    graph = chain(6)
+    bounds: list[float] = []
+    for rate, host_bytes in ((400.0, 0), (0.1, PLENTY), (5.0, PLENTY), (400.0, 100), (400.0, PLENTY)):
+        device = Device(name="d", to_host_bytes_per_second=rate, to_device_bytes_per_second=rate)
+        task = Problem(graph=graph, device=device, budget_bytes=500, host_budget_bytes=host_bytes)
+        bounds.append(least_seconds_again(task).seconds)
+        plan = Offload(iterations=10_000).plan(task).plan
+        assert plan is not None and bounds[-1] <= plan.predicted.seconds - 12.0 + 1e-9
+    assert bounds[0] >= bounds[1] >= bounds[2] >= bounds[4] == 0.0
+    assert bounds[0] > bounds[3] > 0.0
+    assert bounds[2] > 0.0
 
 
 def test_the_same_seed_gives_the_same_plan() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from memfit.device import Device
@@ -10,6 +11,8 @@ from memfit.plan import Bounds, Problem
 from memfit.planners.cuts import Bound, Cuts
 
 _LEAST_GRID, _MOST_GRID, _HALVINGS = 9, 65, 4  # ops tried at first, evenly; then between the best and its neighbours
+_GUESSES = 8  # at the seconds of a step with copies on the host
+_MOST_TIMES = 16  # that seconds of computing each op once are guessed
 _GRID_WORK = 60_000  # ops of the graph times ops tried: a second or so
 
 
@@ -42,7 +45,7 @@ def prove_bounds(
 
 
 def least_seconds_again(problem: Problem, *, until_seconds: float | None = None) -> Bound:
-    """Return what every schedule within the budget spends on computing ops again, in any order of ops.
+    """Return what every schedule within the budget takes beyond computing each op once, in any order of ops.
 
     Proof. Consider the moment at which some op t is computed for the first time. All ancestors of t have been computed
     before, and none of its descendants. Let R be the ancestors that are computed again later, and K the storages that
@@ -52,23 +55,35 @@ def least_seconds_again(problem: Problem, *, until_seconds: float | None = None)
     of R once more. Any K and R with these properties cost at least the minimum cut at price p for each byte, less p
     times the room for K, whatever p >= 0 is; and the maximum over prices, at any t, is a bound.
 
+    Copies on the host. Let H be the storages that are not on the device at that moment and come back from the host
+    later: what is needed later is in K, in H, or written by an op of R. All of H is on the host then, within the host's
+    budget. Its copies to the host have ended (else their storages could not have been dropped), and those back have not
+    started (else their storages would be on the device). So the link was busy for the bytes of H in one direction
+    before, and will be in the other, which takes no more than the whole step: with T its seconds, H has at most
+    a(T) = min(host budget, T / (seconds to the host + seconds back, of a byte)) bytes. With that much more room for K
+    and H together, the proof above gives T >= once + f(a(T)), where f falls with the room and a grows with T. For any
+    guess g, then, T is at least g, or else at least once + f(a(g)): the best guess is found by bisection. Bytes on the
+    host are not aligned; all storages are therefore counted with their exact bytes here, which is no more.
+
     The ops t that are tried lie on a grid, and then around the best; with `until_seconds`, as long as the problem's
-    clock is below that. No bound (0.0) is given where copies on the host are allowed, or where the budget has no room
-    for some op.
+    clock is below that. No bound (0.0) is given where the budget has no room for some op.
 
     Source: see `memfit.planners.cuts`.
     """
     nothing = Bound(op=None, seconds=0.0, cuts=())
     candidates = _over_budget(problem)
-    if problem.host_budget_bytes > 0 or len(candidates) == 0:
+    if len(candidates) == 0:
         return nothing
-    cuts = Cuts(problem.graph, problem.device)
+    once_seconds = sum(op.seconds for op in problem.graph.ops)
+    least_away_bytes = _most_away_bytes(problem, once_seconds)
+    alignment_bytes = 1 if least_away_bytes > 0 else problem.device.alignment_bytes
+    cuts = Cuts(problem.graph, msgspec.structs.replace(problem.device, alignment_bytes=alignment_bytes))
     bounds: dict[int, Bound] = {}
 
     def at(place: int) -> float:
         op = int(candidates[place])
         if op not in bounds:
-            bounds[op] = cuts.at(op).bound(_room(problem, cuts.resident_bytes, op))
+            bounds[op] = cuts.at(op).bound(_room(problem, cuts.resident_bytes, op) + least_away_bytes)
         return bounds[op].seconds
 
     if min(_room(problem, cuts.resident_bytes, int(op)) for op in candidates) < 0:
@@ -86,11 +101,37 @@ def least_seconds_again(problem: Problem, *, until_seconds: float | None = None)
         for place in (max(0, best - distance), min(len(candidates) - 1, best + distance)):
             if until_seconds is None or problem.clock() < until_seconds:
                 best = max(best, place, key=at)
+    op, seconds = int(candidates[best]), at(best)
+    if least_away_bytes > 0:
+        seconds = _least_seconds_with_host(problem, cuts, op, seconds)
     return Bound(
-        op=int(candidates[best]),
-        seconds=at(best),
+        op=op,
+        seconds=seconds,
         cuts=tuple(cut for bound in bounds.values() for cut in bound.cuts),
     )
+
+
+def _most_away_bytes(problem: Problem, step_seconds: float) -> int:
+    """Return the bytes that can have gone to the host and can still come back, within a step of so many seconds."""
+    rates = problem.device.to_host_bytes_per_second, problem.device.to_device_bytes_per_second
+    if rates[0] is None or rates[1] is None:
+        return 0
+    return min(problem.host_budget_bytes, int(step_seconds / (1.0 / rates[0] + 1.0 / rates[1])) + 1)
+
+
+def _least_seconds_with_host(problem: Problem, cuts: Cuts, op: int, most_seconds: float) -> float:
+    """Return the best bound by bisection over the seconds of the step, from none to `most_seconds` beyond once."""
+    at_op, room_bytes = cuts.at(op), _room(problem, cuts.resident_bytes, op)
+    once_seconds = sum(op.seconds for op in problem.graph.ops)
+    low_seconds, high_seconds = 0.0, min(most_seconds, _MOST_TIMES * once_seconds)  # any guess is good for a bound
+    for _ in range(_GUESSES):
+        guess_seconds = (low_seconds + high_seconds) / 2
+        away_bytes = _most_away_bytes(problem, once_seconds + guess_seconds)
+        seconds = at_op.bound(room_bytes + away_bytes).seconds
+        low_seconds = max(low_seconds, min(guess_seconds, seconds))
+        if seconds < guess_seconds:
+            high_seconds = guess_seconds
+    return low_seconds
 
 
 def _over_budget(problem: Problem) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
