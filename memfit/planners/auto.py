@@ -11,15 +11,14 @@ from typing import ClassVar
 
 import msgspec
 
-from memfit.plan import INTERRUPTED, ROUNDING, Problem, Progress, Result, Status
+from memfit.plan import INTERRUPTED, ROUNDING, Problem, Result, Status
 from memfit.planners.cuts import Bound
 from memfit.planners.emit import emit
-from memfit.planners.lean_order import lean_order
 from memfit.planners.offload import Offload, has_link
 from memfit.planners.order import original_order
-from memfit.planners.program import Program, build_program
-from memfit.planners.result import make_result, predict
-from memfit.planners.retention_proof import Proof, prove
+from memfit.planners.program import build_program
+from memfit.planners.proving import MOST_PROVABLE_OPS, prove_further
+from memfit.planners.result import make_result
 from memfit.planners.search import Search, Searched
 from memfit.planners.shortest_path import Fastest, fastest_schedule, is_small
 from memfit.planners.shortest_path_host import fastest_with_host
@@ -27,8 +26,7 @@ from memfit.planners.windows import Windows
 from memfit.schedule import Schedule
 
 _FEW_MOVES = 10_000  # of the search, where a proof has the plan already
-_MOST_PROVABLE_OPS = 64  # of the retention model; its size grows with their square, the time for a proof faster
-_SEARCHING = 0.25  # of the time, where the retention model follows
+_SEARCHING = 0.25  # of the time, where a proof follows
 _MOVES_FOR_WORK = 50_000  # of the search: about as long as one deterministic unit of CP-SAT's
 
 
@@ -79,46 +77,16 @@ class Auto:
 
     def _searched(self, problem: Problem, warm: Sequence[Windows], started_seconds: float) -> Searched:
         """Search; where the graph is small enough, for a share of the time, and then prove."""
-        if len(problem.graph.ops) > _MOST_PROVABLE_OPS:
+        if len(problem.graph.ops) > MOST_PROVABLE_OPS:
             searched = self._search(self.iterations).plan_from(problem, warm)
             return replace(searched, result=_renamed(searched.result))
         share = replace(problem, time_limit_seconds=_SEARCHING * problem.time_limit_seconds)
         searched = self._search(self.iterations).plan_from(share, warm)
         found = searched.result
         if found.status is not Status.OPTIMAL and INTERRUPTED not in found.stats:
-            found = self._in_order(problem, found, started_seconds)
+            work = None if self.iterations is None else self.iterations / _MOVES_FOR_WORK
+            found = prove_further(problem, found, planner=self.name, started_seconds=started_seconds, limit_work=work)
         return replace(searched, result=_renamed(found))
-
-    def _in_order(self, problem: Problem, found: Result, started_seconds: float) -> Result:
-        """Return the faster of what is found and what CP-SAT finds in the search's order, with its bound for that."""
-        program = build_program(problem, lean_order(problem.graph, problem.device))
-        once_seconds = sum(op.seconds for op in problem.graph.ops)
-        least_seconds = found.bounds.overhead * once_seconds
-
-        def report(again_seconds: float | None, bound_seconds: float) -> None:
-            overheads = [found.plan.overhead] if found.plan else []
-            overheads += [again_seconds / once_seconds] if again_seconds is not None and once_seconds > 0 else []
-            share = max(least_seconds, bound_seconds) / once_seconds if once_seconds > 0 else 0.0
-            problem.progress(
-                Progress(
-                    elapsed_seconds=problem.clock() - started_seconds,
-                    best_overhead=min(overheads, default=None),
-                    best_peak_bytes=found.plan.predicted.peak_bytes if found.plan else None,
-                    message=f"proving, no plan in this order below {share:.2%}",
-                )
-            )
-
-        left_seconds = problem.time_limit_seconds - (problem.clock() - started_seconds)
-        proof = prove(
-            program,
-            known=found.plan.schedule if found.plan else None,
-            known_again_seconds=found.plan.predicted.seconds - once_seconds if found.plan else math.inf,
-            again_bound_seconds=least_seconds,
-            limit_seconds=left_seconds if self.iterations is None else None,
-            limit_work=None if self.iterations is None else self.iterations / _MOVES_FOR_WORK,
-            report=report,
-        )
-        return _with_proof(program, found, proof, started_seconds)
 
     def _with_host(self, problem: Problem, warm: Sequence[Windows], started_seconds: float) -> Searched:
         """Plan with trips to the host; on a small graph briefly, and then look for anything faster."""
@@ -161,31 +129,6 @@ def _renamed(result: Result) -> Result:
     """Say that it was `auto` that planned."""
     plan = result.plan
     return replace(result, plan=None if plan is None else msgspec.structs.replace(plan, planner=Auto.name))
-
-
-def _with_proof(program: Program, found: Result, proof: Proof, started_seconds: float) -> Result:
-    """Return a Result with the faster schedule of the two, and with what was proved."""
-    problem = program.problem
-    stats = {**found.stats, INTERRUPTED: 1.0} if proof.interrupted else found.stats
-    schedules = [] if found.plan is None else [found.plan.schedule]
-    schedules += [] if proof.sequence is None else [emit(program, proof.sequence)]
-    if not schedules:
-        return replace(found, stats=stats)
-    schedule = min(schedules, key=lambda each: predict(problem, each).seconds)
-    once_seconds = sum(op.seconds for op in problem.graph.ops)
-    again_seconds = predict(problem, schedule).seconds - once_seconds
-    # What is faster than all in this order keeps to another, of which the proof says nothing.
-    in_order = proof.again_seconds if proof.again_seconds <= again_seconds + ROUNDING * once_seconds else None
-    return make_result(
-        problem,
-        schedule,
-        planner=Auto.name,
-        started_seconds=started_seconds,
-        least_found_bytes=found.bounds.least_budget_found_bytes,
-        again=Bound(op=None, seconds=found.bounds.overhead * once_seconds, cuts=()),
-        again_in_order_seconds=in_order,
-        stats=stats,
-    )
 
 
 def _proved(problem: Problem, fastest: Fastest, found: Result, started_seconds: float) -> Result:

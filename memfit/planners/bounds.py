@@ -83,10 +83,10 @@ def least_seconds_again(problem: Problem, *, until_seconds: float | None = None)
     def at(place: int) -> float:
         op = int(candidates[place])
         if op not in bounds:
-            bounds[op] = cuts.at(op).bound(_room(problem, cuts.resident_bytes, op) + least_away_bytes)
+            bounds[op] = cuts.at(op).bound(op_room_bytes(problem, cuts.resident_bytes, op) + least_away_bytes)
         return bounds[op].seconds
 
-    if min(_room(problem, cuts.resident_bytes, int(op)) for op in candidates) < 0:
+    if min(op_room_bytes(problem, cuts.resident_bytes, int(op)) for op in candidates) < 0:
         return nothing
     grid = min(_MOST_GRID, max(_LEAST_GRID, _GRID_WORK // len(problem.graph.ops)))
     distance = max(1, len(candidates) // (grid - 1))
@@ -121,7 +121,7 @@ def _most_away_bytes(problem: Problem, step_seconds: float) -> int:
 
 def _least_seconds_with_host(problem: Problem, cuts: Cuts, op: int, most_seconds: float) -> float:
     """Return the best bound by bisection over the seconds of the step, from none to `most_seconds` beyond once."""
-    at_op, room_bytes = cuts.at(op), _room(problem, cuts.resident_bytes, op)
+    at_op, room_bytes = cuts.at(op), op_room_bytes(problem, cuts.resident_bytes, op)
     once_seconds = sum(op.seconds for op in problem.graph.ops)
     low_seconds, high_seconds = 0.0, min(most_seconds, _MOST_TIMES * once_seconds)  # any guess is good for a bound
     for _ in range(_GUESSES):
@@ -150,7 +150,7 @@ def _over_budget(problem: Problem) -> np.ndarray[tuple[int], np.dtype[np.int64]]
     return np.flatnonzero(held > problem.budget_bytes - problem.bytes_outside)
 
 
-def _room(problem: Problem, resident_bytes: int, op: int) -> int:
+def op_room_bytes(problem: Problem, resident_bytes: int, op: int) -> int:
     """Return the bytes that `op` leaves of the budget."""
     boundaries = problem.graph.boundaries
     is_outside = not boundaries or boundaries[0].position <= op

@@ -92,9 +92,7 @@ def prove(
 def _set_parameters(solver: Any, seed: int, limit_seconds: float | None, limit_work: float | None) -> None:
     parameters = solver.parameters
     parameters.num_workers = 1  # several would race, and the answer depend on who wins
-    # All clauses in the linear relaxation, from the start: without them hardly anything is proved.
-    parameters.linearization_level = 2
-    parameters.add_lp_constraints_lazily = False
+    parameters.linearization_level = 2  # all clauses in the linear relaxation: without them hardly anything is proved
     parameters.random_seed = seed % _SEED_MODULUS
     parameters.catch_sigint_signal = False
     if limit_seconds is not None:

@@ -32,7 +32,7 @@ def least_overhead(plan: Plan) -> str:
     """Return in words the bounds on the extra time, each with what it holds for; nothing where they say nothing."""
     every, in_order = plan.bounds.overhead, plan.bounds.overhead_in_order or 0.0
     said = [f"{change_text(every)} in any order"] if every >= _LEAST_SAID else []
-    if in_order >= max(_LEAST_SAID, every):
+    if in_order >= max(_LEAST_SAID, every * (1 + 1e-9)):
         said.append(f"{change_text(in_order)} in this plan's order")
     return ", or ".join(said)
 
