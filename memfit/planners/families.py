@@ -37,14 +37,21 @@ def structured(program: Program, is_enough: Callable[[int], bool]) -> list[Optio
     blocks = Blocks.of(program)
     if blocks.count == 1:
         return []
+    budget_bytes = program.budget_bytes
     options: list[Option] = []
-    for make in families(blocks, kept_by_price(program)):
-        if options and is_enough(len(options)):
+    alone: Option | None = None
+    for count, make in enumerate(families(blocks, kept_by_price(program))):
+        if options and is_enough(count):
             break
-        options.append(option_of(blocks, make()))
-    fitting = [option for option in options if option.peak_bytes <= program.problem.budget_bytes]
-    alone = sorted(fitting, key=lambda option: option.total_seconds)[:1]
-    return [*join(blocks, worth_joining(options, _MOST_JOINED)), *alone]
+        option = option_of(blocks, make())
+        is_faster = alone is None or option.total_seconds < alone.total_seconds
+        if option.peak_bytes <= program.problem.budget_bytes and is_faster:
+            alone = option
+        if len(options) == 2 * _MOST_JOINED:
+            options = worth_joining(options, budget_bytes, _MOST_JOINED)
+        options.append(option)
+    joined = join(blocks, worth_joining(options, budget_bytes, _MOST_JOINED))
+    return joined if alone is None else [*joined, alone]
 
 
 def kept_by_price(program: Program) -> list[frozenset[int]]:

@@ -126,10 +126,18 @@ def _assembled(blocks: Blocks, options: Sequence[Option], picks: Integers) -> Wi
     return Windows(release=release[chosen, every], hold=hold[chosen, every])
 
 
-def worth_joining(options: Sequence[Option], most: int = 32) -> list[Option]:
-    """Return up to `most` options: those that no other beats in both peak and seconds come first."""
-    chosen: list[int] = []
-    left = sorted(range(len(options)), key=lambda index: (options[index].peak_bytes, options[index].total_seconds))
+def worth_joining(options: Sequence[Option], budget_bytes: int, most: int) -> list[Option]:
+    """Return up to `most` options: those that the best picks use, then those that no other beats in peak and seconds.
+
+    Args:
+        budget_bytes: of the program, residents left out.
+    """
+    picks = [_pick(options, int(aim * budget_bytes)) for aim in (1.0, _LOWER, _LOWER**2)]
+    chosen = list(dict.fromkeys(int(option) for used in picks if used is not None for option in used))[:most]
+    left = sorted(
+        set(range(len(options))) - set(chosen),
+        key=lambda index: (options[index].peak_bytes, options[index].total_seconds),
+    )
     while left and len(chosen) < most:
         front: list[int] = []
         for index in left:
@@ -138,5 +146,6 @@ def worth_joining(options: Sequence[Option], most: int = 32) -> list[Option]:
         if len(front) > most - len(chosen):
             front = [front[place] for place in np.linspace(0, len(front) - 1, most - len(chosen)).astype(int)]
         chosen += front
-        left = [index for index in left if index not in set(front)]
+        taken = set(front)
+        left = [index for index in left if index not in taken]
     return [options[index] for index in chosen]
