@@ -19,6 +19,7 @@ from memfit.plan import Bounds, Plan, Prediction, Problem, Status
 from memfit.planners.bounds import least_budget_bound
 from memfit.planners.result import unplanned_schedule
 from memfit.report import Measured, write_html, write_png
+from memfit.report.batch_page import BatchPoint, write_batch_page
 from memfit.report.comparison import ComparedPoint, write_comparison
 from memfit.schedule import Compute, Drop, Instruction, Offload, Prefetch, Schedule, Wait
 from memfit.simulate import simulate
@@ -286,6 +287,27 @@ def test_prices_are_sorted_and_told_in_words(report: tuple[Plan, Path], visit: V
     page.locator("#storage-table td.name button").first.click()
     assert page.locator("#storage-table tr.story").count() == 0
     assert visit.complaints == []
+
+
+def test_the_page_of_batches_draws_both_curves(tmp_path: Path, visit: Visit) -> None:
+    fitting = [
+        BatchPoint(batch=size, least_bytes=1, unplanned_bytes=size << 20, peak_bytes=1 << 20, overhead=0.01 * size,
+                   samples_per_second=speed)
+        for size, speed in ((1, 10.0), (2, 18.0), (4, 15.0))
+    ]  # fmt: skip
+    points = [*fitting, BatchPoint(batch=8, least_bytes=2 << 20)]
+    write_batch_page(HOSTILE, 1 << 20, DEVICE, points, tmp_path / "batch.html")
+    visit.open(tmp_path / "batch.html")
+    page = visit.page
+    assert visit.complaints == []
+    assert visit.requests == [(tmp_path / "batch.html").as_uri()]
+    assert page.evaluate("window.hacked") is None
+    assert HOSTILE in page.locator("h1").inner_text()
+    assert "The fastest is 2, at 18.0" in page.locator("header").inner_text()
+    drawn = page.evaluate("document.getElementById('chart').data.map(trace => [trace.x, trace.y])")
+    assert drawn == [[[1, 2, 4], [10, 18, 15]], [[1, 2, 4], [1, 2, 4]]]
+    assert page.locator("#chart .annotation-text").all_text_contents() == ["no plan fits"]
+    assert visit.rows("#points")[-1] == ["8", "no plan fits"]
 
 
 def test_hostile_names_do_nothing(tmp_path: Path, visit: Visit) -> None:

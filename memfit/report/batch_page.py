@@ -11,7 +11,8 @@ import msgspec
 from memfit.budget import format_bytes
 from memfit.device import Device
 from memfit.files import write_atomically
-from memfit.report.words import printable
+from memfit.report.frame import fill
+from memfit.report.words import change_text, printable
 
 
 class BatchPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,48 +36,41 @@ class BatchPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_batch_page(name: str, budget_bytes: int, device: Device, points: list[BatchPoint], path: Path) -> None:
-    """Write one self-contained HTML file with the curve of samples a second against batch, and a table."""
-    from plotly import graph_objects  # pyright: ignore  # it takes as long to import as all else together
-    from plotly.subplots import make_subplots  # pyright: ignore
+    """Write one self-contained HTML file with the curve of samples a second against batch, and a table.
 
-    fitting = [point for point in points if point.overhead is not None]
-    batches = [point.batch for point in fitting]
-    figure: Any = make_subplots(specs=[[{"secondary_y": True}]])
-    figure.add_trace(
-        graph_objects.Scatter(
-            x=batches, y=[p.samples_per_second for p in fitting], name="samples a second", mode="lines+markers"
-        )
-    )
-    figure.add_trace(
-        graph_objects.Scatter(
-            x=batches, y=[100 * (p.overhead or 0) for p in fitting], name="overhead, %", mode="lines+markers"
-        ),
-        secondary_y=True,
-    )
-    figure.update_xaxes(title_text="batch size")
-    figure.update_yaxes(title_text="samples a second (predicted)", rangemode="tozero")
-    figure.update_yaxes(title_text="overhead of the plan, %", rangemode="tozero", secondary_y=True)
-    figure.update_layout(template="plotly_white", height=480, margin={"t": 20})
-    rows = "".join(_row(point) for point in points)
-    title = f"memfit batch: {escape(printable(name))} within {format_bytes(budget_bytes)}"
-    chart: str = figure.to_html(full_html=False, include_plotlyjs=True)
-    page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        "<style>body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
-        "td,th{padding:.2rem 1rem;text-align:right}</style></head><body>"
-        f"<h1>{title}</h1><p>Times are predicted for {escape(printable(device.name))}. Each point is a plan of its own "
-        "within the same budget; a larger batch computes more of its activations a second time.</p>"
-        f"{chart}<table><tr><th>batch</th><th>peak</th><th>unplanned</th><th>overhead</th>"
-        "<th>samples a second</th></tr>"
-        f"{rows}</table></body></html>"
-    )
-    write_atomically(path, page.encode())
+    Guarantees: as `write_html`: no text can become markup or script, and the page loads nothing.
+    """
+    title = f"{printable(name)} within {format_bytes(budget_bytes)}"
+    parts = {
+        "title": escape(f"memfit batch: {title}"),
+        "name": escape(title),
+        "lead": _lead(device, points),
+        "rows": "".join(_row(point) for point in points),
+    }
+    write_atomically(path, fill("batch.html", parts, {"points": [point.keys() for point in points]}).encode())
+
+
+def _lead(device: Device, points: list[BatchPoint]) -> str:
+    """Return the answer in a sentence or two: the largest batch, and the fastest."""
+    speeds = {point.batch: point.samples_per_second for point in points if point.samples_per_second is not None}
+    where = f"All times are predicted, for {escape(printable(device.name))}."
+    if not speeds:
+        return f"No batch that was tried fits. {where}"
+    largest, fastest = max(speeds), max(speeds, key=lambda batch: (speeds[batch], -batch))
+    said = f"The largest batch that fits is <b>{largest:,}</b>, at {speeds[largest]:,.1f} samples a second."
+    if fastest == largest:
+        return f"{said} None that was tried is faster. {where}"
+    return f"{said} The fastest is <b>{fastest:,}</b>, at {speeds[fastest]:,.1f}. {where}"
 
 
 def _row(point: BatchPoint) -> str:
     if point.overhead is None or point.peak_bytes is None or point.unplanned_bytes is None:
-        return f"<tr><td>{point.batch}</td><td colspan=4>no plan fits</td></tr>"
-    return (
-        f"<tr><td>{point.batch}</td><td>{format_bytes(point.peak_bytes)}</td><td>{format_bytes(point.unplanned_bytes)}"
-        f"</td><td>{point.overhead:.1%}</td><td>{point.samples_per_second:,.1f}</td></tr>"
+        return f'<tr><td class="number">{point.batch:,}</td><td colspan="4">no plan fits</td></tr>'
+    cells = (
+        f"{point.batch:,}",
+        format_bytes(point.peak_bytes),
+        format_bytes(point.unplanned_bytes),
+        change_text(point.overhead),
+        f"{point.samples_per_second:,.1f}",
     )
+    return "<tr>" + "".join(f'<td class="number">{cell}</td>' for cell in cells) + "</tr>"

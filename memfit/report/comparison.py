@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +15,10 @@ from memfit.graph import Graph
 from memfit.plan import Plan
 from memfit.report.fates import Kind, fates
 from memfit.report.figures import Measured
+from memfit.report.frame import fill
 from memfit.report.live import play
 from memfit.report.words import count_text, printable
 
-_PLACE = re.compile(r"@@(\w+)@@")
-_SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
-_FRAGILE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}  # in JSON inside a script element
 _KINDS = tuple(Kind)
 
 
@@ -61,13 +54,6 @@ def write_comparison(graph: Graph, device: Device, points: Sequence[ComparedPoin
 
 def render_comparison(graph: Graph, device: Device, points: Sequence[ComparedPoint]) -> str:
     """Return the page's text."""
-    from plotly.offline import get_plotlyjs  # pyright: ignore  # it takes as long to import as all else together
-
-    template = resources.files("memfit.report").joinpath("comparison.html").read_text(encoding="utf-8")
-    plotly: str = get_plotlyjs()
-    scripts = [plotly if script == "@@plotly@@" else script for script in _SCRIPT.findall(template)]
-    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     planners = list(dict.fromkeys(point.planner for point in points))
     parts = {
         "title": f"memfit compare: {escape(printable(graph.name))}",
@@ -76,16 +62,8 @@ def render_comparison(graph: Graph, device: Device, points: Sequence[ComparedPoi
             f"{count_text(len(planners), 'planner')} on {count_text(len(graph.ops), 'op')}, "
             f"{format_bytes(graph.resident_bytes)} resident, times of {printable(device.name)}."
         ),
-        "policy": f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:",
-        "plotly": plotly,
-        "data": _inert_json(_data(graph, device, points, planners)),
     }
-    return _PLACE.sub(lambda place: parts[place[1]], template)
-
-
-def _inert_json(content: Any) -> str:
-    encoded = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return re.sub("[<>&]", lambda character: _FRAGILE[character[0]], encoded)
+    return fill("comparison.html", parts, _data(graph, device, points, planners))
 
 
 def _data(graph: Graph, device: Device, points: Sequence[ComparedPoint], planners: list[str]) -> dict[str, Any]:

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-import re
-from collections.abc import Iterable
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +14,11 @@ from memfit.report import story
 from memfit.report.explanation import Explanation, explained
 from memfit.report.fates import Kind
 from memfit.report.figures import Curve, CurvePoint, Measured
+from memfit.report.frame import fill
 from memfit.report.live import Layer, Run, play
 from memfit.report.series import series
 from memfit.report.storage_table import storage_columns
 from memfit.report.words import change_text, printable
-
-_PLACE = re.compile(r"@@(\w+)@@")
-_SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
-_FRAGILE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}  # in JSON inside a script element
 
 
 def write_html(plan: Plan, path: Path | str, *, curve: Curve = (), measured: Measured | None = None) -> None:
@@ -58,7 +49,8 @@ def render(
     explanation = explained(plan, curve)
     of_storage = explanation.fates
     unplanned = play(plan.graph, unplanned_schedule(_problem(plan)), plan.device)
-    return _filled(
+    return fill(
+        "page.html",
         {
             "title": f"memfit: {story.text(plan.graph.name)} in {format_bytes(plan.budget_bytes)}",
             "name": story.text(plan.graph.name),
@@ -77,8 +69,8 @@ def render(
             "curve": story.curve_section(bool(explanation.points)),
             "fates": story.fates_table(plan, of_storage),
             "made": story.made(plan),
-            "data": _inert_json(_data(explanation, unplanned, picture_height_pixels)),
-        }
+        },
+        _data(explanation, unplanned, picture_height_pixels),
     )
 
 
@@ -86,30 +78,6 @@ def _problem(plan: Plan) -> Problem:
     return Problem(
         graph=plan.graph, device=plan.device, budget_bytes=plan.budget_bytes, bytes_outside=plan.bytes_outside
     )
-
-
-def _filled(parts: dict[str, str]) -> str:
-    """Fill the template's places in one pass, so that a part which looks like a place stays text."""
-    from plotly.offline import get_plotlyjs  # pyright: ignore  # it takes as long to import as all else together
-
-    template = resources.files("memfit.report").joinpath("page.html").read_text(encoding="utf-8")
-    plotly: str = get_plotlyjs()
-    scripts = [plotly if script == "@@plotly@@" else script for script in _SCRIPT.findall(template)]
-    parts = {**parts, "plotly": plotly, "policy": _policy(scripts)}
-    return _PLACE.sub(lambda place: parts[place[1]], template)
-
-
-def _policy(scripts: Iterable[str]) -> str:
-    """Return a content security policy that allows these scripts, styles in the page, and no loads at all."""
-    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
-    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
-
-
-def _inert_json(content: Any) -> str:
-    """Return JSON that cannot end the script element it stands in: pure ASCII, without `<`, `>` and `&`."""
-    encoded = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return re.sub("[<>&]", lambda character: _FRAGILE[character[0]], encoded)
 
 
 def _picture_caption(plan: Plan) -> str:
