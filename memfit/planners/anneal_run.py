@@ -15,7 +15,7 @@ from memfit.planners.windows import Windows, simulated
 
 _SLICE_MOVES = 1000  # between two changes of temperature, and two looks at the clock
 _SQUEEZED = 0.5  # of a run: by then what is aimed at has come down from the start's peak to the budget
-_STEP = 0.02  # of the peak: how far below the lowest so far a descent aims
+_STEPS, _TEETH = (0.3, 0.01), 3  # of the peak: how far below it a descent aims, from far to near; and how often anew
 _PENALTY_UNIT = 0.01  # of the budget: one mean op for so many bytes of excess in one stage, to begin with
 
 
@@ -23,25 +23,18 @@ class AnnealRun:
     """A run of annealing that another thread may look at, and stop."""
 
     def __init__(
-        self,
-        program: Program,
-        windows: Windows,
-        temperatures: tuple[float, float],
-        seed: int,
-        stop: threading.Event,
-        *,
-        descends: bool = False,
+        self, program: Program, windows: Windows, temperatures: tuple[float, float], seed: int, stop: threading.Event
     ) -> None:
         """Set up a run from `windows`, with temperatures in mean op seconds from the first to the last move.
 
-        A run that `descends` aims a little below the lowest peak it has seen, until that is the budget: where the peak
-        itself is what is hard to lower.
+        Before it starts, it may be told to descend: to aim below the lowest peak that it has seen, until a state fits;
+        and to overshoot: to aim below the budget meanwhile, where fewer states are dead ends.
         """
         self.program, self.windows, self.temperatures, self.stop = program, windows, temperatures, stop
-        self.descends = descends
+        self.descends, self.overshoots = False, False
         self.course: Course = make_course(program, seed)
         self.moves = 0
-        self.leanest = windows  # the least peak that was looked at, as long as nothing fits
+        self.leanest = windows  # of the states between two slices
 
     def run(self, progress: Callable[[int], float]) -> AnnealRun:
         """Anneal until `progress` of the moves made so far is 1 or more, or somebody stops it; return itself."""
@@ -50,20 +43,28 @@ class AnnealRun:
         mean_seconds = float(positions["seconds"].sum()) / max(1, len(positions))
         totals["penalty"] = mean_seconds / (_PENALTY_UNIT * max(1, self.program.budget_bytes))
         first, last = self.temperatures
-        start_bytes, budget_bytes = int(weigh(state, 0)[0]), self.program.budget_bytes
-        lowest_bytes = start_bytes
+        start_bytes = lowest_bytes = int(weigh(state, 0)[0])
         while (done := progress(self.moves)) < 1.0 and not self.stop.is_set():
-            above = max(0.0, 1.0 - done / _SQUEEZED) * (start_bytes - budget_bytes)
-            if self.descends:
-                above = lowest_bytes - budget_bytes - _STEP * (self.program.base_bytes + lowest_bytes)
-            totals["aim_bytes"] = budget_bytes + int(max(0.0, above))
-            totals["temperature"] = mean_seconds * first * (last / first) ** done
+            lowers = self.descends and not np.isfinite(self.best_seconds)
+            totals["aim_bytes"] = self._aim(done, lowest_bytes if lowers else start_bytes, lowers=lowers)
+            totals["temperature"] = mean_seconds * first * (last / first) ** (0.0 if lowers else done)
             anneal(self.program.tables, state, self.course, _SLICE_MOVES, 1.0)
             self.moves += _SLICE_MOVES
             if int(totals["peak_bytes"][0]) < lowest_bytes:
                 lowest_bytes = int(totals["peak_bytes"][0])
                 self.leanest = Windows(release=state.gaps["release"].copy(), hold=state.gaps["hold"].copy())
         return self
+
+    def _aim(self, done: float, peak_bytes: int, *, lowers: bool) -> int:
+        """Return the bytes above which a stage costs: below the peak so far, or from the start's down to the budget."""
+        budget_bytes = self.program.budget_bytes
+        if lowers:
+            first, last = _STEPS
+            step = first * (last / first) ** (_TEETH * done % 1.0)
+            aim_bytes = peak_bytes - int(step * (self.program.base_bytes + peak_bytes))
+            return aim_bytes if self.overshoots else max(aim_bytes, budget_bytes)
+        wide = 0.0 if self.descends else max(0.0, 1.0 - done / _SQUEEZED)
+        return budget_bytes + int(wide * max(0, peak_bytes - budget_bytes))
 
     @property
     def best_seconds(self) -> float:

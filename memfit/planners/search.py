@@ -45,7 +45,6 @@ _SHORTEST = 0.02  # of the search: a wave shorter than this is added to the next
 _ELITE = 6  # best runs that later waves start from
 # Temperatures in mean op seconds, from the first to the last move of a run.
 _HOT, _WIDE, _MILD, _NARROW = (3.0, 1e-3), (0.3, 1e-3), (0.1, 1e-3), (0.03, 1e-4)
-_LEVEL = (0.1, 0.1)  # of a descent, which has no state yet to settle in
 
 Temperatures = tuple[float, float]
 
@@ -157,17 +156,13 @@ class _Search:
         done = self._done()
         ends = next(end for end in (_EXPLORING, _JOINING, 1.0) if end - done > _SHORTEST or end == 1.0)
         self.running = []
-        descends = wave > 0 and not self.elite
         for thread in range(self.options.threads):
-            first = wave * self.options.threads + thread
-            if descends:
-                windows, temperatures = self.least[1] if thread == 0 else starts[first % len(starts)][0], _LEVEL
-            elif ends == _EXPLORING or not self.elite:
-                windows, temperatures = starts[first % len(starts)]
-            else:
-                windows, temperatures = self._from_best(thread, joins=ends == _JOINING)
+            windows, temperatures = self._start(starts, wave, thread, ends)
             seed = int(self.random.integers(1 << 62))
-            self.running.append(AnnealRun(self.program, windows, temperatures, seed, self.stop, descends=descends))
+            run = AnnealRun(self.program, windows, temperatures, seed, self.stop)
+            run.overshoots = thread % 2 == 1
+            run.descends = self.best is None and (wave > 0 or run.overshoots)
+            self.running.append(run)
         pace = self._pace(ends)
         futures = [pool.submit(run.run, pace) for run in self.running]
         while wait(futures, timeout=_REPORT_SECONDS).not_done:
@@ -175,6 +170,17 @@ class _Search:
         for future in futures:
             future.result()
         self._take_over()
+
+    def _start(
+        self, starts: list[tuple[Windows, Temperatures]], wave: int, thread: int, ends: float
+    ) -> tuple[Windows, Temperatures]:
+        """Return where a run starts, and its temperatures."""
+        first = wave * self.options.threads + thread
+        if self.best is None and wave > 0:
+            return self.least[1] if thread == 0 else starts[first % len(starts)][0], _MILD
+        if ends == _EXPLORING or not self.elite:
+            return starts[first % len(starts)]
+        return self._from_best(thread, joins=ends == _JOINING)
 
     def _from_best(self, thread: int, *, joins: bool) -> tuple[Windows, Temperatures]:
         """Return where a run starts that comes from the best ones: two of them joined, or one of the best."""
