@@ -26,7 +26,7 @@ from memfit.planners.windows import Windows
 from memfit.schedule import Schedule
 
 _FEW_MOVES = 10_000  # of the search, where a proof has the plan already
-_SEARCHING = 0.25  # of the time, where a proof follows
+_SEARCHING = 0.15  # of the time, where a proof follows: a few dozen ops need no more
 _MOVES_FOR_WORK = 50_000  # of the search: about as long as one deterministic unit of CP-SAT's
 
 
