@@ -218,7 +218,8 @@ class _Search:
             second = cuts[min(1, len(cuts) - 1)]
             chosen = [(cuts[0], _MILD), *chosen, (second, _WIDE), (cuts[0], _HOT), (cuts[0], _NARROW)]
         if structured:
-            chosen = [(structured[0], _NARROW), *chosen, (structured[0], _WIDE)]
+            most_promising = self._by_promise([structured[0], *cuts[:1]])[0]
+            chosen = [(structured[0], _NARROW), (most_promising, _MILD), *chosen, (structured[0], _WIDE)]
         return [*warm, *chosen]
 
     def _by_promise(self, windows: Sequence[Windows]) -> list[Windows]:
