@@ -21,14 +21,15 @@ import torch
 from _measure import MIB, forward_backward, outcome, resident_bytes, same_bits, storage_bytes, usage_of
 from _process import answer_if_child, in_fresh_process
 from _record import interleaved_ratio, load, result_path, store
-from _torch_budget import compile_with_budget
 
 from memfit import TrainingStep
+from memfit.capture.torch_private import compile_with_budget
 from memfit.workloads import WORKLOADS, build, checkpointed
 from memfit.workloads.building import GRANULARITIES
 
 BUDGETS = tuple(round(1 - tenth / 10, 1) for tenth in range(11))
 RIVALS = ("budget", "checkpoint")
+SOLVER = "dp"  # torch's default for its activation memory budget
 CHILD_SECONDS = 900  # compiling the unrolled lstm takes torch minutes
 
 
@@ -47,7 +48,7 @@ def baseline(step: TrainingStep, configuration: dict[str, Any]) -> tuple[Callabl
         placed = checkpointed(step, configuration["granularity"])
         return lambda: forward_backward(placed), placed
     if configuration["kind"] == "budget":
-        compiled = compile_with_budget(step.model, configuration["budget"])
+        compiled = compile_with_budget(step.model, configuration["budget"], SOLVER)
         return lambda: forward_backward(step, compiled), step
     return lambda: forward_backward(step), step
 

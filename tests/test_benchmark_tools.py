@@ -35,16 +35,15 @@ sys.path.insert(0, {str(BENCHMARKS)!r})
 from _process import answer_if_child
 assert answer_if_child(lambda number: {{"double": number * 2}})
 """
-BUDGET_CHILD = f"""
+BUDGET_CHILD = """
 import sys, torch
-sys.path.insert(0, {str(BENCHMARKS)!r})
-from _torch_budget import compile_with_budget
+from memfit.capture.torch_private import compile_with_budget
 from memfit.cost.recorder import record
 torch.set_num_threads(1)
 layers = [layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.Sigmoid(), torch.nn.Tanh())]
 model = torch.nn.Sequential(*layers)
 rows = torch.randn(1024, 64)
-compiled = compile_with_budget(model, float(sys.argv[1]))
+compiled = compile_with_budget(model, float(sys.argv[1]), "dp")
 for _ in range(2):
     model.zero_grad(set_to_none=True)
     with record("cpu") as usage:
