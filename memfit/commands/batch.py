@@ -13,12 +13,11 @@ from rich.text import Text
 from memfit.budget import format_bytes, parse_budget
 from memfit.commands import options
 from memfit.commands.answer import DONE, INTERRUPTED, Answer, columns_table, deliver, rows_table
-from memfit.commands.planning import Search, graph_with_costs, load_target, make_search, typed_options
+from memfit.commands.planning import Search, graph_with_costs, load_target, make_search, problem_of, typed_options
 from memfit.commands.work import Work, working
 from memfit.device import Device
 from memfit.errors import InfeasibleBudgetError, InvalidBudgetError, InvalidTargetError
 from memfit.graph import Graph
-from memfit.plan import Problem
 from memfit.planners import make_planner
 from memfit.planners.bounds import least_budget_bound
 from memfit.report.batch_page import BatchPoint, write_batch_page
@@ -108,14 +107,7 @@ class _Trial:
         step = at_batch_size(self.target, self.settings, self.step, size)
         graph, self.device = graph_with_costs(step, self.device_profile, self.work)
         self.work.stage(f"searching a plan for batch {size}", expected_seconds=self.search.time_limit_seconds)
-        problem = Problem(
-            graph=graph,
-            device=self.device,
-            budget_bytes=self.budget_bytes,
-            time_limit_seconds=self.search.time_limit_seconds,
-            seed=self.search.seed,
-            progress=self.work.on_search,
-        )
+        problem = problem_of(graph, self.device, self.budget_bytes, self.search, self.work)
         bound_bytes, _ = least_budget_bound(problem)
         if bound_bytes > self.budget_bytes:
             self.points[size] = BatchPoint(batch=size, least_bytes=bound_bytes)

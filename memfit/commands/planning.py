@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -99,6 +99,19 @@ def typed_options(search: Search) -> dict[str, object]:
     return values
 
 
+def problem_of(graph: Graph, device: Device, budget_bytes: int, search: Search, work: Work) -> Problem:
+    """Return what a planner is asked, as the command line's search has it; its progress is shown."""
+    return Problem(
+        graph=graph,
+        device=device,
+        budget_bytes=budget_bytes,
+        host_budget_bytes=search.host_budget_bytes,
+        time_limit_seconds=search.time_limit_seconds,
+        seed=search.seed,
+        progress=work.on_search,
+    )
+
+
 def find_plan(graph: Graph, device: Device, budget: str, search: Search, work: Work) -> Plan:
     """Return a plan of `graph` within `budget`.
 
@@ -112,15 +125,7 @@ def find_plan(graph: Graph, device: Device, budget: str, search: Search, work: W
     planner = make_planner(search.planner, **typed_options(search))
     budget_bytes = parse_budget(budget, unplanned_peak_bytes(graph, device))
     work.stage("searching a plan", expected_seconds=search.time_limit_seconds)
-    problem = Problem(
-        graph=graph,
-        device=device,
-        budget_bytes=budget_bytes,
-        host_budget_bytes=search.host_budget_bytes,
-        time_limit_seconds=search.time_limit_seconds,
-        seed=search.seed,
-        progress=work.on_search,
-    )
+    problem = problem_of(graph, device, budget_bytes, search, work)
     return require_plan(planner.plan(problem), graph, budget_bytes, search.planner)
 
 
@@ -188,15 +193,11 @@ def trade_off(
     budgets = [highest - (highest - lowest) * step // max(points - 1, 1) for step in range(points)]
     budgets += [budget for budget in also if budget not in budgets]
     work.stage("drawing the trade-off curve", expected_seconds=each_seconds)
-    problem = Problem(
-        graph=plan.graph,
-        device=plan.device,
-        budget_bytes=plan.budget_bytes,
+    problem = replace(
+        problem_of(plan.graph, plan.device, plan.budget_bytes, search, work),
         host_budget_bytes=plan.host_budget_bytes,
         bytes_outside=plan.bytes_outside,
         time_limit_seconds=each_seconds,
-        seed=search.seed,
-        progress=work.on_search,
     )
     results = plan_frontier(problem, budgets)
     return [CurvePoint.of(budget, result) for budget, result in zip(budgets, results, strict=True)]
