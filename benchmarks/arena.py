@@ -300,7 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("models", nargs="*", default=[*NETWORKS, SEQ2SEQ], help="default: all five")
     parser.add_argument("--batches", type=int, nargs="+", help="batch sizes of training, for all models")
-    parser.add_argument("--repeats", type=int, default=11, help="pairs of steps (seq2seq: of epochs) that are timed")
+    parser.add_argument("--repeats", type=int, default=7, help="pairs of steps (seq2seq: of epochs) that are timed")
     parser.add_argument("--again", action="store_true", help="measure what is stored already, too")
     options = parser.parse_args()
     for name in options.models:

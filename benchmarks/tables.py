@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from _arena_tables import ARENA_NAMES, ARENA_TABLES
 from _measure import MIB
 from _paper_tables import PAPER_TABLES
 from _record import RESULTS, load, machine_name
@@ -227,6 +228,10 @@ def _of_one(make: Callable[[dict[str, Any]], tuple[list[str], list[list[str]], s
     return render_one
 
 
+def _drawn_by(make: Callable[[Stored], tuple[list[str], list[list[str]], str]]) -> Callable[[Stored], str]:
+    return lambda stored: _table(*make(stored), stored)
+
+
 TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     "compare": ("compare_baselines", compare),
     "targets": ("compare_baselines", targets),
@@ -241,15 +246,16 @@ TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     "gpu": ("gpu", gpu),
     "published": ("plan_shared_graphs", published),
     **{name: (script, _of_one(make)) for name, (script, make) in PAPER_TABLES.items()},
+    **{
+        name: (script, lambda stored, make=make: _table(*make(stored), stored))
+        for name, (script, make) in ARENA_TABLES.items()
+    },
 }
 """Each table by name: the script whose results it shows, and what renders it."""
 
 
 def results_of(script: str, machine: str) -> Stored:
-    """Return what `script` stored on a machine, workloads in their usual order; empty where it stored nothing.
-
-    GPU results lie in folders of their own, one for each GPU.
-    """
+    """Return what `script` stored on a machine, in the usual order; empty where nothing. A GPU has its own folder."""
     if script == "gpu":
         paths = sorted(RESULTS.glob("*/gpu.json"))
         found = {path.parent.name: path for path in paths}
@@ -258,17 +264,14 @@ def results_of(script: str, machine: str) -> Stored:
     elif script in {script for script, _ in PAPER_TABLES.values()}:
         found = {script: RESULTS / machine / f"{script}.json"}
     else:
-        found = {workload: RESULTS / machine / script / f"{workload}.json" for workload in WORKLOADS}
+        names = ARENA_NAMES if script.startswith("arena") else WORKLOADS
+        found = {name: RESULTS / machine / script / f"{name}.json" for name in names}
     documents = {name: load(path) for name, path in found.items() if path.exists()}
     return {name: {**document["payload"], "machine": document["machine"]} for name, document in documents.items()}
 
 
 def render(name: str, machine: str) -> str | None:
-    """Return the table `name`, or None where there are no results for it.
-
-    Raises:
-        InvalidOptionError: there is no such table.
-    """
+    """Return the table `name`, or None where there are no results for it; InvalidOptionError: no such table."""
     if name not in TABLES:
         raise InvalidOptionError(f"no table is called {name!r}; there are {', '.join(TABLES)}")
     script, table = TABLES[name]

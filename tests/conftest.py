@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,8 @@ GOLDEN = HERE / "golden"
 SHARED_GRAPHS = HERE.parent.parent / "shared" / "data" / "graphs"
 
 sys.path.insert(0, str(HERE))  # for `import reference` and `import strategies`: the tests are no package
+
+from browsing import CHROME, FLAGS, Visit  # noqa: E402
 
 # Deadlines measure the machine; the first example of a test may compile.
 settings.register_profile("memfit", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
@@ -46,3 +49,19 @@ def shared_graphs() -> Path:
     if not SHARED_GRAPHS.is_dir():
         pytest.skip(f"{SHARED_GRAPHS} does not exist: the published graphs are not on this machine")
     return SHARED_GRAPHS
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install memfit[dev]")
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROME, args=FLAGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Visit]:
+    context = browser.new_context(viewport={"width": 1200, "height": 900}, color_scheme="light")
+    yield Visit(page=context.new_page())
+    context.close()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from browsing import NEEDS_BROWSER, Visit
 
 from memfit.checker import check
 from memfit.device import Device
@@ -24,24 +21,8 @@ from memfit.report.comparison import ComparedPoint, write_comparison
 from memfit.schedule import Compute, Drop, Instruction, Offload, Prefetch, Schedule, Wait
 from memfit.simulate import simulate
 
-CHROME = os.environ.get("BROWSER_PATH") or shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROME is None, reason="no Chromium: apt-get install chromium, or set BROWSER_PATH"),
-]
+pytestmark = NEEDS_BROWSER
 
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-]
-READY = "html[data-ready=true]"  # a selector: waiting for an expression would need eval, which the page forbids
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2><b>bold</b>@@data@@"
 DEVICE = Device(name="test device", to_host_bytes_per_second=1e7, to_device_bytes_per_second=1e7)
 
@@ -115,43 +96,6 @@ def plan_of(graph: Graph, schedule: Schedule, **names: Any) -> Plan:
         plan_seconds=0.1,
         versions={"memfit": "0.1.0"},
     )
-
-
-@dataclass
-class Visit:
-    """A page that is open, and what it has complained about or asked for."""
-
-    page: Any
-    complaints: list[str] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)
-
-    def open(self, path: Path) -> None:
-        self.page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto(path.as_uri())
-        self.page.wait_for_selector(READY, timeout=60_000)
-
-    def rows(self, table: str) -> list[list[str]]:
-        return self.page.eval_on_selector_all(
-            f"{table} tbody tr", "rows => rows.map(row => [...row.cells].map(cell => cell.innerText))"
-        )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install memfit[dev]")
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROME, args=FLAGS)
-        yield started
-        started.close()
-
-
-@pytest.fixture
-def visit(browser: Any) -> Iterator[Visit]:
-    context = browser.new_context(viewport={"width": 1200, "height": 900}, color_scheme="light")
-    yield Visit(page=context.new_page())
-    context.close()
 
 
 @pytest.fixture(scope="module")
@@ -429,6 +373,11 @@ def test_two_chosen_plans_are_compared(tmp_path: Path, visit: Visit) -> None:
     assert page.evaluate("window.hacked") is None
     assert page.locator("#predicted .scatterlayer .trace").count() == 2
     assert page.locator("#measured .scatterlayer .trace").count() == 2
+    page.locator("#predicted").scroll_into_view_if_needed()
+    peak_mib, overhead = page.evaluate("[data.points[1].peak_bytes / MIB, 100 * data.points[1].overhead]")
+    under = visit.text_under_the_mouse("#predicted", peak_mib, overhead)
+    assert under[0].startswith("by_hand: ")
+    assert under[1].startswith("asked for ")
     assert [row[0] for row in visit.rows("#points")] == ["none", "by_hand", "none", "checkpoint:block"]
     assert visit.rows("#points")[3][6:] == ["19.53 KiB", "+100.0%", "yes"]
     assert page.locator("#one option").count() == 2  # what was not planned has nothing to compare

@@ -1,0 +1,86 @@
+"""The tables of docs/arena.md: what `arena.py` and `arena_captured.py` stored, by model and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from _measure import MIB
+from arena import NETWORKS, SEQ2SEQ
+
+SINGLE_SIZES = "single_sizes"
+ARENA_NAMES = (*NETWORKS, SEQ2SEQ, SINGLE_SIZES)
+
+Stored = dict[str, dict[str, Any]]
+Table = tuple[list[str], list[list[str]], str]
+"""Head, rows, and the note below them."""
+
+
+def captured(stored: Stored) -> Table:
+    """Figure 2 and 4 at full size: memory, and the solver's seconds."""
+    head = ["model", "step", "blocks", "every block apart, MiB", "peak of live bytes, MiB", "arena, MiB"]
+    head += ["arena / peak", "arena / apart", "solver, s"]
+    rows = [
+        [
+            *[model, step, f"{result['blocks']:,}", _mib(result["apart_bytes"]), _mib(result["peak_live_bytes"])],
+            *[_mib(result["arena_bytes"]), f"{result['arena_over_peak']:.4f}", f"{result['arena_over_apart']:.3f}"],
+            f"{result['solver_seconds']:.2f}",
+        ]
+        for model, step, result in _results(stored)
+    ]
+    note = "Captured at full size, nothing allocated: predicted, but for the solver's seconds."
+    return head, rows, note
+
+
+def measured(stored: Stored) -> Table:
+    """Figures 2, 3 and 4, measured at sizes that the machine holds."""
+    head = ["model", "step", "every block apart, MiB", "peak of live bytes, MiB", "arena, MiB", "arena / peak"]
+    head += ["time against torch's allocator", "solver, s", "not served"]
+    rows = [
+        [
+            *[model, step, _mib(result["apart_bytes"]), _mib(result["peak_live_bytes"]), _mib(result["arena_bytes"])],
+            *[f"{result['arena_over_peak']:.4f}", f"{result['time_ratio']:.3f}"],
+            *[f"{result.get('solver_seconds_all', result['solver_seconds']):.2f}", str(result["not_served"])],
+        ]
+        for model, step, result in _results(stored)
+    ]
+    note = "Measured; times in turns with the same step outside the arena, medians of pairs."
+    return head, rows, note
+
+
+def per_request(stored: Stored) -> Table:
+    """What a request and its free cost."""
+    head = ["requests", "arena, ns", "torch's allocator, ns"]
+    timed = [
+        (f"of {model}, {step}", result["per_request"])
+        for model, step, result in _results(stored)
+        if "per_request" in result
+    ]
+    single = stored.get(SINGLE_SIZES, {}).get("results", {}).get("all", {})
+    timed += [(f"of {int(size):,} bytes, ten alive", times) for size, times in single.items() if size.isdigit()]
+    rows = [[name, f"{one['arena_nanoseconds']:.0f}", f"{one['plain_nanoseconds']:.0f}"] for name, one in timed]
+    return head, rows, "One request and its free, in nanoseconds, memory not touched. Measured."
+
+
+def _results(stored: Stored) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield what was found of each model and step; with keys and without, for sentences of varying length."""
+    for model, payload in stored.items():
+        for step, result in payload["results"].items():
+            if model == SINGLE_SIZES or "error" in result:
+                continue
+            if "keyed" in result:
+                yield model, f"{step}, a key for each pair of lengths", result["keyed"]
+                yield model, f"{step}, no keys", result["unkeyed"]
+            else:
+                yield model, step, result
+
+
+def _mib(count: int) -> str:
+    return f"{count / MIB:.1f}"
+
+
+ARENA_TABLES = {
+    "arena-captured": ("arena_captured", captured),
+    "arena-measured": ("arena", measured),
+    "arena-requests": ("arena", per_request),
+}

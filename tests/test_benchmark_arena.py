@@ -1,0 +1,62 @@
+"""The arena at full size, and the tables of what its benchmarks stored."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # the scripts import one another as scripts do
+
+import _record
+import arena_captured
+import tables
+
+
+@pytest.mark.parametrize(("name", "batch"), [("alexnet", 32), ("alexnet", None), ("googlenet", 32)])
+def test_the_arena_is_as_low_as_the_peak_of_live_bytes(name: str, batch: int | None) -> None:
+    pytest.importorskip("pytorchcv", reason="pytorchcv is not installed: pip install memfit[dev]")
+    result = arena_captured.figures(name, batch)
+    assert result["proven"]
+    assert 1.0 <= result["arena_over_peak"] <= arena_captured.MOST_RATIO
+    assert result["peak_live_bytes"] <= result["arena_bytes"] < result["apart_bytes"]
+
+
+def result(**figures: Any) -> dict[str, Any]:
+    return {
+        "blocks": 1234,
+        "apart_bytes": 30 << 20,
+        "peak_live_bytes": 10 << 20,
+        "arena_bytes": 11 << 20,
+        "arena_over_peak": 1.1,
+        "arena_over_apart": 11 / 30,
+        "solver_seconds": 0.25,
+        "time_ratio": 0.987,
+        "not_served": 3,
+        **figures,
+    }
+
+
+def test_tables_of_the_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    requests = {"arena_nanoseconds": 48.4, "plain_nanoseconds": 135.0}
+    for path, results in {
+        "arena_captured/alexnet": {"training 32": result()},
+        "arena/alexnet": {"training 8": result(per_request=requests), "inference": {"error": "too slow"}},
+        "arena/seq2seq": {"training 16": {"keyed": result(solver_seconds_all=2.5), "unkeyed": result()}},
+        "arena/single_sizes": {"all": {"64": requests, "repeats": 3}},
+    }.items():
+        _record.store(path, {"results": results}, folder=tmp_path / "here")
+    full, small, each = (tables.render(f"arena-{name}", "here") for name in ("captured", "measured", "requests"))
+    assert full is not None and small is not None and each is not None
+    assert "| alexnet | training 32 | 1,234 | 30.0 | 10.0 | 11.0 | 1.1000 | 0.367 | 0.25 |" in full
+    assert "| alexnet | training 8 | 30.0 | 10.0 | 11.0 | 1.1000 | 0.987 | 0.25 | 3 |" in small
+    assert (
+        "| seq2seq | training 16, a key for each pair of lengths | 30.0 | 10.0 | 11.0 | 1.1000 | 0.987 | 2.50 |"
+        in small
+    )
+    assert "inference" not in small
+    assert "| of alexnet, training 8 | 48 | 135 |" in each
+    assert "| of 64 bytes, ten alive | 48 | 135 |" in each
