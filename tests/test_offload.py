@@ -20,12 +20,14 @@ from memfit.device import GENERIC, Device
 from memfit.graph import Graph
 from memfit.plan import INTERRUPTED, Problem, Progress
 from memfit.planners.ask import unplanned_peak_bytes
+from memfit.planners.away import absences, is_possible, make_draft, take_along, without
 from memfit.planners.bounds import least_budget_bound, least_seconds_again
 from memfit.planners.emit import emit
 from memfit.planners.lean_order import lean_order
 from memfit.planners.offload import Offload
 from memfit.planners.program import build_program
 from memfit.planners.search import Search
+from memfit.planners.spans import weigh
 from memfit.planners.streams import make_possible, make_streams
 from memfit.planners.trips import find_trips, with_trips
 from memfit.planners.windows import evaluate, keep_only, simulated
@@ -206,3 +208,29 @@ def test_planners_are_compared_with_a_host_budget(tmp_path: Path, capsys: pytest
     assert least["search"] is None
     assert least["offload"] is not None
     assert page.stat().st_size > 0
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(graph=graphs(most_ops=14, boundaries=False), seed=st.integers(0, 1 << 30))
+def test_what_is_away_does_not_count_for_the_search(graph: Graph, seed: int) -> None:
+    pick = random.Random(seed)
+    task = linked(graph, 0)
+    program = build_program(task, lean_order(graph, task.device))
+    windows = keep_only(program, {storage.id for storage in graph.storages if pick.random() < 0.7})
+    draft = make_draft(program, task, windows)
+    draft.trips.trips["made"] = [pick.random() < 0.5 for _ in draft.trips.trips]
+    make_possible(make_streams(draft.trips, draft.peak_bytes * 2 // 3, PLENTY, seed))
+    away = absences(draft)
+    held = draft.trips.stops["held_bytes"].copy()
+    for absence in away:
+        gone = (draft.stage_of >= absence.first) & (draft.stage_of <= absence.last)
+        held[gone] -= LINKED.aligned(graph.storages[absence.storage].bytes)
+    around = without(program, away)
+    assert is_possible(around, draft.windows)
+    peak_bytes, _ = weigh(simulated(around, draft.windows), 0)
+    assert peak_bytes + program.base_bytes == held.max()
+    again = make_draft(program, task, draft.windows)
+    take_along(again, away)
+    kept_along = again.trips.trips["made"]
+    assert (kept_along <= draft.trips.trips["made"]).all()
+    assert kept_along.sum() == len(away)
