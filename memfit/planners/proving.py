@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from memfit.plan import INTERRUPTED, ROUNDING, Problem, Progress, Result
+from memfit.plan import INTERRUPTED, PROVED_TO, Problem, Progress, Result
 from memfit.planners.cuts import Bound
 from memfit.planners.emit import emit
 from memfit.planners.lean_order import lean_order
@@ -58,7 +58,7 @@ def prove_further(
 
 
 def _rounding(problem: Problem) -> float:
-    return ROUNDING * len(problem.graph.ops) * sum(op.seconds for op in problem.graph.ops)
+    return PROVED_TO * sum(op.seconds for op in problem.graph.ops)
 
 
 def _reporter(

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from memfit.checker import check
-from memfit.graph import Graph
-from memfit.plan import ROUNDING, Bounds, Plan, Prediction, Problem, Result, Status
+from memfit.plan import PROVED_TO, Bounds, Plan, Prediction, Problem, Result, Status
 from memfit.planners.bounds import prove_bounds
 from memfit.planners.cuts import Bound
 from memfit.planners.emit import emit
@@ -19,7 +18,6 @@ from memfit.schedule import Schedule
 from memfit.simulate import simulate
 
 _PACKAGES = ("memfit", "numpy", "numba", "torch")
-_IN_ORDER_ROUNDING = 1e-7  # of the step: seconds are whole units in the retention model, each computation rounded down
 
 
 def unplanned_schedule(problem: Problem) -> Schedule:
@@ -88,7 +86,7 @@ def make_result(
         proved = problem.budget_bytes < bounds.least_budget_bound_bytes
         status = Status.TIMED_OUT if timed_out and not proved else Status.INFEASIBLE
         return Result(status=status, plan=None, bounds=bounds, stats=counts)
-    status = _status(problem.graph, predicted, unplanned, bounds)
+    status = _status(predicted, unplanned, bounds)
     plan = Plan(
         graph=problem.graph,
         device=problem.device,
@@ -112,12 +110,9 @@ def _fits(problem: Problem, predicted: Prediction) -> bool:
     return predicted.peak_bytes <= problem.budget_bytes and predicted.host_peak_bytes <= problem.host_budget_bytes
 
 
-def _status(graph: Graph, predicted: Prediction, unplanned: Prediction, bounds: Bounds) -> Status:
+def _status(predicted: Prediction, unplanned: Prediction, bounds: Bounds) -> Status:
     """Optimal where the overhead is the proved least: for every order of ops, or for one."""
-    rounding = ROUNDING * len(graph.ops)
-    least = bounds.overhead + rounding
-    if bounds.overhead_in_order is not None:
-        least = max(least, bounds.overhead_in_order + rounding + _IN_ORDER_ROUNDING)
+    least = max(bounds.overhead, bounds.overhead_in_order or 0.0) + PROVED_TO
     return Status.OPTIMAL if predicted.seconds <= unplanned.seconds * (1.0 + least) else Status.FEASIBLE
 
 
