@@ -6,13 +6,14 @@ import msgspec
 import numpy as np
 
 from memfit.device import Device
-from memfit.graph import Graph, Op
+from memfit.graph import Graph, Op, Phase
 from memfit.plan import Bounds, Problem
-from memfit.planners.cuts import Bound, Cuts
+from memfit.planners.cuts import Bound, Cuts, Integers
 
 _LEAST_GRID, _MOST_GRID, _HALVINGS = 9, 65, 4  # ops tried at first, evenly; then between the best and its neighbours
 _GUESSES = 8  # at the seconds of a step with copies on the host
 _MOST_TIMES = 16  # that seconds of computing each op once are guessed
+_AT_TURNING = 6  # ops tried where backward begins, as a step is often at its fullest there
 _GRID_WORK = 60_000  # ops of the graph times ops tried: a second or so
 
 
@@ -65,7 +66,7 @@ def least_seconds_again(problem: Problem, *, until_seconds: float | None = None)
     guess g, then, T is at least g, or else at least once + f(a(g)): the best guess is found by bisection. Bytes on the
     host are not aligned; all storages are therefore counted with their exact bytes here, which is no more.
 
-    The ops t that are tried lie on a grid, and then around the best; with `until_seconds`, as long as the problem's
+    The ops t that are tried are a few where backward begins, others on a grid, and then around the best; with `until_seconds`, as long as the problem's
     clock is below that. No bound (0.0) is given where the budget has no room for some op.
 
     Source: see `memfit.planners.cuts`.
@@ -93,6 +94,10 @@ def least_seconds_again(problem: Problem, *, until_seconds: float | None = None)
     places = sorted({int(place) for place in np.linspace(0, len(candidates) - 1, grid)})
     middle = places[len(places) // 2]  # a step is at its fullest in the middle: from there outwards, as time allows
     best = middle
+    turning = middle
+    for place in _at_turning(problem.graph, candidates):
+        if until_seconds is None or problem.clock() < until_seconds:
+            turning = max(turning, place, key=at)
     for place in sorted(places, key=lambda place: abs(place - middle)):
         if until_seconds is None or problem.clock() < until_seconds:
             best = max(best, place, key=at)
@@ -101,6 +106,7 @@ def least_seconds_again(problem: Problem, *, until_seconds: float | None = None)
         for place in (max(0, best - distance), min(len(candidates) - 1, best + distance)):
             if until_seconds is None or problem.clock() < until_seconds:
                 best = max(best, place, key=at)
+    best = max(best, turning, key=at)
     op, seconds = int(candidates[best]), at(best)
     if least_away_bytes > 0:
         seconds = _least_seconds_with_host(problem, cuts, op, seconds)
@@ -109,6 +115,22 @@ def least_seconds_again(problem: Problem, *, until_seconds: float | None = None)
         seconds=seconds,
         cuts=tuple(cut for bound in bounds.values() for cut in bound.cuts),
     )
+
+
+def _at_turning(graph: Graph, candidates: Integers) -> list[int]:
+    """Return the places of the few candidates nearest to where backward begins that depend on much: a counter, which
+    depends on little, shows nothing.
+
+    What has half of the largest depth of all ops up to it counts as much.
+    """
+    depths: list[int] = []
+    for op in graph.ops:
+        writers = [graph.writer_of.get(storage) for storage, _ in graph.read_versions[op.id]]
+        depths.append(1 + max((depths[writer] for writer in writers if writer is not None), default=0))
+    depth = np.array(depths, np.int64)
+    deep = np.flatnonzero((2 * depth >= np.maximum.accumulate(depth))[candidates])
+    turning = next((op.id for op in graph.ops if op.phase != Phase.FORWARD), len(graph.ops))
+    return deep[np.argsort(np.abs(candidates[deep] - turning), kind="stable")][:_AT_TURNING].tolist()
 
 
 def _most_away_bytes(problem: Problem, step_seconds: float) -> int:
@@ -134,7 +156,7 @@ def _least_seconds_with_host(problem: Problem, cuts: Cuts, op: int, most_seconds
     return low_seconds
 
 
-def _over_budget(problem: Problem) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _over_budget(problem: Problem) -> Integers:
     """Return the ops over which too much lives when everything is kept, in the original order."""
     graph, device = problem.graph, problem.device
     live = np.zeros(len(graph.ops) + 1, np.int64)
