@@ -17,8 +17,13 @@ FAKE_RUNTIME = r"""
 #include <cstdlib>
 #include <cstdint>
 extern "C" {
-int64_t mallocs = 0, frees = 0, waits = 0, records = 0, synchronizations = 0;
-int cudaMallocAsync(void** p, size_t n, void*) { ++mallocs; return posix_memalign(p, 512, n); }
+int64_t mallocs = 0, frees = 0, waits = 0, records = 0, synchronizations = 0, full = 0, last_error = 0;
+int cudaMallocAsync(void** p, size_t n, void*) {
+  if (full) return last_error = 2;
+  ++mallocs;
+  return posix_memalign(p, 512, n);
+}
+int cudaGetLastError() { const int error = last_error; last_error = 0; return error; }
 int cudaFreeAsync(void* p, void*) { ++frees; free(p); return 0; }
 int cudaSetDevice(int) { return 0; }
 int cudaGetDevice(int* d) { *d = 0; return 0; }
@@ -98,6 +103,10 @@ frees = count("frees")
 free(kept)
 assert count("frees") == frees + 1, "the memory goes with the last tensor in it"
 assert count("mallocs") == count("frees"), (count("mallocs"), count("frees"))
+other = rooms.Arena(device="cuda")
+ctypes.c_int64.in_dll(fake, "full").value = 1
+assert raw.memfit_arena_resize(other._handle, 4096) == 1
+assert count("last_error") == 0, "or torch's next kernel would be blamed"
 """
 
 

@@ -36,6 +36,7 @@ struct Runtime {
   int (*synchronize)();
   int (*default_pool)(void**, int);
   int (*set_attribute)(void*, int, void*);
+  int (*last_error)();
   bool complete = true;
 
   Runtime() {
@@ -50,6 +51,7 @@ struct Runtime {
     find(&synchronize, "cudaDeviceSynchronize");
     find(&default_pool, "cudaDeviceGetDefaultMemPool");
     find(&set_attribute, "cudaMemPoolSetAttribute");
+    find(&last_error, "cudaGetLastError");
   }
 
  private:
@@ -122,10 +124,21 @@ uintptr_t origin_of(int device, Stream stream) {
 
 thread_local Stream slab_stream = nullptr;
 
+// Null where there is no memory. The runtime keeps an error until it is asked for, and torch asks after its next kernel:
+// that one would be blamed.
+void* memory_or_null(size_t bytes, Stream stream) {
+  void* pointer = nullptr;
+  if (runtime().malloc_async(&pointer, bytes, stream) == kSuccess) {
+    return pointer;
+  }
+  runtime().last_error();
+  return nullptr;
+}
+
 // torch takes what it is given for memory, so that to give nothing would crash.
 void* ordinary(size_t bytes, Stream stream) {
-  void* pointer = nullptr;
-  if (runtime().malloc_async(&pointer, bytes, stream) != kSuccess) {
+  void* pointer = memory_or_null(bytes, stream);
+  if (pointer == nullptr) {
     throw std::runtime_error("CUDA out of memory: " + std::to_string(bytes) + " bytes, asked of cudaMallocAsync");
   }
   return pointer;
@@ -138,10 +151,9 @@ namespace memfit {
 void* slab_memory(int64_t bytes, void** owner) {
   *owner = slab_stream;
   runtime().synchronize();  // steps on any stream may use it from now on
-  void* pointer = nullptr;
-  const bool there = runtime().malloc_async(&pointer, static_cast<size_t>(bytes), slab_stream) == kSuccess;
+  void* pointer = memory_or_null(static_cast<size_t>(bytes), slab_stream);
   runtime().synchronize();
-  return there ? pointer : nullptr;
+  return pointer;
 }
 
 void free_slab_memory(void* pointer, void* owner) {
