@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 from chains import chain, network, problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.graph import Graph
+from memfit.graph import Graph, Op, Role, Storage
 from memfit.planners.blocks import Blocks, nested, option_of
+from memfit.planners.bounds import least_seconds_again
 from memfit.planners.families import structured
 from memfit.planners.joining import join
 from memfit.planners.order import update_at_once_order
@@ -83,3 +85,21 @@ def test_a_search_begins_within_budgets_that_only_nested_segments_reach() -> Non
     result = Search(iterations=2000).plan(problem(chain(400), 2400))  # sqrt(400) borders and as much again: 4,000
     assert result.plan is not None
     assert result.plan.predicted.peak_bytes <= 2400
+
+
+def test_counters_beside_a_chain_do_not_hide_its_bound() -> None:
+    """Every op of a chain stands among counters, which depend on nothing: the bound is that of the chain alone."""
+    plain = chain(200)
+    storages = [*plain.storages, Storage(id=len(plain.storages), name="count", bytes=1, role=Role.STATE)]
+    ops: list[Op] = []
+    for op in plain.ops:
+        for _ in range(10):
+            written = Storage(id=len(storages), name=f"count{len(storages)}", bytes=1, role=Role.ACTIVATION)
+            storages.append(written)
+            reads = (len(plain.storages),)
+            ops.append(Op(id=len(ops), name="count", phase=op.phase, reads=reads, writes=(written.id,), seconds=0.0))
+        ops.append(msgspec.structs.replace(op, id=len(ops)))
+    graph = Graph.build(name="counting", storages=storages, ops=ops)
+    alone, among = (least_seconds_again(problem(each, 8000 + 100)).seconds for each in (plain, graph))
+    assert alone > 100
+    assert among >= alone - 2

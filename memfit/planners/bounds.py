@@ -66,8 +66,9 @@ def least_seconds_again(problem: Problem, *, until_seconds: float | None = None)
     guess g, then, T is at least g, or else at least once + f(a(g)): the best guess is found by bisection. Bytes on the
     host are not aligned; all storages are therefore counted with their exact bytes here, which is no more.
 
-    The ops t that are tried are a few where backward begins, others on a grid, and then around the best; with `until_seconds`, as long as the problem's
-    clock is below that. No bound (0.0) is given where the budget has no room for some op.
+    The ops t that are tried are a few where backward begins, others on a grid, and then around the best; with
+    `until_seconds`, as long as the problem's clock is below that. No bound (0.0) is given where the budget has no room
+    for some op.
 
     Source: see `memfit.planners.cuts`.
     """
