@@ -212,7 +212,9 @@ class _Profiler(_Segmented):
     live: int = 0
 
     def begin(self) -> None:
-        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self.profiler = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        )
         self.profiler.start()
 
     def cut(self) -> tuple[int, int, int | None]:
