@@ -252,6 +252,20 @@ def test_the_least_budget_is_the_sum_of_its_parts(bytes_outside: int) -> None:
     assert f"needs {least.ops[0].total_bytes / 1024:.4g} KiB at once" in plan.explain()
 
 
+def test_gradients_that_are_handed_over_hold_the_least_budget() -> None:
+    graph = small_graph()
+    kept = [msgspec.structs.replace(s, required_at_end=s.id in (A, B, GRAD_B, 6, 7)) for s in graph.storages]
+    graph = Graph.build(name="handed", storages=kept, ops=graph.ops[:-1])
+    free = Problem(graph=graph, device=GENERIC, budget_bytes=1)
+    least = explained(plan_of(graph, unplanned_schedule(free))).least_budget
+    assert (least.ops, least.at_end_bytes, least.bound_bytes) == ((), 400 * 4 + 100 + 8, 150 + 1708)
+    assert "1.668 KiB that the step hands over at its end" in _unplanned_words(graph, free)
+
+
+def _unplanned_words(graph: Graph, problem: Problem) -> str:
+    return plan_of(graph, unplanned_schedule(problem)).explain()
+
+
 def test_the_explanation_as_json() -> None:
     explanation = explained(deep_plan())
     keys = msgspec.json.decode(msgspec.json.encode(explanation_keys(explanation)))

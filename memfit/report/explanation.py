@@ -167,6 +167,7 @@ def _least(least: LeastBudget, graph: Graph) -> dict[str, Any]:
         "bound_bytes": least.bound_bytes,
         "resident_bytes": least.resident_bytes,
         "outside_bytes": least.outside_bytes,
+        "at_end_bytes": least.at_end_bytes,
         "ops": [_holding(op, graph) for op in least.ops],
     }
 

@@ -32,13 +32,20 @@ class HoldingOp:
 class LeastBudget:
     """The bound on the budget taken apart: what is there all along, and the ops that need the most beside it.
 
-    `ops` is empty where the bound is held up by what is handed over, at a boundary or at the end of the step.
+    `ops` is empty where the bound is held up by what is handed over: at the end of the step, if that is `at_end_bytes`,
+    else at a boundary.
     """
 
     bound_bytes: int
     resident_bytes: int
     outside_bytes: int
+    at_end_bytes: int
     ops: tuple[HoldingOp, ...]
+
+    @property
+    def is_held_by_the_end(self) -> bool:
+        """Whether what the step hands over at its end is what holds the bound."""
+        return self.resident_bytes + self.outside_bytes + self.at_end_bytes >= self.bound_bytes
 
 
 def least_budget(plan: Plan) -> LeastBudget:
@@ -46,6 +53,7 @@ def least_budget(plan: Plan) -> LeastBudget:
     graph, device = plan.graph, plan.device
     resident_bytes = sum(device.aligned(storage.bytes) for storage in graph.storages if storage.resident)
     outside_bytes = 0 if graph.boundaries else plan.bytes_outside
+    at_end = [storage for storage in graph.storages if storage.required_at_end and not storage.resident]
     bound_bytes = plan.bounds.least_budget_bound_bytes
     holding = plan.bounds.holding_ops
     if not holding:  # a plan's bounds name none where something is outside of the graph
@@ -55,6 +63,7 @@ def least_budget(plan: Plan) -> LeastBudget:
         bound_bytes=bound_bytes,
         resident_bytes=resident_bytes,
         outside_bytes=outside_bytes,
+        at_end_bytes=sum(device.aligned(storage.bytes) for storage in at_end),
         ops=tuple(_holding(plan, op) for op in holding if op < len(graph.ops)),
     )
 

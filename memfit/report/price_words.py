@@ -126,7 +126,10 @@ def least_lines(plan: Plan, least: LeastBudget) -> list[str]:
     outside = f" and {format_bytes(least.outside_bytes)} outside of the graph" if least.outside_bytes else ""
     always = f"{format_bytes(least.resident_bytes)} always there{outside}"
     if not least.ops:
-        return [f"{always}, and what is handed over at a boundary or at the end of the step"]
+        if least.is_held_by_the_end:
+            handed = f"{format_bytes(least.at_end_bytes)} that the step hands over at its end (gradients, outputs)"
+            return [f"{handed}, beside {always}; an optimizer that is part of the step takes gradients one by one"]
+        return [f"what is handed over at a boundary, beside {always}"]
     lines = [f"{holding_text(plan, holding)}, beside {always}" for holding in least.ops[:_NAMED]]
     if len(least.ops) > _NAMED:
         lines.append(f"and {count_text(len(least.ops) - _NAMED, 'more op')} of the same need")

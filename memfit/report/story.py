@@ -206,7 +206,8 @@ def least_section(explanation: Explanation) -> str:
     lines = "".join(f"<li>{escape(line)}</li>" for line in least_lines(explanation.plan, least))
     return (
         '<section class="full" id="least-section"><h2>Why no plan can go lower</h2><p class="note">Each operation is '
-        "computed at least once, and then what it reads and writes is on the device beside what is always there. No "
+        "computed at least once, and then what it reads and writes is on the device beside what is always there; what "
+        "the step hands over is there at its end. No "
         f"plan needs less than {_size(least.bound_bytes)}, for the sake of:</p>"
         f'<ul class="said">{lines}</ul></section>'
     )
