@@ -81,7 +81,7 @@ def _depths(frontier: Frontier, stored: int, levels: int | None) -> tuple[dict[i
     while paths:
         first, end, depth = paths.pop()
         inside = candidates[bisect.bisect_left(candidates, first) : bisect.bisect_left(candidates, end - 1)]
-        places = _divide(inside, first, end, stored) if levels is None or depth < levels else []
+        places = divide(inside, first, end, stored) if levels is None or depth < levels else []
         if not places:
             depth_of_path[first:end] = [depth] * (end - first)
             continue
@@ -92,7 +92,7 @@ def _depths(frontier: Frontier, stored: int, levels: int | None) -> tuple[dict[i
     return depth_of_place, depth_of_path
 
 
-def _divide(candidates: list[int], first: int, end: int, stored: int) -> list[int]:
+def divide(candidates: list[int], first: int, end: int, stored: int) -> list[int]:
     """Return up to `stored` of the candidates, nearest to where equal paths would end."""
     if not candidates:
         return []

@@ -19,6 +19,7 @@ from memfit.planners.cuts import Bound, kept_at
 from memfit.planners.emit import emit
 from memfit.planners.families import structured as structured_windows
 from memfit.planners.lean_order import lean_order
+from memfit.planners.nested import nested_windows
 from memfit.planners.program import build_program
 from memfit.planners.result import make_result
 from memfit.planners.sublinear import Frontier
@@ -42,6 +43,7 @@ _BOUNDING = 0.15  # of the time, at most, for the bound and its cuts
 _STRUCTURING = 0.1  # of the time, at most, for windows joined block by block
 _MOST_FAMILIES = 1000  # windows that they are joined from
 _SHORTEST = 0.02  # of the search: a wave shorter than this is added to the next
+_NESTED = (1, 2, 4, 8)  # results stored on each path of recursive checkpointing
 _ELITE = 6  # best runs that later waves start from
 # Temperatures in mean op seconds, from the first to the last move of a run.
 _HOT, _WIDE, _MILD, _NARROW = (3.0, 1e-3), (0.3, 1e-3), (0.1, 1e-3), (0.03, 1e-4)
@@ -207,7 +209,7 @@ class _Search:
 
     def _starting_points(self) -> list[tuple[Windows, Temperatures]]:
         """Return where the first runs start, the most promising first: windows joined block by block, kept sets of
-        cuts, segments, everything.
+        cuts, segments, everything; and where none of them fits, the best of those and of recursive checkpointing.
         """
         structured = self._by_promise([option.windows for option in structured_windows(self.program, self._is_enough)])
         cuts = self._by_promise(self._kept_by_cuts())
@@ -220,6 +222,10 @@ class _Search:
         if structured:
             most_promising = self._by_promise([structured[0], *cuts[:1]])[0]
             chosen = [(structured[0], _NARROW), (most_promising, _MILD), *chosen, (structured[0], _WIDE)]
+        if self.best is None:
+            for stored in _NESTED:
+                self._look_at(nested_windows(self.program, stored))
+            chosen = [((self.best or self.least)[1], _MILD), *chosen]
         return [*warm, *chosen]
 
     def _by_promise(self, windows: Sequence[Windows]) -> list[Windows]:
