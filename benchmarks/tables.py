@@ -232,6 +232,37 @@ def _drawn_by(make: Callable[[Stored], tuple[list[str], list[list[str]], str]]) 
     return lambda stored: _table(*make(stored), stored)
 
 
+def offloading(stored: Stored) -> str:
+    """The overhead of computing again, of sending to the host, and of both, at the same budgets."""
+    head = [
+        "graph",
+        "device",
+        "budget, GiB",
+        "computed again",
+        "sent to the host",
+        "both",
+        "proved bound",
+        "moved, GiB",
+    ]
+    rows = [
+        [
+            name,
+            point["device"],
+            f"{point['budget_bytes'] / 2**30:g}",
+            *(
+                f"{point[way]['overhead']:.2%}" if "overhead" in point[way] else point[way]["status"]
+                for way in ("recomputation", "offloading", "both")
+            ),
+            f"{point['both'].get('bound', 0.0):.2%}",
+            f"{point['both'].get('offloaded_bytes', 0) / 2**30:.1f}",
+        ]
+        for name, payload in stored.items()
+        for point in payload["points"]
+    ]
+    note = "All predicted, by the simulator, with the graphs' own op times and the link of the device named."
+    return _table(head, rows, note, stored)
+
+
 TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     "compare": ("compare_baselines", compare),
     "targets": ("compare_baselines", targets),
@@ -245,6 +276,7 @@ TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     "baselines": ("torch_baselines", baselines),
     "gpu": ("gpu", gpu),
     "published": ("plan_shared_graphs", published),
+    "offloading": ("offloading", offloading),
     **{name: (script, _of_one(make)) for name, (script, make) in PAPER_TABLES.items()},
     **{
         name: (script, lambda stored, make=make: _table(*make(stored), stored))
@@ -259,7 +291,7 @@ def results_of(script: str, machine: str) -> Stored:
     if script == "gpu":
         paths = sorted(RESULTS.glob("*/gpu.json"))
         found = {path.parent.name: path for path in paths}
-    elif script == "plan_shared_graphs":
+    elif script in ("plan_shared_graphs", "offloading"):
         found = {path.stem: path for path in sorted((RESULTS / machine / script).glob("*.json"))}
     elif script in {script for script, _ in PAPER_TABLES.values()}:
         found = {script: RESULTS / machine / f"{script}.json"}

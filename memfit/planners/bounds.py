@@ -147,13 +147,14 @@ def _least_seconds_with_host(problem: Problem, cuts: Cuts, op: int, most_seconds
     at_op, room_bytes = cuts.at(op), op_room_bytes(problem, cuts.resident_bytes, op)
     once_seconds = sum(op.seconds for op in problem.graph.ops)
     low_seconds, high_seconds = 0.0, min(most_seconds, _MOST_TIMES * once_seconds)  # any guess is good for a bound
+    guess_seconds = high_seconds
     for _ in range(_GUESSES):
-        guess_seconds = (low_seconds + high_seconds) / 2
         away_bytes = _most_away_bytes(problem, once_seconds + guess_seconds)
         seconds = at_op.bound(room_bytes + away_bytes).seconds
         low_seconds = max(low_seconds, min(guess_seconds, seconds))
         if seconds < guess_seconds:
             high_seconds = guess_seconds
+        guess_seconds = (low_seconds + high_seconds) / 2
     return low_seconds
 
 

@@ -30,12 +30,12 @@ from memfit.planners.trips import with_trips
 from memfit.planners.windows import Windows, evaluate, free_gaps, keep_everything, simulated
 from memfit.schedule import Schedule
 
-_ALONE, _LEVELS = 0.3, 0.6  # of the time: the search without copies; then larger budgets; the rest takes turns
-_LEVEL = 0.08  # of the time, for the search at each larger budget
+_ALONE, _LEVELS = 0.2, 0.45  # of the time: the search without copies; then larger budgets; the rest takes turns
+_LEVEL = 0.06  # of the time, for the search at each larger budget
 _TURN = 0.05  # of the time, at most, for each half of a turn
-_WINDOW_MOVES, _TRIP_MOVES = 40, 40  # of a turn: for each gap, for each trip
+_WINDOW_MOVES, _TRIP_MOVES = 40, 80  # of a turn: for each gap, for each trip
 _SLICE_MOVES = 500
-_WARM, _COLD = (1.0, 1e-3), (0.03, 1e-4)  # temperatures in mean op seconds, for trips from nothing and for polishing
+_WARM, _COLD = (1.0, 1e-3), (0.03, 1e-4)  # temperatures in mean op seconds: for trips; for windows around them
 _PENALTY_UNIT = 0.01  # as in `memfit.planners.anneal_run`
 _MOST_ROOM = 0.15  # of what a plan without copies is over the budget: what trips free beyond need, for the windows
 
@@ -45,10 +45,11 @@ class Offload:
     """Send storages to the host and compute others again, whichever costs the step less time.
 
     Where the problem has no host budget, or its device no link, the plan is planner `search`'s; where it has, the plan
-    is never slower than that. Anytime; deterministic for a seed where `iterations` is given.
+    is never slower than the search's in a fifth of the time. Anytime; deterministic for a seed where `iterations` is
+    given.
 
-    Source: DESIGN.md, section 2 (three streams); recomputation and swapping over a simulator as in Huang et al. 2020
-    ("GPU memory management using a deep Q-network"), by annealing instead.
+    Source: DESIGN.md, section 2 (three streams); recomputation and swapping planned over a simulator as in "GPU
+    memory management for deep neural networks using deep Q-network" (2020), by annealing instead.
     """
 
     name: ClassVar[str] = "offload"
@@ -116,6 +117,7 @@ class _Offloading:
         self.best = _Found(
             seconds=np.inf, kept_bytes=0, peak_bytes=0, schedule=None, windows=keep_everything(self.program)
         )
+        self.unplanned = self.best  # with everything kept, but for its trips
         self.least_bytes: int | None = None
         seconds = self.program.tables.positions["seconds"]
         self.once_seconds = float(seconds.sum())
@@ -140,7 +142,7 @@ class _Offloading:
 
     def _plan(self) -> None:
         everything = keep_everything(self.program)
-        unplanned = self._take(self._with_trips(everything, self._seed()))
+        unplanned = self.unplanned = self._take(self._with_trips(everything, self._seed()))
         if unplanned.kept_bytes <= self.problem.budget_bytes:
             return
         if not self.options.rematerialize:
@@ -175,7 +177,7 @@ class _Offloading:
             raise KeyboardInterrupt
         if alone.schedule is not None:
             return alone
-        return self._take(self._with_trips(searched.windows, self._seed()))
+        return self._take(self._with_trips(searched.windows, self._seed(), self.unplanned.away))
 
     def _try_levels(self, unplanned: _Found) -> None:
         """Search at budgets between the problem's and the unplanned peak: first in the middle, then beside the best."""
@@ -227,7 +229,7 @@ class _Offloading:
         """Return the best choice of trips around these windows, from those of `away` on."""
         draft = make_draft(self.program, self.problem, windows)
         take_along(draft, away)
-        streams = self._choose_trips(draft, seed, _COLD if away else _WARM)
+        streams = self._choose_trips(draft, seed, _WARM)
         fits = bool(np.isfinite(streams.totals["best_seconds"][0]))
         if fits:
             draft.trips.trips["made"] = streams.best
