@@ -163,3 +163,10 @@ def test_moves_leave_the_bytes_that_a_simulation_from_nothing_gives() -> None:
         assert int(course.totals["peak_bytes"][0]) == held.max() == held[course.totals["peak_stage"][0]]
         assert excess == np.maximum(0, held - program.budget_bytes).sum()
     assert course.totals["accepted"][0] > 200
+
+
+def test_ops_hold_the_least_budget_with_what_user_code_holds_beside_them() -> None:
+    graph = chain(6)
+    alone_bytes, holding = least_budget_bound(problem(graph, 10_000))
+    assert holding
+    assert least_budget_bound(replace(problem(graph, 10_000), bytes_outside=70)) == (alone_bytes + 70, holding)

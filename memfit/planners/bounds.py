@@ -191,22 +191,15 @@ def least_budget_bound(problem: Problem) -> tuple[int, tuple[int, ...]]:
     departures and the arrivals, and what user code holds from then on.
     """
     graph, device = problem.graph, problem.device
+    sizes = [0 if storage.resident else device.aligned(storage.bytes) for storage in graph.storages]
     resident_bytes = sum(device.aligned(storage.bytes) for storage in graph.storages if storage.resident)
-    needs = {op.id: resident_bytes + op_bytes(graph, device, op) for op in graph.ops}
-    at_end = resident_bytes + sum(
-        device.aligned(s.bytes) for s in graph.storages if s.required_at_end and not s.resident
-    )
-    outside = 0
-    least = max([at_end, *needs.values()], default=0)
-    for boundary in graph.boundaries:
-        there = set(boundary.departures + boundary.arrivals)
-        outside = problem.bytes_outside
-        held = sum(device.aligned(graph.storages[s].bytes) for s in there if not graph.storages[s].resident)
-        least = max(least, resident_bytes + held + outside)
-    least = max(least, at_end + problem.bytes_outside)
-    if not graph.boundaries:
-        least = max(least, max(needs.values(), default=0) + problem.bytes_outside)
-    return least, tuple(op for op, needed in needs.items() if needed >= least)
+    # User code may hold bytes from the first boundary on; where there is none, all the time.
+    held_from = graph.boundaries[0].position if graph.boundaries else 0
+    needs = [op_bytes(graph, device, op) + (problem.bytes_outside if op.id >= held_from else 0) for op in graph.ops]
+    at_end = problem.bytes_outside + sum(sizes[s.id] for s in graph.storages if s.required_at_end)
+    turns = [sum(sizes[s] for s in {*boundary.departures, *boundary.arrivals}) for boundary in graph.boundaries]
+    least = max([at_end, *needs, *(problem.bytes_outside + held for held in turns)])
+    return resident_bytes + least, tuple(op for op, needed in enumerate(needs) if needed >= least)
 
 
 def op_bytes(graph: Graph, device: Device, op: Op) -> int:

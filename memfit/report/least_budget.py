@@ -56,9 +56,6 @@ def least_budget(plan: Plan) -> LeastBudget:
     at_end = [storage for storage in graph.storages if storage.required_at_end and not storage.resident]
     bound_bytes = plan.bounds.least_budget_bound_bytes
     holding = plan.bounds.holding_ops
-    if not holding:  # a plan's bounds name none where something is outside of the graph
-        always = resident_bytes + outside_bytes
-        holding = tuple(op.id for op in graph.ops if always + op_bytes(graph, device, op) == bound_bytes)
     return LeastBudget(
         bound_bytes=bound_bytes,
         resident_bytes=resident_bytes,
