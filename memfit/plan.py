@@ -54,12 +54,21 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a planner reports while it works: seconds so far, best overhead so far (None before the first plan)."""
+    """What a planner reports while it works: seconds so far, best overhead so far (None before the first plan).
+
+    `bound_overhead` is what no plan can be below, as far as the planner knows yet.
+    """
 
     elapsed_seconds: float
     best_overhead: float | None
     best_peak_bytes: int | None
+    bound_overhead: float = 0.0
     message: str = ""
+
+    @property
+    def gap(self) -> float | None:
+        """How much of the unplanned seconds a better plan could save at most; None before the first plan."""
+        return None if self.best_overhead is None else max(0.0, self.best_overhead - self.bound_overhead)
 
 
 def _report_nothing(_: Progress) -> None:

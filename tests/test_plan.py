@@ -250,5 +250,11 @@ def test_a_problem_takes_its_clock_and_progress_from_outside() -> None:
     silent.progress(Progress(elapsed_seconds=0.0, best_overhead=0.1, best_peak_bytes=3, message="nobody listens"))
 
 
+def test_the_gap_is_what_is_left_between_plan_and_bound() -> None:
+    before = Progress(elapsed_seconds=0.0, best_overhead=None, best_peak_bytes=None, bound_overhead=0.25)
+    after = Progress(elapsed_seconds=1.0, best_overhead=0.5, best_peak_bytes=3, bound_overhead=0.25)
+    assert (before.gap, after.gap) == (None, 0.25)
+
+
 def test_every_status_has_a_remedy() -> None:
     assert len({status.remedy for status in Status}) == len(Status)

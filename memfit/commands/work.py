@@ -54,7 +54,7 @@ class Work:
         detail = progress.message
         if progress.best_overhead is not None and progress.best_peak_bytes is not None:
             best = f"best {change_text(progress.best_overhead)} at {format_bytes(progress.best_peak_bytes)}"
-            detail = f"{best}  {detail}"
+            detail = f"{best}, bound {progress.bound_overhead:+.2%}, gap {progress.gap:.2%}  {detail}"
         self._progress.update(self._task, detail=detail)
         if self._expected_seconds is not None:
             self.done(progress.elapsed_seconds, self._expected_seconds)

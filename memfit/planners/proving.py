@@ -75,7 +75,8 @@ def _reporter(
                 elapsed_seconds=problem.clock() - started_seconds,
                 best_overhead=min(overheads, default=None),
                 best_peak_bytes=found.plan.predicted.peak_bytes if found.plan else None,
-                message=f"proving, no plan in this order below {bound_seconds * share:.2%}",
+                bound_overhead=bound_seconds * share,
+                message="proving, in this order of ops",
             )
         )
 

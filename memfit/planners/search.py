@@ -305,6 +305,7 @@ class _Search:
                 elapsed_seconds=self.problem.clock() - self.started_seconds,
                 best_overhead=seconds / self.unplanned_seconds - 1.0 if peak is not None else None,
                 best_peak_bytes=peak,
-                message=f"{moves:,} moves, no plan below {bound:.2%}",
+                bound_overhead=bound,
+                message=f"{moves:,} moves",
             )
         )
