@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from _arena_tables import ARENA_NAMES, ARENA_TABLES
-from _measure import MIB
+from _cells import memory, overhead, ratio, yes
 from _paper_tables import PAPER_TABLES
 from _record import RESULTS, load, machine_name
-from torch_baselines import RIVALS, best
+from _rival_tables import RIVAL_TABLES
 
 from memfit.errors import InvalidOptionError
 from memfit.files import write_atomically
@@ -30,54 +30,6 @@ _MARKED = re.compile(r"(<!-- table: (?P<name>[\w -]+) -->\n).*?(<!-- end of tabl
 
 Stored = dict[str, dict[str, Any]]
 """What a script stored, by workload: the payload with its `machine` beside it."""
-
-
-def compare(stored: Stored) -> str:
-    """memfit beside both rivals, at their memory and at its own least."""
-    head = ["workload", "eager", "torch's budget, best", "memfit there"]
-    head += ["checkpoints, best", "memfit there", "memfit, least memory"]
-    rows: list[list[str]] = []
-    for workload, payload in stored.items():
-        results = payload["results"]
-        cells = [workload, _memory(results.get("against budget", {}), "eager_bytes")]
-        for kind in RIVALS:
-            result = results.get(f"against {kind}", {})
-            cells.append(_memory_and_time(result, "rival_bytes", "rival_time_ratio"))
-            cells.append(_memory_and_time(result, "memfit_bytes", "memfit_time_ratio"))
-        cells.append(_memory_and_time(results.get("least", {}), "measured_above_start_bytes", "time_ratio"))
-        rows.append(cells)
-    note = "Peak MiB above parameters, buffers and inputs, and time against eager; measured in turns in the same run."
-    return _table(head, rows, note, stored)
-
-
-def baselines(stored: Stored) -> str:
-    """Every point of torch's own, the ones with other bits than eager's marked."""
-    head = ["workload", "configuration", "peak MiB", "time against eager", "first difference from eager"]
-    rows = [
-        [
-            workload,
-            _configuration(point),
-            _memory(point, "peak_bytes"),
-            _ratio(point, "time_ratio"),
-            point.get("error") or point["first_difference"] or "none",
-        ]
-        for workload, payload in stored.items()
-        for point in payload["points"]
-    ]
-    return _table(head, rows, "Peak above parameters, buffers and inputs; all measured.", stored)
-
-
-def rivals(stored: Stored) -> str:
-    """The best points of torch's own, as `torch_baselines.py` measured them."""
-    head = ["workload", "eager", "torch's budget, best with eager's gradients", "checkpoints, best"]
-    rows: list[list[str]] = []
-    for workload, payload in stored.items():
-        points = payload["points"]
-        chosen = [best(points, kind) or {} for kind in ("eager", *RIVALS)]
-        eager, *others = chosen
-        memories = [_memory_and_time(point, "peak_bytes", "time_ratio") for point in others]
-        rows.append([workload, _memory(eager, "peak_bytes"), *memories])
-    return _table(head, rows, "Peak MiB above parameters, buffers and inputs, and time against eager.", stored)
 
 
 def sweep(stored: Stored) -> str:
@@ -114,71 +66,6 @@ def planning(stored: Stored) -> str:
             seconds = (unplanned["capture_seconds"], unplanned["measure_seconds"], max(searched))
             rows.append([workload, str(unplanned["ops"]), *(f"{each:.1f}" for each in seconds)])
     return _table(head, rows, "Planning: the longest of the sweep's budgets. Each op is measured anew.", stored)
-
-
-def targets(stored: Stored) -> str:
-    """memfit at the memory of the published rows of ResNet-50."""
-    head = ["workload", "given above resident", "measured peak MiB", "time against eager", "predicted overhead"]
-    rows = [
-        [workload, what, _memory(result, "measured_above_start_bytes"), _ratio(result, "time_ratio"), _overhead(result)]
-        for workload, payload in stored.items()
-        for what, result in payload["results"].items()
-        if what.endswith(" MiB")
-    ]
-    return _table(head, rows, "Peak above parameters, buffers and inputs.", stored)
-
-
-def halves(stored: Stored) -> str:
-    """memfit at the memory of torch's best budget, where half of its overhead and one percentage point are allowed."""
-    head = ["workload", "torch's budget, best", "its overhead", "memfit's there", "half of it and 1 point", "met"]
-    rows: list[list[str]] = []
-    for workload, payload in stored.items():
-        result = payload["results"].get("against budget", {})
-        cells = [workload, _memory(result, "rival_bytes")]
-        if "memfit_time_ratio" in result:
-            rival, ours = result["rival_time_ratio"] - 1, result["memfit_time_ratio"] - 1
-            allowed = max(0.0, rival) / 2 + 0.01
-            cells += [f"{rival:.1%}", f"{ours:.1%}", f"{allowed:.1%}", _yes(ours <= allowed)]
-        rows.append(cells + [""] * (len(head) - len(cells)))
-    return _table(
-        head, rows, "Peak MiB above parameters, buffers and inputs; times against eager in the same run.", stored
-    )
-
-
-def margins(stored: Stored) -> str:
-    """How far the least budgets that were found are above the proved least."""
-    head = ["workload", "proved least", "memfit", "`sublinear`", "checkpoints, best", "at most half of both"]
-    rows: list[list[str]] = []
-    for workload, payload in stored.items():
-        results = payload["results"]
-        least = results.get("least", {})
-        bound_bytes = least.get("least_budget_bound_bytes")
-        if bound_bytes is None:
-            continue
-        found = [results.get(what, {}) for what in ("least", "least sublinear", "against checkpoint")]
-        above = [result["budget_bytes"] - bound_bytes if "budget_bytes" in result else None for result in found]
-        others = [each for each in above[1:] if each is not None]
-        met = _yes(bool(others) and above[0] is not None and all(2 * above[0] <= other for other in others))
-        cells = ["" if each is None else f"+{each / MIB:.1f}" for each in above]
-        rows.append([workload, f"{bound_bytes / MIB:.1f}", *cells, met])
-    note = "Whole MiB of the proved least budget, and how many more each needs."
-    return _table(head, rows, note, stored)
-
-
-def whole_step(stored: Stored) -> str:
-    """The step whose gradients never live all at once."""
-    head = ["workload", "parameters + gradients MiB", "measured peak MiB, everything included", "time against eager"]
-    rows = [
-        [
-            workload,
-            _memory(result, "parameters_and_gradients_bytes"),
-            _memory(result, "measured_peak_bytes"),
-            _ratio(result, "time_ratio"),
-        ]
-        for workload, payload in stored.items()
-        if (result := payload["results"].get("whole step"))
-    ]
-    return _table(head, rows, "Forward, loss, backward and SGD's update as one step.", stored)
 
 
 def gpu(stored: Stored) -> str:
@@ -264,23 +151,16 @@ def offloading(stored: Stored) -> str:
 
 
 TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
-    "compare": ("compare_baselines", compare),
-    "targets": ("compare_baselines", targets),
-    "halves": ("compare_baselines", halves),
-    "margins": ("compare_baselines", margins),
-    "whole-step": ("compare_baselines", whole_step),
     "sweep": ("sweep", sweep),
     "sweep-points": ("sweep", sweep_points),
     "planning": ("sweep", planning),
-    "rivals": ("torch_baselines", rivals),
-    "baselines": ("torch_baselines", baselines),
     "gpu": ("gpu", gpu),
     "published": ("plan_shared_graphs", published),
     "offloading": ("offloading", offloading),
     **{name: (script, _of_one(make)) for name, (script, make) in PAPER_TABLES.items()},
     **{
         name: (script, lambda stored, make=make: _table(*make(stored), stored))
-        for name, (script, make) in ARENA_TABLES.items()
+        for name, (script, make) in {**RIVAL_TABLES, **ARENA_TABLES}.items()
     },
 }
 """Each table by name: the script whose results it shows, and what renders it."""
@@ -337,59 +217,27 @@ def _verdict(name: str, verdict: dict[str, Any], budgets: int) -> list[str]:
         str(verdict["feasible"]),
         str(verdict["infeasible"]),
         str(not_measured),
-        _yes(verdict["within_budget"]),
+        yes(verdict["within_budget"]),
         "" if error is None else f"{error:.2%}",
-        _yes(verdict["monotone"]),
-        _yes(verdict["same_bits"]),
-        _ratio(verdict, "unplanned_time_ratio"),
+        yes(verdict["monotone"]),
+        yes(verdict["same_bits"]),
+        ratio(verdict, "unplanned_time_ratio"),
     ]
 
 
 def _point(workload: str, point: dict[str, Any]) -> list[str]:
-    budget = "no limit (`none`)" if point["planner"] == "none" else _memory(point, "budget_bytes")
+    budget = "no limit (`none`)" if point["planner"] == "none" else memory(point, "budget_bytes")
     if "measured_peak_bytes" not in point:
         return [workload, budget, point.get("status") or point["error"], "", "", "", ""]
     return [
         workload,
         budget,
-        _memory(point, "predicted_peak_bytes"),
-        _memory(point, "measured_peak_bytes"),
-        _overhead(point),
+        memory(point, "predicted_peak_bytes"),
+        memory(point, "measured_peak_bytes"),
+        overhead(point),
         f"{point['time_ratio'] - 1:.1%}",
-        _yes(point["first_difference"] is None),
+        yes(point["first_difference"] is None),
     ]
-
-
-def _memory(result: dict[str, Any], key: str) -> str:
-    return f"{result[key] / MIB:.1f}" if key in result else _why_not(result)
-
-
-def _memory_and_time(result: dict[str, Any], memory: str, time: str) -> str:
-    if memory not in result:
-        return _why_not(result)
-    return f"{result[memory] / MIB:.1f}, {f'{result[time]:.2f}' if time in result else 'untimed'}"
-
-
-def _ratio(result: dict[str, Any], key: str) -> str:
-    return f"{result[key]:.3f}" if result.get(key) is not None else ""
-
-
-def _overhead(result: dict[str, Any]) -> str:
-    return f"{result['predicted_overhead']:.1%}" if "predicted_overhead" in result else ""
-
-
-def _why_not(result: dict[str, Any]) -> str:
-    return "failed" if "error" in result else result.get("status", "")
-
-
-def _yes(value: bool | None) -> str:
-    return {True: "yes", False: "**no**", None: ""}[value]
-
-
-def _configuration(point: dict[str, Any]) -> str:
-    if point["kind"] == "budget":
-        return f"activation_memory_budget {point['budget']}"
-    return f"checkpoint every {point['granularity']}" if point["kind"] == "checkpoint" else "eager"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], note: str, stored: Stored) -> str:
