@@ -60,7 +60,9 @@ class Visit:
             }""",
             [x, y],
         )
-        self.page.mouse.move(*place)
         tip = self.page.locator(f"{chart} .hoverlayer .hovertext").first
+        self.page.mouse.move(0, 0)
+        tip.wait_for(state="hidden")  # what was under the mouse before is named no more
+        self.page.mouse.move(*place)
         tip.wait_for(state="visible")
         return tip.locator("text tspan").all_text_contents() or [tip.inner_text()]
