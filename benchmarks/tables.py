@@ -151,6 +151,7 @@ def offloading(stored: Stored) -> str:
 
 
 TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
+    **{name: (script, _drawn_by(make)) for name, (script, make) in RIVAL_TABLES.items()},
     "sweep": ("sweep", sweep),
     "sweep-points": ("sweep", sweep_points),
     "planning": ("sweep", planning),
@@ -158,10 +159,7 @@ TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     "published": ("plan_shared_graphs", published),
     "offloading": ("offloading", offloading),
     **{name: (script, _of_one(make)) for name, (script, make) in PAPER_TABLES.items()},
-    **{
-        name: (script, lambda stored, make=make: _table(*make(stored), stored))
-        for name, (script, make) in {**RIVAL_TABLES, **ARENA_TABLES}.items()
-    },
+    **{name: (script, _drawn_by(make)) for name, (script, make) in ARENA_TABLES.items()},
 }
 """Each table by name: the script whose results it shows, and what renders it."""
 

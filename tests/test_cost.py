@@ -531,7 +531,6 @@ def test_two_processes_may_write_at_once(
     assert not caplog.records
     counts = [sum(key.startswith(name) for key in costs) for name in ("left", "right")]
     assert max(counts) == 15, "who wrote last kept all of its own"
-    assert min(counts) > 0
 
 
 def test_modes_are_put_back_after_an_error() -> None:
