@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 import numpy as np
 
@@ -94,19 +96,18 @@ def least_seconds_again(problem: Problem, *, until_seconds: float | None = None)
     distance = max(1, len(candidates) // (grid - 1))
     places = sorted({int(place) for place in np.linspace(0, len(candidates) - 1, grid)})
     middle = places[len(places) // 2]  # a step is at its fullest in the middle: from there outwards, as time allows
-    best = middle
-    turning = middle
-    for place in _at_turning(problem.graph, candidates):
-        if until_seconds is None or problem.clock() < until_seconds:
-            turning = max(turning, place, key=at)
-    for place in sorted(places, key=lambda place: abs(place - middle)):
-        if until_seconds is None or problem.clock() < until_seconds:
-            best = max(best, place, key=at)
-    for _ in range(_HALVINGS):
-        distance = max(1, distance // 2)
-        for place in (max(0, best - distance), min(len(candidates) - 1, best + distance)):
+
+    def best_of(best: int, others: Iterable[int]) -> int:
+        for place in others:
             if until_seconds is None or problem.clock() < until_seconds:
                 best = max(best, place, key=at)
+        return best
+
+    turning = best_of(middle, _at_turning(problem.graph, candidates))
+    best = best_of(middle, sorted(places, key=lambda place: abs(place - middle)))
+    for _ in range(_HALVINGS):
+        distance = max(1, distance // 2)
+        best = best_of(best, (max(0, best - distance), min(len(candidates) - 1, best + distance)))
     best = max(best, turning, key=at)
     op, seconds = int(candidates[best]), at(best)
     if least_away_bytes > 0:

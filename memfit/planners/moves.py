@@ -14,7 +14,7 @@ _EXCHANGE, _SHIFT, _RUN, _EVICT = 0.2, 0.3, 0.32, 0.42
 _OTHER = 0.3  # share of toggled windows that are not over the turning point
 _LONGEST_RUN = 24
 _TRIES = 24  # draws for a gap that is there at the peak
-_LATER = 0.5  # share of evicted storages that stay away for longer than the peak
+_LATER = 0.5  # share of storages dropped at the peak that stay away for longer than the peak
 _MOST_EXCHANGED = 6  # storages kept in the place of one that is dropped, or the other way round
 
 
@@ -30,7 +30,7 @@ def propose(tables: Any, state: Any, course: Any) -> None:
     elif count > 0 and kind < _RUN:
         run(tables, state, course)
     elif kind < _EVICT and course.totals[0].excess > 0:
-        evict(tables, state, course)
+        drop_at_peak(tables, state, course)
     else:
         more = draw(course)
         for _ in range(1 if more < 0.6 else 2 if more < 0.9 else 3):
@@ -84,7 +84,7 @@ def toggle(tables: Any, state: Any, course: Any, gap: int) -> None:
 
 
 @compiled
-def evict(tables: Any, state: Any, course: Any) -> None:
+def drop_at_peak(tables: Any, state: Any, course: Any) -> None:
     """Have a storage that is there at the peak, and not used in that stage, not be there."""
     peak, count = course.totals[0].peak_stage, len(course.turning) + len(course.other)
     for _ in range(_TRIES):
