@@ -23,7 +23,7 @@ from memfit.planners.ask import unplanned_peak_bytes
 from memfit.planners.bounds import least_budget_bound, least_seconds_again
 from memfit.planners.emit import emit
 from memfit.planners.lean_order import lean_order
-from memfit.planners.moments import least_seconds_again_at
+from memfit.planners.moments import exact, least_seconds_again_at
 from memfit.planners.order import original_order
 from memfit.planners.program import Program, build_program
 from memfit.planners.result import predict
@@ -131,7 +131,9 @@ def test_never_faster_than_the_shortest_path_over_all_states(graph: Graph) -> No
             assert proof.again_seconds >= fastest.seconds - once - 1e-6
         if fastest is not None and fastest.ops is not None:
             by_moments = max(least_seconds_again_at(problem).values(), default=0.0)
-            assert least_seconds_again(problem).seconds - 1e-6 <= by_moments <= fastest.seconds - once + 1e-6
+            by_cuts = least_seconds_again(problem)
+            assert by_cuts.seconds - 1e-6 <= by_moments <= fastest.seconds - once + 1e-6
+            assert by_cuts.seconds <= exact(problem, by_cuts).seconds <= by_moments + 1e-6
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
@@ -162,6 +164,53 @@ def test_plans_of_any_graph_are_legal_fit_and_are_no_slower_than_the_searchs(gra
             by_moments = max(least_seconds_again_at(problem).values(), default=0.0)
             assert by_moments <= found.predicted.seconds - once + 1e-6
             assert proof.again_seconds <= found.predicted.seconds - once + 1e-6
+
+
+def knapsack() -> Graph:
+    """Three results of 60, 50 and 50 bytes and 3, 2 and 2 s, which backward wants in the opposite order."""
+    sizes = {"x": 1, "a0": 60, "s0": 1, "a1": 50, "s1": 1, "a2": 50, "s2": 1, "y": 1, "g2": 1, "g1": 1, "g0": 1}
+    number = {name: index for index, name in enumerate(sizes)}
+    uses = [("x", "a0 s0"), ("s0", "a1 s1"), ("s1", "a2 s2"), ("s2", "y")]
+    uses += [("y a2", "g2"), ("g2 a1", "g1"), ("g1 a0", "g0")]
+    seconds = [3.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0]
+    return Graph.build(
+        name="knapsack",
+        storages=[
+            Storage(id=i, name=n, bytes=sizes[n], role=Role.OUTPUT if n == "g0" else Role.ACTIVATION, resident=n == "x")
+            for n, i in number.items()
+        ],
+        ops=[
+            Op(
+                id=i,
+                name=f"op{i}",
+                phase=Phase.FORWARD if i < 4 else Phase.BACKWARD,
+                reads=tuple(number[name] for name in reads.split()),
+                writes=tuple(number[name] for name in writes.split()),
+                seconds=seconds[i],
+            )
+            for i, (reads, writes) in enumerate(uses)
+        ],
+    )
+
+
+def test_what_one_moment_keeps_at_best_is_where_a_search_begins_and_ends() -> None:
+    problem = Problem(graph=knapsack(), device=GENERIC, budget_bytes=105)
+    by_cuts = least_seconds_again(problem)
+    assert 2.3 < by_cuts.seconds < 2.6  # 50 bytes, and a fifth of the next 50, for 2 s each
+    moment = exact(problem, by_cuts)
+    assert moment.seconds == pytest.approx(3.0, abs=1e-6)
+    assert moment.cuts[0].again_seconds == 3.0
+    result = make_planner("search", iterations=100_000).plan(problem)
+    assert result.plan is not None
+    assert result.status is Status.OPTIMAL
+    assert result.plan.predicted.seconds == 14.0
+    assert result.stats["moves"] == 0
+
+
+def test_an_exact_bound_leaves_alone_what_it_says_nothing_of() -> None:
+    problem = Problem(graph=knapsack(), device=GENERIC, budget_bytes=1000)
+    nothing = least_seconds_again(problem)
+    assert exact(problem, nothing) is nothing
 
 
 def chain() -> Graph:

@@ -13,7 +13,7 @@ from memfit.planners.program import Program
 from memfit.planners.spans import weigh
 from memfit.planners.windows import Windows, simulated
 
-_SLICE_MOVES = 1000  # between two changes of temperature, and two looks at the clock
+_MOST_SLICE_MOVES, _SLICE_WORK = 1000, 1_000_000  # between two looks at the clock: moves, and these times positions
 _SQUEEZED = 0.5  # of a run: by then what is aimed at has come down from the start's peak to the budget
 _STEPS, _TEETH = (0.3, 0.01), 3  # of the peak: how far below it a descent aims, from far to near; and how often anew
 _PENALTY_UNIT = 0.01  # of the budget: one mean op for so many bytes of excess in one stage, to begin with
@@ -43,13 +43,14 @@ class AnnealRun:
         mean_seconds = float(positions["seconds"].sum()) / max(1, len(positions))
         totals["penalty"] = mean_seconds / (_PENALTY_UNIT * max(1, self.program.budget_bytes))
         first, last = self.temperatures
+        slice_moves = max(1, min(_MOST_SLICE_MOVES, _SLICE_WORK // max(1, len(positions))))
         start_bytes = lowest_bytes = int(weigh(state, 0)[0])
         while (done := progress(self.moves)) < 1.0 and not self.stop.is_set():
             lowers = self.descends and not np.isfinite(self.best_seconds)
             totals["aim_bytes"] = self._aim(done, lowest_bytes if lowers else start_bytes, lowers=lowers)
             totals["temperature"] = mean_seconds * first * (last / first) ** (0.0 if lowers else done)
-            anneal(self.program.tables, state, self.course, _SLICE_MOVES, 1.0)
-            self.moves += _SLICE_MOVES
+            anneal(self.program.tables, state, self.course, slice_moves, 1.0)
+            self.moves += slice_moves
             if int(totals["peak_bytes"][0]) < lowest_bytes:
                 lowest_bytes = int(totals["peak_bytes"][0])
                 self.leanest = Windows(release=state.gaps["release"].copy(), hold=state.gaps["hold"].copy())

@@ -56,6 +56,7 @@ def make_result(
     timed_out: bool = False,
     again: Bound | None = None,
     again_in_order_seconds: float | None = None,
+    unplanned: Prediction | None = None,
     stats: Mapping[str, float] | None = None,
 ) -> Result:
     """Return the Result of a planner that ended with `schedule`, or with nothing that fits.
@@ -66,12 +67,13 @@ def make_result(
         least_found_bytes: the least peak of any schedule that the planner saw, where that is less.
         again: the bound on the seconds of computing again, where the planner has asked for it.
         again_in_order_seconds: the same for one order of ops, where the planner has proved one.
+        unplanned: of planner `none`, where the planner has it already.
         timed_out: time was up before the planner could tell whether the budget can be met.
 
     Raises:
         InvalidScheduleError: the planner has a fault.
     """
-    unplanned = predict(problem, unplanned_schedule(problem))
+    unplanned = unplanned or predict(problem, unplanned_schedule(problem))
     predicted = predict(problem, schedule) if schedule is not None else None
     found = [b for b in (least_found_bytes, predicted.peak_bytes if predicted else None) if b is not None]
     bounds = prove_bounds(

@@ -12,16 +12,17 @@ from typing import ClassVar
 
 import numpy as np
 
-from memfit.plan import INTERRUPTED, Problem, Progress, Result
+from memfit.plan import INTERRUPTED, PROVED_TO, Problem, Progress, Result
 from memfit.planners.anneal_run import AnnealRun, warm_up
 from memfit.planners.bounds import least_seconds_again
 from memfit.planners.cuts import Bound, kept_at
 from memfit.planners.emit import emit
 from memfit.planners.families import structured as structured_windows
 from memfit.planners.lean_order import lean_order
+from memfit.planners.moments import exact
 from memfit.planners.nested import nested_windows
 from memfit.planners.program import build_program
-from memfit.planners.result import make_result
+from memfit.planners.result import make_result, predict, unplanned_schedule
 from memfit.planners.sublinear import Frontier
 from memfit.planners.windows import (
     Evaluation,
@@ -40,7 +41,10 @@ _MOST_CUTS = 16  # kept sets of minimum cuts tried as starting points
 _MOVES_PER_GAP = 400  # of one run, where there is time for several; fewer get nowhere, more gain little
 _EXPLORING, _JOINING = 0.55, 0.8  # of the search: from starting points; from the best; the rest polishes the best
 _BOUNDING = 0.15  # of the time, at most, for the bound and its cuts
+_EXACTLY = 0.05  # of the time, at most, for the exact bound at one op, and what it keeps
 _STRUCTURING = 0.1  # of the time, at most, for windows joined block by block
+_FINISHING = 3.0  # times what the unplanned step takes to check and simulate, to end with: a plan is longer
+_LEAST_SEARCHING = 0.5  # of the time, whatever ending takes
 _MOST_FAMILIES = 1000  # windows that they are joined from
 _SHORTEST = 0.02  # of the search: a wave shorter than this is added to the next
 _NESTED = (1, 2, 4, 8)  # results stored on each path of recursive checkpointing
@@ -105,6 +109,8 @@ class _Search:
         problem.progress(Progress(elapsed_seconds=0.0, best_overhead=None, best_peak_bytes=None, message=compiling))
         warm_up(self.program, self.everything)
         self.started_seconds = problem.clock()
+        self.unplanned = predict(problem, unplanned_schedule(problem))
+        self.searching_seconds = self._searching_seconds()
         self.unplanned_seconds = float(self.program.tables.positions["seconds"].sum())
         self.bound = Bound(op=None, seconds=0.0, cuts=())
         self.best: tuple[Evaluation, Windows] | None = None
@@ -132,6 +138,7 @@ class _Search:
             started_seconds=self.started_seconds,
             least_found_bytes=self.least[0].peak_bytes,
             again=self.bound,
+            unplanned=self.unplanned,
             stats={**stats, "moves": float(self.moves)},
         )
         return Searched(result=result, windows=windows)
@@ -143,7 +150,12 @@ class _Search:
         self.bound = least_seconds_again(
             self.problem, until_seconds=None if self.options.iterations is not None else bounded_until
         )
+        self._report()
+        limit_seconds = None if self.options.iterations is not None else _EXACTLY * self.problem.time_limit_seconds
+        self.bound = exact(self.problem, self.bound, limit_seconds=limit_seconds)
+        self._report()
         starts = self._starting_points()
+        self._report()
         with ThreadPoolExecutor(self.options.threads) as pool:
             try:
                 wave = 0
@@ -275,14 +287,19 @@ class _Search:
     def _is_optimal(self) -> bool:
         """Whether the best plan is as fast as the bound says that any is."""
         least_seconds = self.unplanned_seconds + self.bound.seconds
-        return self.best is not None and self.best[0].seconds <= least_seconds * (1 + 1e-12)
+        return self.best is not None and self.best[0].seconds <= least_seconds + PROVED_TO * self.unplanned_seconds
 
     def _done(self) -> float:
         """The share of the search that is done."""
         if self.options.iterations is not None:
             return self.moves / max(1, self.options.iterations)
-        limit = max(self.problem.time_limit_seconds, 1e-9)
-        return (self.problem.clock() - self.started_seconds) / limit
+        return (self.problem.clock() - self.started_seconds) / self.searching_seconds
+
+    def _searching_seconds(self) -> float:
+        """The time limit, less what the last look at the plan will take, by what that took for the unplanned step."""
+        limit_seconds = max(self.problem.time_limit_seconds, 1e-9)
+        finishing_seconds = _FINISHING * (self.problem.clock() - self.started_seconds)
+        return max(limit_seconds - finishing_seconds, _LEAST_SEARCHING * limit_seconds)
 
     def _pace(self, ends: float) -> Callable[[int], float]:
         """Return what says how far a run is, by its moves: to the last of its moves, or to where its wave ends."""
@@ -290,7 +307,7 @@ class _Search:
         if self.options.iterations is not None:
             moves = max(1.0, min(wanted, share * self.options.iterations / self.options.threads))
             return lambda made: made / moves
-        begun, length = self.problem.clock(), max(share * self.problem.time_limit_seconds, 1e-9)
+        begun, length = self.problem.clock(), max(share * self.searching_seconds, 1e-9)
         return lambda made: max(made / wanted, (self.problem.clock() - begun) / length)
 
     def _report(self) -> None:
