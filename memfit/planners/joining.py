@@ -64,7 +64,7 @@ def _pick(options: Sequence[Option], budget_bytes: int) -> Integers | None:
     best = np.full((2, count, _UNITS + 1), np.inf)
     switched = np.zeros((blocks, count, _UNITS + 1), np.bool_)
     cheapest = np.zeros((blocks, _UNITS + 1), np.int64)
-    _tabulate(seconds, kept, room, is_border, best, switched, cheapest)
+    _tabulate(seconds, kept, room, is_border, best, np.empty(_UNITS + 1), switched, cheapest)
     option, units = (int(index) for index in np.unravel_index(int(np.argmin(best[blocks % 2])), best.shape[1:]))
     if not np.isfinite(best[blocks % 2, option, units]):
         return None
@@ -78,12 +78,14 @@ def _pick(options: Sequence[Option], budget_bytes: int) -> Integers | None:
 
 
 @entry_point
-def _tabulate(seconds: Any, kept: Any, room: Any, is_border: Any, best: Any, switched: Any, cheapest: Any) -> None:
+def _tabulate(
+    seconds: Any, kept: Any, room: Any, is_border: Any, best: Any, least: Any, switched: Any, cheapest: Any
+) -> None:
     """Fill the tables of the dynamic program.
 
     `best[block % 2, option, units]` is the least seconds of the blocks before `block`, with `units` kept by them and
     the windows of `option` in force; `switched` says that they are in force only from that block on, and were those of
-    option `cheapest[block, units]` before.
+    option `cheapest[block, units]` before. `least` is scratch, float64[units].
     """
     count, blocks = seconds.shape
     units_end = best.shape[2]
@@ -93,22 +95,28 @@ def _tabulate(seconds: Any, kept: Any, room: Any, is_border: Any, best: Any, swi
         now, following = best[block % 2], best[(block + 1) % 2]
         if block > 0:
             for units in range(units_end):
-                first = -1
-                for option in range(count):
-                    if is_border[option, block - 1] and (first < 0 or now[option, units] < now[first, units]):
-                        first = option
-                cheapest[block, units] = first
-                if first >= 0:
-                    for option in range(count):
-                        if now[first, units] < now[option, units]:
-                            now[option, units] = now[first, units]
-                            switched[block, option, units] = True
+                least[units] = np.inf
+            for option in range(count):
+                if is_border[option, block - 1]:
+                    for units in range(units_end):
+                        if now[option, units] < least[units]:
+                            least[units] = now[option, units]
+                            cheapest[block, units] = option
+            for option in range(count):
+                for units in range(units_end):
+                    if least[units] < now[option, units]:
+                        now[option, units] = least[units]
+                        switched[block, option, units] = True
         for option in range(count):
             shift = kept[option, block]
-            for units in range(units_end):
-                before = units - shift
-                fits = before >= 0 and before < units_end and before <= room[option, block]
-                following[option, units] = now[option, before] + seconds[option, block] if fits else np.inf
+            first = min(max(shift, 0), units_end)
+            end = max(first, min(units_end, shift + room[option, block] + 1))
+            for units in range(first):
+                following[option, units] = np.inf
+            for units in range(first, end):
+                following[option, units] = now[option, units - shift] + seconds[option, block]
+            for units in range(end, units_end):
+                following[option, units] = np.inf
 
 
 def _in_units(kept_bytes: Integers, unit: float) -> Integers:
