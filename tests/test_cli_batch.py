@@ -47,6 +47,8 @@ def test_a_file_of_the_users_own_is_tried_with_other_batches(
     options = ("--device-profile", "t4", "--time-limit", "0.3", "--largest", "100")
     status, found, _ = answer(capsys, f"{path}:make_step", "--budget", "100MiB", *options)
     assert (status, found["largest_batch"]) == (0, 100)
+    assert main(["batch", f"{path}:make_step", "--budget", "100MiB", *options]) == 0
+    assert f"{path}:make_step: the largest batch within 100 MiB is 100" in "".join(capsys.readouterr().out.split("\n"))
 
 
 @pytest.mark.parametrize(

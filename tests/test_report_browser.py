@@ -356,6 +356,7 @@ def test_two_chosen_plans_are_compared(tmp_path: Path, visit: Visit) -> None:
         step_seconds=0.2,
         baseline_peak_bytes=30_000,
         baseline_step_seconds=0.1,
+        overhead=1.0,
         bitwise_equal=True,
         machine="a test",
     )

@@ -94,7 +94,7 @@ class _Trial:
                 "path/to/file.py:function"
             )
         self.step = resolved
-        self.name = resolved.name
+        self.name = resolved.name or self.target
         self.first = batch_size(resolved)
         self.device = Device(name="")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from memfit.commands.work import Work
 from memfit.device import Device
-from memfit.errors import InvalidOptionError, InvalidTargetError, MemfitError
+from memfit.errors import InvalidOptionError, InvalidTargetError, VerificationError
 from memfit.graph import Graph
 from memfit.plan import Plan, Prediction, Problem, Result
 from memfit.planners import PLANNERS, make_planner
@@ -188,7 +188,7 @@ def _run(plan: Plan, step: TrainingStep, repeats: int) -> Measured:
     try:
         planned.verify()
         same = True
-    except MemfitError:
+    except VerificationError:
         same = False
     return _of(planned.measure(repeats=repeats), same)
 
@@ -199,6 +199,7 @@ def _of(measurement: Measurement, bitwise_equal: bool) -> Measured:
         step_seconds=measurement.step_seconds,
         baseline_peak_bytes=measurement.baseline_peak_bytes,
         baseline_step_seconds=measurement.baseline_step_seconds,
+        overhead=measurement.overhead,
         bitwise_equal=bitwise_equal,
         machine=measurement.source,
     )

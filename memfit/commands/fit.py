@@ -114,6 +114,7 @@ class Fitted:
             step_seconds=self.measurement.step_seconds,
             baseline_peak_bytes=self.measurement.baseline_peak_bytes,
             baseline_step_seconds=self.measurement.baseline_step_seconds,
+            overhead=self.measurement.overhead,
             bitwise_equal=True,
             machine=f"{self.plan.device.name}, torch {self.plan.versions.get('torch', 'unknown')}",
             note=" ".join(_sentence(correction) for correction in self.corrections),

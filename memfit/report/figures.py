@@ -68,6 +68,8 @@ class Measured:
     Args:
         peak_bytes, step_seconds: the planned step.
         baseline_peak_bytes, baseline_step_seconds: the same step in eager PyTorch; None where it was not run.
+        overhead: the median of the ratios of planned to baseline seconds of neighbours in time, minus one; None without
+            a baseline.
         bitwise_equal: whether outputs, gradients and buffers were the same bits as the unplanned step's; None where
             that was not compared.
         machine: where this was measured, in words.
@@ -78,14 +80,10 @@ class Measured:
     step_seconds: float
     baseline_peak_bytes: int | None = None
     baseline_step_seconds: float | None = None
+    overhead: float | None = None
     bitwise_equal: bool | None = None
     machine: str = ""
     note: str = ""
-
-    @property
-    def overhead(self) -> float | None:
-        """Measured planned seconds over measured baseline seconds, minus one; None without a baseline."""
-        return self.step_seconds / self.baseline_step_seconds - 1.0 if self.baseline_step_seconds else None
 
 
 def curve_points(curve: Curve) -> Sequence[CurvePoint]:

@@ -34,8 +34,9 @@ def lead(plan: Plan, of_storage: Sequence[Fate]) -> str:
         f"One training step of <b>{text(plan.graph.name)}</b>{device} needs {_size(unplanned.peak_bytes)} of memory at "
         f"its peak{took} when nothing is planned. It was asked to stay within <b>{_size(plan.budget_bytes)}</b>."
     )
-    share = f", {share_text(planned.peak_bytes, unplanned.peak_bytes)} of that," if planned != unplanned else ""
-    came_out = f"The plan in this report needs <b>{_size(planned.peak_bytes)}</b>{share} {_price(plan)}"
+    share = f" ({share_text(planned.peak_bytes, unplanned.peak_bytes)} of the unplanned peak)"
+    needs = f"<b>{_size(planned.peak_bytes)}</b>{share if planned != unplanned else ''}"
+    came_out = f"The plan in this report needs {needs} {_price(plan)}"
     return f'<p class="lead">{asked} {came_out}.</p>\n<p>{_means(plan, of_storage)}</p>'
 
 

@@ -152,11 +152,9 @@ def _price_lines(explanation: Explanation, fate: Fate) -> list[str]:
     plan, price = explanation.plan, explanation.prices.get(fate.storage)
     if price is None or (fate.kind == Kind.FREED and not price.at_peak):
         return []  # no other fate of it would lower the peak
-    said = [
-        ("keep", keep_text(plan, fate, price)),
-        ("compute again", again_text(plan, fate, price)),
-        ("offload", offload_text(plan, fate, price)),
-    ]
+    said = [("keep", keep_text(plan, fate, price)), ("compute again", again_text(plan, fate, price))]
+    if plan.device.has_link:
+        said.append(("offload", offload_text(plan, fate, price)))
     return [f"{'':>14}{title}: {text}" for title, text in said]
 
 
