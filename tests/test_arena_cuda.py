@@ -8,125 +8,197 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_device import build_fakes
 
 import memfit
-from memfit.errors import InvalidDeviceError, UnsupportedStepError
+from memfit.errors import InvalidDeviceError
 
-# The runtime's functions that the arena calls, over malloc, with a log of what streams were made to wait for.
-FAKE_RUNTIME = r"""
-#include <cstdlib>
-#include <cstdint>
-extern "C" {
-int64_t mallocs = 0, frees = 0, waits = 0, records = 0, synchronizations = 0, full = 0, last_error = 0;
-int cudaMallocAsync(void** p, size_t n, void*) {
-  if (full) return last_error = 2;
-  ++mallocs;
-  return posix_memalign(p, 512, n);
-}
-int cudaGetLastError() { const int error = last_error; last_error = 0; return error; }
-int cudaFreeAsync(void* p, void*) { ++frees; free(p); return 0; }
-int cudaSetDevice(int) { return 0; }
-int cudaGetDevice(int* d) { *d = 0; return 0; }
-int cudaEventCreateWithFlags(void** e, unsigned) { *e = malloc(1); return 0; }
-int cudaEventRecord(void*, void*) { ++records; return 0; }
-int cudaEventDestroy(void* e) { free(e); return 0; }
-int cudaStreamWaitEvent(void*, void*, unsigned) { ++waits; return 0; }
-int cudaDeviceSynchronize() { ++synchronizations; return 0; }
-int cudaDeviceGetDefaultMemPool(void** p, int) { *p = nullptr; return 0; }
-int cudaMemPoolSetAttribute(void*, int, void*) { return 0; }
-}
-"""
+ON_THE_FAKE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
 
-WITH_FAKE_RUNTIME = r"""
-import ctypes, sys, threading
-fake = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
-import torch
-from memfit.runtime import arena as rooms
-from memfit.runtime.arena_cuda import CudaArenaLibrary
-from memfit.runtime.arena_library import load_arena_library
 
-raw = load_arena_library("cuda").library
-raw.memfit_arena_cuda_malloc.restype = ctypes.c_void_p
-raw.memfit_arena_cuda_malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-raw.memfit_arena_cuda_free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-raw.memfit_arena_cuda_record_stream.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-raw.memfit_arena_cuda_free.restype = raw.memfit_arena_cuda_record_stream.restype = None
-assert raw.memfit_arena_cuda_prepare(0) == 0
-library = CudaArenaLibrary(raw, 0)
-rooms._library_for = lambda device: library
-STREAM = 0
-torch.cuda.current_stream = lambda index: type("S", (), {"cuda_stream": STREAM})
+def run(code: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
-def allocate(size, stream=0):
-    return raw.memfit_arena_cuda_malloc(size, 0, stream)
 
-def free(pointer, stream=0):
-    raw.memfit_arena_cuda_free(pointer, 0, 0, stream)
+@pytest.fixture(scope="module")
+def fakes(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("fake")
+    build_fakes(folder)
+    return str(folder)
 
-def count(name):
-    return ctypes.c_int64.in_dll(fake, name).value
 
-arena = rooms.Arena(device="cuda")
+CALLS = r"""
+import threading
+from fake_device import start
+fake = start(sys.argv[1])
+from memfit.runtime.arena import Arena
+
+arena = Arena(device="cuda")
 box = []
 for number in range(4):
     with arena.step():
-        first = allocate(1000)
-        other = allocate(700, stream=64)  # another stream: ordinary
-        thread = threading.Thread(target=lambda: box.append(allocate(2000)))  # backward's thread, same stream
+        first = fake.malloc(1000)
+        other = fake.malloc(700, stream=64)  # another stream: ordinary
+        thread = threading.Thread(target=lambda: box.append(fake.malloc(2000)))  # backward's thread, same stream
         thread.start()
         thread.join()
         second = box.pop()
-        before = count("waits")
+        before = fake.number("waits").value
         if number == 3:
-            raw.memfit_arena_cuda_record_stream(first, 64)
-            raw.memfit_arena_cuda_record_stream(first, 64)
-            raw.memfit_arena_cuda_record_stream(second, 0)
-        inside = [library.owns(arena._handle, p) for p in (first, second, other)]
-        free(first)
-        free(second)
-        assert count("waits") - before == (number == 3), count("waits") - before
-        third = allocate(3000)
-        free(third)
-        free(other, 64)
+            fake.record_stream(first, 64)
+            fake.record_stream(first, 64)
+            fake.record_stream(second, 0)
+        inside = [arena._library.owns(arena._handle, p) for p in (first, second, other)]
+        fake.free(first)
+        fake.free(second)
+        assert fake.number("waits").value - before == (number == 3)
+        third = fake.malloc(3000)
+        fake.free(third)
+        fake.free(other, stream=0)  # what torch may say of an address that another stream had before
     print(number, inside, arena.last_step.served, arena.last_step.other_threads, arena.height_bytes)
-STREAM = 64
+assert arena.held_bytes == arena.height_bytes == fake.usage()[0]
+fake.stream[0] = 64
 try:
     with arena.step():
         pass
 except Exception as error:
     print(error)
-STREAM = 0
+fake.stream[0] = 0
 with arena.step():
-    kept = allocate(1000)
+    kept = fake.malloc(1000)
 arena.close()
-frees = count("frees")
-free(kept)
-assert count("frees") == frees + 1, "the memory goes with the last tensor in it"
-assert count("mallocs") == count("frees"), (count("mallocs"), count("frees"))
-other = rooms.Arena(device="cuda")
-ctypes.c_int64.in_dll(fake, "full").value = 1
-assert raw.memfit_arena_resize(other._handle, 4096) == 1
-assert count("last_error") == 0, "or torch's next kernel would be blamed"
+frees = fake.number("frees").value
+fake.free(kept)
+assert fake.number("frees").value == frees + 1, "the memory goes with the last tensor in it"
+assert fake.number("mallocs").value == fake.number("frees").value
+assert fake.number("misplaced_frees").value == 0, "each block is freed on its own stream"
+other = Arena(device="cuda")
+fake.number("capacity_bytes").value = 0
+assert fake.library.memfit_arena_resize(other._handle, 4096) == 1
+assert fake.number("last_error").value == 0, "or torch's next kernel would be blamed"
 """
 
 
-@pytest.fixture(scope="module")
-def fake_runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fake")
-    (folder / "fake.cpp").write_text(FAKE_RUNTIME)
-    subprocess.run(["c++", "-shared", "-fPIC", "fake.cpp", "-o", "libfake.so"], cwd=folder, check=True)
-    return folder / "libfake.so"
-
-
-def test_the_calls_over_a_faked_runtime(fake_runtime: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITH_FAKE_RUNTIME, str(fake_runtime)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    *steps, refused = done.stdout.strip().splitlines()
+def test_the_calls_over_a_faked_runtime(fakes: str) -> None:
+    *steps, refused = run(ON_THE_FAKE + CALLS, fakes).splitlines()
     assert steps[0] == "0 [False, False, False] 0 1 3072"
     assert steps[1:] == [f"{number} [True, True, False] 3 1 3072" for number in (1, 2, 3)]
     assert "another CUDA stream than the arena's first step" in refused
+
+
+COUNTS = r"""
+from fake_device import start
+fake = start(sys.argv[1])
+from memfit.runtime.arena import Arena
+
+MIB = 1 << 20
+here, there = fake.malloc(1000), fake.malloc(3 * MIB, device=1)
+assert fake.usage(0) == [1024, 1024, 2 * MIB, 2 * MIB], fake.usage(0)
+assert fake.usage(1) == [3 * MIB, 3 * MIB, 4 * MIB, 4 * MIB], fake.usage(1)
+fake.free(there, device=0, stream=64)
+assert fake.usage(1) == [0, 3 * MIB, 4 * MIB, 4 * MIB], fake.usage(1)
+fake.library.memfit_arena_cuda_reset_peaks(1)
+assert fake.usage(1) == [0, 0, 4 * MIB, 4 * MIB], "what nobody uses is still held"
+fake.library.memfit_arena_cuda_empty_cache()
+assert fake.usage(1)[2] == 0
+fake.library.memfit_arena_cuda_reset_peaks(1)
+assert fake.usage(1) == [0, 0, 0, 0]
+
+arena = Arena(device="cuda:1")
+for _ in range(3):
+    with arena.step():
+        blocks = [fake.malloc(MIB, device=1) for _ in range(5)]
+        for block in blocks:
+            fake.free(block, device=1)
+        assert fake.malloc(0, device=1) is None
+        fake.free(None, device=1)
+assert arena.last_step.served == 5
+live, peak, held, most_held = fake.usage(1)
+assert (live, held) == (5 * MIB, 6 * MIB), "the arena and nothing else"
+assert most_held == 6 * MIB, "before the arena was made, what the first step had taken was given back"
+arena.close()
+assert fake.usage(1)[0] == 0
+fake.free(here)
+assert fake.number("misplaced_frees").value == 0
+
+fake.free(fake.malloc(7 * MIB, device=1), device=1)
+synchronizations = fake.number("synchronizations").value
+fake.number("refusals").value = 1
+fake.free(fake.malloc(8 * MIB, device=1), device=1)
+assert fake.number("synchronizations").value == synchronizations + 1, "asked again after what was unused was given back"
+assert fake.number("last_error").value == 0
+"""
+
+
+def test_bytes_are_counted_for_each_device(fakes: str) -> None:
+    run(ON_THE_FAKE + COUNTS, fakes)
+
+
+PLANNED = r"""
+import torch
+from fake_device import start_with_tensors
+fake = start_with_tensors(sys.argv[1])
+import memfit
+from memfit.cost.recorder import allocated_bytes, record
+from memfit.runtime.measure import resident_bytes
+
+CPU = torch.device("cpu")
+
+def net():
+    torch.manual_seed(4)
+    layers = [layer for _ in range(6) for layer in (torch.nn.Linear(256, 256), torch.nn.Tanh())]
+    return torch.nn.Sequential(*layers, torch.nn.Dropout(), torch.nn.Linear(256, 4))
+
+def loss(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+def batch_of(seed, size=2048):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 256, generator=generator), torch.randint(0, 4, (size,), generator=generator)
+
+def trained(arena):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = memfit.fit(model, loss, batch_of(0), optimizer=optimizer, budget="80%", time_limit_seconds=1.0, arena=arena,
+                      verify=True)
+    torch.manual_seed(1)
+    return step, [step(batch_of(seed)) for seed in range(4)] + [p.detach() for p in model.parameters()]
+
+assert record(CPU)._instrument.source == "the arena's counters"
+(plain, expected), (step, found) = trained(False), trained(True)
+assert all(torch.equal(one, other) for one, other in zip(expected, found))
+assert step.arena.last_step.not_served == 0 and step.arena.last_step.served > 20, step.arena
+assert step.arena.held_bytes > 4 << 20
+
+batch = batch_of(9)
+before = resident_bytes(step, batch) + step.held_bytes
+with record(CPU) as usage:
+    step(batch)
+took = before + usage.taken_bytes
+assert usage.reserved_bytes >= usage.start_bytes >= before
+measured = step.measure()
+asked = step.settings.budget
+assert took <= asked, (took, asked, step.plan.budget_bytes)
+assert measured.peak_bytes >= measured.resident_bytes + step.arena.height_bytes
+assert measured.peak_bytes <= 1.02 * step.plan.predicted.peak_bytes
+assert measured.baseline_peak_bytes > asked >= measured.peak_bytes
+assert measured.reserved_bytes >= allocated_bytes(CPU)
+assert measured.source == "the arena's counters"
+assert all(correction.aim_bytes for correction in step.corrections)
+
+fake.number("capacity_bytes").value = fake.usage()[2]
+try:
+    torch.empty(64 << 20, dtype=torch.uint8)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_planned_step_on_a_device_whose_bytes_are_counted(fakes: str) -> None:
+    assert run(ON_THE_FAKE + PLANNED, fakes).startswith(f"CUDA out of memory: {64 << 20} bytes")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -159,9 +231,7 @@ print("fine")
 
 @pytest.mark.gpu
 def test_on_a_device() -> None:
-    done = subprocess.run([sys.executable, "-c", ON_A_DEVICE], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "fine"
+    assert run(ON_A_DEVICE) == "fine"
 
 
 @pytest.mark.gpu
@@ -171,8 +241,38 @@ def test_it_has_to_come_first() -> None:
     assert "before anything is put on the device" in done.stderr
 
 
+PLANNED_ON_A_DEVICE = r"""
+import torch, memfit
+from memfit.cost.recorder import record
+from memfit.runtime.measure import resident_bytes
+
+memfit.arena(device="cuda")  # before anything is put on the device
+torch.manual_seed(0)
+layers = [layer for _ in range(8) for layer in (torch.nn.Linear(1024, 1024), torch.nn.GELU(), torch.nn.Dropout(0.1))]
+model = torch.nn.Sequential(*layers, torch.nn.Linear(1024, 16)).cuda()
+batch = torch.randn(8192, 1024, device="cuda"), torch.randint(0, 16, (8192,), device="cuda")
+
+def loss(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+optimizer = torch.optim.AdamW(model.parameters())
+step = memfit.fit(model, loss, batch, optimizer=optimizer, budget="70%", arena=True, verify=True)
+for _ in range(4):
+    there_before = resident_bytes(step, batch) + step.held_bytes
+    torch.cuda.empty_cache()
+    with record("cuda") as usage:
+        step(batch)
+assert step.arena.last_step.not_served == 0 and step.arena.last_step.served > 20, step.arena
+asked = step.settings.budget
+assert there_before + usage.taken_bytes <= asked, (there_before, usage, asked, step.corrections)
+measured = step.measure()
+assert measured.resident_bytes + step.held_bytes <= measured.peak_bytes <= asked < measured.baseline_peak_bytes
+assert measured.source == "the arena's counters" and measured.reserved_bytes > 0
+torch.cuda.empty_cache()
+print("fine")
+"""
+
+
 @pytest.mark.gpu
-def test_planned_steps_on_a_device_have_no_arena() -> None:
-    model = torch.nn.Linear(8, 1).cuda()
-    with pytest.raises(UnsupportedStepError, match="planned steps on a CPU"):
-        memfit.fit(model, lambda m, b: m(b).sum(), torch.randn(4, 8, device="cuda"), budget="1GiB", arena=True)
+def test_a_planned_step_on_a_device() -> None:
+    assert run(PLANNED_ON_A_DEVICE) == "fine"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import memfit
+from memfit.cost.recorder import record
 from memfit.errors import UnsupportedStepError
+from memfit.runtime.measure import resident_bytes
 
 
 def net() -> nn.Module:
@@ -63,6 +67,46 @@ def test_the_measured_peak_has_the_arena_in_it() -> None:
     assert measured.peak_bytes >= measured.resident_bytes + planned.arena.height_bytes
     assert measured.peak_bytes <= 1.01 * planned.plan.predicted.peak_bytes
     assert planned.arena.height_bytes <= 1.005 * planned.arena.peak_bytes
+
+
+def test_every_call_is_inside_the_budget() -> None:
+    planned = fitted(net(), arena=True, with_optimizer=True)
+    for seed in range(5):  # recorded without and with the optimizer's state, then served
+        there_before = resident_bytes(planned, batch_of(256, seed)) + planned.held_bytes
+        with record("cpu") as usage:
+            planned(batch_of(256, seed))
+        batch_bytes = sum(tensor.nbytes for tensor in batch_of(256))  # a second one was made for the call
+        assert there_before + usage.peak_bytes <= int(planned.settings.budget) + batch_bytes
+    assert planned.arena is not None
+    assert planned.arena.last_step.not_served == 0 < planned.arena.last_step.served
+    assert not planned.corrections
+
+
+def test_a_step_that_takes_more_than_its_budget_is_planned_again_with_its_arena(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned = fitted(net(), arena=True, with_optimizer=True)
+    asked_bytes, run = int(planned.settings.budget), planned._run
+
+    def hungry(*args: Any) -> torch.Tensor:
+        workspace = torch.empty(64 << 10, dtype=torch.uint8)
+        loss_value = run(*args)
+        del workspace
+        return loss_value
+
+    monkeypatch.setattr(planned, "_run", hungry)
+    planned._measured.clear()
+    batch = batch_of(256)
+    for _ in range(3):
+        planned(batch)
+    there_before = resident_bytes(planned, batch) + planned.held_bytes
+    with record("cpu") as usage:
+        planned(batch)
+    (correction,) = planned.corrections
+    assert correction.measured_bytes > asked_bytes > planned.plan.budget_bytes == correction.aim_bytes
+    assert planned.arena is not None
+    assert planned.arena.last_step.not_served == 0 < planned.arena.last_step.served
+    assert there_before + usage.peak_bytes <= asked_bytes
 
 
 def test_batches_of_another_shape_share_the_memory() -> None:

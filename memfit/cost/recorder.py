@@ -2,8 +2,8 @@
 
 On CPU it wraps torch's CPU allocator (`recorder.cpp`), in place from the first record to the end of the process. It
 counts the bytes that were asked for, in all threads, kernels' scratch memory included. On CUDA it reads the caching
-allocator's own counters. Where the wrapper cannot be built, torch.profiler's memory events take its place, and
-`Usage.source` says so.
+allocator's own counters, or the arena's where that has replaced it (`runtime/arena_cuda.py`). Where the wrapper cannot
+be built, torch.profiler's memory events take its place, and `Usage.source` says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Usage:
     """What one record saw; complete when its `with` block has been left.
 
     `start_bytes` and `end_bytes` were live at the two ends, as `allocated_bytes` counts them; `peak_bytes` is the most
-    in between, above `start_bytes`. `reserved_bytes` is the most that CUDA's caching allocator held of the device, in
+    in between, above `start_bytes`. `reserved_bytes` is the most that the allocator on CUDA held of the device, in
     all (None elsewhere). `source` names the instrument.
     """
 
@@ -39,7 +39,7 @@ class Usage:
 
     @property
     def taken_bytes(self) -> int:
-        """What the device had to give, above what was live at the start: the peak, and what CUDA's caching allocator
+        """What the device had to give, above what was live at the start: the peak, and what the allocator on CUDA
         held beside it, in blocks that nothing fitted into.
         """
         held_bytes = 0 if self.reserved_bytes is None else self.reserved_bytes - self.start_bytes
@@ -87,7 +87,7 @@ def allocated_bytes(device: torch.device | str) -> int:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give back what CUDA's caching allocator holds and nobody uses, so that what it holds next is what it needs."""
+    """Give back what the allocator on CUDA holds and nobody uses, so that what it holds next is what it needs."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -97,7 +97,7 @@ class _Record:
 
     __slots__ = ("_instrument", "_token", "_usage")
 
-    def __init__(self, instrument: _Instrument) -> None:
+    def __init__(self, instrument: Instrument) -> None:
         self._instrument = instrument
 
     def __enter__(self) -> Usage:
@@ -109,20 +109,30 @@ class _Record:
         self._instrument.close(self._usage, self._token)
 
 
-class _Instrument(ABC):
+class Instrument(ABC):
+    """What counts the bytes of a device; `source` is its name in a record's Usage."""
+
     source: str
 
     @abstractmethod
-    def open(self, usage: Usage) -> int: ...
+    def open(self, usage: Usage) -> int:
+        """Begin a record; return its number here."""
 
     @abstractmethod
-    def close(self, usage: Usage, token: int) -> None: ...
+    def close(self, usage: Usage, token: int) -> None:
+        """End the record with this number: complete its usage."""
 
     @abstractmethod
-    def live_bytes(self) -> int: ...
+    def live_bytes(self) -> int:
+        """Return the bytes that are live now."""
 
 
-class _Wrapper(_Instrument):
+def count_with(instrument: Instrument, device: torch.device) -> None:
+    """Let records of `device`, a CPU or a CUDA device with its index, be counted by `instrument` from now on."""
+    _instruments[device] = instrument
+
+
+class _Wrapper(Instrument):
     """The allocator of recorder.cpp; a token is the number of a window there."""
 
     source = "cpu allocator"
@@ -152,7 +162,7 @@ class _Wrapper(_Instrument):
 
 
 @dataclass(slots=True)
-class _Segmented(_Instrument):
+class Segmented(Instrument):
     """An instrument with a single peak counter: open records share it, cut wherever one of them opens or closes."""
 
     source: str
@@ -190,7 +200,7 @@ class _Segmented(_Instrument):
 
 
 @dataclass(slots=True)
-class _Cuda(_Segmented):
+class _Cuda(Segmented):
     device: torch.device = field(default_factory=lambda: torch.device("cuda", 0))
 
     def begin(self) -> None:
@@ -205,7 +215,7 @@ class _Cuda(_Segmented):
 
 
 @dataclass(slots=True)
-class _Profiler(_Segmented):
+class _Profiler(Segmented):
     """torch.profiler in place of the wrapper: milliseconds a record, this thread only, and blind between records."""
 
     profiler: torch.profiler.profile | None = None
@@ -241,10 +251,10 @@ def _memory_events(profiler: torch.profiler.profile) -> list[int]:
     return [int(event["args"]["Bytes"]) for event in sorted(memory, key=lambda event: event["ts"])]
 
 
-_instruments: dict[torch.device, _Instrument] = {}  # an allocator is the process's: installed once, never taken out
+_instruments: dict[torch.device, Instrument] = {}  # an allocator is the process's: installed once, never taken out
 
 
-def _instrument_of(device: torch.device) -> _Instrument:
+def _instrument_of(device: torch.device) -> Instrument:
     found = _instruments.get(device)
     if found is not None:
         return found
@@ -261,7 +271,7 @@ def _instrument_of(device: torch.device) -> _Instrument:
     return _instruments.setdefault(exact, _Cuda(source="torch.cuda.max_memory_allocated", device=exact))
 
 
-def _cpu_instrument() -> _Instrument:
+def _cpu_instrument() -> Instrument:
     try:
         return _Wrapper(load_library())
     except RecorderUnavailableError as error:

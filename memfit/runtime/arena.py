@@ -68,7 +68,7 @@ def arena(
 
     Args:
         step: any function; the arena is called in its place. Calls whose tensors have other shapes are recorded apart.
-        device: the CPU, or a CUDA device that torch has not allocated anything on yet.
+        device: the CPU, or a CUDA device that torch has not begun to use yet.
         packer, seed: of `memfit packers`.
         time_limit_seconds: how long the packer may search after the first step; after later ones it gets less.
 
@@ -175,13 +175,25 @@ class Arena:
         """Return a `with` block that is interrupted."""
         return Interruption(self)
 
+    def forget(self, key: Hashable) -> None:
+        """Drop the plan of a key, if there is one: the next step with it is recorded, and the memory shrinks to fit.
+
+        For a step that will from now on request other memory than it did.
+        """
+        if self._runs:
+            raise MemfitError("a plan cannot be dropped while the arena's step runs; leave the step first")
+        numbered = self._plans.pop(key, None)
+        if numbered is not None:
+            self._library.drop_plan(self._require_open(), numbered.number)
+            self._height_bytes = max((left.plan.height_bytes for left in self._plans.values()), default=0)
+
     def close(self) -> None:
         """Give the memory back; what tensors still hold of it goes when the last of them does. Figures stay."""
         if self._runs:
             raise MemfitError("the arena cannot be closed while its step runs; leave the step first")
         if self._handle is not None:
             self._library.destroy(self._handle)
-            self._handle = None
+            self._handle, self._slab_bytes = None, 0
 
     @property
     def plans(self) -> Mapping[Hashable, ArenaPlan]:
@@ -192,6 +204,11 @@ class Arena:
     def height_bytes(self) -> int:
         """The bytes of the arena: the height of the highest plan; 0 before the first step has ended."""
         return self._height_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that the arena holds of the device now; 0 before the first step has ended, and after `close`."""
+        return self._slab_bytes
 
     @property
     def lower_bound_bytes(self) -> int:

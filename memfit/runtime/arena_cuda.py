@@ -1,13 +1,18 @@
-"""The arena on CUDA: the library becomes torch's allocator, before torch has allocated anything there."""
+"""The arena on CUDA: the library becomes torch's allocator, before torch has begun to use the device.
+
+From then on torch's memory statistics raise errors, and memfit's records read the library's own counters.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from memfit.cost.recorder import Segmented, count_with
 from memfit.errors import InvalidDeviceError
 from memfit.runtime.arena_library import ArenaLibrary, ArenaUnavailableError, library_path, load_arena_library
 
@@ -32,8 +37,38 @@ class CudaArenaLibrary(ArenaLibrary):
             raise ArenaUnavailableError(
                 "this step runs on another CUDA stream than the arena's first step; make an arena for each stream"
             )
-        self.library.memfit_arena_cuda_on_stream(stream)
+        self.library.memfit_arena_cuda_place_slabs(self.index, stream)
         return self.library.memfit_arena_cuda_begin_step(handle, plan, self.index, stream)
+
+
+@dataclass(slots=True, kw_only=True)
+class ArenaCounters(Segmented):
+    """The library's counters of a device: bytes of ordinary blocks and of arenas, and what the driver holds for them.
+
+    An arena counts in full from when it is made; what is served from it changes nothing.
+    """
+
+    library: ctypes.PyDLL
+    index: int
+    source: str = "the arena's counters"
+
+    def begin(self) -> None:
+        """Begin a segment."""
+        self.library.memfit_arena_cuda_reset_peaks(self.index)
+
+    def cut(self) -> tuple[int, int, int | None]:
+        """End the segment: (bytes live now, the most in it, the most that was held of the device)."""
+        live, peak, _, most_reserved = self._read()
+        return live, peak, most_reserved
+
+    def live_bytes(self) -> int:
+        """Return the bytes that are live now."""
+        return self._read()[0]
+
+    def _read(self) -> list[int]:
+        usage = (ctypes.c_int64 * 4)()
+        self.library.memfit_arena_cuda_usage(self.index, usage)
+        return list(usage)
 
 
 def library_on(device: torch.device) -> CudaArenaLibrary:
@@ -41,17 +76,19 @@ def library_on(device: torch.device) -> CudaArenaLibrary:
 
     Raises:
         InvalidDeviceError: there is no such device.
-        ArenaUnavailableError: no compiler, torch has allocated already, or the driver has no stream-ordered allocator.
+        ArenaUnavailableError: no compiler, torch uses CUDA already, or the driver has no stream-ordered allocator.
     """
     if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
         raise InvalidDeviceError(f"there is no arena on device '{device}': expected cpu, or a CUDA device that is here")
-    return _library_on(device.index if str(device) != "cuda" else torch.cuda.current_device())
+    library = load_arena_library("cuda").library
+    _become_the_allocator(library)
+    # only now: asking for the current device begins to use CUDA, and then the allocator is fixed
+    return _library_on(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @functools.cache
 def _library_on(index: int) -> CudaArenaLibrary:
     library = load_arena_library("cuda").library
-    _become_the_allocator(library)
     if library.memfit_arena_cuda_prepare(index):
         raise ArenaUnavailableError("no arena: this CUDA driver has no stream-ordered allocator (cudaMallocAsync)")
     return CudaArenaLibrary(library, index)
@@ -66,14 +103,16 @@ def _become_the_allocator(library: ctypes.PyDLL) -> None:
     allocator = torch.cuda.memory.CUDAPluggableAllocator(
         str(library_path("cuda")), "memfit_arena_cuda_malloc", "memfit_arena_cuda_free"
     )
-    on_record = ctypes.cast(library.memfit_arena_cuda_record_stream, ctypes.c_void_p).value
     inner: Any = allocator.allocator()
-    inner.set_record_stream_fn(on_record)
+    inner.set_record_stream_fn(ctypes.cast(library.memfit_arena_cuda_record_stream, ctypes.c_void_p).value)
+    inner.set_reset_fn(ctypes.cast(library.memfit_arena_cuda_empty_cache, ctypes.c_void_p).value)
     try:
         torch.cuda.memory.change_current_allocator(allocator)
     except RuntimeError as error:
         raise ArenaUnavailableError(
-            "no arena: torch has allocated on CUDA already, and its allocator can only be changed before; call "
-            "memfit.arena(device='cuda') before anything is put on the device"
+            "no arena: torch uses CUDA already, and its allocator can only be changed before; call "
+            "memfit.arena(device='cuda') at the beginning of the program, before anything is put on the device"
         ) from error
     _installed.append(allocator)
+    for index in range(torch.cuda.device_count()):
+        count_with(ArenaCounters(library=library, index=index), torch.device("cuda", index))

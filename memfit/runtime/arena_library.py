@@ -114,7 +114,9 @@ class ArenaLibrary:
             signatures |= {
                 "memfit_arena_cuda_prepare": ([ctypes.c_int], ctypes.c_int),
                 "memfit_arena_cuda_begin_step": ([handle, number, ctypes.c_int, handle], ctypes.c_int),
-                "memfit_arena_cuda_on_stream": ([handle], None),
+                "memfit_arena_cuda_place_slabs": ([ctypes.c_int, handle], None),
+                "memfit_arena_cuda_usage": ([ctypes.c_int, numbers], None),
+                "memfit_arena_cuda_reset_peaks": ([ctypes.c_int], None),
             }
         else:
             signatures |= {

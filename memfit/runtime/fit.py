@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -83,7 +83,7 @@ def fit(
         host_budget: bytes of the host's memory that storages may be copied to while the step runs, as text or an
             integer, where the device has a link to it; 0 copies nothing.
         arena: serve what each call requests from memory that was laid out after the first call of its kind; see
-            `memfit.arena`.
+            `memfit.arena`. On CUDA call `memfit.arena(device="cuda")` before anything is put on the device.
         on_stage, progress: told what is being done, and how the search goes.
 
     Raises:
@@ -230,20 +230,29 @@ class PlannedStep:
         ready = self._ready.get(signature)
         if ready is None:
             ready = self._ready[signature] = self._prepare(batch, None)
-        if signature in self._measured or self.arena is not None:
+        if signature in self._measured:
             return self._run(ready, batch, signature)
-        resident = resident_bytes(self, batch)  # before a first step that creates the optimizer's state
+        there_before = resident_bytes(self, batch) + self.held_bytes  # less than after: a first step makes state
         empty_cache(self.device)
         with record(self.device) as usage:
             loss = self._run(ready, batch, signature)
-        self._measured.add(signature)
-        self._correct(ready, signature, resident + usage.taken_bytes)
+        if self._correct(ready, signature, there_before + usage.taken_bytes) or self._is_settled():
+            self._measured.add(signature)
         return loss
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that the step holds between calls beside its residents: its arena's."""
+        return 0 if self.arena is None else self.arena.held_bytes
+
+    def _is_settled(self) -> bool:
+        """Whether the next step will take what the last one did: with an arena the first is only recorded."""
+        return self.arena is None or self.arena.last_step.recorded == 0
 
     def _run(self, ready: _Ready, batch: Any, signature: Any) -> torch.Tensor:
         leaves = tree_flatten(batch)[0]
         (half,) = ready.prepared.program.halves
-        with nullcontext() if self.arena is None else self.arena.step(key=signature):
+        with nullcontext() if self.arena is None else self.arena.step(key=self._arena_key(signature)):
             loss, *gradients = half.function([fetch(leaves) for fetch in ready.fetchers])
         for name, gradient in zip(ready.gradients, gradients, strict=True):
             parameter = self._parameters[name]
@@ -254,17 +263,22 @@ class PlannedStep:
             self.step.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         return loss
 
-    def _correct(self, ready: _Ready, signature: Any, measured_bytes: int) -> None:
+    def _arena_key(self, signature: Any) -> tuple[Any, int]:
+        # an optimizer's first step makes its state, so that the second requests other memory than it
+        return signature, 0 if self.step.optimizer is None else len(self.step.optimizer.state)
+
+    def _correct(self, ready: _Ready, signature: Any, measured_bytes: int) -> bool:
         """Plan again where the first step of a plan took more than its budget: by as much less as it was mispredicted.
 
         A library may choose other workspaces when it runs than when its ops were measured. On CUDA what counts is what
-        the caching allocator had to hold of the device, blocks that nothing fits into with it.
+        the allocator had to hold of the device, blocks that nothing fits into with it; with an arena, all of the
+        arena. Returns whether the budget was exceeded.
         """
         plan = ready.prepared.plan
         # The recorder of a CPU counts copies on the host as well: they are the same memory.
         copies_bytes = plan.predicted.host_peak_bytes if self.device.type == "cpu" else 0
         if measured_bytes <= plan.budget_bytes + copies_bytes:
-            return
+            return False
         aim_bytes = max(1, plan.budget_bytes - (measured_bytes - plan.predicted.peak_bytes))
         correction = Correction(
             budget_bytes=plan.budget_bytes,
@@ -278,13 +292,17 @@ class PlannedStep:
         except (InfeasibleBudgetError, TimeLimitError) as error:
             self.corrections.append(replace(correction, aim_bytes=None))
             _log.warning("%s: %s", self.corrections[-1], error)
-            return
+            return True
         self.corrections.append(correction)
         _log.warning("%s", correction)
+        if self.arena is not None:
+            for key in [key for key in self.arena.plans if cast("tuple[Any, int]", key)[0] == signature]:
+                self.arena.forget(key)
         empty_cache(self.device)
         self._ready[signature] = corrected
         if ready is self._first:
             self._first = corrected
+        return True
 
     def verify(self, batch: Any = None) -> None:
         """Run one eager and one planned step from the same state; both leave no trace.
@@ -296,11 +314,7 @@ class PlannedStep:
 
     def measure(self, batch: Any = None, *, repeats: int = 3) -> Measurement:
         """Measure peak bytes and seconds of planned and eager steps, interleaved; both leave no trace."""
-        measured = measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
-        if self.arena is None:
-            return measured
-        # The arena was made before the steps that were measured: the recorder saw only what lies outside of it.
-        return replace(measured, peak_bytes=measured.peak_bytes + self.arena.height_bytes)
+        return measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
 
     def _signature(self, batch: Any) -> Any:
         leaves, structure = tree_flatten(batch)
@@ -333,12 +347,6 @@ class PlannedStep:
 def _arena_for(device: torch.device, settings: Settings) -> Arena | None:
     if not settings.arena:
         return None
-    if device.type != "cpu":
-        raise UnsupportedStepError(
-            f"arena=True is for planned steps on a CPU, this one is on {device}: there memfit measures with the "
-            "statistics of torch's own allocator, which an arena replaces; leave it out, or use memfit.arena around an "
-            "eager step"
-        )
     return Arena(device=device, seed=settings.seed)
 
 

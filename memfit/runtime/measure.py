@@ -20,7 +20,7 @@ from memfit.runtime.state import StepState
 class Measurement:
     """What was measured. Peaks include the residents; `overhead` is the median of paired ratios of seconds, minus one.
 
-    `baseline` is eager PyTorch. `reserved_bytes` is what CUDA's caching allocator held at most, None on a CPU. `source`
+    `baseline` is eager PyTorch. `reserved_bytes` is what the allocator on CUDA held at most, None on a CPU. `source`
     names the instrument.
     """
 
@@ -40,6 +40,11 @@ class MeasurableStep(Protocol):
     step: TrainingStep
     device: torch.device
 
+    @property
+    def held_bytes(self) -> int:
+        """What it holds on the device between calls, beside the residents."""
+        ...
+
     def __call__(self, batch: Any) -> torch.Tensor: ...
 
 
@@ -52,6 +57,7 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
     before = StepState.take(step)
     run: Callable[[Any], Any]
     usages: dict[str, list[Usage]] = {"eager": [], "planned": []}
+    peaks: dict[str, list[int]] = {"eager": [], "planned": []}  # without what is there before each step
     seconds: dict[str, list[float]] = {"eager": [], "planned": []}
     try:
         for number in range(repeats + 1):
@@ -59,10 +65,13 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
                 if step.optimizer is None:
                     for parameter in step.model.parameters():
                         parameter.grad = None
+                # the instruments count from here on, so that an arena made before is not seen by them
+                held_bytes = planned.held_bytes if name == "planned" else 0
                 with record(device) as usage:
                     elapsed = _timed(run, batch, device)
                 if number:
                     usages[name].append(usage)
+                    peaks[name].append(held_bytes + usage.peak_bytes)
                     seconds[name].append(elapsed)
         resident = resident_bytes(planned, batch)  # while the optimizer's state is there
     finally:
@@ -70,9 +79,9 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
     ratios = [mine / eager for mine, eager in zip(seconds["planned"], seconds["eager"], strict=True)]
     reserved = [usage.reserved_bytes for usage in usages["planned"] if usage.reserved_bytes is not None]
     return Measurement(
-        baseline_peak_bytes=resident + max(usage.peak_bytes for usage in usages["eager"]),
+        baseline_peak_bytes=resident + max(peaks["eager"]),
         baseline_step_seconds=statistics.median(seconds["eager"]),
-        peak_bytes=resident + max(usage.peak_bytes for usage in usages["planned"]),
+        peak_bytes=resident + max(peaks["planned"]),
         step_seconds=statistics.median(seconds["planned"]),
         overhead=statistics.median(ratios) - 1.0,
         resident_bytes=resident,

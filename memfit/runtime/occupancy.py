@@ -7,16 +7,18 @@ from collections.abc import Sequence
 
 import torch
 
+from memfit.cost.recorder import allocated_bytes
+
 
 def bytes_beside(own: Sequence[torch.Tensor], device: torch.device) -> int:
     """Return the bytes of all tensors on `device` whose storage is none of `own`'s.
 
-    CUDA's allocator knows them all. On a CPU the tensors that Python can see are counted, those that autograd saved for
-    backward included, as long as Python ever saw them.
+    The allocator on CUDA knows them all. On a CPU the tensors that Python can see are counted, those that autograd
+    saved for backward included, as long as Python ever saw them.
     """
     mine = _storages(own, device)
     if device.type == "cuda":
-        return max(0, torch.cuda.memory_allocated(device) - sum(mine.values()))
+        return max(0, allocated_bytes(device) - sum(mine.values()))
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     everything = _storages(tensors, device)
     return sum(size for pointer, size in everything.items() if pointer not in mine)

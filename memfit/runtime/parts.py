@@ -65,6 +65,11 @@ class PartlyPlannedStep:
         """The plans of all graphs."""
         return tuple(plan for graph in self._graphs for plan in graph.plans)
 
+    @property
+    def held_bytes(self) -> int:
+        """None: there is no arena."""
+        return 0
+
     def __call__(self, batch: Any) -> torch.Tensor:
         """Run one step on `batch`; return the loss, detached."""
         return self.step.run_eager(batch, model=self._model)
