@@ -19,7 +19,7 @@ from memfit.graph import Graph
 from memfit.plan import Problem
 
 _MOST_STATES = 100_000
-_LARGEST_OPS, _LARGEST_STORAGES = 12, 18  # more have too many states; sets of what to drop double with each storage
+_LARGEST_OPS, _LARGEST_STORAGES = 12, 24  # more have too many states; sets of what to drop double with each storage
 
 State = tuple[int, int]  # ops that have been computed, storages that are on the device; as bits
 

@@ -11,22 +11,28 @@ What the search does not try is no better than what it does:
   otherwise, and then no more than it takes; a Wait earlier, or for nothing, only delays;
 - a copy to the host starts right after a computation, and the first of several with what that computation wrote: else
   all could have started after the one before, in the same order, where the host has room for everything;
-- a copy to the host is let go only where the host has no room for another one.
+- a copy to the host is let go only where the host has no room for another one;
+- what no op that is left can be of use for (see `memfit.planners.small_needs`) is dropped at once, and not computed;
+- what is copied to the host leaves the device after that and comes back: without the copy, all that follows can be done
+  as early. So a storage that will not be needed any more is never on its way, and a label ends no earlier than when
+  all that has been copied can be back. Labels keep these *promises*; one forgets another only if it has no others;
+- a copy back starts before an op where there is room for it then, and not right after it;
+- where all that is left fits beside all that is there, it is computed in its order.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from memfit.plan import Problem
 from memfit.planners.shortest_path import SmallGraph, is_small, members, smallest
+from memfit.planners.small_needs import Needs
 from memfit.schedule import Compute, Drop, DropHost, Instruction, Offload, Prefetch, Schedule, Wait
 
-_MOST_LABELS = 60_000
+_MOST_LABELS = 250_000  # a few hundred megabytes
 _CLOSED, _OPEN = -1, -2  # no copy to the host may start before the next op; any may
 
 
@@ -53,15 +59,6 @@ class Clocks(NamedTuple):
     out: tuple[float, ...]
     back: tuple[float, ...]
 
-    def is_no_later(self, other: Clocks) -> bool:
-        """Whether nothing here is later than there, for two labels of one state."""
-        return (
-            self.now <= other.now
-            and self.out_free <= other.out_free
-            and self.back_free <= other.back_free
-            and all(a <= b for a, b in zip(self.out + self.back, other.out + other.back, strict=True))
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastestSchedule:
@@ -74,8 +71,10 @@ class FastestSchedule:
 class _Label(NamedTuple):
     state: State
     clocks: Clocks
-    came: int  # the label before
     instructions: tuple[Instruction, ...]
+    promised: int = 0  # what has a copy on the host, or on its way there, and never left the device since
+    slack_bytes: int = -1  # that were free while the op just before was computed; -1 behind anything else
+    came: int = -1  # the label before
 
 
 def fastest_with_host(problem: Problem, *, below_seconds: float, until_seconds: float) -> FastestSchedule | None:
@@ -98,47 +97,93 @@ class _Search:
         assert rates[0] is not None and rates[1] is not None, "the device has a link"
         self.out_seconds = [size / rates[0] for size in self.host_sizes]
         self.back_seconds = [size / rates[1] for size in self.host_sizes]
+        self.needs = Needs(self.small)
+        self.largest_workspace = max((op.workspace_bytes or 0 for op in problem.graph.ops), default=0)
         self.labels: list[_Label] = []
-        self.reached: dict[State, list[Clocks]] = {}
-        self.heap: list[tuple[float, int]] = []
+        self.reached: dict[State, list[int]] = {}
+        self.forgotten: set[int] = set()
+        self.heap: list[tuple[float, int, int]] = []  # least seconds, ops left, number of the label
 
     def run(self) -> FastestSchedule | None:
         """Labels by the least time that their schedules can take, until one has computed everything."""
         everything, at_end = (1 << len(self.graph.ops)) - 1, self.small.at_end
-        self._reach(State(0, 0, 0, 0, 0, _CLOSED), Clocks(0.0, 0.0, 0.0, (), ()), -1, ())
+        self._reach(_Label(State(0, 0, 0, 0, 0, _CLOSED), Clocks(0.0, 0.0, 0.0, (), ()), ()))
         while self.heap:
-            seconds, number = heapq.heappop(self.heap)
+            seconds, _, number = heapq.heappop(self.heap)
             label = self.labels[number]
-            if label.clocks not in self.reached[label.state]:
+            if number in self.forgotten:
                 continue
             if label.state.done == everything and label.state.live & at_end == at_end:
                 return FastestSchedule(schedule=self._schedule(number), seconds=seconds)
             if len(self.labels) > _MOST_LABELS or self.clock() > self.until_seconds:
                 return None
-            for state, clocks, instructions in itertools.chain(
-                self._computations(label), self._returns(label), self._departures(label)
-            ):
-                self._reach(state, clocks, number, instructions)
+            for following in self._following(label):
+                self._reach(following._replace(came=number))
         return FastestSchedule(schedule=None, seconds=self.below_seconds)
 
-    def _reach(self, state: State, clocks: Clocks, came: int, instructions: tuple[Instruction, ...]) -> None:
-        """Note a label, unless it is dominated, or too late."""
-        left_seconds = sum(op.seconds for op in self.graph.ops if not state.done >> op.id & 1)
-        seconds = max(clocks.now + left_seconds, clocks.out_free, clocks.back_free)
+    def _following(self, label: _Label) -> Iterator[_Label]:
+        """Every label that comes next."""
+        state = label.state
+        if not state.back and self._fits_to_the_end(state):
+            op = next(op for op in range(len(self.graph.ops)) if not state.done >> op & 1)
+            following = None if label.promised else self._computed(label, op, 0, None, 0)
+            if following is not None:
+                yield following
+            return
+        yield from self._computations(label)
+        yield from self._returns(label)
+        yield from self._departures(label)
+
+    def _fits_to_the_end(self, state: State) -> bool:
+        """Whether all ops that are left can be computed in their order with everything kept."""
+        needed, _, _ = self.needs.of(state.done)
+        if needed & ~state.live:
+            return False
+        left = [op for op in range(len(self.graph.ops)) if not state.done >> op & 1]
+        needed_bytes = self.small.bytes_of(state.live) + sum(self.small.bytes_of(self.small.writes[op]) for op in left)
+        return needed_bytes + self.largest_workspace <= self.small.room_bytes
+
+    def _reach(self, label: _Label) -> None:
+        """Note a label, unless it leads nowhere, is dominated, or too late."""
+        state, seconds = label.state, self._least_seconds(label)
         if seconds >= self.below_seconds:
             return
         others = self.reached.setdefault(state, [])
-        if any(other.is_no_later(clocks) for other in others):
+        if any(_does_all(self.labels[other], label) for other in others):
             return
-        others[:] = [other for other in others if not clocks.is_no_later(other)]
-        others.append(clocks)
-        heapq.heappush(self.heap, (seconds, len(self.labels)))
-        self.labels.append(_Label(state, clocks, came, instructions))
+        forgotten = [other for other in others if _does_all(label, self.labels[other])]
+        if forgotten:
+            self.forgotten.update(forgotten)
+            others[:] = [other for other in others if other not in self.forgotten]
+        others.append(len(self.labels))
+        heapq.heappush(self.heap, (seconds, -state.done.bit_count(), len(self.labels)))
+        self.labels.append(label)
 
-    def _computations(self, label: _Label) -> Iterator[tuple[State, Clocks, tuple[Instruction, ...]]]:
+    def _least_seconds(self, label: _Label) -> float:
+        """Return a time before which no schedule that goes on from here, and has use for its copies, ends.
+
+        What has been copied to the host will leave and come back, or else a label without the copy can do as much.
+        """
+        state, clocks = label.state, label.clocks
+        missing = self.needs.missing(state.done, state.live, state.host)
+        computing = clocks.now + self.needs.of(state.done)[2] + missing.again_seconds
+        leaves = dict(zip(members(state.out), clocks.out, strict=True))
+        back = clocks.back_free
+        for begins, storage in sorted((leaves.get(s, clocks.now), s) for s in members(missing.back | label.promised)):
+            back = max(back, begins) + self.back_seconds[storage]
+        pending = [
+            end + self.needs.behind_seconds(storage, state.done)
+            for storage, end in zip(members(state.back), clocks.back, strict=True)
+        ]
+        return max(computing, clocks.out_free, back, *pending)
+
+    def _computations(self, label: _Label) -> Iterator[_Label]:
         """Every op that can be computed next, what is dropped for it, and what it writes over."""
         state, small = label.state, self.small
+        wanted = self.needs.of(state.done)[1]
         for op in small.computable(state.done, state.live):
+            if state.done >> op & 1 and not small.writes[op] & ~state.live & wanted:
+                continue
             needed = small.bytes_of(state.live) + small.bytes_of(small.writes[op])
             needed += self.graph.ops[op].workspace_bytes or 0
             overs = [(None, 0, 0)] + [
@@ -151,43 +196,63 @@ class _Search:
                     continue  # there is room, and keeping is no worse; or nothing has read what would have to go
                 excess = needed - taken_bytes - small.bytes_of(first) - small.room_bytes
                 for dropped in self._droppable(state, small.reads[op] | first, excess):
-                    yield self._computed(label, op, dropped | first, taken)
+                    following = self._computed(label, op, dropped | first, taken, small.bytes_of(dropped) - excess)
+                    if following is not None:
+                        yield following
 
-    def _computed(
-        self, label: _Label, op: int, dropped: int, taken: int | None
-    ) -> tuple[State, Clocks, tuple[Instruction, ...]]:
-        gone = dropped | (0 if taken is None else 1 << taken)
-        state, clocks, instructions = self._waited(label.state, label.clocks, gone, dropped)
+    def _computed(self, label: _Label, op: int, dropped: int, taken: int | None, slack_bytes: int) -> _Label | None:
+        """Return the label behind an op; None where copies that have been made were for nothing."""
+        waited = self._waited(label, dropped | (0 if taken is None else 1 << taken), dropped)
+        state, clocks = waited.state, waited.clocks
         reads, ends = self.small.reads[op], dict(zip(members(state.back), clocks.back, strict=True))
         start = max([clocks.now, *(end for storage, end in ends.items() if reads >> storage & 1)])
-        written = self.small.writes[op] & ~state.live
-        may_copy = written if self.has_host_room else _OPEN
+        done, live, unread = state.done | 1 << op, state.live | self.small.writes[op], state.back & ~reads
+        useless = ~self.needs.of(done)[1]
+        if useless & (unread | waited.promised):
+            return None
+        written = self.small.writes[op] & ~state.live & ~useless
+        released = state.host & useless & ~state.out & ~unread
         after = State(
-            done=state.done | 1 << op,
-            live=state.live | self.small.writes[op],
-            host=state.host,
+            done=done,
+            live=live & ~useless,
+            host=state.host & ~released,
             out=state.out,
-            back=state.back & ~reads,
-            may_copy=may_copy,
+            back=unread,
+            may_copy=written if self.has_host_room else _OPEN,
         )
         now = start + self.graph.ops[op].seconds
         back = tuple(end for storage, end in ends.items() if not reads >> storage & 1)
-        return after, _settled(clocks._replace(now=now, back=back)), (*instructions, Compute(op=op, in_place_of=taken))
+        instructions = (
+            *waited.instructions,
+            Compute(op=op, in_place_of=taken),
+            *(Drop(storage=s) for s in members(live & useless)),
+            *(DropHost(storage=s) for s in members(released)),
+        )
+        settled = _settled(clocks._replace(now=now, back=back))
+        return _Label(after, settled, instructions, waited.promised, slack_bytes)
 
-    def _returns(self, label: _Label) -> Iterator[tuple[State, Clocks, tuple[Instruction, ...]]]:
-        """Every copy back that can start next, and what is dropped for it."""
-        for storage in members(label.state.host & ~label.state.live & ~label.state.out):
+    def _returns(self, label: _Label) -> Iterator[_Label]:
+        """Every copy back that can start next, and what is dropped for it.
+
+        Not where the copy could have started before the computation that has just been.
+        """
+        coming = label.state.host & ~label.state.live & ~label.state.out & self.needs.of(label.state.done)[1]
+        for storage in members(coming):
             excess = self.small.bytes_of(label.state.live | 1 << storage) - self.small.room_bytes
+            if excess <= 0 and self.small.sizes[storage] <= label.slack_bytes:
+                continue
             for dropped in self._droppable(label.state, 0, excess):
-                state, clocks, instructions = self._waited(label.state, label.clocks, dropped, dropped)
+                waited = self._waited(label, dropped, dropped)
+                state, clocks = waited.state, waited.clocks
                 end = max(clocks.now, clocks.back_free) + self.back_seconds[storage]
                 ends = dict(zip(members(state.back), clocks.back, strict=True)) | {storage: end}
                 back = tuple(ends[s] for s in sorted(ends))
                 bit = 1 << storage
                 after = state._replace(live=state.live | bit, back=state.back | bit, may_copy=_CLOSED)
-                yield after, clocks._replace(back_free=end, back=back), (*instructions, Prefetch(storage=storage))
+                instructions = (*waited.instructions, Prefetch(storage=storage))
+                yield _Label(after, clocks._replace(back_free=end, back=back), instructions, waited.promised)
 
-    def _departures(self, label: _Label) -> Iterator[tuple[State, Clocks, tuple[Instruction, ...]]]:
+    def _departures(self, label: _Label) -> Iterator[_Label]:
         """Every copy to the host that can start next, and the copies that it lets go for that."""
         state, clocks = label.state, label.clocks
         if state.may_copy == _CLOSED:
@@ -196,30 +261,31 @@ class _Search:
             if self.small.sizes[storage] == 0:
                 continue
             excess = sum(self.host_sizes[s] for s in members(state.host)) + self.host_sizes[storage]
-            others = [s for s in members(state.host & ~state.out & ~state.back) if self.host_sizes[s] > 0]
+            idle = state.host & ~state.out & ~state.back & ~label.promised
+            others = [s for s in members(idle) if self.host_sizes[s] > 0]
             for released in smallest(others, self.host_sizes, excess - self.host_budget_bytes):
                 end = max(clocks.now, clocks.out_free) + self.out_seconds[storage]
                 ends = dict(zip(members(state.out), clocks.out, strict=True)) | {storage: end}
                 bit = 1 << storage
                 after = state._replace(host=state.host & ~released | bit, out=state.out | bit, may_copy=_OPEN)
                 instructions = (*(DropHost(storage=s) for s in members(released)), Offload(storage=storage))
-                yield after, clocks._replace(out_free=end, out=tuple(ends[s] for s in sorted(ends))), instructions
+                copying = clocks._replace(out_free=end, out=tuple(ends[s] for s in sorted(ends)))
+                yield _Label(after, copying, instructions, label.promised | bit, label.slack_bytes)
 
     def _droppable(self, state: State, wanted: int, excess: int) -> Iterator[int]:
         others = [s for s in members(state.live & ~wanted & ~state.back) if self.small.sizes[s] > 0]
         return smallest(others, self.small.sizes, excess)
 
-    def _waited(
-        self, state: State, clocks: Clocks, gone: int, dropped: int
-    ) -> tuple[State, Clocks, tuple[Instruction, ...]]:
+    def _waited(self, label: _Label, gone: int, dropped: int) -> _Label:
         """Wait for the copies of what goes, and drop what is dropped."""
+        state, clocks = label.state, label.clocks
         ends = dict(zip(members(state.out), clocks.out, strict=True))
         waits = [storage for storage in ends if gone >> storage & 1]
         now = max([clocks.now, *(ends[storage] for storage in waits)])
         out = tuple(end for storage, end in ends.items() if not gone >> storage & 1)
         instructions = (*(Wait(storage=s) for s in waits), *(Drop(storage=s) for s in members(dropped)))
         after = state._replace(live=state.live & ~gone, out=state.out & ~gone)
-        return after, _settled(clocks._replace(now=now, out=out)), instructions
+        return _Label(after, _settled(clocks._replace(now=now, out=out)), instructions, label.promised & ~gone)
 
     def _schedule(self, number: int) -> Schedule:
         parts: list[tuple[Instruction, ...]] = []
@@ -227,6 +293,18 @@ class _Search:
             parts.append(self.labels[number].instructions)
             number = self.labels[number].came
         return Schedule.of(instruction for part in reversed(parts) for instruction in part)
+
+
+def _does_all(label: _Label, other: _Label) -> bool:
+    """Whether a label is later in nothing than another of its state, and has promised nothing beyond it."""
+    mine, theirs = label.clocks, other.clocks
+    return (
+        mine.now <= theirs.now
+        and mine.out_free <= theirs.out_free
+        and mine.back_free <= theirs.back_free
+        and not label.promised & ~other.promised
+        and all(a <= b for a, b in zip(mine.out + mine.back, theirs.out + theirs.back, strict=True))
+    )
 
 
 def _settled(clocks: Clocks) -> Clocks:
