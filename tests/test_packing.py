@@ -179,6 +179,44 @@ def test_exact_packers_prove_the_least_height(name: str, blocks: Blocks) -> None
     assert layout.height_bytes == least_height(blocks)
 
 
+def cut_up(count: int, steps: int, height_bytes: int, seed: int) -> Blocks:
+    """Return a rectangle, cut into blocks across or along one at a time: they can be packed without a gap."""
+    random = np.random.default_rng(seed)
+    pieces = [(0, steps, 0, height_bytes)]
+    while len(pieces) < count:
+        start, end, low, high = pieces.pop(int(random.integers(len(pieces))))
+        if end - start > 1 and random.random() < (end - start) / steps / (
+            (end - start) / steps + (high - low) / height_bytes
+        ):
+            cut = int(random.integers(start + 1, end))
+            pieces += [(start, cut, low, high), (cut, end, low, high)]
+        elif high - low > 1:
+            cut = int(random.integers(low + 1, high))
+            pieces += [(start, end, low, cut), (start, end, cut, high)]
+        else:
+            pieces.append((start, end, low, high))
+    random.shuffle(pieces)
+    return Blocks.of(
+        Block(id=i, bytes=high - low, start=start, end=end) for i, (start, end, low, high) in enumerate(pieces)
+    )
+
+
+@pytest.mark.parametrize(("count", "seed"), [(30, 0), (100, 1), (200, 1), (200, 2), (200, 3)])
+def test_what_was_cut_up_is_put_together_again(count: int, seed: int) -> None:
+    """Without a gap, as MiniMalloc's instances; counted in nodes, so that a busy machine gives the same."""
+    blocks = cut_up(count, 300, 1 << 20, seed)
+    layout = pack(blocks, make_packer("exact", nodes=100_000), time_limit_seconds=300)
+    assert (layout.height_bytes, layout.proven) == (1 << 20, True)
+
+
+@settings(deadline=None, max_examples=200)
+@given(count=st.integers(1, 25), seed=st.integers(0, 1 << 20), height=st.integers(2, 12))
+def test_small_cuts_are_always_put_together(count: int, seed: int, height: int) -> None:
+    """Small sizes and few steps make many blocks alike, and many that end at one offset."""
+    blocks = cut_up(min(count, 6 * height), 6, height, seed)
+    assert pack(blocks, "exact", time_limit_seconds=60).height_bytes == height
+
+
 def test_a_case_above_its_lower_bound_is_proven() -> None:
     rows = [(4, 0, 1), (3, 1, 2), (1, 0, 3), (1, 2, 3), (1, 1, 4), (2, 3, 4), (2, 2, 5), (3, 4, 5)]
     blocks = Blocks.of(Block(id=i, bytes=size, start=start, end=end) for i, (size, start, end) in enumerate(rows))

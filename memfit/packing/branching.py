@@ -1,12 +1,16 @@
 """The decision at the heart of `exact`: can these blocks lie within a capacity? A depth-first search, compiled.
 
-Blocks are placed in canonical order (Moffitt 2023, "MiniMalloc"): offsets never fall, and at equal
-offsets numbers rise, so that each layout is reached one way only. At each node the next block goes to its least
-possible offset: the top of what is placed below it. What cuts the tree:
+Blocks are placed from below (after Moffitt 2023, "MiniMalloc"): offsets never fall. At each node the level is the least
+top on which a block left can lie. Where some section has to be covered at that level, as otherwise what is left there
+would not fit the capacity, the node tries the blocks that can cover it, in the section with the fewest of them. Where
+there is no such section, it tries the first block that can lie at the level, and then excludes it from there. What cuts
+the tree:
 
 - dominance: a block is not put where a block that is still left would fit, whole, below it;
-- sections: in each section, its floor and all that is still to come must fit the capacity. The floor is raised to the
-  least offset that any block left can take there, and, as offsets never fall, to the offset placed last;
+- support: a block left that is not put on what it lies on now has to lie on another block left, so that it rises to the
+  least top that any of those can have, or higher;
+- sections: in each section, the least offset that any block left can take there and all that is still to come must fit
+  the capacity;
 - parts: where no block left crosses a border between sections, the two sides are searched one after the other, small
   ones first; if one fails, the node fails;
 - twins: of blocks alike in size and live range, the one with the lower number goes lower;
@@ -30,7 +34,8 @@ FOUND, FAILED, STOPPED, _OPEN = 0, 1, 2, 3
 _BLOCK = np.dtype(
     [
         ("size", np.int64),
-        ("least", np.int64),  # offset that the blocks placed so far allow
+        ("least", np.int64),  # the top of what is placed below it
+        ("rise", np.int64),  # the least offset it can take: `least`, or more where it is excluded from there
         ("offset", np.int64),
         ("first", np.int32),
         ("last", np.int32),
@@ -41,27 +46,31 @@ _BLOCK = np.dtype(
 _SECTION = np.dtype(
     [
         ("left", np.int64),  # bytes of the blocks left in the section
-        ("lowest", np.int64),  # the least offset that any of them can take; room to work in
         ("crossing", np.int64),  # blocks left that cross the border to the section before
+        (
+            "next",
+            np.int64,
+        ),  # the least offset that those of them can take that cannot lie at the level; room to work in
+        ("ready", np.int64),  # how many can lie at the level; room to work in
     ]
 )
 # A frame is a node, which tries blocks one after the other, or a list of parts, which are searched one after the other.
 _FRAME = np.dtype(
     [
         ("key", np.int64),  # of the nogood; 0 for a list of parts
-        ("offset", np.int64),  # blocks go at this offset with a higher number, or higher
-        ("below", np.int64),  # and below this one
+        ("level", np.int64),  # where the node puts a block
+        ("support", np.int64),  # the least top that a block left can have
         ("undos", np.int64),  # how many changes there were before this frame
         ("begin", np.int32),  # its blocks are `pool[begin:end]`
         ("end", np.int32),
         ("low", np.int32),  # in the sections `[low, high)`
         ("high", np.int32),
-        ("number", np.int32),
-        ("unused", np.int32),
+        ("section", np.int32),  # the one that the node has to cover, or -1: its block may be excluded
+        ("number", np.int32),  # the block tried last, or -1
     ]
 )
-_UNDO = np.dtype([("old", np.int64), ("block", np.int64)])
-_PLACED = -1  # as `old`: the block was placed; else it was raised
+_UNDO = np.dtype([("least", np.int64), ("rise", np.int64), ("block", np.int64)])
+_PLACED = -1  # as `least`: the block was placed; else it has risen
 _DEPTH, _UNDOS, _CAPACITY, _SALT, _NODES = 0, 1, 2, 3, 4  # in `state`
 _TABLE_ENTRIES = 1 << 18
 _FAR = 1 << 62
@@ -129,13 +138,13 @@ def start(tree: Any, capacity: int, salt: int) -> None:
         sections[s].left, sections[s].crossing = 0, 0
     for b in range(len(blocks)):
         block = blocks[b]
-        block.least, block.placed, pool[b] = 0, 0, b
+        block.least, block.rise, block.placed, pool[b] = 0, 0, 0, b
         for s in range(block.first, block.last):
             sections[s].left += block.size
             if s > block.first:
                 sections[s].crossing += 1
     frame = frames[0]
-    frame.key, frame.offset, frame.number, frame.undos = 0, 0, -1, 0
+    frame.key, frame.undos = 0, 0
     frame.begin, frame.end, frame.low, frame.high = 0, len(blocks), 0, len(sections) - 1
 
 
@@ -169,9 +178,9 @@ def go_on(tree: Any, nodes: int) -> int:
                 depth, found = depth - 1, FAILED
             else:
                 found = _OPEN
-                if _place(tree, frame, chosen):
-                    depth += 1
-                    _open_rest(tree, frame, frames[depth - 1], chosen)
+                _place(tree, frame, chosen)
+                depth += 1
+                _open_rest(tree, frame, frames[depth - 1], chosen)
     state[_DEPTH] = 0
     return found
 
@@ -190,7 +199,7 @@ def _open_rest(tree: Any, frame: Any, rest: Any, chosen: int) -> None:
         if pool[k] != chosen:
             pool[at] = pool[k]
             at += 1
-    rest.key, rest.offset, rest.number, rest.undos = 0, frame.offset, frame.number, state[_UNDOS]
+    rest.key, rest.undos = 0, state[_UNDOS]
     rest.begin, rest.end, rest.low, rest.high = frame.end, at, frame.low, frame.high
 
 
@@ -226,38 +235,27 @@ def _open_part(tree: Any, depth: int) -> bool:
             if best_low <= block.first < best_high and block.placed == 0:
                 pool[at] = pool[k]
                 at += 1
-    part.end, part.low, part.high, part.offset, part.number = at, best_low, best_high, rest.offset, rest.number
-    part.undos = state[_UNDOS]
+    part.end, part.low, part.high, part.undos = at, best_low, best_high, state[_UNDOS]
     return True
 
 
 @compiled
 def _enter(tree: Any, depth: int) -> bool:
     """Prepare the node on top; False says that it is known to fail."""
-    blocks, sections, frames, pool, _, table, state = tree
+    blocks, _, frames, pool, _, table, state = tree
     frame = frames[depth - 1]
     frame.key = _hash(blocks, pool, frame, state[_SALT])
-    if table[_slot(table, frame.key)] == frame.key:
-        return False
-    below = _FAR
-    for k in range(frame.begin, frame.end):
-        below = min(below, blocks[pool[k]].least + blocks[pool[k]].size)
-    most_left = 0
-    for s in range(frame.low, frame.high):
-        most_left = max(most_left, sections[s].left)
-    frame.below = min(below, state[_CAPACITY] - most_left + 1)
-    return True
+    return table[_slot(table, frame.key)] != frame.key and _look(tree, frame)
 
 
 @compiled
 def _hash(blocks: Any, pool: Any, frame: Any, salt: int) -> int:
-    """Return a number of 63 bits, never 0, for the blocks left, their least offsets, and which of them must rise."""
+    """Return a number of 63 bits, never 0, for the blocks left, their least offsets, and those they can take."""
     total = salt
     for k in range(frame.begin, frame.end):
-        b = pool[k]
-        least = blocks[b].least
-        rises = least < frame.offset or (least == frame.offset and b < frame.number)
-        mixed = (2 * least + rises + 1) * 0x1E3779B97F4A7C15 + (b + 1) * 0x3F58476D1CE4E5B9
+        block = blocks[pool[k]]
+        mixed = (block.least + 1) * 0x1E3779B97F4A7C15 + (pool[k] + 1) * 0x3F58476D1CE4E5B9
+        mixed += block.rise * 0x369DEA0F31A53F85
         mixed ^= (mixed >> 29) & 0x7FFFFFFFF
         mixed *= 0x14D049BB133111EB
         mixed ^= (mixed >> 32) & 0xFFFFFFFF
@@ -266,64 +264,101 @@ def _hash(blocks: Any, pool: Any, frame: Any, salt: int) -> int:
 
 
 @compiled
+def _is_open(blocks: Any, block: Any) -> bool:
+    """Return whether the block may be put on what it lies on."""
+    return block.rise == block.least and (block.twin < 0 or blocks[block.twin].placed == 1)
+
+
+@compiled
+def _look(tree: Any, frame: Any) -> bool:
+    """Find the level and the section to cover there; False says that the blocks left do not fit."""
+    blocks, sections, _, pool, _, _, state = tree
+    level, below = _FAR, _FAR
+    for k in range(frame.begin, frame.end):
+        block = blocks[pool[k]]
+        below = min(below, block.least + block.size)
+        if _is_open(blocks, block):
+            level = min(level, block.least)
+    if level >= below:
+        return False
+    support = _FAR
+    for k in range(frame.begin, frame.end):
+        block = blocks[pool[k]]
+        support = min(support, max(block.rise, level) + block.size)
+    frame.level, frame.support, frame.number = level, support, -1
+    for s in range(frame.low, frame.high):
+        sections[s].next, sections[s].ready = _FAR, 0
+    for k in range(frame.begin, frame.end):
+        block = blocks[pool[k]]
+        rise = block.least
+        if not _is_open(blocks, block):
+            rise = max(block.rise, support)
+        elif rise == level:
+            rise = support
+            for s in range(block.first, block.last):
+                sections[s].ready += 1
+        for s in range(block.first, block.last):
+            sections[s].next = min(sections[s].next, rise)
+    frame.section, fewest, capacity = -1, _FAR, state[_CAPACITY]
+    for s in range(frame.low, frame.high):
+        section = sections[s]
+        if section.left > 0 and section.next + section.left > capacity and section.ready < fewest:
+            frame.section, fewest = s, section.ready
+        if level + section.left > capacity:
+            return False
+    return fewest > 0
+
+
+@compiled
 def _choose(tree: Any, frame: Any) -> int:
-    """Return the next block in canonical order that the node may place, or -1; the frame remembers it."""
-    blocks, pool = tree[0], tree[3]
-    chosen, lowest, offset, number = -1, frame.below, frame.offset, frame.number
+    """Return the next block that the node puts at its level, or -1; the frame remembers it."""
+    blocks, _, _, pool, undo, _, state = tree
+    if frame.section < 0 and frame.number >= 0:
+        block, at = blocks[frame.number], state[_UNDOS]
+        undo[at].least, undo[at].rise, undo[at].block = block.least, block.rise, frame.number
+        block.rise = frame.support
+        state[_UNDOS] = frame.undos = at + 1  # for good: it is the last that the node tries
+        if not _look(tree, frame):
+            return -1
+    chosen, section = -1, frame.section
     for k in range(frame.begin, frame.end):
         b = pool[k]
         block = blocks[b]
-        least = block.least
-        if least >= lowest or least < offset or (least == offset and b <= number):
+        if (
+            block.least != frame.level
+            or b <= frame.number
+            or (chosen >= 0 and b > chosen)
+            or not _is_open(blocks, block)
+        ):
             continue
-        if block.twin < 0 or blocks[block.twin].placed == 1:
-            chosen, lowest = b, least
+        if section < 0 or block.first <= section < block.last:
+            chosen = b
     if chosen >= 0:
-        frame.offset, frame.number = lowest, chosen
+        frame.number = chosen
     return chosen
 
 
 @compiled
-def _place(tree: Any, frame: Any, chosen: int) -> bool:
-    """Place the block at its least offset and draw the conclusions; False says that the rest cannot fit any more.
-
-    Blocks left that overlap it in time rise to its top. Where that raises the lowest block left of a section, what is
-    left there must still fit; for all other sections, `below` has made sure of it.
-    """
+def _place(tree: Any, frame: Any, chosen: int) -> None:
+    """Place the block at the level; blocks left that overlap it in time rise to its top."""
     blocks, sections, _, pool, undo, _, state = tree
     block = blocks[chosen]
     first, last = block.first, block.last
     top = block.least + block.size
     block.offset, block.placed = block.least, 1
     at = state[_UNDOS]
-    undo[at].old, undo[at].block = _PLACED, chosen
+    undo[at].least, undo[at].block = _PLACED, chosen
     at += 1
     for s in range(first, last):
         sections[s].left -= block.size
         sections[s].crossing -= s > first
-    low, high = frame.high, frame.low
     for k in range(frame.begin, frame.end):
         other = blocks[pool[k]]
         if other.least < top and other.first < last and first < other.last and other.placed == 0:
-            undo[at].old, undo[at].block = other.least, pool[k]
+            undo[at].least, undo[at].rise, undo[at].block = other.least, other.rise, pool[k]
             at += 1
-            other.least = top
-            low, high = min(low, other.first), max(high, other.last)
+            other.least, other.rise = top, max(top, other.rise)
     state[_UNDOS] = at
-    for s in range(low, high):
-        sections[s].lowest = _FAR
-    for k in range(frame.begin, frame.end):
-        other = blocks[pool[k]]
-        if other.placed == 0:
-            least = other.least
-            for s in range(max(other.first, low), min(other.last, high)):
-                if least < sections[s].lowest:
-                    sections[s].lowest = least
-    capacity = state[_CAPACITY]
-    for s in range(low, high):
-        if sections[s].left > 0 and sections[s].lowest + sections[s].left > capacity:
-            return False
-    return True
 
 
 @compiled
@@ -333,8 +368,8 @@ def _take_back(tree: Any, mark: int) -> None:
     while at > mark:
         at -= 1
         block = blocks[undo[at].block]
-        if undo[at].old != _PLACED:
-            block.least = undo[at].old
+        if undo[at].least != _PLACED:
+            block.least, block.rise = undo[at].least, undo[at].rise
             continue
         block.placed = 0
         for s in range(block.first, block.last):

@@ -25,19 +25,19 @@ _NOISE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exact:
-    """Decide for one capacity after the other whether the blocks fit, by depth-first search in canonical order.
+    """Decide for one capacity after the other whether the blocks fit, by depth-first search from below.
 
     Rounds double the nodes that a decision may take. A round tries the lower bound, then halves the gap between what is
     out of reach and what was found; each decision is tried with several orders of the blocks (by live-range length W or
     sections C, most live bytes met T, area A, size Z, as in MiniMalloc) and one drawn at random. A search that ends
     without a layout raises the lower bound; where the two meet, the layout is proven.
 
-    Source: Moffitt 2023, "MiniMalloc"; nogoods, the twins of `branching` and drawn orders are added. Beyond
-    `MOST_BLOCKS` blocks no tree is built, and the answer is that of `best_fit`.
+    Source: Moffitt 2023, "MiniMalloc"; sections to cover, nogoods, twins (see `branching`) and drawn orders are added.
+    Beyond `MOST_BLOCKS` blocks no tree is built, and the answer is that of `best_fit`.
     """
 
     name: ClassVar[str] = "exact"
-    source: ClassVar[str] = "Moffitt 2023 (MiniMalloc): canonical branch and bound; with nogoods and restarts"
+    source: ClassVar[str] = "Moffitt 2023 (MiniMalloc): canonical branch and bound; with sections to cover"
 
     nodes: int = field(default=0, metadata={"help": "nodes to visit in all; 0 goes on until proof or time limit"})
 
