@@ -139,8 +139,8 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `least_budget_bound_bytes` is proved for every legal schedule; `overhead` is a proved lower bound on the overhead at
     this budget, in any order of ops; `overhead_in_order`, where a planner proved it, is one for the schedules that
     compute ops for the first time in the order that it searched, as the family of `memfit.planners.retention_model`
-    has it; `holding_ops` are the ids of the ops whose own storages make the least
-    budget what it is.
+    has it; `holding_ops` are the ids of the ops that make the least budget what it is: by
+    their own storages, or with what has to be there beside them.
     """
 
     least_budget_found_bytes: Bytes | None

@@ -58,3 +58,18 @@ def chain(length: int, size_bytes: int = 100) -> Graph:
 
 def problem(graph: Graph, budget_bytes: int = NO_LIMIT, **fields: object) -> Problem:
     return Problem(graph=graph, device=GENERIC, budget_bytes=budget_bytes, **fields)  # type: ignore[arg-type]
+
+
+def heads() -> Graph:
+    """Three results of 100 bytes, and an output of 40 bytes made from each."""
+    roles = [Role.INPUT, *[Role.ACTIVATION] * 3, *[Role.OUTPUT] * 3]
+    sizes = [10, *[100] * 3, *[40] * 3]
+    reads, writes = [0, 1, 0, 2, 0, 3], [1, 4, 2, 5, 3, 6]
+    return Graph.build(
+        name="heads",
+        storages=[Storage(id=i, name=f"s{i}", bytes=sizes[i], role=roles[i]) for i in range(7)],
+        ops=[
+            Op(id=i, name=f"op{i}", phase=Phase.FORWARD, reads=(reads[i],), writes=(writes[i],), seconds=1.0)
+            for i in range(6)
+        ],
+    )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from chains import chain, problem
+from chains import chain, heads, problem
 from hypothesis import HealthCheck, given, settings
 from strategies import graphs
 
@@ -25,6 +26,7 @@ from memfit.planners.frontier import plan_frontier
 from memfit.planners.order import original_order, update_at_once_order
 from memfit.planners.program import build_program
 from memfit.planners.search import Search
+from memfit.planners.shortest_path import fastest_schedule
 from memfit.planners.windows import Windows, evaluate, held_bytes, keep_everything, keep_only, simulated
 from memfit.simulate import simulate
 
@@ -82,6 +84,29 @@ def test_every_plan_is_legal_within_its_budget_and_above_the_bound(graph: Graph)
             peak = simulate(graph, result.plan.schedule, GENERIC).peak_bytes
             assert bound <= peak == result.plan.predicted.peak_bytes <= budget_bytes
             assert result.bounds.overhead <= result.plan.overhead + 1e-9
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(graph=graphs(most_ops=7))
+def test_the_shortest_path_over_all_states_finds_nothing_below_the_least_budget(graph: Graph) -> None:
+    bound, ops = least_budget_bound(problem(graph, 1))
+    fastest = fastest_schedule(problem(graph, bound - 1), until_seconds=math.inf)
+    assert fastest is None or fastest.ops is None
+    assert all(0 <= op < len(graph.ops) for op in ops)
+
+
+def test_the_last_heavy_op_runs_beside_what_the_end_wants() -> None:
+    bound, ops = least_budget_bound(problem(heads(), 1))
+    assert bound == 10 + (100 + 40) + 2 * 40
+    assert ops == (1, 3, 5)
+    result = SEARCH.plan(problem(heads(), bound))
+    assert result.plan is not None
+    assert result.plan.predicted.peak_bytes == bound
+
+
+def test_trips_to_the_host_leave_less_beside_the_last_heavy_op() -> None:
+    bound, _ = least_budget_bound(replace(problem(heads(), 1), host_budget_bytes=1000))
+    assert bound == 10 + 100 + 40
 
 
 def test_the_same_seed_and_iterations_give_the_same_plan() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from chains import heads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_plans import LINKED, OFFLOADED, REMATERIALIZED, chain, lowered, plan_of, small_graph
@@ -248,8 +249,21 @@ def test_the_least_budget_is_the_sum_of_its_parts(bytes_outside: int) -> None:
     for holding in least.ops:
         parts = sum(graph.storages[s].bytes for s in holding.reads + holding.writes) + (holding.workspace_bytes or 0)
         assert holding.total_bytes == parts - holding.written_over_bytes
-        assert least.resident_bytes + least.outside_bytes + holding.total_bytes == plan.bounds.least_budget_bound_bytes
+        needed = least.resident_bytes + least.outside_bytes + holding.total_bytes + holding.kept_bytes
+        assert needed == plan.bounds.least_budget_bound_bytes
     assert f"needs {least.ops[0].total_bytes / 1024:.4g} KiB at once" in plan.explain()
+
+
+def test_what_is_kept_for_the_end_holds_the_least_budget_beside_an_op() -> None:
+    plan = plan_of(heads(), unplanned_schedule(Problem(graph=heads(), device=GENERIC, budget_bytes=1)))
+    least = explained(plan).least_budget
+    assert [(holding.op, holding.total_bytes, holding.kept_bytes) for holding in least.ops] == [
+        (1, 140, 80),
+        (3, 140, 80),
+        (5, 140, 80),
+    ]
+    assert "op1 needs 140 B at once" in plan.explain()
+    assert "; with 80 B kept for the end of the step, beside 10 B always there" in plan.explain()
 
 
 def test_gradients_that_are_handed_over_hold_the_least_budget() -> None:

@@ -11,6 +11,7 @@ from memfit.device import Device
 from memfit.graph import Graph, Op, Phase
 from memfit.plan import Bounds, Problem
 from memfit.planners.cuts import Bound, Cuts, Integers
+from memfit.planners.last_heavy_op import least_at_last_heavy_op
 
 _LEAST_GRID, _MOST_GRID, _HALVINGS = 9, 65, 4  # ops tried at first, evenly; then between the best and its neighbours
 _GUESSES = 8  # at the seconds of a step with copies on the host
@@ -189,7 +190,8 @@ def least_budget_bound(problem: Problem) -> tuple[int, tuple[int, ...]]:
     Proof. Every op is computed at least once. While it runs, the device holds all residents, what the op reads, mutates
     and writes, and its workspace; one read may die into a write where `reuses` allows it, which saves that read's
     bytes. At the end the device holds all residents and all that is required then. At a boundary it holds the
-    departures and the arrivals, and what user code holds from then on.
+    departures and the arrivals, and what user code holds from then on. Where nothing goes to the host, some op
+    also runs beside what the end wants: see `memfit.planners.last_heavy_op`.
     """
     graph, device = problem.graph, problem.device
     sizes = [0 if storage.resident else device.aligned(storage.bytes) for storage in graph.storages]
@@ -200,6 +202,10 @@ def least_budget_bound(problem: Problem) -> tuple[int, tuple[int, ...]]:
     at_end = problem.bytes_outside + sum(sizes[s.id] for s in graph.storages if s.required_at_end)
     turns = [sum(sizes[s] for s in {*boundary.departures, *boundary.arrivals}) for boundary in graph.boundaries]
     least = max([at_end, *needs, *(problem.bytes_outside + held for held in turns)])
+    if problem.host_budget_bytes == 0:
+        later_bytes, later = least_at_last_heavy_op(graph, device, needs, above_bytes=least)
+        if later:
+            return resident_bytes + later_bytes, later
     return resident_bytes + least, tuple(op for op, needed in enumerate(needs) if needed >= least)
 
 

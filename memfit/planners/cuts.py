@@ -169,7 +169,7 @@ class OpCuts:
         """Return the minimum cut at a price."""
         cuts, storages = self.cuts, len(self.cuts.graph.storages)
         priced = np.minimum(self.sizes * (seconds_per_byte * cuts.units), _UNBOUNDED / 2).astype(np.int64)
-        value, chosen = _minimum_cut(self.tails, self.heads, np.concatenate([self.fixed, priced]), self.source)
+        value, chosen = minimum_cut(self.tails, self.heads, np.concatenate([self.fixed, priced]), self.source)
         again = chosen[storages : self.source]
         kept = self.kept_storages[chosen[self.kept_storages] & ~again[cuts.writer[self.kept_storages]]]
         kept = kept[~self.own[kept]]
@@ -234,7 +234,7 @@ def _pairs(of_ops: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
     return np.array(ops, np.int64), np.array([s for storages in of_ops for s in storages], np.int64)
 
 
-def _minimum_cut(tails: Integers, heads: Integers, capacities: Integers, source: int) -> tuple[int, Flags]:
+def minimum_cut(tails: Integers, heads: Integers, capacities: Integers, source: int) -> tuple[int, Flags]:
     """Return the value of the minimum cut between `source` and the node behind it, and bool[nodes]: its near side."""
     from ortools.graph.python import max_flow  # a tenth of a second, which `import memfit.planners` need not pay
 

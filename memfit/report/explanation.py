@@ -183,4 +183,5 @@ def _holding(holding: HoldingOp, graph: Graph) -> dict[str, Any]:
         "workspace_bytes": holding.workspace_bytes,
         "written_over_bytes": holding.written_over_bytes,
         "total_bytes": holding.total_bytes,
+        "kept_bytes": holding.kept_bytes,
     }

@@ -18,6 +18,7 @@ class HoldingOp:
         workspace_bytes: what the op needs for itself; None where that is not known.
         written_over_bytes: what is saved by writing over a read.
         total_bytes: all of it together.
+        kept_bytes: what has to be there beside that for the end of the step, where that holds the bound too.
     """
 
     op: int
@@ -26,6 +27,7 @@ class HoldingOp:
     workspace_bytes: int | None
     written_over_bytes: int
     total_bytes: int
+    kept_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,17 +63,18 @@ def least_budget(plan: Plan) -> LeastBudget:
         resident_bytes=resident_bytes,
         outside_bytes=outside_bytes,
         at_end_bytes=sum(device.aligned(storage.bytes) for storage in at_end),
-        ops=tuple(_holding(plan, op) for op in holding if op < len(graph.ops)),
+        ops=tuple(_holding(plan, op, bound_bytes - resident_bytes) for op in holding if op < len(graph.ops)),
     )
 
 
-def _holding(plan: Plan, op_id: int) -> HoldingOp:
+def _holding(plan: Plan, op_id: int, bound_bytes: int) -> HoldingOp:
     graph, device = plan.graph, plan.device
     op = graph.ops[op_id]
     reads = _largest_first(graph, {storage for storage, _ in graph.read_versions[op_id]})
     writes = _largest_first(graph, set(op.writes) - set(reads))
     total_bytes = op_bytes(graph, device, op)
     apart_bytes = sum(device.aligned(graph.storages[s].bytes) for s in reads + writes) + (op.workspace_bytes or 0)
+    is_outside = not graph.boundaries or graph.boundaries[0].position <= op_id
     return HoldingOp(
         op=op_id,
         reads=reads,
@@ -79,6 +82,7 @@ def _holding(plan: Plan, op_id: int) -> HoldingOp:
         workspace_bytes=op.workspace_bytes,
         written_over_bytes=apart_bytes - total_bytes,
         total_bytes=total_bytes,
+        kept_bytes=max(0, bound_bytes - (plan.bytes_outside if is_outside else 0) - total_bytes),
     )
 
 

@@ -151,7 +151,9 @@ def holding_text(plan: Plan, holding: HoldingOp) -> str:
     if holding.written_over_bytes:
         parts.append(f"less {format_bytes(holding.written_over_bytes)} written over")
     needs = f"{printable(op.name)}{_module(op)} needs {format_bytes(holding.total_bytes)} at once"
-    return f"{needs}: {', '.join(parts)}" if parts else needs
+    needs = f"{needs}: {', '.join(parts)}" if parts else needs
+    kept = f"; with {format_bytes(holding.kept_bytes)} kept for the end of the step" if holding.kept_bytes else ""
+    return needs + kept
 
 
 def _storages_text(plan: Plan, storages: tuple[int, ...]) -> str:
