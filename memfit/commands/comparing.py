@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from memfit.commands.planning import problem_of
 from memfit.commands.work import Work
 from memfit.device import Device
 from memfit.errors import InvalidOptionError, InvalidTargetError, VerificationError
@@ -92,15 +93,7 @@ class Comparison:
 def compare_step(resolved: TrainingStep | Graph, graph: Graph, device: Device, grid: Grid, work: Work) -> Comparison:
     """Return what all of the grid's planners reach; those done so far where Ctrl-C comes."""
     require_link(device, grid.host_budget_bytes)
-    problem = Problem(
-        graph=graph,
-        device=device,
-        budget_bytes=_NO_BUDGET_BYTES,
-        host_budget_bytes=grid.host_budget_bytes,
-        time_limit_seconds=grid.time_limit_seconds,
-        seed=grid.seed,
-        progress=work.on_search,
-    )
+    problem = problem_of(graph, device, _NO_BUDGET_BYTES, grid, work)
     unplanned = predict(problem, unplanned_schedule(problem))
     bound_bytes, _ = least_budget_bound(problem)
     highest, lowest = unplanned.peak_bytes, min(bound_bytes, unplanned.peak_bytes)

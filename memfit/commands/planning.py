@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 import msgspec
 
@@ -26,6 +26,17 @@ from memfit.schedule import Code
 
 if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
+
+
+class Limits(Protocol):
+    """What holds for each search of a command: how long it may take, its seed, and the bytes it may use on the host."""
+
+    @property
+    def time_limit_seconds(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def host_budget_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,15 +110,15 @@ def typed_options(search: Search) -> dict[str, object]:
     return values
 
 
-def problem_of(graph: Graph, device: Device, budget_bytes: int, search: Search, work: Work) -> Problem:
-    """Return what a planner is asked, as the command line's search has it; its progress is shown."""
+def problem_of(graph: Graph, device: Device, budget_bytes: int, limits: Limits, work: Work) -> Problem:
+    """Return what a planner is asked, within the limits that the command line sets; its progress is shown."""
     return Problem(
         graph=graph,
         device=device,
         budget_bytes=budget_bytes,
-        host_budget_bytes=search.host_budget_bytes,
-        time_limit_seconds=search.time_limit_seconds,
-        seed=search.seed,
+        host_budget_bytes=limits.host_budget_bytes,
+        time_limit_seconds=limits.time_limit_seconds,
+        seed=limits.seed,
         progress=work.on_search,
     )
 
