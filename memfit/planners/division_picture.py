@@ -59,6 +59,8 @@ def _draw(node: ClosedSet, names: Sequence[str], cost_bytes: Sequence[int]) -> _
         words = [_text(f"{names[vertex]} ({cost_bytes[vertex]:,})") for vertex in node.between]
         parts = [part for pair in zip(parts, [*words, None], strict=True) for part in pair if part is not None]
         return _framed(node.kind, title, parts, is_column=True)
+    if node.kind is Kind.BRANCHED and any(child.kind is Kind.EDGE for child in node.children):
+        parts.append(_text("an edge past it"))
     stored = [_text(f"{names[vertex]} ({cost_bytes[vertex]:,})") for vertex in node.between]
     return _framed(node.kind, title, [*stored, *parts], is_column=False)
 
