@@ -112,6 +112,18 @@ def test_a_slow_link_is_left_alone_and_a_fast_one_is_used() -> None:
     assert seconds[0] > seconds[1] >= seconds[2] == 12.0
 
 
+def test_where_the_link_is_of_no_use_the_search_has_the_rest_of_the_moves() -> None:
+    graph = chain(24)
+    device = Device(name="d", to_host_bytes_per_second=0.1, to_device_bytes_per_second=0.1)
+    task = Problem(graph=graph, device=device, budget_bytes=900, host_budget_bytes=PLENTY)
+    alone = Search(iterations=60_000).plan(replace(task, host_budget_bytes=0)).plan
+    both = Offload(iterations=60_000).plan(task)
+    assert alone is not None and both.plan is not None
+    assert both.plan.predicted.host_peak_bytes == 0
+    assert both.plan.predicted.seconds <= alone.predicted.seconds * 1.001
+    assert both.stats["moves"] >= 60_000
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(graph=graphs(most_ops=10))
 def test_a_plan_with_trips_is_legal_and_never_slower_than_one_without(graph: Graph) -> None:
