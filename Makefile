@@ -40,7 +40,7 @@ docs: $(DOCS_INSTALLED)
 
 bench: $(INSTALLED)
 	@for script in torch_baselines sweep compare_baselines plan_shared_graphs prove_small_graphs planning_time \
-		offloading simulate_speed packing arena chen_figures feng_table1 tables; do \
+		offloading inplace simulate_speed packing arena chen_figures feng_table1 tables; do \
 		echo "benchmarks/$$script.py"; $(RUN) benchmarks/$$script.py || exit 1; \
 	done
 

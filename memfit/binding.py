@@ -30,13 +30,26 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Overwrite:
+    """The form of a call that writes its only result over an input: the operator, and the keyword arguments to add.
+
+    `promised` says that torch's schema promises the same result; otherwise it has to be seen on the device at hand.
+    """
+
+    target: Callable[..., Any]
+    extra: Mapping[str, Value] = field(default_factory=dict[str, Value])
+    promised: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """The call that computes op `op`: `target(*args, **kwargs)`, Values standing where tensors go, at any depth.
 
     `results` lists the tensors of the returned value in order, flattened; None where the target returns something that
     is not a tensor, or a tensor that aliases an argument. A result may share its storage with another result.
     `generator_state` is the storage that holds the state of the generator which the call draws from, to be replayed
-    when the op is rematerialized.
+    when the op is rematerialized. `overwrites` are the forms that write over an input, by its storage; `Op.reuses` says
+    which of them a schedule may use.
     """
 
     op: int
@@ -45,6 +58,7 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     results: tuple[Value | None, ...] = ()
     generator_state: int | None = None
+    overwrites: Mapping[int, Overwrite] = field(default_factory=dict[int, Overwrite])
 
 
 class Origin(enum.StrEnum):

@@ -273,12 +273,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             )
 
     def require_graph(self, graph: Graph) -> None:
-        """Raise PlanMismatchError unless the plan was made for this graph."""
-        if graph.fingerprint != self.fingerprint:
+        """Raise PlanMismatchError unless the plan was made for this graph, or for it with fewer `reuses`: what kernels
+        of this device were seen to write over, a plan from elsewhere does without.
+        """
+        if _reusing_as(self.graph, graph).fingerprint != self.fingerprint:
             raise PlanMismatchError(
                 f"plan was made for graph {self.graph.name!r} ({self.fingerprint}), this one is {graph.name!r} "
                 f"({graph.fingerprint}); plan again for this model, batch size and torch"
             )
+
+
+def _reusing_as(planned: Graph, graph: Graph) -> Graph:
+    """Return `graph` with the `reuses` of `planned` where it allows them all; else as it is."""
+    pairs = [(mine.reuses, op) for mine, op in zip(planned.ops, graph.ops, strict=False)]
+    if len(planned.ops) != len(graph.ops) or not all(set(reuses) <= set(op.reuses) for reuses, op in pairs):
+        return graph
+    return msgspec.structs.replace(graph, ops=tuple(msgspec.structs.replace(op, reuses=reuses) for reuses, op in pairs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memfit.binding import Binding, Call, Resident, Value
+from memfit.binding import Binding, Call, Overwrite, Resident, Value
 from memfit.capture.fuse import fuse_in_place_writes
 from memfit.capture.generators import STATE_BYTES, SaveGeneratorState
 from memfit.capture.reuse import in_place_form
@@ -61,10 +61,8 @@ def build(
     renumbered = _renumbering(trace, storages, calls)
     op_names = _op_names(calls)
     fixed = {storage for storage, traced in enumerate(storages) if traced.resident} | set(trace.arrivals)
-    ops = tuple(
-        _op(index, call, op_names[index], renumbered, _reuses(call, storages, fixed, trace.device.type))
-        for index, call in enumerate(calls)
-    )
+    overwrites = [_overwrites(call, storages, fixed, trace.device.type) for call in calls]
+    ops = tuple(_op(index, call, op_names[index], renumbered, overwrites[index]) for index, call in enumerate(calls))
     boundaries = ()
     if boundary is not None:
         departures = dict.fromkeys(renumbered[v.storage] for v in boundary.departures)
@@ -85,7 +83,7 @@ def build(
         device=str(trace.device),
         source=source,
     )
-    return Captured(graph=graph, binding=_binding(trace, calls, renumbered, outputs))
+    return Captured(graph=graph, binding=_binding(trace, calls, overwrites, renumbered, outputs))
 
 
 def _live_calls(calls: Sequence[TracedCall], kept: set[int], position: int) -> tuple[list[TracedCall], int]:
@@ -158,25 +156,25 @@ def _op_names(calls: Sequence[TracedCall]) -> list[str]:
     return names
 
 
-def _reuses(
+def _overwrites(
     call: TracedCall, storages: Sequence[TracedStorage], fixed: set[int], device_type: str
-) -> list[tuple[int, int]]:
-    """The (read, written) storages of which the call can write the one over the other; never over what is `fixed`: a
-    resident, or what autograd hands over at a boundary and may hold on to.
+) -> dict[int, Overwrite]:
+    """The forms of the call that write over a storage which it reads; never over what is `fixed`: a resident, or what
+    autograd hands over at a boundary and may hold on to.
     """
     if len(call.writes) != 1 or call.mutates:
-        return []
+        return {}
     (written,) = call.writes
-    return [
-        (read, written)
+    forms = {
+        read: in_place_form(call.target, call.args, call.kwargs, call.results, read, device_type)
         for read in call.reads
-        if read not in fixed
-        and storages[read].bytes == storages[written].bytes > 0
-        and in_place_form(call.target, call.args, call.kwargs, call.results, read, device_type) is not None
-    ]
+        if read not in fixed and storages[read].bytes == storages[written].bytes > 0
+    }
+    return {read: form for read, form in forms.items() if form is not None}
 
 
-def _op(index: int, call: TracedCall, name: str, renumbered: dict[int, int], reuses: Sequence[tuple[int, int]]) -> Op:
+def _op(index: int, call: TracedCall, name: str, renumbered: dict[int, int], overwrites: Mapping[int, Overwrite]) -> Op:
+    promised = [read for read, form in overwrites.items() if form.promised]
     return Op(
         id=index,
         name=name,
@@ -190,7 +188,7 @@ def _op(index: int, call: TracedCall, name: str, renumbered: dict[int, int], reu
         seconds=0.0,
         recomputable=call.recomputable,
         random=call.random,
-        reuses=tuple((renumbered[read], renumbered[written]) for read, written in reuses),
+        reuses=tuple((renumbered[read], renumbered[call.writes[0]]) for read in promised),
     )
 
 
@@ -216,7 +214,11 @@ def _storages(
 
 
 def _binding(
-    trace: Trace, calls: Sequence[TracedCall], renumbered: dict[int, int], outputs: Mapping[str, Value]
+    trace: Trace,
+    calls: Sequence[TracedCall],
+    overwrites: Sequence[Mapping[int, Overwrite]],
+    renumbered: dict[int, int],
+    outputs: Mapping[str, Value],
 ) -> Binding:
     def renumber(tree: Any) -> Any:
         return tree_map(
@@ -233,6 +235,10 @@ def _binding(
                 kwargs=renumber(call.kwargs),
                 results=tuple(renumber(value) if value is not None else None for value in call.results),
                 generator_state=None if call.generator_state is None else renumbered[call.generator_state],
+                overwrites={
+                    renumbered[read]: replace(form, extra=renumber(form.extra))
+                    for read, form in overwrites[index].items()
+                },
             )
             for index, call in enumerate(calls)
         ),

@@ -1,30 +1,50 @@
 """Which inputs a kernel can write its result over, and the form of the call that does so.
 
-Nothing here is a list of names: torch's schemas tag pointwise operators, whose every element depends on the elements
-in its own place only, so that the result may take the place of an input of the same layout. Their in-place overload
-(`relu_`) writes over the first argument; an overload with an `out` argument (`threshold_backward.grad_input`) over
-any, where it has a kernel for the device: one that is generated from the functional form would copy.
+Torch's schemas tag pointwise operators, whose every element depends on the elements in its own place only, so that the
+result may take the place of an input of the same layout. Their in-place overload (`relu_`) writes over the first
+argument; an overload with an `out` argument (`threshold_backward.grad_input`) over any, where it has a kernel for the
+device: one that is generated from the functional form would copy.
 
-Source: Chen 2016, section 3 (in-place operation); MXNet's memory note.
+Of a few more operators the `out` overload can do the same, and no tag says it: those of `UNPROMISED`. Their form is
+offered as not promised, and `memfit.cost` compares its bits on the device before anything is written over. No other
+operator is offered, whatever its bits: a kernel whose threads read what others write may give the right bits by luck.
+
+Source: Chen 2016, section 3 (in-place operation); MXNet's memory note; ATen's native/cpu/SoftMaxKernel.cpp,
+native/cuda/SoftMax.cu and BinaryOps kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from memfit.binding import Value
+from memfit.binding import Overwrite, Value
 from memfit.capture.torch_private import has_kernel, tree_flatten
 
+ROW_BY_ROW = frozenset(
+    f"aten::{name}" for name in ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
+)
+"""One thread or block makes a row, and reads all of it, or each element of the last pass, before it writes there."""
 
-class Form(NamedTuple):
-    """A call that writes its result over an input: the operator, and the arguments to add."""
+UNTAGGED_POINTWISE = frozenset(
+    f"aten::{name}_backward"
+    for name in (
+        "elu",
+        "leaky_relu",
+        "hardtanh",
+        "hardsigmoid",
+        "softplus",
+        "log_sigmoid",
+        "mse_loss",
+        "smooth_l1_loss",
+    )
+)
+"""Pointwise kernels that torch has not tagged as such."""
 
-    target: Callable[..., Any]
-    extra: dict[str, Value]
+UNPROMISED = ROW_BY_ROW | UNTAGGED_POINTWISE
 
 
 def in_place_form(
@@ -34,7 +54,7 @@ def in_place_form(
     results: Sequence[Value | None],
     storage: int,
     device_type: str,
-) -> Form | None:
+) -> Overwrite | None:
     """Return the form of `target(*args, **kwargs)` that writes its only result over `storage`, or None.
 
         >>> tensor = Value(storage=0, dtype=torch.float32, shape=(4,), stride=(1,))
@@ -43,9 +63,10 @@ def in_place_form(
         <OpOverload(op='aten.relu_', overload='default')>
 
     The input has to be one argument alone, laid out as the result is, and all of its storage (the caller compares
-    bytes).
+    bytes). Where the form is not `promised`, it may be used only on a device that was seen to give the same bits.
     """
-    if torch.Tag.pointwise not in getattr(target, "tags", ()) or len(results) != 1:
+    promised = torch.Tag.pointwise in getattr(target, "tags", ())
+    if not (promised or _name(target) in UNPROMISED) or len(results) != 1:
         return None
     result = results[0]
     showing = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Value) and leaf.storage == storage]
@@ -54,12 +75,18 @@ def in_place_form(
     if args and args[0] == showing[0]:
         in_place = _in_place_overload(target)
         if in_place is not None:
-            return Form(in_place, {})
+            return Overwrite(target=in_place, promised=promised)
     for overload in _out_overloads(target):
         if has_kernel(overload, device_type):
             over = replace(result, storage=storage)
-            return Form(overload, {next(arg.name for arg in overload._schema.arguments if arg.is_out): over})
+            name = next(argument.name for argument in overload._schema.arguments if argument.is_out)
+            return Overwrite(target=overload, extra={name: over}, promised=promised)
     return None
+
+
+def _name(target: Any) -> str:
+    schema = getattr(target, "_schema", None)
+    return "" if schema is None else schema.name
 
 
 def _layout(value: Value) -> tuple[Any, ...]:

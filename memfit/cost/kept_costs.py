@@ -32,12 +32,15 @@ _log = logging.getLogger(__name__)
 class OpCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What was measured of one op.
 
-    `storage_bytes` are those of the results, by position, whose storages are not what their fakes said.
+    `storage_bytes` are those of the results, by position, whose storages are not what their fakes said. `overwrites`
+    are those of the tensors it takes, by position, that its result was tried to be written over, and whether that gave
+    the same bits (`memfit.cost.overwriting`).
     """
 
     seconds: Seconds
     workspace_bytes: Bytes
     storage_bytes: dict[int, Bytes] = {}
+    overwrites: dict[int, bool] = {}
 
 
 class _Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

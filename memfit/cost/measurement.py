@@ -14,6 +14,7 @@ from memfit.cost.calibration import calibrate, local_device
 from memfit.cost.environment import environment
 from memfit.cost.kept_costs import PRIVATE, KeptCosts, OpCost, cost_key
 from memfit.cost.made_inputs import InputMaker
+from memfit.cost.overwriting import try_missing, with_seen_reuses
 from memfit.cost.rooflines import roofline_seconds
 from memfit.cost.single_op import Clock, Measurer, undisturbed
 from memfit.device import Device
@@ -31,7 +32,8 @@ def measure(
     progress: Callable[[float, float], None] | None = None,
     clock: Clock = time.perf_counter,
 ) -> Graph:
-    """Return `graph` with seconds and workspace bytes of every op, measured on the binding's device.
+    """Return `graph` with seconds and workspace bytes of every op, measured on the binding's device, and with what
+    their kernels were seen to write over.
 
         captured = capture(step)
         graph = measure(captured.graph, captured.binding)
@@ -40,6 +42,9 @@ def measure(
     disk in $MEMFIT_CACHE or ~/.cache/memfit. The median of several runs counts. The first
     run's results are compared with what the capture said of them; where a kernel returns a storage of other bytes than
     its fake, the graph returned has the real ones. The random generators stay as they were.
+
+    Where the binding has a form of an op that writes over an input, and torch's schema does not promise that it does so
+    rightly, it is tried on this device, and `Op.reuses` says so where it gives the bits of the plain kernel.
 
     An op that cannot be run by itself gets the seconds of a roofline over this device's calibrated rates: an
     optimizer's update (which brings its own workspace), or one that refuses made-up inputs or has no room in the budget
@@ -61,6 +66,7 @@ def measure(
     measurer = Measurer(graph=graph, device=device, inputs=InputMaker(device), clock=clock, budget_bytes=budget_bytes)
     keys = [cost_key(call) or f"{PRIVATE}{call.op}" for call in binding.calls]
     _measure_missing(measurer, binding, keys, kept, progress)
+    try_missing(measurer, binding.calls, keys, kept)
     return _with_costs(graph, binding, [kept.costs.get(key) for key in keys])
 
 
@@ -106,6 +112,7 @@ def _with_costs(graph: Graph, binding: Binding, costs: Sequence[OpCost | None]) 
     storages = list(graph.storages)
     for op, call, cost in zip(graph.ops, binding.calls, costs, strict=True):
         if cost is not None:
+            op = with_seen_reuses(op, call, cost)
             ops.append(msgspec.structs.replace(op, seconds=cost.seconds, workspace_bytes=cost.workspace_bytes))
             _set_real_bytes(storages, op, call, cost)
             continue

@@ -52,15 +52,18 @@ class Measurer:
         """
         if not getattr(call.target, "measurable", True):
             return ""
-        needed_bytes = self._needed_bytes(op, call)
-        if self.budget_bytes is not None and needed_bytes > self.budget_bytes:
-            return f"it needs {needed_bytes} bytes with the residents, of {self.budget_bytes}"
+        if not self.has_room(op, call):
+            return f"it needs {self._needed_bytes(op, call)} bytes with the residents, of {self.budget_bytes}"
         try:
             return self._cost(op, call, *self.inputs.make(call, self.graph.storages))
         except (RuntimeError, ValueError, IndexError) as error:
             if isinstance(error, CaptureError):
                 raise
             return f"it refuses inputs made for it: {str(error).strip().splitlines()[0]}"
+
+    def has_room(self, op: Op, call: Call) -> bool:
+        """Whether what `call` takes and gives stays within the budget, beside the residents."""
+        return self.budget_bytes is None or self._needed_bytes(op, call) <= self.budget_bytes
 
     def _needed_bytes(self, op: Op, call: Call) -> int:
         touched = {value.storage for value in values_in((call.args, call.kwargs))} | set(op.writes)

@@ -21,7 +21,6 @@ import torch
 
 from memfit.binding import Binding, Call, Value
 from memfit.capture.generators import SaveGeneratorState, replay
-from memfit.capture.reuse import in_place_form
 from memfit.cost.views import lazy_view, reinterpret
 from memfit.graph import Graph
 from memfit.runtime.transfers import offload
@@ -166,11 +165,11 @@ class _Lowering:
         args = [self._render(arg) for arg in call.args]
         args += [f"{key}={self._render(value)}" for key, value in call.kwargs.items()]
         if instruction.in_place_of is not None:
-            over, device_type = instruction.in_place_of, self.binding.device.type
-            form = in_place_form(target, call.args, call.kwargs, call.results, over, device_type)
-            assert form is not None, f"{target} has no form that writes over storage {over}"
-            target, extra = form
-            args += [f"{key}={self._render(value)}" for key, value in extra.items()]
+            over = instruction.in_place_of
+            assert over in call.overwrites, f"{target} has no form that writes over storage {over}"
+            form = call.overwrites[over]
+            target = form.target
+            args += [f"{key}={self._render(value)}" for key, value in form.extra.items()]
         name = self._name(target)
         if again and call.generator_state is not None:
             device_type = self.graph.ops[call.op].random

@@ -1,0 +1,115 @@
+"""What writing over inputs that die saves: the measured peak of each workload's unplanned step, without and with it.
+
+Planner `none` three times over the same graph: with every result in a storage of its own; with what torch's schemas
+promise (activations, pointwise arithmetic, sums of gradients); and with what was seen to give the same bits on this
+device besides (the softmax family). Peaks are measured by the recorder, above what is resident, and each of the three
+steps is compared with eager bit by bit. Bytes do not depend on what else the machine does.
+
+    python benchmarks/inplace.py
+    python benchmarks/inplace.py gpt2 encoder
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from _measure import MIB, outcome, same_bits, usage_of
+from _planned import NO_BUDGET_BYTES, build_for_measurement, eager_run, planned_run
+from _process import answer_if_child, fresh_cache, in_fresh_process
+from _record import store
+
+from memfit.binding import Binding
+from memfit.graph import Graph, Op
+from memfit.plan import Plan
+from memfit.runtime.fit import PlannedStep, fit_step
+from memfit.runtime.planning import Settings, make_plan
+from memfit.schedule import Compute
+from memfit.simulate import simulate
+from memfit.workloads import WORKLOADS
+
+CHILD_SECONDS = 1800
+VARIANTS = ("apart", "promised", "seen")
+SETTINGS = Settings(budget=NO_BUDGET_BYTES, planner="none")
+
+
+def measure(workload: str) -> dict[str, Any]:
+    """Measure the unplanned step of a workload eagerly and under each variant; called in a process of its own."""
+    step = build_for_measurement(workload, {})
+    eager = eager_run(step)
+    eager()
+    result: dict[str, Any] = {"workload": workload, "eager_peak_bytes": usage_of(eager, step).peak_bytes}
+    expected = outcome(eager, step)
+    planned = fit_step(step, SETTINGS)
+    assert isinstance(planned, PlannedStep)
+    captured = planned.captured
+    for variant in VARIANTS:
+        graph = allowing(captured.graph, captured.binding, variant)
+        plan = make_plan(replace(captured, graph=graph), SETTINGS)
+        fitted = fit_step(step, SETTINGS, plan=plan)
+        assert isinstance(fitted, PlannedStep)
+        result[variant] = _measured(fitted, expected)
+    return result
+
+
+def allowing(graph: Graph, binding: Binding, variant: str) -> Graph:
+    """Return `graph` with the `reuses` of a variant only."""
+
+    def allowed(op: Op) -> tuple[tuple[int, int], ...]:
+        forms = binding.calls[op.id].overwrites
+        return tuple(
+            pair for pair in op.reuses if variant == "seen" or (variant == "promised" and forms[pair[0]].promised)
+        )
+
+    return msgspec.structs.replace(
+        graph, ops=tuple(msgspec.structs.replace(op, reuses=allowed(op)) for op in graph.ops)
+    )
+
+
+def _measured(planned: PlannedStep, expected: dict[str, Any]) -> dict[str, Any]:
+    run, plan = planned_run(planned), planned.plan
+    run()
+    usage = usage_of(run, planned.step)
+    return {
+        "peak_bytes": usage.peak_bytes,
+        "predicted_peak_bytes": plan.predicted.peak_bytes,
+        "taken_over": sum(isinstance(i, Compute) and i.in_place_of is not None for i in plan.schedule),
+        "at_peak": _at_peak(plan),
+        **same_bits(outcome(run, planned.step), expected),
+    }
+
+
+def _at_peak(plan: Plan) -> str:
+    """The operator that the predicted peak lies at."""
+    position = int(simulate(plan.graph, plan.schedule, plan.device).device_bytes.argmax())
+    instruction = list(plan.schedule)[position]
+    assert isinstance(instruction, Compute)
+    return plan.graph.ops[instruction.op].target
+
+
+def measure_workload(workload: str) -> None:
+    """Measure a workload, print what was found and store it."""
+    result = in_fresh_process(__file__, {"workload": workload}, timeout_seconds=CHILD_SECONDS)
+    if "error" in result:
+        raise SystemExit(f"{workload}: {result['error']}")
+    store(f"inplace/{workload}", result)
+    peaks = ", ".join(f"{variant} {result[variant]['peak_bytes'] / MIB:.1f}" for variant in VARIANTS)
+    differing = [result[variant]["first_difference"] for variant in VARIANTS]
+    bits = "same bits" if not any(differing) else f"differs first in {differing}"
+    at_peak = result["seen"]["at_peak"]
+    print(f"{workload:12} eager {result['eager_peak_bytes'] / MIB:.1f}, {peaks} MiB at {at_peak}, {bits}", flush=True)
+
+
+def main() -> None:
+    """Measure the workloads named on the command line, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), metavar="WORKLOAD")
+    with fresh_cache():
+        for workload in parser.parse_args().workloads:
+            measure_workload(workload)
+
+
+if __name__ == "__main__" and not answer_if_child(measure):
+    main()
