@@ -41,6 +41,11 @@ class RivalStep:
     device: torch.device
     run: Callable[[Any], torch.Tensor]
 
+    @property
+    def held_bytes(self) -> int:
+        """Nothing: it has no memory of its own between calls."""
+        return 0
+
     def __call__(self, batch: Any) -> torch.Tensor:
         return self.run(batch)
 
