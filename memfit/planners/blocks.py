@@ -22,6 +22,7 @@ from memfit.planners.sublinear import Frontier
 from memfit.planners.windows import Flags, Integers, Windows, held_bytes, keep_only, simulated, stage_seconds
 
 _MOST_BLOCKS = 256
+_FURTHEST = 64  # ops around a place that are compared with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class Blocks:
 
     @staticmethod
     def of(program: Program, most: int = _MOST_BLOCKS) -> Blocks:
-        """Return the blocks of a program: about equally many forward ops, cut where the fewest bytes cross."""
+        """Return the blocks of a program, cut where fewer bytes cross than around."""
         frontier = Frontier.of(program)
         places = _places(frontier, most)
         op_place = {op: place for place, op in enumerate(frontier.ops)}
@@ -143,18 +144,27 @@ def nested(program: Program, kept: frozenset[int], levels: list[tuple[frozenset[
 
 
 def _places(frontier: Frontier, most: int) -> Integers:
-    """Return up to `most - 1` candidate places, one from each of as many equal stretches: where the fewest bytes
-    cross.
+    """Return up to `most - 1` candidate places: those where no more bytes cross than at any candidate around them, or
+    every so manieth of these.
+
+    How far around is the least that leaves few enough. What is chosen depends on the surroundings alone, so that what
+    repeats is cut alike (see `memfit.planners.repeats`).
     """
-    candidates = np.flatnonzero(np.array(frontier.is_candidate, np.bool_))
-    candidates = candidates[candidates < len(frontier.ops) - 1]
+    candidates = np.flatnonzero(np.array(frontier.is_candidate, np.bool_) & (np.array(frontier.written_bytes) > 0))
+    candidates = candidates[candidates < len(frontier.ops) - 1].astype(np.int64)
     if len(candidates) == 0 or most < 2:
         return np.zeros(0, np.int64)
-    crossing = np.array(frontier.crossing_bytes, np.int64)[candidates]
-    stretch = candidates * (most - 1) // len(frontier.ops)
-    order = np.lexsort((candidates, crossing, stretch))
-    first = np.unique(stretch[order], return_index=True)[1]
-    return np.sort(candidates[order[first]]).astype(np.int64)
+    crossing = np.full(len(frontier.ops), np.iinfo(np.int64).max)
+    crossing[candidates] = np.array(frontier.crossing_bytes, np.int64)[candidates]
+    least, chosen = crossing.copy(), candidates
+    for distance in range(1, _FURTHEST + 1):
+        if len(chosen) < most:
+            break
+        least[distance:] = np.minimum(least[distance:], crossing[:-distance])
+        least[:-distance] = np.minimum(least[:-distance], crossing[distance:])
+        chosen = candidates[crossing[candidates] <= least[candidates]]
+    every = -(-(len(chosen) + 1) // most)
+    return chosen[every - 1 :: every]
 
 
 def _backward_blocks(program: Program, forward: Integers) -> Integers:

@@ -14,6 +14,7 @@ import numpy as np
 
 from memfit.plan import INTERRUPTED, PROVED_TO, Problem, Progress, Result
 from memfit.planners.anneal_run import AnnealRun, warm_up
+from memfit.planners.blocks import Blocks, Option, option_of
 from memfit.planners.bounds import least_seconds_again
 from memfit.planners.cuts import Bound, kept_at
 from memfit.planners.emit import emit
@@ -22,6 +23,7 @@ from memfit.planners.lean_order import lean_order
 from memfit.planners.moments import exact
 from memfit.planners.nested import nested_windows
 from memfit.planners.program import build_program
+from memfit.planners.repeats import Repeats, spread
 from memfit.planners.result import make_result, predict, unplanned_schedule
 from memfit.planners.sublinear import Frontier
 from memfit.planners.windows import (
@@ -61,11 +63,12 @@ class Search:
 
     Starting points are what a dynamic program joins block by block (see `memfit.planners.families`), the kept sets of
     minimum cuts (`memfit.planners.cuts`), keeping everything, and Chen's segments of several sizes. Waves of runs start
-    from them, one run a thread; later waves start from the best runs, and from two of them joined; the last ones polish
-    the best. As long as nothing fits, later waves lower the peak itself, from the least so far. Anytime: the best plan
-    so far is the answer when time is up or Ctrl-C comes, and the search ends early where the bound proves its plan
-    optimal. Deterministic for a seed where `iterations` is given; a time limit depends on the machine's speed.
-    Compiling, once on a machine, is not counted.
+    from them, one run a thread; later waves start from the best runs, from two of them joined, and from the best of
+    what they do in each of the blocks that repeat (`memfit.planners.repeats`); the last ones polish the best. As long
+    as nothing fits, later waves lower the peak itself, from the least so far. Anytime: the best plan so far is the
+    answer when time is up or Ctrl-C comes, and the search ends early where the bound proves its plan optimal.
+    Deterministic for a seed where `iterations` is given; a time limit depends on the machine's speed. Compiling, once
+    on a machine, is not counted.
 
     Source: DESIGN.md, section 4; Kirkpatrick et al. 1983 (annealing); Jain et al. 2020 (retention by stage).
     """
@@ -117,6 +120,7 @@ class _Search:
         self.least = (evaluate(self.program, simulated(self.program, self.everything)), self.everything)
         self.elite: list[tuple[float, Windows]] = []
         self.running: list[AnnealRun] = []
+        self.repeats: Repeats | None = None
         self.stop = threading.Event()
         self.moves = 0
         self.gaps = free_gaps(self.program)
@@ -200,11 +204,29 @@ class _Search:
         """Return where a run starts that comes from the best ones: two of them joined, or one of the best."""
         if not joins:
             return self.elite[min(thread, len(self.elite) - 1)][1], (_NARROW, _MILD)[thread % 2]
+        repeated = self._repeated() if thread % 2 == 0 else None
+        if repeated is not None:
+            return repeated, _NARROW
         first, second = (int(rank) for rank in self.random.integers(len(self.elite), size=2))
         if first == second:
             return self.elite[first][1], (_MILD, _WIDE)[thread % 2]
         place = int(self.random.integers(self.program.backward_start))
         return joined(self.program, self.elite[first][1], self.elite[second][1], place), _MILD
+
+    def _repeated(self) -> Windows | None:
+        """Return windows in which repeated blocks do alike, from one of the best and a few others; None where no block
+        is repeated.
+        """
+        repeats = self.repeats = self.repeats or Repeats.of(Blocks.of(self.program))
+        chosen = {0, *(int(rank) for rank in self.random.integers(len(self.elite), size=2))}
+        found = spread(repeats, [option_of(repeats.blocks, self.elite[rank][1]) for rank in sorted(chosen)])
+        budget_bytes = max(1, self.problem.budget_bytes)
+
+        def promise(option: Option) -> float:
+            excess = max(0.0, option.peak_bytes / budget_bytes - 1.0)
+            return option.total_seconds / max(self.unplanned_seconds, 1e-12) + excess
+
+        return min(found, key=promise).windows if found else None
 
     def _take_over(self) -> None:
         """Remember what the runs have found."""
