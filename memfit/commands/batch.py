@@ -13,7 +13,7 @@ from rich.text import Text
 from memfit.budget import format_bytes, parse_budget
 from memfit.commands import options
 from memfit.commands.answer import DONE, INTERRUPTED, Answer, columns_table, deliver, rows_table
-from memfit.commands.planning import Search, graph_with_costs, load_target, make_search, problem_of, typed_options
+from memfit.commands.planning import Search, graph_with_costs, load_target, make_search, problem_of
 from memfit.commands.work import Work, working
 from memfit.device import Device
 from memfit.errors import InfeasibleBudgetError, InvalidBudgetError, InvalidTargetError
@@ -112,7 +112,7 @@ class _Trial:
         if bound_bytes > self.budget_bytes:
             self.points[size] = BatchPoint(batch=size, least_bytes=bound_bytes)
             return False
-        result = make_planner(self.search.planner, **typed_options(self.search)).plan(problem)
+        result = make_planner(self.search.planner, **self.search.options).plan(problem)
         plan = result.plan
         self.points[size] = BatchPoint(
             batch=size,

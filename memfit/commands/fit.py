@@ -19,7 +19,6 @@ from memfit.commands.planning import (
     host_of,
     load_target,
     make_search,
-    typed_options,
     write_report,
 )
 from memfit.commands.work import Work, working
@@ -150,7 +149,7 @@ def _plan(
     settings = Settings(
         budget=given.budget_bytes if isinstance(given, Plan) else given,
         planner=search.planner,
-        options=typed_options(search),
+        options=search.options,
         time_limit_seconds=search.time_limit_seconds,
         seed=search.seed,
         host_budget_bytes=search.host_budget_bytes,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_type_hints
 
+import msgspec
 import typer
 
 from memfit.budget import parse_budget
@@ -95,6 +96,28 @@ def read_settings(texts: Iterable[str] | None, option: str) -> dict[str, str]:
             raise InvalidOptionError(f"{option} gives {name.strip()!r} twice; give it once")
         settings[name.strip()] = value.strip()
     return settings
+
+
+def typed_options(kind: str, name: str, classes: Mapping[str, type], texts: Mapping[str, str]) -> dict[str, object]:
+    """Return the options of a planner or packer read from text, each as the type of its own field.
+
+    What is not in `classes`, and options that its class does not have, are left for the registry to refuse.
+
+    >>> from memfit.planners import PLANNERS
+    >>> typed_options("planner", "search", PLANNERS, {"iterations": "100"})
+    {'iterations': 100}
+
+    Raises:
+        InvalidOptionError: a value that the option cannot take.
+    """
+    hints = get_type_hints(classes[name]) if name in classes else {}
+    values: dict[str, object] = {}
+    for option, text in texts.items():
+        try:
+            values[option] = msgspec.convert(text, hints.get(option, str), strict=False)
+        except msgspec.ValidationError as error:
+            raise InvalidOptionError(f"{kind} {name!r}: option {option}={text!r}: {error}") from error
+    return values
 
 
 def require_budget(text: str) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich.console import RenderableType
 from rich.text import Text
@@ -68,7 +67,8 @@ def pack(
     """Give every block of FILE.csv an address, as low as can be. Steps are half-open, [lower, upper)."""
     options.require_writable(output, picture)
     _require_picture(picture)
-    chosen = _make(packer, option)
+    settings = options.read_settings(option, "--option")
+    chosen = make_packer(packer, **options.typed_options("packer", packer, PACKERS, settings))
     limit = options.require_time_limit(time_limit)
     with working() as work:
         work.stage("reading the trace")
@@ -101,18 +101,6 @@ def _read_ends(text: str) -> Any:
     if text not in ("exclusive", "inclusive"):
         raise InvalidOptionError(f"--ends is {text!r}, expected exclusive (half-open ranges) or inclusive")
     return text
-
-
-def _make(name: str, settings: list[str] | None) -> Packer:
-    """Return the packer with its options read from text, each as the type of the packer's own field."""
-    hints = get_type_hints(PACKERS[name]) if name in PACKERS else {}
-    values: dict[str, object] = {}
-    for key, text in options.read_settings(settings, "--option").items():
-        try:
-            values[key] = msgspec.convert(text, hints.get(key, str), strict=False)
-        except msgspec.ValidationError as error:
-            raise InvalidOptionError(f"packer {name!r}: option {key}={text!r}: {error}") from error
-    return make_packer(name, **values)
 
 
 def _require_picture(path: Path | None) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
-
-import msgspec
+from typing import TYPE_CHECKING, Any, Protocol
 
 from memfit.budget import parse_budget
 from memfit.commands import options
 from memfit.commands.work import Work
 from memfit.device import GENERIC, Device
-from memfit.errors import InvalidOptionError
 from memfit.graph import Graph
 from memfit.plan import Plan, Problem
 from memfit.planners import PLANNERS, make_planner
@@ -41,10 +38,10 @@ class Limits(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """How a plan is to be looked for."""
+    """How a plan is to be looked for; `options` are the planner's own."""
 
     planner: str
-    options: Mapping[str, str] = field(default_factory=dict[str, str])
+    options: Mapping[str, object] = field(default_factory=dict[str, object])
     time_limit_seconds: float
     seed: int
     host_budget_bytes: int = 0
@@ -89,25 +86,13 @@ def make_search(
     """
     search = Search(
         planner=planner,
-        options=options.read_settings(option, "--option"),
+        options=options.typed_options("planner", planner, PLANNERS, options.read_settings(option, "--option")),
         time_limit_seconds=options.require_time_limit(time_limit),
         seed=seed,
         host_budget_bytes=options.read_host_budget(host_budget),
     )
-    make_planner(planner, **typed_options(search))
+    make_planner(planner, **search.options)
     return search
-
-
-def typed_options(search: Search) -> dict[str, object]:
-    """Return the planner's options read from text, each as the type of the planner's own field."""
-    hints = get_type_hints(PLANNERS[search.planner]) if search.planner in PLANNERS else {}
-    values: dict[str, object] = {}
-    for option, text in search.options.items():
-        try:
-            values[option] = msgspec.convert(text, hints.get(option, str), strict=False)
-        except msgspec.ValidationError as error:
-            raise InvalidOptionError(f"planner {search.planner!r}: option {option}={text!r}: {error}") from error
-    return values
 
 
 def problem_of(graph: Graph, device: Device, budget_bytes: int, limits: Limits, work: Work) -> Problem:
@@ -133,7 +118,7 @@ def find_plan(graph: Graph, device: Device, budget: str, search: Search, work: W
         TimeLimitError: time was up with no plan.
     """
     require_link(device, search.host_budget_bytes)
-    planner = make_planner(search.planner, **typed_options(search))
+    planner = make_planner(search.planner, **search.options)
     budget_bytes = parse_budget(budget, unplanned_peak_bytes(graph, device))
     work.stage("searching a plan", expected_seconds=search.time_limit_seconds)
     problem = problem_of(graph, device, budget_bytes, search, work)
