@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -24,16 +25,21 @@ LAYERS = 6
 COMMON_KEYS = {"target", "device", "memfit_version"}
 
 
-def _chain(layers: int = LAYERS, kilobytes: int = 4) -> Graph:
-    """Return a chain of layers, forward and backward: backward of layer k reads the activation of layer k - 1."""
-    size = kilobytes * 1024
+def _chain(layers: int = LAYERS, kilobytes: int = 4, uneven: bool = False) -> Graph:
+    """Return a chain of layers, forward and backward: backward of layer k reads the activation of layer k - 1.
+
+    In an uneven one sizes and seconds are up to twenty times as large, by chance: no search is soon done with it.
+    """
+    size, chance = kilobytes * 1024, random.Random(0)
     storages = [Storage(id=0, name="x", bytes=size, role=Role.INPUT)]
     ops: list[Op] = []
 
     def add(name: str, phase: Phase, role: Role, reads: tuple[int, ...]) -> int:
         storage = len(storages)
-        storages.append(Storage(id=storage, name=name, bytes=size, role=role))
-        ops.append(Op(id=len(ops), name=name, phase=phase, module=name, reads=reads, writes=(storage,), seconds=1e-3))
+        larger, longer = (chance.randint(1, 20), chance.randint(1, 20)) if uneven else (1, 1)
+        storages.append(Storage(id=storage, name=name, bytes=size * larger, role=role))
+        took = 1e-3 * longer
+        ops.append(Op(id=len(ops), name=name, phase=phase, module=name, reads=reads, writes=(storage,), seconds=took))
         return storage
 
     activations = [0]
@@ -389,7 +395,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
 @pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
 def test_ctrl_c_in_a_search_keeps_the_best_plan(tmp_path: Path) -> None:
     graph_file, plan_file = tmp_path / "long.graph.json", tmp_path / "long.plan.json"
-    _chain(layers=200).save(graph_file)
+    _chain(layers=200, uneven=True).save(graph_file)
     words = ["plan", graph_file, "--budget", "50%", "--time-limit", 60, "--save", plan_file, "--json"]
     started = tmp_path / "started"
     code = f"""
