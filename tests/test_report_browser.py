@@ -362,7 +362,8 @@ def test_two_chosen_plans_are_compared(tmp_path: Path, visit: Visit) -> None:
     )
     points = [
         compared(plan_of(graph, everything), "none", measured),
-        compared(plan_of(graph, rematerialize_every_other(graph)), "by_hand"),
+        compared(plan_of(graph, rematerialize_every_other(graph)), "auto"),
+        compared(plan_of(graph, everything), "segments"),
         ComparedPoint(planner="none", budget_bytes=1, status="infeasible"),
         ComparedPoint(planner="checkpoint:block", setting="block", status="measured", measured=measured),
     ]
@@ -372,16 +373,17 @@ def test_two_chosen_plans_are_compared(tmp_path: Path, visit: Visit) -> None:
     assert visit.complaints == []
     assert visit.requests == [(tmp_path / "comparison.html").as_uri()]
     assert page.evaluate("window.hacked") is None
-    assert page.locator("#predicted .scatterlayer .trace").count() == 2
+    assert page.locator("#predicted .scatterlayer .trace").count() == 3
     assert page.locator("#measured .scatterlayer .trace").count() == 2
     page.locator("#predicted").scroll_into_view_if_needed()
     peak_mib, overhead = page.evaluate("[data.points[1].peak_bytes / MIB, 100 * data.points[1].overhead]")
     under = visit.text_under_the_mouse("#predicted", peak_mib, overhead)
-    assert under[0].startswith("by_hand: ")
+    assert under[0].startswith("auto: ")
     assert under[1].startswith("asked for ")
-    assert [row[0] for row in visit.rows("#points")] == ["none", "by_hand", "none", "checkpoint:block"]
-    assert visit.rows("#points")[3][6:] == ["19.53 KiB", "+100.0%", "yes"]
-    assert page.locator("#one option").count() == 2  # what was not planned has nothing to compare
+    assert [row[0] for row in visit.rows("#points")] == ["none", "auto", "segments", "none", "checkpoint:block"]
+    assert visit.rows("#points")[4][6:] == ["19.53 KiB", "+100.0%", "yes"]
+    assert page.locator("#one option").count() == 3  # what was not planned has nothing to compare
+    assert page.locator("#other").input_value() == "1", "memfit's own plan is compared first"
     fates = {row[0].split("\n")[0].removesuffix(HOSTILE): row[2:] for row in visit.rows("#fates")}
     assert fates["conv_0.out"] == ["kept", "offloaded"]
     assert fates["conv_1.out"] == ["kept", "rematerialized"]
