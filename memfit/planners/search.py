@@ -338,13 +338,13 @@ class _Search:
             if run.best_seconds < seconds:
                 seconds, peak = run.best_seconds, run.best_peak_bytes
         moves = self.moves + sum(run.moves for run in self.running)
-        bound = self.bound.seconds / self.unplanned_seconds if self.unplanned_seconds else 0.0
+        share = 1.0 / self.unplanned_seconds if self.unplanned_seconds else 0.0
         self.problem.progress(
             Progress(
                 elapsed_seconds=self.problem.clock() - self.started_seconds,
-                best_overhead=seconds / self.unplanned_seconds - 1.0 if peak is not None else None,
+                best_overhead=(seconds - self.unplanned_seconds) * share if peak is not None else None,
                 best_peak_bytes=peak,
-                bound_overhead=bound,
+                bound_overhead=self.bound.seconds * share,
                 message=f"{moves:,} moves",
             )
         )
