@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 
 from memfit.packing import Blocks, PackingProblem, check_layout, make_packer, pack
+from memfit.packing.blocks import make_layout
 from memfit.packing.ejection import Ejection
+from memfit.packing.searching import Best
+from memfit.packing.sections import sections_of
+from memfit.packing.tight import tight_steps
 from memfit.packing.trace_file import read_trace
 from memfit.packing.traces import made_trace
 
@@ -100,6 +104,35 @@ def test_ejection_improves_on_first_fit() -> None:
     first = [pack(b, "first_fit").ratio for b in blocks]
     improved = [pack(b, Ejection(attempts=10), time_limit_seconds=60).ratio for b in blocks]
     assert np.mean(improved) <= 1 + (np.mean(first) - 1) / 4
+
+
+def packed_tight_first(blocks: Blocks, work: int) -> Best:
+    """Return what the search over tight blocks finds with so much work."""
+    problem = PackingProblem(blocks=blocks)
+    best = Best(problem)
+    for done in tight_steps(problem, sections_of(blocks), best):
+        work -= done
+        if work < 0:
+            break
+    return best
+
+
+def test_tight_blocks_first_are_close_to_the_bound() -> None:
+    """Counted in work, not in seconds. Measured: 1.0045 in the mean, where first fit by size has 1.042."""
+    ratios: list[float] = []
+    for seed in range(5):
+        blocks = made_trace(10_000, seed=seed)
+        best = packed_tight_first(blocks, 20_000 * len(blocks))
+        layout = make_layout(blocks, best.offsets_bytes, packer="tight")
+        check_layout(blocks, layout)
+        assert layout.height_bytes == best.height_bytes
+        ratios.append(layout.ratio)
+    assert np.mean(ratios) <= 1.01
+
+
+def test_where_all_blocks_are_tight_none_goes_first() -> None:
+    blocks = Blocks(ids=list(range(99)), sizes_bytes=[5] * 99, starts=[0] * 99, ends=[1] * 99)
+    assert packed_tight_first(blocks, 1 << 40).offsets_bytes.tolist() == []
 
 
 def test_an_interrupted_search_answers_with_its_best(instances: dict[str, Blocks]) -> None:

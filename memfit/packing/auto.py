@@ -18,10 +18,12 @@ from memfit.packing.local_search import local_steps
 from memfit.packing.searching import Best, Offsets, Steps, search
 from memfit.packing.sections import Sections, sections_of
 from memfit.packing.starts import first_start
+from memfit.packing.tight import tight_steps
 
 _FEW_BLOCKS, _RARELY = 600, 8  # of so few blocks exact nearly always finds more than the others
 _QUICK_WORK, _RARE_QUICK_WORK = 1000, 16_000  # for each block, of a quick packer: few blocks, many blocks
 _EXACT_LATER = 10_000  # for each block: trees of many blocks take a while to build
+_EJECTION_LATER = 15000  # for each block: after the tight ones among many have been packed, and the others around them
 _LOCAL_LATER = 30_000  # for each block: of so many blocks ejection finds more than the others
 
 
@@ -46,7 +48,8 @@ class Auto:
         elif count <= MOST_BLOCKS:
             parts = {quick: 0, exact: _EXACT_LATER * count, local: 0, ejection: 0}
         else:
-            parts = {quick: 0, local: _LOCAL_LATER * count, ejection: 0}
+            tight = tight_steps(problem, sections, best)
+            parts = {quick: 0, tight: 0, local: _LOCAL_LATER * count, ejection: _EJECTION_LATER * count}
         return search(problem, best, list(parts), self.name, handicaps=list(parts.values()))
 
 

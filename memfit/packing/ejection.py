@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from memfit.errors import InvalidOptionError
 from memfit.packing.blocks import Layout, PackingProblem
 from memfit.packing.ejecting import eject, make_room, put_all, take_back, take_out
 from memfit.packing.fitting import fit_in_order, shelf_of
 from memfit.packing.local_search import random_state
-from memfit.packing.searching import STEP_WORK, Best, Steps, search
+from memfit.packing.searching import STEP_WORK, Best, Offsets, Steps, search
 from memfit.packing.sections import Sections, sections_of
 from memfit.packing.starts import first_start
 
@@ -62,11 +63,11 @@ def ejection_steps(problem: PackingProblem, sections: Sections, best: Best, *, a
         offsets = fit_in_order(shelf_of(blocks, sections), order)
         best.offer(offsets, int((offsets + blocks.sizes_bytes).max()), Ejection.name)
         yield len(blocks) * _FIRST_FIT_WORK
-    yield from _Ejections(problem, sections, best).attempts(attempts)
+    yield from Ejections(problem, sections, best).attempts(attempts)
 
 
-class _Ejections:
-    """Attempts to get all blocks below a cap, each from the best layout so far."""
+class Ejections:
+    """Attempts to get all blocks below a cap, one after the other."""
 
     def __init__(self, problem: PackingProblem, sections: Sections, best: Best) -> None:
         blocks = problem.blocks
@@ -77,6 +78,7 @@ class _Ejections:
         self.best, self.count = best, len(blocks)
 
     def attempts(self, most: int | None) -> Steps:
+        """Try one cap after the other, each from the best layout so far."""
         yield self.count * _SETUP_WORK
         share = 0
         numbers = itertools.count() if most is None else range(most)
@@ -84,7 +86,7 @@ class _Ejections:
             if self.best.proven:
                 return
             height = self.best.height_bytes
-            yield from self.attempt(self.cap(_SHARES[share]))
+            yield from self.attempt(self.cap(_SHARES[share]), self.best.offsets_bytes)
             share = 0 if self.best.height_bytes < height else (share + 1) % len(_SHARES)
 
     def cap(self, share: float) -> int:
@@ -92,10 +94,16 @@ class _Ejections:
         close = gap <= self.best.bound_bytes * _CLOSE
         return self.best.bound_bytes + (0 if close else int(gap * share))
 
-    def attempt(self, cap: int) -> Steps:
+    def make_heavier(self, blocks: NDArray[np.int64], factor: float) -> None:
+        """Make these blocks harder to eject."""
+        chosen = np.zeros(self.count, bool)
+        chosen[blocks] = True
+        self.room.weights[chosen[self.order]] *= factor
+
+    def attempt(self, cap: int, offsets_bytes: Offsets) -> Steps:
         """Offer a layout within the cap, or one with a few blocks above it, or give up where the pool stays large."""
         room, best = self.room, self.best
-        room.offsets[:] = best.offsets_bytes[self.order]
+        room.offsets[:] = offsets_bytes[self.order]
         fewest = tried = take_out(room, cap)
         taken = room.pool[:fewest]
         taken[:] = taken[np.argsort(self.areas[taken], kind="stable")]  # the largest is placed first
