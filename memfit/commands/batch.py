@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -15,13 +15,16 @@ from memfit.commands import options
 from memfit.commands.answer import DONE, INTERRUPTED, Answer, columns_table, deliver, rows_table
 from memfit.commands.planning import Search, graph_with_costs, load_target, make_search, problem_of
 from memfit.commands.work import Work, working
-from memfit.device import Device
+from memfit.device import GENERIC, Device
 from memfit.errors import InfeasibleBudgetError, InvalidBudgetError, InvalidTargetError
 from memfit.graph import Graph
 from memfit.planners import make_planner
 from memfit.planners.bounds import least_budget_bound
 from memfit.report.batch_page import BatchPoint, write_batch_page
 from memfit.report.words import change_text
+
+if TYPE_CHECKING:
+    from memfit.capture.training_step import TrainingStep
 
 _FINENESS = 16  # the answer is within 1/16 of the largest batch that this search can fit
 
@@ -37,7 +40,7 @@ memfit batch train.py:make_step --budget 16GB --json
 
 
 def batch(
-    target: options.Target,
+    target: options.StepTarget,
     budget: options.Budget,
     planner: options.Planner = "auto",
     option: options.PlannerOptions = None,
@@ -60,8 +63,11 @@ def batch(
     settings = options.read_settings(set_, "--set")
     search = make_search(planner, option, time_limit, seed)
     with working() as work:
-        trial = _Trial(target, settings, device_profile, parse_budget(budget, 1), search, work)
-        largest_batch = _largest(trial.fits, trial.first, largest, work)
+        from memfit.workloads.batch_size import batch_size  # torch's room
+
+        step = _load_step(target, settings)
+        trial = _Trial(target, settings, device_profile, parse_budget(budget, 1), search, work, step)
+        largest_batch = _largest(trial.fits, batch_size(step), largest, work)
         points = sorted(trial.points.values(), key=lambda point: point.batch)
         if report and not work.interrupted:
             work.stage("writing the report")
@@ -70,6 +76,20 @@ def batch(
         raise trial.refusal()
     status = INTERRUPTED if work.interrupted else DONE
     return deliver(_answer(target, trial, points, largest_batch, report, status), as_json=as_json)
+
+
+def _load_step(target: str, settings: dict[str, str]) -> TrainingStep:
+    """Return the step that TARGET names.
+
+    Raises:
+        InvalidTargetError: it is a graph file.
+    """
+    resolved = load_target(target, settings)
+    if isinstance(resolved, Graph):
+        raise InvalidTargetError(
+            f"{target} is a graph of one batch size; `memfit batch` needs a workload or path/to/file.py:function"
+        )
+    return resolved
 
 
 @dataclass
@@ -82,21 +102,14 @@ class _Trial:
     budget_bytes: int
     search: Search
     work: Work
+    step: TrainingStep
+    device: Device = GENERIC  # once a size was tried, the one that plans are for
     points: dict[int, BatchPoint] = field(default_factory=dict[int, BatchPoint])
 
-    def __post_init__(self) -> None:
-        from memfit.workloads.batch_size import batch_size  # torch's room
-
-        resolved = load_target(self.target, self.settings)
-        if isinstance(resolved, Graph):
-            raise InvalidTargetError(
-                f"{self.target} is a graph of one batch size; `memfit batch` needs a workload or "
-                "path/to/file.py:function"
-            )
-        self.step = resolved
-        self.name = resolved.name or self.target
-        self.first = batch_size(resolved)
-        self.device = Device(name="")
+    @property
+    def name(self) -> str:
+        """What the answer and the page call the step."""
+        return self.step.name or self.target
 
     def fits(self, size: int) -> bool:
         """Whether a plan fits at a batch size; what it costs is remembered."""

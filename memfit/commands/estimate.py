@@ -56,7 +56,7 @@ def estimate(
         ),
     ] = None,
     set_: options.Settings = None,
-    device_profile: options.DeviceProfile = None,
+    device_profile: options.EstimatedDevice = None,
     as_json: options.Json = False,
 ) -> int:
     """Say how much memory TARGET needs unplanned, and what holds it. Runs nothing and allocates no activations.

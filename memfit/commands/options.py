@@ -24,6 +24,15 @@ Target = Annotated[
         "memfit.TrainingStep, or a graph file.",
     ),
 ]
+StepTarget = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        show_default=False,
+        help="A built-in workload (see `memfit workloads`), or path/to/file.py:function that returns a "
+        "memfit.TrainingStep.",
+    ),
+]
 Budget = Annotated[
     str,
     typer.Option(
@@ -73,6 +82,15 @@ DeviceProfile = Annotated[
         metavar="NAME|FILE",
         show_default=False,
         help="Plan for this device instead of the one here (see `memfit devices`); times then come from a roofline.",
+    ),
+]
+EstimatedDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--device-profile",
+        metavar="NAME|FILE",
+        show_default=False,
+        help="Round sizes up as this device does (see `memfit devices`) instead of the one here.",
     ),
 ]
 CurvePoints = Annotated[
