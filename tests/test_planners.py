@@ -6,9 +6,10 @@ import itertools
 import math
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
-from chains import chain, heads, problem
+from chains import chain, heads, network, problem
 from hypothesis import HealthCheck, given, settings
 from strategies import graphs
 
@@ -107,6 +108,19 @@ def test_the_last_heavy_op_runs_beside_what_the_end_wants() -> None:
 def test_trips_to_the_host_leave_less_beside_the_last_heavy_op() -> None:
     bound, _ = least_budget_bound(replace(problem(heads(), 1), host_budget_bytes=1000))
     assert bound == 10 + 100 + 40
+
+
+def test_a_step_that_takes_no_time_is_planned() -> None:
+    graph = network([100] * 4, seconds=[0.0] * 4)
+    graph = Graph.build(
+        name="free", storages=graph.storages, ops=[msgspec.structs.replace(op, seconds=0.0) for op in graph.ops]
+    )
+    heard: list[Progress] = []
+    budget_bytes = unplanned_peak_bytes(graph, GENERIC) - 100
+    result = SEARCH.plan(problem(graph, budget_bytes, progress=heard.append))
+    assert result.plan is not None
+    assert result.plan.overhead == 0.0
+    assert {each.best_overhead for each in heard} <= {None, 0.0}
 
 
 def test_the_same_seed_and_iterations_give_the_same_plan() -> None:

@@ -19,12 +19,16 @@ _MOST_TIMES = 16  # that seconds of computing each op once are guessed
 _AT_TURNING = 6  # ops tried where backward begins, as a step is often at its fullest there
 _GRID_WORK = 60_000  # ops of the graph times ops tried: a second or so
 
+LeastBudget = tuple[int, tuple[int, ...]]
+"""Bytes below which no schedule can be, and the ops that hold them."""
+
 
 def prove_bounds(
     problem: Problem,
     *,
     least_found_bytes: int | None,
     unplanned_seconds: float,
+    least_budget: LeastBudget | None = None,
     again: Bound | None = None,
     again_in_order_seconds: float | None = None,
 ) -> Bounds:
@@ -33,10 +37,11 @@ def prove_bounds(
     Args:
         least_found_bytes: the least peak of all schedules that the planner saw.
         unplanned_seconds: what planner `none` takes.
+        least_budget: what `least_budget_bound` said of this problem, if it was asked already.
         again: what `least_seconds_again` said of this problem, if it was asked already.
         again_in_order_seconds: what `memfit.planners.retention_proof` proved for one order of ops, if it was asked.
     """
-    least_bytes, holding_ops = least_budget_bound(problem)
+    least_bytes, holding_ops = least_budget or least_budget_bound(problem)
     again = again or least_seconds_again(problem)
     share = 1.0 / unplanned_seconds if unplanned_seconds > 0 else 0.0
     return Bounds(
@@ -184,7 +189,7 @@ def op_room_bytes(problem: Problem, resident_bytes: int, op: int) -> int:
     return problem.budget_bytes - taken - (problem.bytes_outside if is_outside else 0)
 
 
-def least_budget_bound(problem: Problem) -> tuple[int, tuple[int, ...]]:
+def least_budget_bound(problem: Problem) -> LeastBudget:
     """Return (bytes, ops that hold them): no legal schedule has a lower peak.
 
     Proof. Every op is computed at least once. While it runs, the device holds all residents, what the op reads, mutates

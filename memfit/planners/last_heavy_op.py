@@ -12,7 +12,7 @@ from memfit.planners.cuts import Flags, Integers, minimum_cut
 
 _UNBOUNDED = 1 << 55  # a capacity that no minimum cut pays
 _MOST_LEVELS = 24  # sets of heavy ops that are tried
-_WORK = 400_000  # ops of the graph times minimum cuts: half a second or so
+_WORK = 150_000  # ops of the graph times minimum cuts: a quarter of a second or so
 
 
 def least_at_last_heavy_op(

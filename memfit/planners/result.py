@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from memfit.checker import check
 from memfit.plan import PROVED_TO, Bounds, Plan, Prediction, Problem, Result, Status
-from memfit.planners.bounds import prove_bounds
+from memfit.planners.bounds import LeastBudget, prove_bounds
 from memfit.planners.cuts import Bound
 from memfit.planners.emit import emit
 from memfit.planners.order import original_order
@@ -57,6 +57,7 @@ def make_result(
     again: Bound | None = None,
     again_in_order_seconds: float | None = None,
     unplanned: Prediction | None = None,
+    least_budget: LeastBudget | None = None,
     stats: Mapping[str, float] | None = None,
 ) -> Result:
     """Return the Result of a planner that ended with `schedule`, or with nothing that fits.
@@ -68,6 +69,7 @@ def make_result(
         again: the bound on the seconds of computing again, where the planner has asked for it.
         again_in_order_seconds: the same for one order of ops, where the planner has proved one.
         unplanned: of planner `none`, where the planner has it already.
+        least_budget: what `least_budget_bound` says of this problem, likewise.
         timed_out: time was up before the planner could tell whether the budget can be met.
 
     Raises:
@@ -80,6 +82,7 @@ def make_result(
         problem,
         least_found_bytes=min(found, default=None),
         unplanned_seconds=unplanned.seconds,
+        least_budget=least_budget,
         again=again,
         again_in_order_seconds=again_in_order_seconds,
     )

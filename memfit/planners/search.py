@@ -15,7 +15,7 @@ import numpy as np
 from memfit.plan import INTERRUPTED, PROVED_TO, Problem, Progress, Result
 from memfit.planners.anneal_run import AnnealRun, warm_up
 from memfit.planners.blocks import Blocks, Option, option_of
-from memfit.planners.bounds import least_seconds_again
+from memfit.planners.bounds import least_budget_bound, least_seconds_again
 from memfit.planners.cuts import Bound, kept_at
 from memfit.planners.emit import emit
 from memfit.planners.families import structured as structured_windows
@@ -45,7 +45,7 @@ _EXPLORING, _JOINING = 0.55, 0.8  # of the search: from starting points; from th
 _BOUNDING = 0.15  # of the time, at most, for the bound and its cuts
 _EXACTLY = 0.05  # of the time, at most, for the exact bound at one op, and what it keeps
 _STRUCTURING = 0.1  # of the time, at most, for windows joined block by block
-_FINISHING = 3.0  # times what the unplanned step takes to check and simulate, to end with: a plan is longer
+_FINISHING = 1.5  # times what the unplanned step takes to check and simulate, to end with: a plan is longer
 _LEAST_SEARCHING = 0.5  # of the time, whatever ending takes
 _MOST_FAMILIES = 1000  # windows that they are joined from
 _SHORTEST = 0.02  # of the search: a wave shorter than this is added to the next
@@ -65,10 +65,10 @@ class Search:
     minimum cuts (`memfit.planners.cuts`), keeping everything, and Chen's segments of several sizes. Waves of runs start
     from them, one run a thread; later waves start from the best runs, from two of them joined, and from the best of
     what they do in each of the blocks that repeat (`memfit.planners.repeats`); the last ones polish the best. As long
-    as nothing fits, later waves lower the peak itself, from the least so far. Anytime: the best plan so far is the
-    answer when time is up or Ctrl-C comes, and the search ends early where the bound proves its plan optimal.
-    Deterministic for a seed where `iterations` is given; a time limit depends on the machine's speed. Compiling, once
-    on a machine, is not counted.
+    as nothing fits, later waves lower the peak itself, from the least so far, and the first wave too begins there where
+    the budget is below the proved least. Anytime: the best plan so far is the answer when time is up or Ctrl-C comes,
+    and the search ends early where the bound proves its plan optimal. Deterministic for a seed where `iterations` is
+    given; a time limit depends on the machine's speed. Compiling, once on a machine, is not counted.
 
     Source: DESIGN.md, section 4; Kirkpatrick et al. 1983 (annealing); Jain et al. 2020 (retention by stage).
     """
@@ -114,6 +114,8 @@ class _Search:
         self.started_seconds = problem.clock()
         self.unplanned = predict(problem, unplanned_schedule(problem))
         self.searching_seconds = self._searching_seconds()
+        self.least_budget = least_budget_bound(problem)
+        self.is_hopeless = problem.budget_bytes < self.least_budget[0]
         self.unplanned_seconds = float(self.program.tables.positions["seconds"].sum())
         self.bound = Bound(op=None, seconds=0.0, cuts=())
         self.best: tuple[Evaluation, Windows] | None = None
@@ -143,6 +145,7 @@ class _Search:
             least_found_bytes=self.least[0].peak_bytes,
             again=self.bound,
             unplanned=self.unplanned,
+            least_budget=self.least_budget,
             stats={**stats, "moves": float(self.moves)},
         )
         return Searched(result=result, windows=windows)
@@ -194,6 +197,8 @@ class _Search:
     ) -> tuple[Windows, Temperatures]:
         """Return where a run starts, and its temperatures."""
         first = wave * self.options.threads + thread
+        if self.is_hopeless and wave == 0:
+            return self.least[1], (_MILD, _WIDE)[thread % 2]
         if self.best is None and wave > 0:
             return self.least[1] if thread == 0 else starts[first % len(starts)][0], _MILD
         if ends == _EXPLORING or not self.elite:
@@ -245,7 +250,8 @@ class _Search:
         """Return where the first runs start, the most promising first: windows joined block by block, kept sets of
         cuts, segments, everything; and where none of them fits, the best of those and of recursive checkpointing.
         """
-        structured = self._by_promise([option.windows for option in structured_windows(self.program, self._is_enough)])
+        by_block = [] if self.is_hopeless else structured_windows(self.program, self._is_enough)
+        structured = self._by_promise([option.windows for option in by_block])
         cuts = self._by_promise(self._kept_by_cuts())
         others = self._by_promise([*self._kept_by_segments(), self.everything])
         chosen = [(others[0], _WIDE), (self.everything, _WIDE), (self.everything, _HOT)]
