@@ -14,7 +14,8 @@ from memfit.checker import check
 from memfit.cli import main
 from memfit.device import GENERIC
 from memfit.graph import Graph, Op, Phase, Role, Storage
-from memfit.packing.strategies import apart, in_place, strategy_bytes
+from memfit.in_place import in_place
+from memfit.packing.strategies import apart, strategy_bytes
 from memfit.schedule import Schedule
 from memfit.simulate import simulate
 
@@ -66,6 +67,41 @@ def test_the_trap_is_not_stepped_into() -> None:
     assert placed.lines()[4] == "compute 4 in_place_of 2"
     needs = strategy_bytes(sigmoids(trap=True), Schedule.parse([*lines, "drop 5"]), GENERIC)
     assert needs == {"none": 6 * SIZE, "inplace": 3 * SIZE, "sharing": 3 * SIZE}
+
+
+def two_inputs(*, mutates: tuple[int, ...] = ()) -> Graph:
+    """An op that may write over either of two inputs, the second of which is larger, each for a result of its size."""
+    sizes = {"x": SIZE, "small": SIZE, "large": 2 * SIZE, "one": SIZE, "two": 2 * SIZE}
+    storages = [
+        Storage(id=i, name=name, bytes=size, role=Role.ACTIVATION if i else Role.INPUT)
+        for i, (name, size) in enumerate(sizes.items())
+    ]
+    both = Op(
+        id=2, name="both", phase=Phase.FORWARD, reads=(1, 2), writes=(3, 4), mutates=mutates, seconds=0.0,
+        reuses=((1, 3), (2, 4)),
+    )  # fmt: skip
+    ops = [Op(id=i, name=f"op{i}", phase=Phase.FORWARD, reads=(0,), writes=(i + 1,), seconds=0.0) for i in range(2)]
+    return Graph.build(name="two inputs", storages=storages, ops=[*ops, both])
+
+
+def test_of_two_that_die_the_larger_is_taken_over() -> None:
+    schedule = Schedule.parse(["compute 0", "compute 1", "compute 2", "drop 1", "drop 2"])
+    placed = in_place(two_inputs(), schedule)
+    assert placed.lines() == ["compute 0", "compute 1", "compute 2 in_place_of 2", "drop 1"]
+    check(two_inputs(), placed)
+
+
+def test_what_is_there_already_takes_nothing_over() -> None:
+    """The second copy of what the larger could be written over for is not wanted: the smaller one is."""
+    lines = ["compute 0", "compute 1", "compute 2", "drop 3", "compute 2", "drop 1", "drop 2"]
+    placed = in_place(two_inputs(), Schedule.parse(lines))
+    assert placed.lines()[4:] == ["compute 2 in_place_of 1", "drop 2"]
+    check(two_inputs(), placed)
+
+
+def test_what_an_op_mutates_is_not_taken_over() -> None:
+    schedule = Schedule.parse(["compute 0", "compute 1", "compute 2", "drop 1", "drop 2"])
+    assert in_place(two_inputs(mutates=(2,)), schedule) == schedule
 
 
 @settings(deadline=None, max_examples=150)

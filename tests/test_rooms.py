@@ -25,6 +25,7 @@ ORDER = (
     ("planners",),
     ("packing",),
     ("plan",),
+    ("in_place",),
     ("simulate", "simulate_loop"),
     ("checker",),
     ("schedule",),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from memfit.device import Device
 from memfit.graph import Graph
+from memfit.in_place import in_place
 from memfit.packing.auto import Auto
 from memfit.packing.blocks import PackingProblem
 from memfit.packing.check import check_layout
@@ -55,49 +56,3 @@ def apart(schedule: Schedule) -> Schedule:
         else:
             rows.append(instruction)
     return Schedule.of(rows)
-
-
-def in_place(graph: Graph, schedule: Schedule) -> Schedule:
-    """Return the schedule with each input taken over by an op of its `reuses` after which it is dropped at once.
-
-    An input that another op still needs is dropped later, so that the op writes elsewhere (the note's trap).
-    """
-    rows = list(schedule)
-    taken: list[Instruction] = []
-    gone: set[int] = set()  # places of drops that are not needed any more
-    live: set[int] = {storage.id for storage in graph.storages if storage.resident}
-    for place, instruction in enumerate(rows):
-        if place in gone:
-            continue
-        if isinstance(instruction, Compute):
-            writes = graph.ops[instruction.op].writes
-            drop = None if instruction.in_place_of is not None else _drop_of_a_reuse(graph, rows, place, live)
-            if drop is not None:
-                gone.add(drop)
-                instruction = Compute(op=instruction.op, in_place_of=_dropped(rows[drop]))
-            live.discard(-1 if instruction.in_place_of is None else instruction.in_place_of)
-            live.update(writes)
-        elif isinstance(instruction, Drop):
-            live.discard(instruction.storage)
-        taken.append(instruction)
-    return Schedule.of(taken)
-
-
-def _dropped(instruction: Instruction) -> int:
-    assert isinstance(instruction, Drop)
-    return instruction.storage
-
-
-def _drop_of_a_reuse(graph: Graph, rows: Sequence[Instruction], place: int, live: set[int]) -> int | None:
-    """Return the place of a drop, among those right after the op at `place`, of an input that it can write over."""
-    instruction = rows[place]
-    assert isinstance(instruction, Compute)
-    op = graph.ops[instruction.op]
-    reusable = {read for read, written in op.reuses if written not in live and read not in op.mutates}
-    for after in range(place + 1, len(rows)):
-        row = rows[after]
-        if not isinstance(row, Drop):
-            return None
-        if row.storage in reusable:
-            return after
-    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from memfit.in_place import in_place
 from memfit.planners.program import NOT_AN_OP, Program
 from memfit.schedule import Boundary, Compute, Drop, Instruction, Schedule
 
@@ -11,8 +12,8 @@ from memfit.schedule import Boundary, Compute, Drop, Instruction, Schedule
 def emit(program: Program, sequence: Iterable[int]) -> Schedule:
     """Return the schedule that computes `sequence` (positions of `program`) with the fewest bytes at every instruction.
 
-    A storage is dropped right after its last use; a write that nothing uses, at once. Where a dying read's memory may
-    be taken over by a write, it is.
+    A storage is dropped right after its last use, or taken over there where it may be; a write that nothing uses, at
+    once.
     """
     order = list(sequence)
     departures = _departures(program)
@@ -23,7 +24,7 @@ def emit(program: Program, sequence: Iterable[int]) -> Schedule:
     for position in reversed(order):
         departed -= departures.get(position, set())
         blocks.append(_block(program, position, needed, departed))
-    return Schedule.of(instruction for block in reversed(blocks) for instruction in block)
+    return in_place(program.graph, Schedule.of(instruction for block in reversed(blocks) for instruction in block))
 
 
 def _departures(program: Program) -> dict[int, set[int]]:
@@ -55,15 +56,5 @@ def _block(program: Program, position: int, needed: set[int], departed: set[int]
     elif program.op_at[position] == NOT_AN_OP:
         return []  # the end: what it reads stays
     else:
-        over = _taken_over(program, position, dying, departed)
-        block = [Compute(op=program.op_at[position], in_place_of=None if over is None else program.storage_of[over])]
-        dying = [storage for storage in dying if storage != over]
+        block = [Compute(op=program.op_at[position])]
     return block + [Drop(storage=program.storage_of[storage]) for storage in sorted(unused + dying)]
-
-
-def _taken_over(program: Program, position: int, dying: list[int], departed: set[int]) -> int | None:
-    """Return the dying read with the most bytes that a write of `position`, not the user's already, may take over."""
-    tables, row = program.tables, program.tables.positions[position]
-    pairs: list[tuple[int, int]] = tables.reuses[row["reuse_start"] : row["reuse_end"]].tolist()
-    candidates = [read for read, written in pairs if read in dying and written not in departed]
-    return max(candidates, key=lambda storage: (int(tables.storages[storage]["size_bytes"]), -storage), default=None)

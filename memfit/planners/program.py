@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from memfit.errors import InvalidOptionError
 from memfit.graph import Graph, Op, Phase
+from memfit.in_place import takes_over
 from memfit.plan import Problem
 
 Table = NDArray[np.void]
@@ -326,7 +327,7 @@ def _to_tables(
     rules: list[int],
 ) -> Tables:
     ops = [None if row.op == NOT_AN_OP else problem.graph.ops[row.op] for row in rows]
-    reuses = [[(r, w) for r, w in op.reuses if r in number] if op and not op.mutates else [] for op in ops]
+    reuses = [[(r, w) for r, w in op.reuses if r in number] if op and takes_over(op) else [] for op in ops]
     storages = problem.graph.storages
     sizes = [problem.device.aligned(storages[s].bytes) if s < len(storages) else problem.bytes_outside for s in managed]
     writer = {number[s]: position for position, row in enumerate(rows) for s in row.writes}

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from memfit.checker import check
 from memfit.errors import InvalidScheduleError
 from memfit.graph import Graph, Op
+from memfit.in_place import takes_over
 from memfit.plan import Plan
 from memfit.report.edits_loop import AGAIN, FIRST, Events, Rules, Settled, settle
 from memfit.report.live import LiveRange, Run, play
@@ -198,9 +199,9 @@ def _rules(plan: Plan) -> Rules:
     for number in reversed(range(len(graph.boundaries))):
         user_from[list(graph.boundaries[number].departures)] = number
     # A plan that never writes over what it reads was made without that, and is asked its prices without it.
-    takes_over = (plan.schedule.codes == Code.COMPUTE) & (plan.schedule.extras >= 0)
-    over = {op.id for op in graph.ops if not op.mutates} if takes_over.any() else set[int]()
-    taking: list[int] = plan.schedule.operands[takes_over].tolist()
+    taken = (plan.schedule.codes == Code.COMPUTE) & (plan.schedule.extras >= 0)
+    over = {op.id for op in graph.ops if takes_over(op)} if taken.any() else set[int]()
+    taking: list[int] = plan.schedule.operands[taken].tolist()
     over.update(op for op in taking if _pairs_stay(graph.ops[op]))
     return Rules(
         kept=np.zeros(count, np.uint8),

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.compiled import compiled, entry_point
+from memfit.in_place import taken_over
 from memfit.schedule import Code
 from memfit.simulate_loop import GraphArrays
 
@@ -67,23 +68,6 @@ def _is_wanted(op: int, crossed: int, graph: GraphArrays, rules: Rules, needed: 
 
 
 @compiled
-def _taken_over(op: int, graph: GraphArrays, needed: NDArray[np.uint8], dying: NDArray[np.int32], count: int) -> int:
-    """Return the dying read with the most bytes that a write of `op` which is not there yet may take over, or -1."""
-    best = _NONE
-    for k in range(graph.reuse_starts[op], graph.reuse_starts[op + 1], 2):
-        read = graph.reuses[k]
-        is_dying = False
-        for index in range(count):
-            is_dying |= dying[index] == read
-        if not is_dying or needed[graph.reuses[k + 1]]:
-            continue
-        size = graph.device_bytes[read]
-        if best == _NONE or size > graph.device_bytes[best] or (size == graph.device_bytes[best] and read < best):
-            best = read
-    return best
-
-
-@compiled
 def _sort(values: NDArray[np.int32], count: int) -> None:
     for index in range(1, count):
         value = values[index]
@@ -114,7 +98,7 @@ def _compute(op: int, again: bool, crossed: int, graph: GraphArrays, rules: Rule
             needed[storage] = 0
     for k in range(graph.read_starts[op], graph.read_starts[op + 1]):
         needed[graph.reads[k]] = 1
-    over = _taken_over(op, graph, needed, dying, reads) if rules.writes_over[op] else _NONE
+    over = taken_over(op, graph, needed, dying, reads) if rules.writes_over[op] else _NONE
     if over != _NONE:
         for index in range(reads):
             if dying[index] == over:
