@@ -39,7 +39,7 @@ docs: $(DOCS_INSTALLED)
 	@echo "Open $(CURDIR)/site/index.html in a browser."
 
 bench: $(INSTALLED)
-	@for script in torch_baselines sweep compare_baselines plan_shared_graphs prove_small_graphs planning_time \
+	@for script in torch_baselines sweep compare_baselines plan_shared_graphs prove_small_graphs prove_tiny_graphs planning_time \
 		offloading inplace simulate_speed packing arena chen_figures feng_table1 tables; do \
 		echo "benchmarks/$$script.py"; $(RUN) benchmarks/$$script.py || exit 1; \
 	done
