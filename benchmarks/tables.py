@@ -22,6 +22,7 @@ from _measure import MIB
 from _paper_tables import PAPER_TABLES
 from _record import RESULTS, load, machine_name
 from _rival_tables import RIVAL_TABLES
+from _scale_tables import SCALE_TABLES
 
 from memfit.errors import InvalidOptionError
 from memfit.files import write_atomically
@@ -179,7 +180,7 @@ TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     "published": ("plan_shared_graphs", published),
     "offloading": ("offloading", offloading),
     "inplace": ("inplace", inplace),
-    **{name: (script, _of_one(make)) for name, (script, make) in PAPER_TABLES.items()},
+    **{name: (script, _of_one(make)) for name, (script, make) in (PAPER_TABLES | SCALE_TABLES).items()},
     **{name: (script, _drawn_by(make)) for name, (script, make) in ARENA_TABLES.items()},
 }
 """Each table by name: the script whose results it shows, and what renders it."""
@@ -192,7 +193,7 @@ def results_of(script: str, machine: str) -> Stored:
         found = {path.parent.name: path for path in paths}
     elif script in ("plan_shared_graphs", "offloading"):
         found = {path.stem: path for path in sorted((RESULTS / machine / script).glob("*.json"))}
-    elif script in {script for script, _ in PAPER_TABLES.values()}:
+    elif script in {script for script, _ in (PAPER_TABLES | SCALE_TABLES).values()}:
         found = {script: RESULTS / machine / f"{script}.json"}
     else:
         names = ARENA_NAMES if script.startswith("arena") else WORKLOADS

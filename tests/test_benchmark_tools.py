@@ -23,6 +23,7 @@ import _chen_models  # noqa: E402
 import _measure  # noqa: E402
 import _process  # noqa: E402
 import _record  # noqa: E402
+import planning_time  # noqa: E402
 import sweep  # noqa: E402
 import tables  # noqa: E402
 import torch_baselines  # noqa: E402
@@ -254,6 +255,27 @@ def test_the_margins_of_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert halves is not None and margins is not None
     assert "| lstm | 300.0 | 20.0% | 10.0% | 11.0% | yes |" in halves
     assert "| lstm | 200.0 | +100.0 | +190.0 | +300.0 | **no** |" in margins  # half of 190 is below 100
+
+
+def test_long_graphs_show_their_best_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    found = {"ops": 2000, "blocks": 200, "kinds": 50, "share": 0.3, "bound": 0.1, "peak_rss_bytes": 500_000_000}
+    curve = [[1.5, 0.3], [4.0, 0.2], [14.0, 0.16]]
+    points = [
+        {**found, "time_limit_seconds": 5.0, "overhead": 0.2, "plan_seconds": 5.1, "best_so_far": curve[:2]},
+        {**found, "time_limit_seconds": 60.0, "overhead": 0.16, "plan_seconds": 60.2, "best_so_far": curve},
+        {"share": 0.3, "time_limit_seconds": 60.0, "error": "exit status 1"},
+    ]
+    _record.store("planning_time", {"device": "t4", "networks": {"lstm14": points}}, folder=tmp_path / "here")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    table = tables.render("planning-time", "here")
+    assert table is not None
+    assert "| lstm14 | 2,000 | 200, 50 | 5 | 20.000% |  |  |  | 20.000% | 10.000% | 5.1 | 0.50 |" in table
+    assert (
+        "| lstm14 | 2,000 | 200, 50 | 60 | 20.000% | 16.000% | 16.000% |  | 16.000% | 10.000% | 60.2 | 0.50 |" in table
+    )
+    assert "| lstm14 | failed |" in table
+    (line,) = planning_time.against_longest(points)
+    assert line.endswith("after 60 s: 1.2500")
 
 
 def test_the_papers_tables_say_what_is_reached_and_what_no_plan_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,8 +2,8 @@
 
 Two blocks are of one *kind* where their descriptions are equal: the seconds, workspaces, reads, writes and takeovers of
 their stages, the sizes of the storages that they write, and every later use of these, all by place within the block
-and by how many blocks further it lies; of a use that is many blocks away (where a running mean is copied at the end of
-forward) only that it is. The windows of one block then have a counterpart in every other of its kind.
+and by how many blocks further it lies; of what is many blocks away (where a running mean is copied at the end of
+forward) only the bytes. The windows of one block then have a counterpart in every other of its kind.
 
 `spread` takes from each kind what its blocks take under a few windows for the whole step (the option curve of the
 kind), and lets `memfit.planners.joining` pick a point of the curve for each of its blocks.
@@ -22,7 +22,7 @@ from memfit.planners.joining import join
 from memfit.planners.windows import Integers, Windows
 
 _MOST_POINTS = 16  # of the curve of a kind
-_FAR = 5  # blocks; what is read from further back is the very same for all that repeat; later uses are just far
+_FAR = 20  # blocks; of what is read or used further away only the bytes count
 
 Description = tuple[object, ...]
 
@@ -165,36 +165,38 @@ def _descriptions(blocks: Blocks, stages: Sequence[Integers], place: Integers) -
     of_storage: list[int] = blocks.of_storage.tolist()
     number: list[int] = _divided(blocks.of_storage, blocks.count)[1].tolist()
     places: list[int] = place.tolist()
-    rows: list[list[Any]] = [table.tolist() for table in tables[:4]]
-    positions, reads, writes, reuses = rows
-    storages, gaps = tables.storages.tolist(), tables.gaps.tolist()
+    positions: list[tuple[Any, ...]] = tables.positions.tolist()
+    reads: list[tuple[int, int]] = tables.reads.tolist()
+    writes: list[tuple[int, int]] = tables.writes.tolist()
+    reuses: list[tuple[int, int]] = tables.reuses.tolist()
+    storages: list[tuple[int, ...]] = tables.storages.tolist()
+    gaps: list[tuple[int, ...]] = tables.gaps.tolist()
     owned: list[list[int]] = [[] for _ in range(blocks.count)]
     for storage, block in enumerate(of_storage):
         owned[block].append(storage)
 
     def storage_at(storage: int, block: int) -> Description:
         distance = of_storage[storage] - block
-        return (distance, number[storage]) if abs(distance) <= _FAR else (None, storage)
+        return (distance, number[storage]) if abs(distance) <= _FAR else (None, storages[storage][0])
 
     def stage_at(position: int, block: int) -> Description:
         distance = of_stage[position] - block
         return (distance, places[position]) if abs(distance) <= _FAR else ()
 
     def computed(position: int, block: int) -> Description:
-        rest: list[Any]
-        read_from, read_to, write_from, write_to, reuse_from, reuse_to, last, *rest = positions[position]
-        return (
-            position < program.backward_start,
-            stage_at(last, block) if last < len(places) else None,
-            *rest,
-            *(storage_at(reads[slot][0], block) for slot in range(read_from, read_to)),
-            *(number[writes[slot][0]] for slot in range(write_from, write_to)),
-            *(storage_at(storage, block) for slot in range(reuse_from, reuse_to) for storage in reuses[slot]),
-        )
+        row = positions[position]
+        read_from, read_to, write_from, write_to, reuse_from, reuse_to, last = row[:7]
+        parts: list[object] = [position < program.backward_start, *row[7:]]
+        parts.append(stage_at(last, block) if last < len(places) else None)
+        parts.extend(storage_at(reads[slot][0], block) for slot in range(read_from, read_to))
+        parts.extend(number[writes[slot][0]] for slot in range(write_from, write_to))
+        parts.extend(storage_at(s, block) for read, written in reuses[reuse_from:reuse_to] for s in (read, written))
+        return tuple(parts)
 
     def written(storage: int, block: int) -> Description:
         size, _, first, last = storages[storage]
-        return size, *((*gaps[gap][3:5], *stage_at(gaps[gap][2], block)) for gap in range(first, last + 1))
+        uses = (gaps[gap] for gap in range(first, last + 1))
+        return size, *((gap[3], stage_at(gap[2], block) if gap[4] else None) for gap in uses)
 
     return [
         (
