@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
     from memfit.checker import check
-    from memfit.device import Device as Device
     from memfit.errors import MemfitError
     from memfit.graph import Graph
     from memfit.plan import Plan, Problem
@@ -35,7 +34,6 @@ __all__ = [
 
 _HOME = {
     "arena": "memfit.runtime.arena",
-    "Device": "memfit.device",
     "Graph": "memfit.graph",
     "MemfitError": "memfit.errors",
     "Plan": "memfit.plan",

@@ -26,7 +26,7 @@ def test_import_is_quick() -> None:
     "statement",
     [
         "import memfit",
-        "import memfit; memfit.Graph, memfit.Plan, memfit.Problem, memfit.Device, memfit.MemfitError, memfit.check",
+        "import memfit; memfit.Graph, memfit.Plan, memfit.Problem, memfit.MemfitError, memfit.check",
         "import memfit.simulate, memfit.planners, memfit.report, memfit.workloads",
         "import memfit.cli",
     ],
@@ -34,6 +34,14 @@ def test_import_is_quick() -> None:
 def test_brings_no_torch(statement: str) -> None:
     heavy = "[m for m in sys.modules if m in ('torch', 'transformers', 'pytorchcv', 'ortools')]"
     assert _run(f"import sys; {statement}; print({heavy})") == "[]"
+
+
+def test_every_public_name_is_there() -> None:
+    import memfit
+
+    assert len(memfit.__all__) <= 10
+    assert all(getattr(memfit, name).__doc__ for name in memfit.__all__)
+    assert set(memfit._HOME) == set(memfit.__all__), "nothing is public that is not listed"
 
 
 def test_an_unknown_name_says_what_there_is() -> None:

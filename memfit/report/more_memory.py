@@ -38,12 +38,6 @@ class MoreMemory:
     found: CurvePoint | None
     bound_overhead: float | None
 
-    @property
-    def reached_overhead(self) -> float:
-        """The least overhead at hand: of what was found, and of the plan with more kept."""
-        found = self.found.overhead if self.found else None
-        return self.kept_overhead if found is None else min(found, self.kept_overhead)
-
 
 def next_step_bytes(plan: Plan) -> int:
     """Return how much more memory is worth asking about: 1 GiB, or a tenth of the budget where that is too much.
