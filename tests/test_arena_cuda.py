@@ -201,6 +201,53 @@ def test_a_planned_step_on_a_device_whose_bytes_are_counted(fakes: str) -> None:
     assert run(ON_THE_FAKE + PLANNED, fakes).startswith(f"CUDA out of memory: {64 << 20} bytes")
 
 
+BECOMES_THE_ALLOCATOR = r"""
+import ctypes
+import torch
+ctypes.CDLL(sys.argv[1] + "/runtime.so", mode=ctypes.RTLD_GLOBAL)
+calls = []
+
+class Allocator:
+    def __init__(self, path, malloc, free):
+        assert hasattr(ctypes.CDLL(path), malloc) and hasattr(ctypes.CDLL(path), free)
+    def allocator(self):
+        return self
+    def set_record_stream_fn(self, address):
+        calls.append("record_stream" if address else "nothing")
+    def set_reset_fn(self, address):
+        calls.append("empty_cache" if address else "nothing")
+
+def change(_allocator):
+    calls.append("change")
+    if "uses CUDA" in sys.argv:
+        raise RuntimeError("Can't swap an already initialized allocator")
+
+def begins_to_use_cuda():
+    calls.append("current_device")
+    return 1
+
+torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 2)
+torch.cuda.current_device = begins_to_use_cuda
+torch.cuda.memory.CUDAPluggableAllocator, torch.cuda.memory.change_current_allocator = Allocator, change
+import memfit
+from memfit.cost.recorder import allocated_bytes
+try:
+    arena = memfit.arena(device="cuda")
+    again = memfit.arena(device="cuda:0")
+except memfit.MemfitError as error:
+    print(error)
+else:
+    print(*calls, arena._library.index, again._library.index, allocated_bytes("cuda:0"), allocated_bytes("cuda:1"))
+"""
+
+
+def test_it_becomes_torchs_allocator_before_torch_uses_cuda(fakes: str) -> None:
+    done = run(ON_THE_FAKE + BECOMES_THE_ALLOCATOR, fakes)
+    assert done == "record_stream empty_cache change current_device 1 0 0 0"
+    refused = run(ON_THE_FAKE + BECOMES_THE_ALLOCATOR, fakes, "uses CUDA")
+    assert "call memfit.arena(device='cuda') at the beginning of the program" in refused
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_it_says_so() -> None:
     for device in ("cuda", "cuda:0"):

@@ -12,7 +12,8 @@ from torch import nn
 
 from memfit import TrainingStep, check
 from memfit.capture import capture
-from memfit.capture.functionalize import BATCH_NORMS, functional_variant
+from memfit.capture.functionalize import BATCH_NORMS, corrected, functional_variant
+from memfit.capture.torch_private import FakeTensorMode
 from memfit.device import GENERIC
 from memfit.errors import CaptureError, InvalidDeviceError, InvalidOptionError, UnsupportedStepError
 from memfit.graph import Phase, Role
@@ -255,3 +256,16 @@ def test_resnet152_at_batch_256_is_captured_in_little_memory() -> None:
     assert used_bytes < 2 << 30
     activations = sum(s.bytes for s in graph.storages if s.role is Role.ACTIVATION)
     assert activations > 40 << 30  # what could not be held here
+
+
+def test_the_seeds_of_efficient_attention_are_on_the_host() -> None:
+    """Its fake kernel says on the device."""
+    func = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    with FakeTensorMode():
+        block = torch.empty(1, 2, 8, 16, device="cuda")
+        args = (block, block, block, None, True, 0.1)
+        returned = func(*args)
+        assert [tensor.device.type for tensor in returned] == ["cuda"] * 4, "the fake kernel has been mended"
+        fixed = corrected(func, args, returned)
+    assert [tensor.device.type for tensor in fixed] == ["cuda", "cuda", "cpu", "cpu"]
+    assert [(tensor.shape, tensor.dtype) for tensor in fixed] == [(t.shape, t.dtype) for t in returned]

@@ -23,6 +23,7 @@ from memfit.cost.environment import environment
 from memfit.cost.kept_costs import KeptCosts, cost_key
 from memfit.cost.made_inputs import InputMaker
 from memfit.cost.recorder import record
+from memfit.cost.result_check import check_results
 from memfit.cost.single_op import undisturbed
 from memfit.errors import CaptureError
 from memfit.graph import Op, Phase, Role, Storage
@@ -552,3 +553,50 @@ def test_costs_on_cuda() -> None:
     graph = measure(captured.graph, captured.binding)
     assert all(op.seconds > 0 for op in graph.ops)
     assert all(op.workspace_bytes is not None for op in graph.ops)
+
+
+def test_the_seeds_of_attention_are_made_where_its_gradient_reads_them() -> None:
+    """On the host: the kernel reads them through plain pointers, and would end the process."""
+    block = Value(storage=0, dtype=torch.float32, shape=(1, 1, 8, 8), stride=(64, 64, 8, 1))
+    lines = Value(storage=1, dtype=torch.float32, shape=(1, 1, 8), stride=(8, 8, 1))
+    seed, offset = (Value(storage=number, dtype=torch.int64, shape=(), stride=()) for number in (2, 3))
+    storages = tuple(
+        Storage(id=number, name=str(number), bytes=size, role=Role.INPUT) for number, size in enumerate((256, 32, 8, 8))
+    )
+    aten = torch.ops.aten
+    arguments = (block, block, block, block, None, block, lines, seed, offset, 0.1, [True, True, True, False])
+    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    for call in (
+        Call(op=0, target=backward, args=arguments),
+        Call(op=0, target=backward, args=arguments[:8], kwargs={"philox_offset": offset, "dropout_p": 0.1}),
+    ):
+        args, kwargs = InputMaker(torch.device("meta")).make(call, storages)
+        made = [*args, *kwargs.values()]
+        assert [tensor.device.type for tensor in made[7:9]] == ["cpu", "cpu"]
+        assert {tensor.device.type for tensor in made[:7] if tensor is not None} == {"meta"}
+    args, _ = InputMaker(torch.device("meta")).make(Call(op=0, target=aten.add.Tensor, args=(seed, offset)), storages)
+    assert {tensor.device.type for tensor in args} == {"meta"}
+
+
+def test_a_reserve_has_as_many_bytes_as_its_kernel_says() -> None:
+    """cudnn_batch_norm's fake kernel says none; where it keeps some, they are counted."""
+    op = Op(
+        id=0,
+        name="norm",
+        target="aten.cudnn_batch_norm",
+        phase=Phase.FORWARD,
+        module="",
+        reads=(),
+        writes=(0, 1),
+        seconds=0.0,
+    )
+    output, reserve = value(0, 4), value(1, 0, dtype=torch.uint8)
+    call = Call(op=0, target=print, args=(), results=(output, reserve))
+    storages = tuple(
+        Storage(id=number, name="", bytes=size, role=Role.ACTIVATION) for number, size in enumerate((16, 0))
+    )
+    kept = torch.empty(96, dtype=torch.uint8)
+    assert check_results(op, call, (torch.empty(4), kept), storages, CPU) == {1: 96}
+    assert check_results(op, call, (torch.empty(4), kept[:0].clone()), storages, CPU) == {}
+    with pytest.raises(CaptureError, match=r"result 1 of op 'norm'.* is float32\[96\]"):
+        check_results(op, call, (torch.empty(4), kept.float()), storages, CPU)

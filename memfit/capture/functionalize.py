@@ -58,12 +58,21 @@ _BATCH_NORM_GRADIENTS: dict[Any, tuple[int, int, int | None]] = {
 }
 
 
+# Kernels whose third and fourth results are a seed and an offset on the host, as long as no CUDA graph is captured.
+_HOST_SEEDS = (_aten._scaled_dot_product_efficient_attention.default, _aten._efficient_attention_forward.default)
+
+
 def corrected(func: Any, args: tuple[Any, ...], returned: Any) -> Any:
     """Return the fake results of a call as the real kernel would give them, where torch's fake kernel is known to err.
 
     native_batch_norm on a CPU saves its statistics in the dtype of its weight; the fake kernel says the input's.
     mkldnn_rnn_layer has a workspace whose size only the real kernel knows; the fake kernel says none.
+    Efficient attention on CUDA keeps the seed and the offset of its dropout on the host, where its gradient reads them
+    through plain pointers (attention_backward.cu, Note [Seed and Offset Device]); the fake kernel says on the device.
     """
+    if func in _HOST_SEEDS and args[0].device.type == "cuda":
+        seeds = (torch.empty_like(tensor, device="cpu") for tensor in returned[2:4])
+        return (*returned[:2], *seeds, *returned[4:])
     if func is _aten.mkldnn_rnn_layer.default:
         return (*returned[:3], returned[3].new_empty(_rnn_workspace_bytes(args)))
     if func is not _aten.native_batch_norm.default or args[1] is None or args[1].dtype == args[0].dtype:

@@ -16,6 +16,11 @@ _LEAST, _MOST = 0.25, 0.75
 _PATTERN_ELEMENTS = 65_537  # not a power of two, so that repeats do not fall on the same rows
 _SEED = 0
 
+# Arguments that kernels on CUDA read on the host, through plain pointers (attention_backward.cu): on the device they
+# would end the process. Captures of the two halves know them from fake kernels, which say on the device.
+_READ_ON_HOST = ("philox_seed", "philox_offset")
+_READERS = ("aten::_scaled_dot_product_efficient_attention_backward", "aten::_efficient_attention_backward")
+
 
 class InputMaker:
     """Makes arguments on one device. The same call always gets the same values."""
@@ -27,7 +32,11 @@ class InputMaker:
     def make(self, call: Call, storages: tuple[Storage, ...]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Return (args, kwargs) of `call` with a tensor for each Value; equal storages are shared among them."""
         values = tuple(values_in((call.args, call.kwargs)))
-        made = {number: self._made(number, values, storages[number].bytes) for number in {v.storage for v in values}}
+        on_host = _storages_on_host(call)
+        made = {
+            number: self._made(number, values, 0 if number in on_host else storages[number].bytes)
+            for number in {v.storage for v in values}
+        }
 
         def tensor(value: Value) -> torch.Tensor:
             return window(made[value.storage], value)
@@ -94,6 +103,15 @@ def mapped(tree: Any, function: Callable[[Value], Any]) -> Any:
     if isinstance(tree, list):
         return [mapped(branch, function) for branch in tree]
     return tree
+
+
+def _storages_on_host(call: Call) -> set[int]:
+    schema = getattr(call.target, "_schema", None)
+    if schema is None or schema.name not in _READERS:
+        return set()
+    positional = zip((argument.name for argument in schema.arguments), call.args, strict=False)
+    named = {**dict(positional), **call.kwargs}
+    return {value.storage for value in values_in([named.get(name) for name in _READ_ON_HOST])}
 
 
 def elements_of(value: Value) -> int:
