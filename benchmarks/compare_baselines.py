@@ -172,7 +172,7 @@ def compare(workload: str, options: argparse.Namespace) -> None:
     stored = {} if options.again or not result_path(name).exists() else load(result_path(name))["payload"]["results"]
     results = {what: result for what, result in stored.items() if "error" not in result}
     for what, request in requests(workload).items():
-        if what not in results:
+        if what not in results or what == options.only:
             request |= {"workload": workload, "time_limit_seconds": options.time_limit, "repeats": options.repeats}
             results[what] = in_fresh_process(__file__, request, timeout_seconds=CHILD_SECONDS)
             store(name, {"workload": workload, "results": results})
@@ -212,6 +212,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="timed turns of each comparison")
     parser.add_argument("--time-limit", type=float, default=5.0, help="seconds that the planner may search")
     parser.add_argument("--again", action="store_true", help="measure again what is stored already")
+    parser.add_argument("--only", metavar="WHAT", help="measure again this result of what is stored: 'least sublinear'")
     options = parser.parse_args()
     for workload in options.workloads:
         with fresh_cache():
