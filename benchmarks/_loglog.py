@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-_COLORS = ("#5b6770", "#2f8f9d", "#2b6ca3", "#c9772c", "#b5446e", "#2f7d4f")
+_COLORS = ("#5b6770", "#2f8f9d", "#2b6ca3", "#c9772c", "#b5446e", "#2f7d4f", "#8b5e3c")
+_APART = 28  # pixels between two numbers on the axis, at least
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 620, 400, 64, 48, 34, 190
 
 
@@ -39,7 +40,11 @@ def loglog_svg(title: str, x_title: str, y_title: str, lines: Mapping[str, Seque
         y = up(2.0**power)
         drawn.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e2e5e9"/>')
         drawn.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{2.0**power:g}</text>')
+    labelled = -math.inf
     for x in xs:
+        if across(x) - labelled < _APART:
+            continue
+        labelled = across(x)
         drawn.append(f'<text x="{across(x):.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{x:g}</text>')
     drawn.append(f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 10}" text-anchor="middle">{x_title}</text>')
     drawn.append(f'<text transform="translate(14,{_HEIGHT / 2}) rotate(-90)" text-anchor="middle">{y_title}</text>')

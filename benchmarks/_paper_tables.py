@@ -21,7 +21,7 @@ def figure_memory(figure: str, across: str) -> Callable[[Payload], Table]:
         rows = [
             [size, *(_gigabytes(point["bytes"][name]) for name in names)] for size, point in found["points"].items()
         ]
-        rows.append(["fitted slope", *(f"{found['slopes'][name]:.2f}" for name in names)])
+        rows.append(["fitted slope", *(f"{found['slopes'][name]:.3f}" for name in names)])
         return [across, *names], rows, f"{found['title']}: GB of feature maps and gradients. All predicted."
 
     return table
@@ -141,7 +141,7 @@ def _beside(ours: int, papers: float | None) -> str:
 def _verdict(ours: dict[str, Any], half: float) -> str:
     if ours["overhead"] is not None and ours["overhead"] <= half:
         return "yes"
-    return "no plan can" if ours["overhead_bound"] > half else "**no**"
+    return f"no plan can: half is {half:.1%}" if ours["overhead_bound"] > half else "**no**"
 
 
 PAPER_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {

@@ -312,8 +312,8 @@ def test_the_papers_tables_say_what_is_reached_and_what_no_plan_can(tmp_path: Pa
     assert predicted is not None and small is not None
     assert "| a, 2 | 110 (100) | 60 (–) | 44 (50) | 60% (50%) | 30% (40%) | 15.0% | 10.0% | yes |" in predicted
     assert "| 20.0% | 10.0% | **no** |" in predicted
-    assert "| none found | 16.0% | no plan can |" in predicted
-    assert "| 20.0% | 15.0% | no plan can |" in predicted
+    assert "| none found | 16.0% | no plan can: half is 15.0% |" in predicted
+    assert "| 20.0% | 15.0% | no plan can: half is 15.0% |" in predicted
     assert "| b, 2 | 20 + 80 | 20 + 50 | 20 + 50 | **no** | +31% |  |" in small
     assert "| a, 2" not in small
 

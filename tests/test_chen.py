@@ -186,18 +186,19 @@ def test_appendix_a_tries_zero_the_root_and_a_grid_of_six() -> None:
     assert splits[0].between_bytes == max(split.between_bytes for split in splits)
     root = math.sqrt(6300 * 100)
     assert splits[1] == Frontier.of(program).split(int(root))
-    assert splits[2] == Frontier.of(program).split(int(root / math.sqrt(2)))
-    assert splits[7] == Frontier.of(program).split(int(root * math.sqrt(2)))
+    low, high = root / math.sqrt(2), root * math.sqrt(2)
+    for number in range(6):  # equal steps, both ends included
+        assert splits[2 + number] == Frontier.of(program).split(int(low + number * (high - low) / 5))
 
 
 def test_stages_of_a_residual_network_end_between_units_too() -> None:
     # Units of four layers, the second one narrow: within a unit that one crosses, and what skips the unit.
-    sizes = [256, 64, 128, 256] * 40
-    reads = [[number - 1, number - 4] if number % 4 == 3 and number > 3 else [number - 1] for number in range(160)]
+    sizes = [256, 64, 128, 256] * 80
+    reads = [[number - 1, number - 4] if number % 4 == 3 and number > 3 else [number - 1] for number in range(320)]
     program = program_of(network(sizes, reads))
     frontier = Frontier.of(program)
     narrow = [place for place, may in enumerate(frontier.is_narrow) if may]
-    assert narrow == [1, *range(7, 160, 4)]  # nothing skips the first unit: it ends a stage at its narrow layer
+    assert narrow == [1, *range(7, 320, 4)]  # nothing skips the first unit: it ends a stage at its narrow layer
     assert sum(frontier.is_candidate) > len(narrow)
     splits = appendix_a_splits(program)
     assert len(splits) == 16

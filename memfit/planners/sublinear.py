@@ -41,15 +41,16 @@ class Sublinear:
 
     Algorithm 3 walks the forward ops and adds up what they write; where the sum exceeds B at a candidate, it splits
     there: m(v) = 0, x grows by the bytes of v, y is the largest sum so far; everywhere else m(v) = 1. B is first 0,
-    which gives x and y; then sqrt(x y); then six points on [B / sqrt 2, B sqrt 2], spread evenly on a logarithmic
-    scale. Each mirror plan goes through Algorithm 2 (`memfit.planners.mirrored`) and is judged by its exact peak, which
-    static allocation reaches within 0.2% on the paper's networks (docs/papers.md); the fastest that fits is taken.
+    which gives x and y; then sqrt(x y); then six points on [B / sqrt 2, B sqrt 2]. Each mirror plan goes through
+    Algorithm 2 (`memfit.planners.mirrored`) and is judged by its exact peak, which static allocation reaches within
+    0.2% on the paper's networks (docs/papers.md); the fastest that fits is taken.
 
     Where the text leaves room: on a graph of ops the result of a split is all that crosses it (a single storage on a
     chain; the hidden and the cell state of an LSTM). The candidates C are an input of the algorithm, and it is run with
     two: all places where the bytes that later forward ops need to be computed again are at a local minimum, and those
     of them that a single storage crosses, as the result of a vertex does in the paper (between the units of a ResNet,
-    not within); each has a grid of its own. As in the paper, y does not see the stage behind the last split.
+    not within); each has a grid of its own. Its points stand at equal steps, as in the code that the authors published
+    (mxnet-memonger). As in the paper, y does not see the stage behind the last split.
 
     Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", Algorithms 2 and 3, appendix A.
     """
@@ -82,7 +83,7 @@ def appendix_a_splits(program: Program) -> list[Split]:
 def _searched(frontier: Frontier, candidates: tuple[bool, ...]) -> list[Split]:
     first = frontier.split(0, candidates)
     middle = math.sqrt(first.between_bytes * first.stage_bytes)
-    grid = [middle * 2.0 ** (step / (_GRID_POINTS - 1) - 0.5) for step in range(_GRID_POINTS)]
+    grid = np.linspace(middle / math.sqrt(2), middle * math.sqrt(2), _GRID_POINTS).tolist()
     return [first, *(frontier.split(int(budget), candidates) for budget in (middle, *grid))]
 
 
