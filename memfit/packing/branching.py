@@ -7,8 +7,8 @@ there is no such section, it tries the first block that can lie at the level, an
 the tree:
 
 - dominance: a block is not put where a block that is still left would fit, whole, below it;
-- support: a block left that is not put on what it lies on now has to lie on another block left, so that it rises to the
-  least top that any of those can have, or higher;
+- support: a block left that is not put on what it lies on now has to lie on another one that it meets, so that it rises
+  to the least top that any of those can have, or higher;
 - sections: in each section, the least offset that any block left can take there and all that is still to come must fit
   the capacity;
 - parts: where no block left crosses a border between sections, the two sides are searched one after the other, small
@@ -52,6 +52,7 @@ _SECTION = np.dtype(
             np.int64,
         ),  # the least offset that those of them can take that cannot lie at the level; room to work in
         ("ready", np.int64),  # how many can lie at the level; room to work in
+        ("support", np.int64),  # the least top that any of those left can have; room to work in
     ]
 )
 # A frame is a node, which tries blocks one after the other, or a list of parts, which are searched one after the other.
@@ -59,7 +60,6 @@ _FRAME = np.dtype(
     [
         ("key", np.int64),  # of the nogood; 0 for a list of parts
         ("level", np.int64),  # where the node puts a block
-        ("support", np.int64),  # the least top that a block left can have
         ("undos", np.int64),  # how many changes there were before this frame
         ("begin", np.int32),  # its blocks are `pool[begin:end]`
         ("end", np.int32),
@@ -270,6 +270,30 @@ def _is_open(blocks: Any, block: Any) -> bool:
 
 
 @compiled
+def _find_supports(tree: Any, frame: Any) -> None:
+    """Find the least top that any block left can have in each section, and make room to look at what covers it."""
+    blocks, sections, _, pool, _, _, _ = tree
+    for s in range(frame.low, frame.high):
+        sections[s].next, sections[s].ready, sections[s].support = _FAR, 0, _FAR
+    for k in range(frame.begin, frame.end):
+        block = blocks[pool[k]]
+        top = max(block.rise, frame.level) + block.size
+        for s in range(block.first, block.last):
+            sections[s].support = min(sections[s].support, top)
+
+
+@compiled
+def _rise_without(blocks: Any, pool: Any, frame: Any, excluded: Any) -> int:
+    """Return the least top on which the block can lie that is excluded from the level."""
+    rise = _FAR
+    for k in range(frame.begin, frame.end):
+        block = blocks[pool[k]]
+        if block.first < excluded.last and excluded.first < block.last and pool[k] != frame.number:
+            rise = min(rise, max(block.rise, frame.level) + block.size)
+    return rise
+
+
+@compiled
 def _look(tree: Any, frame: Any) -> bool:
     """Find the level and the section to cover there; False says that the blocks left do not fit."""
     blocks, sections, _, pool, _, _, state = tree
@@ -281,22 +305,19 @@ def _look(tree: Any, frame: Any) -> bool:
             level = min(level, block.least)
     if level >= below:
         return False
-    support = _FAR
-    for k in range(frame.begin, frame.end):
-        block = blocks[pool[k]]
-        support = min(support, max(block.rise, level) + block.size)
-    frame.level, frame.support, frame.number = level, support, -1
-    for s in range(frame.low, frame.high):
-        sections[s].next, sections[s].ready = _FAR, 0
+    frame.level, frame.number = level, -1
+    _find_supports(tree, frame)
     for k in range(frame.begin, frame.end):
         block = blocks[pool[k]]
         rise = block.least
-        if not _is_open(blocks, block):
-            rise = max(block.rise, support)
-        elif rise == level:
-            rise = support
+        if rise == level or not _is_open(blocks, block):
+            if _is_open(blocks, block):
+                for s in range(block.first, block.last):
+                    sections[s].ready += 1
+            support = _FAR
             for s in range(block.first, block.last):
-                sections[s].ready += 1
+                support = min(support, sections[s].support)
+            rise = max(block.rise, support)
         for s in range(block.first, block.last):
             sections[s].next = min(sections[s].next, rise)
     frame.section, fewest, capacity = -1, _FAR, state[_CAPACITY]
@@ -316,7 +337,7 @@ def _choose(tree: Any, frame: Any) -> int:
     if frame.section < 0 and frame.number >= 0:
         block, at = blocks[frame.number], state[_UNDOS]
         undo[at].least, undo[at].rise, undo[at].block = block.least, block.rise, frame.number
-        block.rise = frame.support
+        block.rise = _rise_without(blocks, pool, frame, block)
         state[_UNDOS] = frame.undos = at + 1  # for good: it is the last that the node tries
         if not _look(tree, frame):
             return -1
