@@ -113,13 +113,13 @@ def _with_generator_states(
             extended.append(call)
             continue
         storage = len(storages)
-        size = STATE_BYTES[call.random]
+        size = STATE_BYTES[torch.device(call.random).type]
         storages.append(TracedStorage(name="generator_state", bytes=size, role=Role.ACTIVATION))
         value = Value(storage=storage, dtype=torch.uint8, shape=(size,), stride=(1,))
         extended.append(
             TracedCall(
                 name="generator_state",
-                target=SaveGeneratorState(device_type=call.random),
+                target=SaveGeneratorState(device=call.random),
                 args=(),
                 kwargs={},
                 results=(value,),

@@ -8,32 +8,48 @@ from typing import Any
 
 import torch
 
-# Bytes of `get_rng_state()`: the Mersenne twister of the CPU, Philox's seed and offset on CUDA.
+# Bytes of a generator: the Mersenne twister of the CPU, the seed and offset of Philox on CUDA.
 STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveGeneratorState:
-    """Returns the state of the default generator of a device type, as a uint8 tensor on the CPU."""
+    """Returns the state of a device's default generator, as a uint8 tensor on the CPU."""
 
-    device_type: str
+    device: str
 
     @property
     def __name__(self) -> str:
         return "save_generator_state"
 
     def __call__(self) -> torch.Tensor:
-        return torch.cuda.get_rng_state() if self.device_type == "cuda" else torch.get_rng_state()
+        return get_state(self.device)
 
 
-def replay(state: torch.Tensor, device_type: str, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `target` with the default generator in `state`, and leave the generator as it was before."""
-    is_cuda = device_type == "cuda"
-    get_state = torch.cuda.get_rng_state if is_cuda else torch.get_rng_state
-    set_state = torch.cuda.set_rng_state if is_cuda else torch.set_rng_state
-    now = get_state()
-    set_state(state)
+def replay(state: torch.Tensor, device: str, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `target` with a device's default generator in `state`, and leave the generator as it was before."""
+    now = get_state(device)
+    set_state(device, state)
     try:
         return target(*args, **kwargs)
     finally:
-        set_state(now)
+        set_state(device, now)
+
+
+def get_state(device: str) -> torch.Tensor:
+    """Return the state of the default generator of a device, such as "cpu" or "cuda:1"."""
+    return torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def set_state(device: str, state: torch.Tensor) -> None:
+    """Set the default generator of a device, such as "cpu" or "cuda:1"."""
+    if device == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state, device)
+
+
+def all_states() -> dict[str, torch.Tensor]:
+    """Return the states of the default generators of all devices in use, by device."""
+    names = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+    return {device: get_state(device) for device in ("cpu", *names)}

@@ -301,7 +301,9 @@ def _generator_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], de
             given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
             if given == 0:
                 return None
-    return device.type if kwargs.get("generator") is None else "the user's"
+    if kwargs.get("generator") is not None:
+        return "the user's"
+    return "cpu" if device.type == "cpu" else str(device)
 
 
 def _short_name(func: Any) -> str:

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from memfit.binding import Origin, Value
 from memfit.capture.build import Captured, build
 from memfit.capture.functionalize import corrected
+from memfit.capture.generators import all_states, set_state
 from memfit.capture.optimizer import ParameterUpdate, WholeUpdate, require_supported, update_cost, updates_one_by_one
 from memfit.capture.torch_private import (
     DATA_DEPENDENT_ERRORS,
@@ -101,7 +102,7 @@ class _WholeStepCapture:
             step.scaler.scale(torch.zeros((), device=self.device))
         fake_batch = self._enter_batch()
         self._make_fakes()
-        generator_states = _save_generators(self.device)
+        generator_states = all_states()
         try:
             with self._swapped_parameters(), self._module_names(), checkpoints_inlined(), torch.enable_grad():
                 self._enter_parameters()
@@ -121,7 +122,8 @@ class _WholeStepCapture:
         except Exception as error:
             raise CaptureError(f"{user_line(error)}: the step raised {type(error).__name__}: {error}") from error
         finally:
-            _restore_generators(generator_states)
+            for device, state in generator_states.items():
+                set_state(device, state)
         name = step.name or type(step.model).__name__
         return build(self.trace, name=name, outputs=self.outputs, source=f"whole step, torch {torch.__version__}")
 
@@ -334,13 +336,3 @@ def user_line(error: BaseException) -> str:
     own = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*own, "<"))]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "the training step"
-
-
-def _save_generators(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _restore_generators(states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-    torch.set_rng_state(states[0])
-    if states[1] is not None:
-        torch.cuda.set_rng_state(states[1])

@@ -172,8 +172,8 @@ class _Lowering:
             args += [f"{key}={self._render(value)}" for key, value in form.extra.items()]
         name = self._name(target)
         if again and call.generator_state is not None:
-            device_type = self.graph.ops[call.op].random
-            return "replay", [f"s{call.generator_state}", repr(device_type), name, *args]
+            device = self.graph.ops[call.op].random
+            return "replay", [f"s{call.generator_state}", repr(device), name, *args]
         return name, args
 
     def _emit_call(self, call: Call, code: str, comment: str) -> None:

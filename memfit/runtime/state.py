@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from memfit.capture import TrainingStep
+from memfit.capture.generators import all_states, set_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +24,7 @@ class StepState:
     gradients: dict[str, torch.Tensor | None]
     optimizer: dict[int, dict[str, Any]]
     scaler: dict[str, Any] | None
-    generator: torch.Tensor
-    cuda_generator: torch.Tensor | None
+    generators: dict[str, torch.Tensor]
 
     @staticmethod
     def take(step: TrainingStep) -> StepState:
@@ -42,8 +42,7 @@ class StepState:
                 if parameter in states
             },
             scaler=copy.deepcopy(step.scaler.state_dict()) if step.scaler is not None else None,
-            generator=torch.get_rng_state(),
-            cuda_generator=torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+            generators=all_states(),
         )
 
     def put_back(self, step: TrainingStep) -> None:
@@ -61,9 +60,8 @@ class StepState:
                 step.optimizer.state[optimized[number]] = {key: _copied(value) for key, value in state.items()}
         if step.scaler is not None and self.scaler is not None:
             step.scaler.load_state_dict(self.scaler)
-        torch.set_rng_state(self.generator)
-        if self.cuda_generator is not None:
-            torch.cuda.set_rng_state(self.cuda_generator)
+        for device, state in self.generators.items():
+            set_state(device, state)
 
     def first_difference(self, other: StepState) -> str | None:
         """Return the name of the first thing whose bits differ in `other`, or None."""
@@ -82,11 +80,9 @@ class StepState:
                     return f"optimizer state {key!r} of parameter {number}"
         if self.scaler != other.scaler:
             return "the gradient scaler"
-        if not torch.equal(self.generator, other.generator):
-            return "the state of the CPU's random generator"
-        both = self.cuda_generator is not None and other.cuda_generator is not None
-        if both and not torch.equal(self.cuda_generator, other.cuda_generator):  # pyright: ignore[reportArgumentType]
-            return "the state of the GPU's random generator"
+        for device in self.generators.keys() & other.generators.keys():
+            if not torch.equal(self.generators[device], other.generators[device]):
+                return f"the state of the random generator of {device}"
         return None
 
 
