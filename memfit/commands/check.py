@@ -52,9 +52,11 @@ def _load(path: Path, resolved: Any) -> Plan:
     """Return the plan, which was made for this very graph."""
     if isinstance(resolved, Graph):
         return Plan.load(path, graph=resolved)
-    from memfit.capture import capture  # torch's room
+    from memfit.capture import capture  # torch's rooms
+    from memfit.cost.overwriting import with_every_form
 
-    return Plan.load(path, graph=capture(resolved).graph)
+    captured = capture(resolved)
+    return Plan.load(path, graph=with_every_form(captured.graph, captured.binding))
 
 
 def _replay(plan: Plan, resolved: Any) -> Timeline:

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import torch
 
-from memfit.binding import Call
+from memfit.binding import Binding, Call
 from memfit.cost.kept_costs import KeptCosts, OpCost
 from memfit.cost.made_inputs import InputMaker, values_in
 from memfit.cost.single_op import Measurer, undisturbed
-from memfit.graph import Op, Storage
+from memfit.graph import Graph, Op, Storage
 
 _REPEATS = 3  # what only the order of threads decides would show itself between them
 
@@ -60,6 +60,17 @@ def with_seen_reuses(op: Op, call: Call, cost: OpCost) -> Op:
     seen = [read for read, place in unpromised(call).items() if cost.overwrites.get(place, False)]
     pairs = dict.fromkeys([*op.reuses, *((read, op.writes[0]) for read in seen)])
     return msgspec.structs.replace(op, reuses=tuple(pairs))
+
+
+def with_every_form(graph: Graph, binding: Binding) -> Graph:
+    """Return `graph` with a pair in `reuses` for every form there is, seen or not: a plan may use any of them where its
+    own device was seen to.
+    """
+    ops = [
+        msgspec.structs.replace(op, reuses=tuple((read, op.writes[0]) for read in call.overwrites))
+        for op, call in zip(graph.ops, binding.calls, strict=True)
+    ]
+    return msgspec.structs.replace(graph, ops=tuple(ops))
 
 
 def same_bits_over(call: Call, read: int, inputs: InputMaker, storages: tuple[Storage, ...]) -> bool:
