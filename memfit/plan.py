@@ -293,12 +293,15 @@ def _reusing_as(planned: Graph, graph: Graph) -> Graph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A planner's answer. `plan` is None exactly when `status` is infeasible, or timed out with nothing found."""
+    """A planner's answer. `plan` is None exactly when `status` is infeasible, or timed out with nothing found; then
+    `leanest` is the plan of the least peak that was found, if any, with that peak for its budget.
+    """
 
     status: Status
     plan: Plan | None
     bounds: Bounds
     stats: Mapping[str, float] = field(default_factory=dict[str, float])
+    leanest: Plan | None = None
 
 
 class _PlanDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from memfit import TrainingStep
+from memfit.errors import InfeasibleBudgetError
+from memfit.plan import Problem, Result
+from memfit.planners import make_planner
 from memfit.runtime.fit import fit_step
 from memfit.runtime.planning import Settings
 
@@ -49,6 +53,34 @@ def test_other_settings_search_anew() -> None:
     assert "searching a plan" in stages_of(replace(SETTINGS, budget="90%"))
     assert "searching a plan" in stages_of(replace(SETTINGS, seed=1))
     assert "searching a plan" in stages_of(replace(SETTINGS, options={"threads": 1}))
+
+
+class Unlucky:
+    """A planner for which nothing fits, whatever the budget; it finds its least peak, though."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.planner = make_planner(name, **options)
+
+    def __repr__(self) -> str:
+        return repr(self.planner)
+
+    def plan(self, problem: Problem) -> Result:
+        return self.planner.plan(replace(problem, budget_bytes=1))
+
+
+def test_the_least_budget_that_a_search_reports_is_met_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfit.runtime.planning.make_planner", Unlucky)
+    step = make_step()
+    with pytest.raises(InfeasibleBudgetError) as infeasible:
+        fit_step(step, SETTINGS)
+    least_bytes = infeasible.value.least_budget_found_bytes
+    assert least_bytes is not None
+    with pytest.raises(InfeasibleBudgetError):
+        fit_step(step, replace(SETTINGS, budget=least_bytes - 1))
+    planned = fit_step(step, replace(SETTINGS, budget=least_bytes + 1))
+    assert planned.plan.budget_bytes == least_bytes + 1
+    assert planned.plan.predicted.peak_bytes <= least_bytes
+    planned.verify()
 
 
 def test_a_damaged_file_is_said_and_planned_again(own_cache: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import msgspec
 
-from memfit.plan import INTERRUPTED, ROUNDING, Problem, Result, Status
+from memfit.plan import INTERRUPTED, ROUNDING, Plan, Problem, Result, Status
 from memfit.planners.cuts import Bound
 from memfit.planners.emit import emit
 from memfit.planners.offload import Offload, has_link
@@ -127,8 +127,11 @@ class Auto:
 
 def _renamed(result: Result) -> Result:
     """Say that it was `auto` that planned."""
-    plan = result.plan
-    return replace(result, plan=None if plan is None else msgspec.structs.replace(plan, planner=Auto.name))
+
+    def named(plan: Plan | None) -> Plan | None:
+        return None if plan is None else msgspec.structs.replace(plan, planner=Auto.name)
+
+    return replace(result, plan=named(result.plan), leanest=named(result.leanest))
 
 
 def _proved(problem: Problem, fastest: Fastest, found: Result, started_seconds: float) -> Result:

@@ -6,6 +6,8 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
+import msgspec
+
 from memfit.checker import check
 from memfit.plan import PROVED_TO, Bounds, Plan, Prediction, Problem, Result, Status
 from memfit.planners.bounds import LeastBudget, prove_bounds
@@ -87,32 +89,35 @@ def make_result(
         again_in_order_seconds=again_in_order_seconds,
     )
     counts = dict(stats or {})
-    if schedule is None or predicted is None or not _fits(problem, predicted):
-        proved = problem.budget_bytes < bounds.least_budget_bound_bytes
-        status = Status.TIMED_OUT if timed_out and not proved else Status.INFEASIBLE
-        return Result(status=status, plan=None, bounds=bounds, stats=counts)
-    status = _status(predicted, unplanned, bounds)
+    proved = problem.budget_bytes < bounds.least_budget_bound_bytes
+    without = Status.TIMED_OUT if timed_out and not proved else Status.INFEASIBLE
+    if schedule is None or predicted is None or predicted.host_peak_bytes > problem.host_budget_bytes:
+        return Result(status=without, plan=None, bounds=bounds, stats=counts)
+    fits = predicted.peak_bytes <= problem.budget_bytes
     plan = Plan(
         graph=problem.graph,
         device=problem.device,
-        budget_bytes=problem.budget_bytes,
+        budget_bytes=problem.budget_bytes if fits else predicted.peak_bytes,
         host_budget_bytes=problem.host_budget_bytes,
         bytes_outside=problem.bytes_outside,
         schedule=schedule,
         predicted=predicted,
         unplanned=unplanned,
-        bounds=bounds,
-        status=status,
+        bounds=bounds if fits else _at_more_bytes(bounds),
+        status=_status(predicted, unplanned, bounds) if fits else Status.FEASIBLE,
         planner=planner,
         seed=problem.seed,
         plan_seconds=max(0.0, problem.clock() - started_seconds),
         versions=_versions(),
     )
-    return Result(status=status, plan=plan, bounds=bounds, stats=counts)
+    if fits:
+        return Result(status=plan.status, plan=plan, bounds=bounds, stats=counts)
+    return Result(status=without, plan=None, bounds=bounds, stats=counts, leanest=plan)
 
 
-def _fits(problem: Problem, predicted: Prediction) -> bool:
-    return predicted.peak_bytes <= problem.budget_bytes and predicted.host_peak_bytes <= problem.host_budget_bytes
+def _at_more_bytes(bounds: Bounds) -> Bounds:
+    """Return what the bounds say of a greater budget: what is proved of the overhead does not hold there."""
+    return msgspec.structs.replace(bounds, overhead=0.0, overhead_in_order=None)
 
 
 def _status(predicted: Prediction, unplanned: Prediction, bounds: Bounds) -> Status:

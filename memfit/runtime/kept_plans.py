@@ -2,7 +2,7 @@
 
 A plan is found again by everything that it was made from: the graph with its seconds, the device, the budgets, the
 planner with its options, time limit and seed, and memfit's version. It is replayed by the checker when it is read, as
-any plan is.
+any plan is. Where no plan fits, the leanest that was found is kept too: for the user who comes back with its bytes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,25 @@ _log = logging.getLogger(__name__)
 
 def plan_path(problem: Problem, planner: object) -> Path:
     """Return the file that keeps the plan of `problem` by `planner`, whether or not it is there."""
+    return _path(problem, planner, problem.budget_bytes, problem.time_limit_seconds, problem.seed)
+
+
+def leanest_path(problem: Problem, planner: object) -> Path:
+    """Return the file that keeps the plan of the least peak that `planner` has found, for any budget below that."""
+    return _path(problem, planner, "leanest")
+
+
+def _path(problem: Problem, planner: object, *more: object) -> Path:
     asked = (
         problem.graph,
         problem.device,
-        problem.budget_bytes,
         problem.host_budget_bytes,
         problem.bytes_outside,
         sorted(problem.pinned.items()),
         sorted(problem.mirror_counts.items()),
-        problem.time_limit_seconds,
-        problem.seed,
         repr(planner),
         memfit.__version__,
+        *more,
     )
     digest = hashlib.sha256(msgspec.json.encode(asked)).hexdigest()[:32]
     return cache_folder() / "plans" / f"{digest}.plan.json.gz"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from memfit.binding import Value
@@ -15,10 +17,10 @@ from memfit.capture import Captured
 from memfit.cost import local_device, measure
 from memfit.device import Device
 from memfit.errors import PlanMismatchError, UnsupportedStepError
-from memfit.plan import INTERRUPTED, Plan, Problem, Progress
+from memfit.plan import INTERRUPTED, Plan, Problem, Progress, Result
 from memfit.planners import make_planner
 from memfit.planners.ask import require_link, require_plan, unplanned_peak_bytes
-from memfit.runtime.kept_plans import keep_plan, plan_path, read_plan
+from memfit.runtime.kept_plans import keep_plan, leanest_path, plan_path, read_plan
 from memfit.runtime.program import Program, make_program
 
 DEFAULT_PLANNER = "auto"
@@ -129,10 +131,25 @@ def make_plan(captured: Captured, settings: Settings, bytes_outside: int = 0) ->
         return kept
     settings.on_stage("searching a plan")
     result = planner.plan(problem)
+    if result.plan is None:
+        result = _with_leanest(result, problem, leanest_path(problem, planner))
     plan = require_plan(result, graph, budget_bytes, settings.planner)
     if INTERRUPTED not in result.stats:
         keep_plan(plan, path)
     return plan
+
+
+def _with_leanest(result: Result, problem: Problem, path: Path) -> Result:
+    """Return the result with the leanest plan that an earlier search found, where that fits: the least budget that one
+    search reports, the next one meets. Else keep the leanest of this search, where none is leaner.
+    """
+    kept, found = read_plan(path), result.leanest
+    if kept is not None and kept.predicted.peak_bytes <= problem.budget_bytes:
+        plan = msgspec.structs.replace(kept, budget_bytes=problem.budget_bytes, bounds=result.bounds)
+        return replace(result, status=plan.status, plan=plan)
+    if found is not None and (kept is None or found.predicted.peak_bytes < kept.predicted.peak_bytes):
+        keep_plan(found, path)
+    return result
 
 
 def _require_host(captured: Captured, device: Device, host_budget_bytes: int) -> None:
