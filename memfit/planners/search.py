@@ -4,6 +4,7 @@ objective, from minimum cuts.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -41,14 +42,16 @@ _REPORT_SECONDS = 0.05
 _SEED_SPLITS = 12  # segment sizes tried as starting points, spread evenly on a logarithmic scale
 _MOST_CUTS = 16  # kept sets of minimum cuts tried as starting points
 _MOVES_PER_GAP = 400  # of one run, where there is time for several; fewer get nowhere, more gain little
-_EXPLORING, _JOINING = 0.55, 0.8  # of the search: from starting points; from the best; the rest polishes the best
+_EXPLORING, _JOINING = 0.55, 0.8  # of a round: from starting points; from the best; the rest polishes the best
 _BOUNDING = 0.15  # of the time, at most, for the bound and its cuts
 _EXACTLY = 0.05  # of the time, at most, for the exact bound at one op, and what it keeps
 _STRUCTURING = 0.1  # of the time, at most, for windows joined block by block
 _FINISHING = 1.5  # times what the unplanned step takes to check and simulate, to end with: a plan is longer
 _LEAST_SEARCHING = 0.5  # of the time, whatever ending takes
 _MOST_FAMILIES = 1000  # windows that they are joined from
-_SHORTEST = 0.02  # of the search: a wave shorter than this is added to the next
+_SHORTEST = 0.02  # of a round: a wave shorter than this is added to the next
+_ROUND_MOVES, _ROUND_SECONDS = 12_000, 0.02  # for each gap: a round rarely finds anything after so many
+_FRESH, _MOST_FRESH = 0.5, 6  # of the search, for rounds that know nothing of each other; how many at most
 _NESTED = (1, 2, 4, 8)  # results stored on each path of recursive checkpointing
 _ELITE = 6  # best runs that later waves start from
 # Temperatures in mean op seconds, from the first to the last move of a run.
@@ -64,7 +67,8 @@ class Search:
     Starting points are what a dynamic program joins block by block (see `memfit.planners.families`), the kept sets of
     minimum cuts (`memfit.planners.cuts`), keeping everything, and Chen's segments of several sizes. Waves of runs start
     from them, one run a thread; later waves start from the best runs, from two of them joined, and from the best of
-    what they do in each of the blocks that repeat (`memfit.planners.repeats`); the last ones polish the best. As long
+    what they do in each of the blocks that repeat (`memfit.planners.repeats`); the last ones polish the best. Where
+    there is time for it, several such rounds begin afresh, and a last one joins the best of all. As long
     as nothing fits, later waves lower the peak itself, from the least so far, and the first wave too begins there where
     the budget is below the proved least. Anytime: the best plan so far is the answer when time is up or Ctrl-C comes,
     and the search ends early where the bound proves its plan optimal. Deterministic for a seed where `iterations` is
@@ -165,16 +169,45 @@ class _Search:
         self._report()
         with ThreadPoolExecutor(self.options.threads) as pool:
             try:
-                wave = 0
-                while self._done() < 1.0 and not self._is_optimal():
-                    self._wave(pool, starts, wave)
-                    wave += 1
+                for begins, ends in itertools.pairwise([0.0, *self._rounds()]):
+                    self._round(pool, starts, begins, ends)
             finally:
                 self.stop.set()
 
-    def _wave(self, pool: ThreadPoolExecutor, starts: list[tuple[Windows, Temperatures]], wave: int) -> None:
+    def _rounds(self) -> list[float]:
+        """Return where each round ends, as a share of the search: several that begin afresh, where there is time for
+        them, and one that has the best of them all.
+        """
+        if self.options.iterations is not None:
+            rounds = self.options.iterations / (_ROUND_MOVES * self.gaps)
+        else:
+            rounds = self.searching_seconds / (_ROUND_SECONDS * self.gaps)
+        fresh = min(_MOST_FRESH, int(_FRESH * rounds))
+        return [*(_FRESH * (number + 1) / fresh for number in range(fresh)), 1.0]
+
+    def _round(
+        self, pool: ThreadPoolExecutor, starts: list[tuple[Windows, Temperatures]], begins: float, ends: float
+    ) -> None:
+        """Explore, join and polish between two shares of the search; only the last round knows the best so far."""
+        before = self.elite
+        self.elite = before if ends == 1.0 else []
+        wave = 0
+        while self._done() < ends and not self._is_optimal():
+            self._wave(pool, starts, wave, begins, ends)
+            wave += 1
+        self._keep_elite([*before, *self.elite])
+
+    def _wave(
+        self,
+        pool: ThreadPoolExecutor,
+        starts: list[tuple[Windows, Temperatures]],
+        wave: int,
+        round_begins: float,
+        round_ends: float,
+    ) -> None:
         """Run one annealing in each thread, and remember what comes out."""
-        done = self._done()
+        length = round_ends - round_begins
+        done = (self._done() - round_begins) / length
         ends = next(end for end in (_EXPLORING, _JOINING, 1.0) if end - done > _SHORTEST or end == 1.0)
         self.running = []
         for thread in range(self.options.threads):
@@ -184,7 +217,7 @@ class _Search:
             run.overshoots = thread % 2 == 1
             run.descends = self.best is None and (wave > 0 or run.overshoots)
             self.running.append(run)
-        pace = self._pace(ends)
+        pace = self._pace(round_begins + ends * length)
         futures = [pool.submit(run.run, pace) for run in self.running]
         while wait(futures, timeout=_REPORT_SECONDS).not_done:
             self._report()
@@ -244,7 +277,12 @@ class _Search:
             else:
                 self._look_at(run.leanest)
         self.running = []
-        self.elite = sorted(self.elite, key=lambda item: item[0])[:_ELITE]
+        self._keep_elite(self.elite)
+
+    def _keep_elite(self, runs: Sequence[tuple[float, Windows]]) -> None:
+        """Keep the best of these runs, one for each time that they reached."""
+        best = dict(runs)
+        self.elite = sorted(best.items(), key=lambda item: item[0])[:_ELITE]
 
     def _starting_points(self) -> list[tuple[Windows, Temperatures]]:
         """Return where the first runs start, the most promising first: windows joined block by block, kept sets of
