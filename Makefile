@@ -27,7 +27,7 @@ picture: $(INSTALLED)
 	@$(BIN)/memfit report demo/plan.json -o docs/resnet50.png
 
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest -m "not gpu"
+	@$(BIN)/python -m pytest -m "not gpu and not exhaustive"
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

@@ -43,12 +43,14 @@ def measure(workload: str) -> dict[str, Any]:
     eager = eager_run(step)
     eager()
     result: dict[str, Any] = {"workload": workload, "eager_peak_bytes": usage_of(eager, step).peak_bytes}
+    step.model.zero_grad(set_to_none=True)  # a step that finds gradients is another one
     planned = fit_step(step, SETTINGS)
     assert isinstance(planned, PlannedStep)
     captured = planned.captured
     for variant in VARIANTS:
         graph = allowing(captured.graph, captured.binding, variant)
         plan = make_plan(replace(captured, graph=graph), SETTINGS)
+        step.model.zero_grad(set_to_none=True)
         fitted = fit_step(step, SETTINGS, plan=plan)
         assert isinstance(fitted, PlannedStep)
         result[variant] = _measured(fitted, eager)

@@ -129,7 +129,7 @@ def test_auto_is_equal_to_the_shortest_path(graph: Graph, share: float) -> None:
     require_the_shortest_path(graph, share)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(graph=graphs(most_ops=10, boundaries=False, mutations=False), share=st.sampled_from((0.1, 0.3, 0.5, 0.8)))
 def test_auto_is_equal_to_the_shortest_path_on_graphs_of_up_to_ten_ops(graph: Graph, share: float) -> None:
