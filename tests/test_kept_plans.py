@@ -13,7 +13,7 @@ from torch import nn
 
 from memfit import TrainingStep
 from memfit.errors import InfeasibleBudgetError
-from memfit.plan import Problem, Result
+from memfit.plan import Problem, Result, Status
 from memfit.planners import make_planner
 from memfit.runtime.fit import fit_step
 from memfit.runtime.planning import Settings
@@ -56,7 +56,9 @@ def test_other_settings_search_anew() -> None:
 
 
 class Unlucky:
-    """A planner for which nothing fits, whatever the budget; it finds its least peak, though."""
+    """A planner for which nothing fits, whatever the budget; it says how low it came, though."""
+
+    budget_bytes = 1
 
     def __init__(self, name: str, **options: Any) -> None:
         self.planner = make_planner(name, **options)
@@ -65,21 +67,24 @@ class Unlucky:
         return repr(self.planner)
 
     def plan(self, problem: Problem) -> Result:
-        return self.planner.plan(replace(problem, budget_bytes=1))
+        result = self.planner.plan(replace(problem, budget_bytes=self.budget_bytes))
+        return replace(result, status=Status.INFEASIBLE, plan=None)
 
 
 def test_the_least_budget_that_a_search_reports_is_met_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.runtime.planning.make_planner", Unlucky)
     step = make_step()
     with pytest.raises(InfeasibleBudgetError) as infeasible:
-        fit_step(step, SETTINGS)
+        fit_step(step, replace(SETTINGS, budget=1))
     least_bytes = infeasible.value.least_budget_found_bytes
     assert least_bytes is not None
-    with pytest.raises(InfeasibleBudgetError):
+    monkeypatch.setattr(Unlucky, "budget_bytes", 1 << 40)  # what it finds from now on is no leaner than the whole step
+    with pytest.raises(InfeasibleBudgetError) as still:
         fit_step(step, replace(SETTINGS, budget=least_bytes - 1))
+    assert still.value.least_budget_found_bytes == least_bytes
     planned = fit_step(step, replace(SETTINGS, budget=least_bytes + 1))
     assert planned.plan.budget_bytes == least_bytes + 1
-    assert planned.plan.predicted.peak_bytes <= least_bytes
+    assert planned.plan.predicted.peak_bytes == planned.plan.bounds.least_budget_found_bytes == least_bytes
     planned.verify()
 
 

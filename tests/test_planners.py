@@ -130,6 +130,21 @@ def test_the_same_seed_and_iterations_give_the_same_plan() -> None:
     assert plans[0].schedule == plans[1].schedule
 
 
+def test_rounds_that_begin_afresh_repeat_and_end_with_the_best_of_all() -> None:
+    sizes = [1 + 37 * number % 101 for number in range(30)]
+    graph = network(sizes, seconds=[1.0 + 53 * number % 17 for number in range(30)])
+    budget_bytes = (least_budget_bound(problem(graph, 1))[0] + unplanned_peak_bytes(graph, GENERIC)) // 2
+    searched: list[Progress] = []
+    rounds = Search(iterations=1_500_000)  # several, for some 30 storages that may go
+    first = rounds.plan(problem(graph, budget_bytes, progress=searched.append))
+    second = rounds.plan(problem(graph, budget_bytes))
+    assert first.plan is not None and second.plan is not None
+    assert first.plan.schedule == second.plan.schedule
+    assert first.stats["moves"] >= 1_500_000, "nothing ended the search before its last round"
+    overheads = [progress.best_overhead for progress in searched if progress.best_overhead is not None]
+    assert first.plan.overhead <= min(overheads) + 1e-9, "a round that found less than the one before does not count"
+
+
 def test_a_budget_below_the_bound_is_infeasible_and_says_why() -> None:
     graph = chain(8)
     bound, ops = least_budget_bound(problem(graph, 1))

@@ -140,16 +140,20 @@ def make_plan(captured: Captured, settings: Settings, bytes_outside: int = 0) ->
 
 
 def _with_leanest(result: Result, problem: Problem, path: Path) -> Result:
-    """Return the result with the leanest plan that an earlier search found, where that fits: the least budget that one
-    search reports, the next one meets. Else keep the leanest of this search, where none is leaner.
+    """Return a result without a plan with the leanest that this search or an earlier one found, where that fits, and
+    with its peak for the least budget found: what one search reports, the next one meets.
     """
     kept, found = read_plan(path), result.leanest
-    if kept is not None and kept.predicted.peak_bytes <= problem.budget_bytes:
-        plan = msgspec.structs.replace(kept, budget_bytes=problem.budget_bytes, bounds=result.bounds)
-        return replace(result, status=plan.status, plan=plan)
     if found is not None and (kept is None or found.predicted.peak_bytes < kept.predicted.peak_bytes):
         keep_plan(found, path)
-    return result
+        kept = found
+    if kept is None:
+        return result
+    bounds = msgspec.structs.replace(result.bounds, least_budget_found_bytes=kept.predicted.peak_bytes)
+    if kept.predicted.peak_bytes > problem.budget_bytes:
+        return replace(result, bounds=bounds)
+    plan = msgspec.structs.replace(kept, budget_bytes=problem.budget_bytes, bounds=bounds)
+    return replace(result, status=plan.status, plan=plan, bounds=bounds)
 
 
 def _require_host(captured: Captured, device: Device, host_budget_bytes: int) -> None:
