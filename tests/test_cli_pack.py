@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import struct
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -174,6 +175,7 @@ BAD = {
     "lone CR": (HEAD + "0,0,4,64\r1,2,6,64\n", "row 2, column 'size'"),
     "null byte": (HEAD + "0,0,4,6\x004\n", "row 2, column 'size'"),
     "quotes": (HEAD + '0,0,4,"64"\n', "row 2, column 'size'"),
+    "id in no UTF-8": ("size,Buffer,lower,upper\n64,\xe9,0,1\n", "row 2, column 'buffer': got b'\\xe9'"),
     "semicolons": ("id;lower;upper;size\n0;0;4;64\n", "row 1"),
 }
 
@@ -182,13 +184,51 @@ BAD = {
 def test_bad_traces_name_file_row_and_column(run: Run, tmp_path: Path, case: str) -> None:
     path = tmp_path / "bad.csv"
     content, message = BAD[case]
-    path.write_bytes(content.encode())
+    path.write_bytes(content.encode("latin-1" if "UTF-8" in case else "utf-8"))
     status, out, err = run("pack", path, "--json")
     assert status == 2
     assert err.startswith(f"memfit: error: {path}: row ")
     assert message in err
     assert err.count("\n") == 1
     assert set(json.loads(out)) == {"error", "exit_status", "memfit_version"}
+
+
+def test_a_file_of_blank_lines_takes_no_more_memory_than_its_rows_could(tmp_path: Path) -> None:
+    path = tmp_path / "blank.csv.gz"
+    path.write_bytes(gzip.compress(HEAD.encode() + b"\n" * (1 << 22)))
+    tracemalloc.start()
+    with pytest.raises(InvalidFileError, match="row 2, column 'id': the line is blank"):
+        read_trace(path)
+    most_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most_bytes < 64 << 20  # 48 bytes for each newline were 200 MB
+
+
+@pytest.mark.parametrize("bad", ["5,3,9,x", "5,3,9,8,1", "5,3", "5,3,9,"], ids=["text", "five", "two", "empty"])
+def test_a_bad_row_far_down_is_shown(tmp_path: Path, bad: str) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(HEAD + "".join(f"{i},{i},{i + 9},64\n" for i in range(6, 20_000)) + bad)
+    with pytest.raises(InvalidFileError, match=f"row 19996, column '(size|upper)'.*{bad.split(',')[-1]}"):
+        read_trace(path)
+
+
+def test_one_long_id_among_many_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "long.csv"
+    path.write_text(HEAD + "x" * 100_000 + ",0,1,8\n" + "".join(f"t{i},{i},{i + 1},8\n" for i in range(5000)))
+    blocks = read_trace(path)
+    assert blocks[0].id == "x" * 100_000
+    assert blocks[5000].id == "t4999"
+    write_offsets(tmp_path / "out.csv", blocks, pack(blocks))
+    assert (tmp_path / "out.csv").read_text().splitlines()[5001].startswith("t4999,4999,5000,8,")
+    path.write_text(path.read_text() + "t7,0,1,8\n")
+    with pytest.raises(InvalidFileError, match="row 5003, column 'id': got t7, which row 10 has already"):
+        read_trace(path)
+
+
+def test_an_id_with_leading_zeros_is_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "padded.csv"
+    path.write_text(HEAD + "007,0,1,8\n7,1,2,8\n0,2,3,8\n")
+    assert [block.id for block in read_trace(path)] == ["007", "7", "0"]
 
 
 def test_reversed_inclusive_ranges_are_refused(tmp_path: Path) -> None:

@@ -88,6 +88,16 @@ def test_colours_are_paths() -> None:
     assert [colours.count(colour) for colour in (0, 1, 2, None)] == [LENGTH + 1, LENGTH, LENGTH, LENGTH]
 
 
+def test_paths_take_time_in_proportion_to_ops() -> None:
+    """20,000 ops: a look at each pair of storages would be 200 million."""
+    graph = branched(branches=10, length=2000)
+    started = time.thread_time()
+    layout = pack_by_paths(graph, LINKED, paths=10)
+    assert time.thread_time() - started < 10
+    # The longest chain goes on to the sum and keeps its end apart; what the sum reads of the others has two colours.
+    assert layout.height_bytes == (2 * 10 + 9) * SIZE
+
+
 def test_the_judge_rejects_what_is_safe_in_series_only() -> None:
     graph = branched()
     layout = pack_in_series(graph, LINKED)

@@ -94,7 +94,7 @@ class Blocks:
 
     def __getitem__(self, index: int) -> Block:
         return Block(
-            id=self.ids[index].item(),
+            id=self.ids[index : index + 1].tolist()[0],
             bytes=int(self.sizes_bytes[index]),
             start=int(self.starts[index]),
             end=int(self.ends[index]),

@@ -20,6 +20,7 @@ from memfit.errors import InvalidOptionError
 from memfit.graph import Graph
 from memfit.packing.auto import Auto
 from memfit.packing.blocks import Blocks, PackingProblem
+from memfit.packing.first_fit import FirstFit
 
 Edges = tuple[tuple[int, int], ...]
 
@@ -95,23 +96,22 @@ def pack_by_ancestors(graph: Graph, device: Device = GENERIC) -> ParallelLayout:
     """
     users, before = users_of(graph), _ancestors(graph)
     storages = list(users)
-
-    def ordered(first: int, second: int) -> bool:
-        ancestors = before[users[second].writer]
-        return all(ancestors >> op & 1 for op in users[first].ops)
-
+    touching = [sum(1 << op for op in users[storage].ops) for storage in storages]
+    earlier = [before[users[storage].writer] for storage in storages]
     meets = np.ones((len(storages), len(storages)), np.bool_)
-    for i, a in enumerate(storages):
+    for i in range(len(storages)):
         for j in range(i):
-            meets[i, j] = meets[j, i] = not (ordered(a, storages[j]) or ordered(storages[j], a))
+            ordered = touching[i] & earlier[j] == touching[i] or touching[j] & earlier[i] == touching[j]
+            meets[i, j] = meets[j, i] = not ordered
     return _first_fit(graph, device, storages, meets)
 
 
 def pack_by_paths(graph: Graph, device: Device = GENERIC, *, paths: int = 8) -> ParallelLayout:
-    """Share only along the longest `paths` paths of the graph, each coloured after those before it; O(n) for each path.
+    """Share only along the longest `paths` paths of the graph; O(n) for each path, and a sort.
 
     Ops of one colour are ordered by their path, so that two storages which only ops of that colour touch are ordered.
-    All other storages share with none.
+    They are packed as in a series, one colour above the other: bytes of two colours are never shared. All other
+    storages share with none.
 
     Raises:
         InvalidOptionError: `paths` is below 1.
@@ -120,19 +120,22 @@ def pack_by_paths(graph: Graph, device: Device = GENERIC, *, paths: int = 8) -> 
         raise InvalidOptionError(f"paths is {paths}, expected 1 or more")
     colours = colour_paths(graph, paths)
     users = users_of(graph)
-    storages = list(users)
-    colour: dict[int, int | None] = {}
-    for storage in storages:
+    alone: list[int] = []
+    together: dict[int, list[int]] = {}
+    for storage in users:
         seen = {colours[op] for op in users[storage].ops}
-        colour[storage] = seen.pop() if len(seen) == 1 else None
-    meets = np.ones((len(storages), len(storages)), np.bool_)
-    for i, a in enumerate(storages):
-        for j, b in enumerate(storages[:i]):
-            if colour[a] is None or colour[a] != colour[b]:
-                continue
-            apart = max(users[a].ops) < users[b].writer or max(users[b].ops) < users[a].writer
-            meets[i, j] = meets[j, i] = not apart
-    return _first_fit(graph, device, storages, meets)
+        colour = seen.pop() if len(seen) == 1 else None
+        (alone if colour is None else together.setdefault(colour, [])).append(storage)
+    offsets: dict[int, int] = {}
+    height_bytes = 0
+    for storage in alone:
+        offsets[storage] = height_bytes
+        height_bytes += device.aligned(graph.storages[storage].bytes)
+    for storages in together.values():
+        layout = FirstFit().pack(PackingProblem(blocks=_serial_blocks(graph, users, storages, device)))
+        offsets.update(zip(storages, (layout.offsets_bytes + height_bytes).tolist(), strict=True))
+        height_bytes += layout.height_bytes
+    return ParallelLayout(offsets_bytes=offsets, height_bytes=height_bytes)
 
 
 def colour_paths(graph: Graph, paths: int) -> list[int | None]:
@@ -164,19 +167,24 @@ def pack_in_series(graph: Graph, device: Device = GENERIC, *, seconds: float = 1
     """
     users = users_of(graph)
     storages = list(users)
-    blocks = Blocks(
-        ids=storages,
-        sizes_bytes=[graph.storages[s].bytes for s in storages],
-        starts=[users[s].writer for s in storages],
-        ends=[max(users[s].ops) + 1 for s in storages],
-        alignment_bytes=device.alignment_bytes,
-    )
+    blocks = _serial_blocks(graph, users, storages, device)
     layout = Auto().pack(PackingProblem(blocks=blocks, time_limit_seconds=seconds))
     offsets = dict(zip(storages, layout.offsets_bytes.tolist(), strict=True))
     return ParallelLayout(
         offsets_bytes=offsets,
         height_bytes=layout.height_bytes,
         dependences=implicit_dependences(graph, offsets, device),
+    )
+
+
+def _serial_blocks(graph: Graph, users: Mapping[int, Users], storages: Sequence[int], device: Device) -> Blocks:
+    """Return a block for each storage: live from the op that writes it to the last that touches it."""
+    return Blocks(
+        ids=storages,
+        sizes_bytes=[graph.storages[s].bytes for s in storages],
+        starts=[users[s].writer for s in storages],
+        ends=[max(users[s].ops) + 1 for s in storages],
+        alignment_bytes=device.alignment_bytes,
     )
 
 

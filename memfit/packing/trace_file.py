@@ -36,6 +36,8 @@ _NAMES = {
 }
 _HEADER = "a header `id,lower,upper,size` (or id,start,end,size), in any order"
 _MOST_NUMBER = 1 << 61  # of steps and sizes, so that no sum of two leaves int64
+_LEAST_ROW_BYTES = 7  # of `a,0,1,8`
+_WIDEST_BYTES = 1 << 28  # of ids in an array whose cells are all as wide as the longest
 _COMMA, _NEWLINE, _RETURN, _SPACE, _TAB, _ZERO, _NINE = 44, 10, 13, 32, 9, 48, 57
 _FINE, _NOT_A_NUMBER, _TOO_LARGE, _TOO_FEW, _TOO_MANY, _BLANK = 0, 1, 2, 3, 4, 5
 
@@ -63,6 +65,7 @@ def read_trace(path: Path | str, *, ends: Ends = "exclusive", alignment_bytes: i
     rows = content.count(b"\n", header_bytes) + (not content.endswith(b"\n") and len(content) > header_bytes)
     if rows == 0:
         _fail(path, 2, "id", "there is no block below the header, expected one or more")
+    rows = min(rows, len(content) // _LEAST_ROW_BYTES + 1)  # where there are more, one of these is too short
     values, spans = np.zeros((len(columns), rows), np.int64), np.zeros((2, rows), np.int64)
     text = np.frombuffer(content, np.uint8)
     id_column = columns.index("id")
@@ -72,7 +75,7 @@ def read_trace(path: Path | str, *, ends: Ends = "exclusive", alignment_bytes: i
     by_name, shown = dict(zip(columns, values, strict=True)), dict(zip(columns, names, strict=True))
     starts, stops, sizes = by_name["start"], by_name["end"] + (ends == "inclusive"), by_name["size"]
     _require_ranges(path, shown, starts, stops, sizes, ends, alignment_bytes)
-    ids = by_name["id"] if found[3] else _texts(path, content, spans)
+    ids = by_name["id"] if found[3] else _texts(path, shown["id"], content, spans)
     _require_different(path, shown["id"], ids)
     return Blocks(ids=ids, sizes_bytes=sizes, starts=starts, ends=stops, alignment_bytes=alignment_bytes)
 
@@ -116,7 +119,11 @@ def _shown(text: bytes) -> str:
 def _fail_row(
     path: Path | str, content: bytes, header_bytes: int, names: Sequence[str], code: int, row: int, column: int
 ) -> NoReturn:
-    line = content[header_bytes:].split(b"\n", row + 1)[row]
+    at = header_bytes
+    for _ in range(row):
+        at = content.index(b"\n", at) + 1
+    end = content.find(b"\n", at)
+    line = content[at : end if end >= 0 else len(content)]
     fields = line.rstrip(b"\r").split(b",")
     name = names[min(column, len(names) - 1)]
     field = fields[column] if column < len(fields) else b""
@@ -166,14 +173,15 @@ def _require_ranges(
     _fail(path, at + 2, names["size"], f"all blocks to here have more than {MOST_BYTES} bytes together; expected less")
 
 
-def _texts(path: Path | str, content: bytes, spans: NDArray[np.int64]) -> NDArray[Any]:
+def _texts(path: Path | str, name: str, content: bytes, spans: NDArray[np.int64]) -> NDArray[Any]:
     texts: list[str] = []
     for row, (begin, end) in enumerate(spans.T.tolist()):
         try:
             texts.append(content[begin:end].decode())
         except UnicodeDecodeError:
-            _fail(path, row + 2, "id", f"got {content[begin:end][:60]!r}, expected text in UTF-8")
-    return np.array(texts)
+            _fail(path, row + 2, name, f"got {content[begin:end][:60]!r}, expected text in UTF-8")
+    widest_bytes = 4 * len(texts) * max(map(len, texts))
+    return np.array(texts, dtype=object if widest_bytes > _WIDEST_BYTES else None)
 
 
 def _require_different(path: Path | str, name: str, ids: NDArray[Any]) -> None:
@@ -237,7 +245,8 @@ def _parse(text: Any, at: int, id_column: int, values: Any, spans: Any) -> tuple
             if column == id_column:
                 spans[0, row], spans[1, row] = begin, end
             value = _number(text, begin, end, _MOST_NUMBER)
-            if column == id_column and value < 0 and end > begin:
+            is_padded = end > begin + 1 and text[begin] == _ZERO  # 007 is another id than 7
+            if column == id_column and end > begin and (value < 0 or is_padded):
                 id_is_number, value = False, 0
             if value < 0:
                 return (_TOO_LARGE if value == -2 else _NOT_A_NUMBER), row, column, False
