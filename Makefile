@@ -4,6 +4,7 @@ VENV ?= .venv
 # Named first in every install: a bare `torch` would bring CUDA packages of several GB along.
 TORCH ?= torch==2.13.0
 BUDGET ?= 400MiB
+GPU_PYTHON_VERSION ?= 3.12
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --quiet
@@ -12,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
 
 .DELETE_ON_ERROR:
-.PHONY: demo picture test lint bench gpu docs clean
+.PHONY: demo picture test lint bench gpu wheels docs clean
 
 # Fits a ResNet-50 step into $(BUDGET), runs it, proves that its gradients are the same bits, and leaves a report.
 demo: $(INSTALLED)
@@ -44,13 +45,16 @@ bench: $(INSTALLED)
 		echo "benchmarks/$$script.py"; $(RUN) benchmarks/$$script.py || exit 1; \
 	done
 
-# The machine with the GPU may have a torch of its own and no network: a Python that has torch is used as it is.
+# The tests marked `gpu` and the benchmark, in ten minutes; one JSON. See benchmarks/make_gpu.py.
 gpu:
-	@if $(PYTHON) -c 'import torch' 2>/dev/null; then PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu.py; \
-	else $(MAKE) --silent --no-print-directory $(INSTALLED) && $(RUN) benchmarks/gpu.py; fi
+	@$(PYTHON) benchmarks/make_gpu.py
+
+# What `make gpu` lacks on a machine without a network: run this on one that has it, and bring wheels/ along.
+wheels:
+	@$(PYTHON) benchmarks/make_gpu.py --wheels $(GPU_PYTHON_VERSION)
 
 clean:
-	rm -rf $(VENV) build dist site demo memfit.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist wheels site demo memfit.egg-info .pytest_cache .ruff_cache .hypothesis
 
 # pytorchcv asks for torchvision, which memfit never needs.
 $(INSTALLED): pyproject.toml constraints.txt

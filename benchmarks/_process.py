@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +21,47 @@ _COMPLAINT_LINES = 3
 def in_fresh_process(script: str, request: dict[str, Any], *, timeout_seconds: float) -> dict[str, Any]:
     """Run `script` again as a child that answers `request`; return its answer, or `{"error": why}`.
 
-    What the child prints goes on to this process's standard error.
+    What a child that gives several answers gave last is returned with the error that ended it; `timed_out` is there
+    where that was the time. What the child prints goes on to this process's standard error.
     """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, script, CHILD, json.dumps(request), str(answer)]
-        try:
-            done = subprocess.run(
-                command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, timeout=timeout_seconds
-            )
-        except subprocess.TimeoutExpired:
-            return {"error": f"took more than {timeout_seconds:.0f} s"}
-        if done.returncode or not answer.exists():
-            complaint = " ".join(done.stderr.strip().splitlines()[-_COMPLAINT_LINES:])
-            print(done.stderr, file=sys.stderr)
-            return {"error": f"exit status {done.returncode}: {complaint}"}
-        return json.loads(answer.read_text())
+        status, complaint = run_for(command, timeout_seconds, stdout=sys.stderr, stderr=subprocess.PIPE)
+        last: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}
+        if status is None:
+            return last | {"error": f"took more than {timeout_seconds:.0f} s", "timed_out": True}
+        if status or not last:
+            print(complaint, file=sys.stderr)
+            why = " ".join(complaint.strip().splitlines()[-_COMPLAINT_LINES:])
+            return last | {"error": f"exit status {status}: {why}"}
+        return last
+
+
+def run_for(command: Sequence[str], seconds: float, **how: Any) -> tuple[int | None, str]:
+    """Run a command for so long at most; return its exit status, None if it was stopped, and its standard error.
+
+    What it has started ends with it: a device that somebody else still uses measures wrong. `how` goes to Popen.
+    """
+    process = subprocess.Popen(command, text=True, process_group=0, **how)
+    try:
+        _, complaint = process.communicate(timeout=max(0.0, seconds))
+        return process.returncode, complaint or ""
+    except subprocess.TimeoutExpired:
+        return None, ""
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
 
 
 @contextmanager
 def fresh_cache() -> Iterator[None]:
     """Let the children of this block share a cache of their own: op times measured on a busier day are not read."""
     before = os.environ.get(CACHE)
-    with tempfile.TemporaryDirectory(prefix="memfit-benchmark-") as folder:
+    with tempfile.TemporaryDirectory(prefix="memfit-benchmark-", ignore_cleanup_errors=True) as folder:
         os.environ[CACHE] = folder
         try:
             yield
@@ -52,10 +71,17 @@ def fresh_cache() -> Iterator[None]:
                 os.environ[CACHE] = before
 
 
-def answer_if_child(measure: Callable[..., dict[str, Any]]) -> bool:
-    """In a child: call `measure(**request)`, hand the answer back, and return True. Else return False."""
+def answer_if_child(measure: Callable[..., dict[str, Any] | Iterator[dict[str, Any]]]) -> bool:
+    """In a child: call `measure(**request)`, hand the answer back, and return True. Else return False.
+
+    Of several answers each replaces the one before, so that a child that is stopped has given what it had.
+    """
     if len(sys.argv) < 2 or sys.argv[1] != CHILD:
         return False
-    request, answer = sys.argv[2:4]
-    Path(answer).write_text(json.dumps(measure(**json.loads(request))))
+    request, path = json.loads(sys.argv[2]), Path(sys.argv[3])
+    answers = measure(**request)
+    for answer in [answers] if isinstance(answers, dict) else answers:
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(answer))
+        unfinished.replace(path)
     return True

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,12 +32,13 @@ from memfit.workloads import WORKLOADS
 BUDGETS = 10
 QUICK_WORKLOAD, QUICK_BUDGETS, QUICK_REPEATS = "unet", 4, 1
 CHILD_SECONDS = 1800
+TIME_WAS_UP = "not measured: time was up"
 
 
 def sweep(
     workload: str, options: dict[str, Any], *, timeout_seconds: float = CHILD_SECONDS, **how: Any
 ) -> list[dict[str, Any]]:
-    """Return the points of `measure_sweep`, made in a process of its own; a single one with an error if it failed.
+    """Return the points of `measure_sweep`, made in a process of its own; if it failed, the last one says why.
 
     Args:
         timeout_seconds: when the process is stopped.
@@ -44,7 +46,10 @@ def sweep(
     """
     request = {"workload": workload, "options": options, **how}
     answer = in_fresh_process(__file__, request, timeout_seconds=timeout_seconds)
-    return answer["points"] if "points" in answer else [{"planner": "none", "budget_bytes": NO_BUDGET_BYTES} | answer]
+    points: list[dict[str, Any]] = answer.pop("points", [])
+    if "error" in answer:
+        points.append({"planner": "none", "budget_bytes": NO_BUDGET_BYTES} | answer)
+    return points
 
 
 def measure_sweep(
@@ -54,8 +59,10 @@ def measure_sweep(
     repeats: int = 5,
     time_limit_seconds: float = 5.0,
     seconds: float = CHILD_SECONDS,
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
     """Measure planner `none`, plan all budgets together, so that they are monotone, and measure each plan.
+
+    Yields the points so far, after each.
 
     Args:
         count: how many budgets.
@@ -67,6 +74,7 @@ def measure_sweep(
     step = build_for_measurement(workload, options)
     unplanned = fit_step(step, Settings(budget=NO_BUDGET_BYTES, planner="none"))
     points = [{"budget_bytes": NO_BUDGET_BYTES, "planner": "none"} | measured_plan(unplanned, repeats)]
+    yield {"points": points}
     plan = unplanned.plan
     del unplanned
     budgets = budgets_between(plan.unplanned.peak_bytes, plan.bounds.least_budget_bound_bytes, count)
@@ -80,13 +88,13 @@ def measure_sweep(
         if result.plan is None:
             point |= {"least_budget_found_bytes": result.bounds.least_budget_found_bytes}
         elif start + longest > stop:
-            point |= {"status": "not measured: time was up"}
+            point |= {"status": TIME_WAS_UP}
         else:
             point |= measured_within(step, budget_bytes, result.plan, repeats)
             longest = max(longest, time.monotonic() - start)
         points.append(point)
         print(f"{workload:12} {described(point)}", flush=True)
-    return {"points": points}
+        yield {"points": points}
 
 
 def measured_within(step: TrainingStep, budget_bytes: int, plan: Plan, repeats: int) -> dict[str, Any]:
