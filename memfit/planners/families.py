@@ -15,11 +15,13 @@ from memfit.planners.blocks import Blocks, Option, nested, option_of
 from memfit.planners.cuts import Cuts, kept_at
 from memfit.planners.joining import join, worth_joining
 from memfit.planners.program import NOT_AN_OP, Program
+from memfit.planners.sublinear import Frontier
 from memfit.planners.windows import Integers, Windows, keep_everything, keep_only
 
 _EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # blocks in a segment
 _INNER = (1, 2, 4, 8)  # blocks in a segment within a segment
 _PRICES = 2.0 ** np.arange(-4.0, 4.0, 0.5)  # in seconds of the whole step for all that could be kept
+_SPLITS = 12  # segment sizes tried by themselves, spread evenly on a logarithmic scale
 _MOST_JOINED = 128  # of the families' windows; more cost time and gain little
 
 Make = Callable[[], Windows]
@@ -63,6 +65,15 @@ def kept_by_price(program: Program) -> list[frozenset[int]]:
     at = cuts.at(turning)
     unit = float(cuts.seconds.sum()) / max(1, at.wanted_bytes)
     return list(dict.fromkeys(kept_at(program.graph, at.cut(price * unit)) for price in _PRICES))
+
+
+def kept_by_segments(program: Program) -> list[Windows]:
+    """Return the windows of Chen's segments of all sizes, from one candidate to half of everything."""
+    frontier = Frontier.of(program)
+    largest = max(2, sum(frontier.written_bytes) // 2)
+    sizes = np.geomspace(max(1, largest / 500), largest, _SPLITS)
+    kept = dict.fromkeys(frontier.split(int(size)).kept for size in (0, *sizes))
+    return [keep_only(program, storages) for storages in kept]
 
 
 def families(blocks: Blocks, by_price: Sequence[frozenset[int]]) -> Iterator[Make]:

@@ -19,6 +19,7 @@ from memfit.planners.blocks import Blocks, Option, option_of
 from memfit.planners.bounds import least_budget_bound, least_seconds_again
 from memfit.planners.cuts import Bound, kept_at
 from memfit.planners.emit import emit
+from memfit.planners.families import kept_by_segments
 from memfit.planners.families import structured as structured_windows
 from memfit.planners.lean_order import lean_order
 from memfit.planners.moments import exact
@@ -26,7 +27,7 @@ from memfit.planners.nested import nested_windows
 from memfit.planners.program import build_program
 from memfit.planners.repeats import Repeats, spread
 from memfit.planners.result import make_result, predict, unplanned_schedule
-from memfit.planners.sublinear import Frontier
+from memfit.planners.stage_program import kept_by_stages
 from memfit.planners.windows import (
     Evaluation,
     Windows,
@@ -39,12 +40,12 @@ from memfit.planners.windows import (
 )
 
 _REPORT_SECONDS = 0.05
-_SEED_SPLITS = 12  # segment sizes tried as starting points, spread evenly on a logarithmic scale
 _MOST_CUTS = 16  # kept sets of minimum cuts tried as starting points
 _MOVES_PER_GAP = 400  # of one run, where there is time for several; fewer get nowhere, more gain little
 _EXPLORING, _JOINING = 0.55, 0.8  # of a round: from starting points; from the best; the rest polishes the best
 _BOUNDING = 0.15  # of the time, at most, for the bound and its cuts
 _EXACTLY = 0.05  # of the time, at most, for the exact bound at one op, and what it keeps
+_STAGING = 0.2  # of the time, at most, for what an integer program of full stages keeps
 _STRUCTURING = 0.1  # of the time, at most, for windows joined block by block
 _FINISHING = 1.5  # times what the unplanned step takes to check and simulate, to end with: a plan is longer
 _LEAST_SEARCHING = 0.5  # of the time, whatever ending takes
@@ -64,15 +65,16 @@ Temperatures = tuple[float, float]
 class Search:
     """Anneal over what is kept between any two uses of a storage.
 
-    Starting points are what a dynamic program joins block by block (see `memfit.planners.families`), the kept sets of
-    minimum cuts (`memfit.planners.cuts`), keeping everything, and Chen's segments of several sizes. Waves of runs start
-    from them, one run a thread; later waves start from the best runs, from two of them joined, and from the best of
-    what they do in each of the blocks that repeat (`memfit.planners.repeats`); the last ones polish the best. Where
-    there is time for it, several such rounds begin afresh, and a last one joins the best of all. As long
-    as nothing fits, later waves lower the peak itself, from the least so far, and the first wave too begins there where
-    the budget is below the proved least. Anytime: the best plan so far is the answer when time is up or Ctrl-C comes,
-    and the search ends early where the bound proves its plan optimal. Deterministic for a seed where `iterations` is
-    given; a time limit depends on the machine's speed. Compiling, once on a machine, is not counted.
+    Starting points are the kept set of an integer program of the fullest stages (`memfit.planners.stage_program`),
+    what a dynamic program joins block by block (`memfit.planners.families`), the kept sets of minimum cuts
+    (`memfit.planners.cuts`), keeping everything, and Chen's segments of several sizes. Waves of runs start from them,
+    one run a thread; later waves start from the best runs, from two of them joined, and from the best of what they do
+    in each of the blocks that repeat (`memfit.planners.repeats`); the last ones polish the best. Where there is time
+    for it, several such rounds begin afresh, and a last one joins the best of all. As long as nothing fits, later
+    waves lower the peak itself, from the least so far, and the first wave too begins there where the budget is below
+    the proved least. Anytime: the best plan so far is the answer when time is up or Ctrl-C comes, and the search ends
+    early where the bound proves its plan optimal. Deterministic for a seed where `iterations` is given; a time limit
+    depends on the machine's speed. Compiling, once on a machine, is not counted.
 
     Source: DESIGN.md, section 4; Kirkpatrick et al. 1983 (annealing); Jain et al. 2020 (retention by stage).
     """
@@ -285,13 +287,14 @@ class _Search:
         self.elite = sorted(best.items(), key=lambda item: item[0])[:_ELITE]
 
     def _starting_points(self) -> list[tuple[Windows, Temperatures]]:
-        """Return where the first runs start, the most promising first: windows joined block by block, kept sets of
-        cuts, segments, everything; and where none of them fits, the best of those and of recursive checkpointing.
+        """Return where the first runs start, the most promising first: kept sets of full stages, windows joined block
+        by block, kept sets of cuts, segments, everything; where none fits, the best of those and of recursion.
         """
         by_block = [] if self.is_hopeless else structured_windows(self.program, self._is_enough)
+        staged = self._by_promise([] if self.is_hopeless else self._kept_by_stages())
         structured = self._by_promise([option.windows for option in by_block])
         cuts = self._by_promise(self._kept_by_cuts())
-        others = self._by_promise([*self._kept_by_segments(), self.everything])
+        others = self._by_promise([*kept_by_segments(self.program), self.everything])
         chosen = [(others[0], _WIDE), (self.everything, _WIDE), (self.everything, _HOT)]
         warm = [(each, _MILD) for each in self._by_promise(self.warm)]
         if cuts:
@@ -300,6 +303,8 @@ class _Search:
         if structured:
             most_promising = self._by_promise([structured[0], *cuts[:1]])[0]
             chosen = [(structured[0], _NARROW), (most_promising, _MILD), *chosen, (structured[0], _WIDE)]
+        if staged and self._by_promise([*staged[:1], *structured[:1]])[0] is staged[0]:
+            chosen = [(staged[0], _MILD), (staged[0], _NARROW), *chosen, (staged[0], _WIDE)]
         if self.best is None:
             for stored in _NESTED:
                 self._look_at(nested_windows(self.program, stored))
@@ -325,19 +330,17 @@ class _Search:
         share = (self.problem.clock() - self.started_seconds) / max(self.problem.time_limit_seconds, 1e-9)
         return share >= _BOUNDING + _STRUCTURING or simulated_count >= _MOST_FAMILIES
 
+    def _kept_by_stages(self) -> list[Windows]:
+        """What the integer program of full stages keeps."""
+        until_seconds = self.problem.clock() + _STAGING * self.problem.time_limit_seconds
+        counted = self.options.iterations is not None
+        return kept_by_stages(self.program, None if counted else lambda: until_seconds - self.problem.clock())
+
     def _kept_by_cuts(self) -> list[Windows]:
         """The minimum cuts at the op that gives the bound, and at those beside it while there is room for more."""
         cuts = sorted(self.bound.cuts, key=lambda cut: abs(cut.op - (self.bound.op or 0)))
         kept = dict.fromkeys(kept_at(self.problem.graph, cut) for cut in cuts)
         return [keep_only(self.program, storages) for storages in list(kept)[:_MOST_CUTS]]
-
-    def _kept_by_segments(self) -> list[Windows]:
-        """Chen's segments of all sizes, from one candidate to half of everything."""
-        frontier = Frontier.of(self.program)
-        largest = max(2, sum(frontier.written_bytes) // 2)
-        sizes = np.geomspace(max(1, largest / 500), largest, _SEED_SPLITS)
-        kept = dict.fromkeys(frontier.split(int(size)).kept for size in (0, *sizes))
-        return [keep_only(self.program, storages) for storages in kept]
 
     def _look_at(self, windows: Windows) -> Evaluation:
         """Evaluate, and remember the fastest that fits and the least peak."""
