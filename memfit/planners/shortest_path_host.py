@@ -2,8 +2,9 @@
 
 A state is what has been computed, what is on the device and on the host, and which copies are under way. A *label* is a
 state with the times at which compute and the two directions of the link are free, and at which each copy under way
-ends. Of two labels of one state, one that is later in nothing can do all that the other can, and no instruction after
-it ends later: what is dominated so is forgotten, and nothing else. The seconds are the simulator's.
+ends. Where one label can do all that another of the same ops can, and later in nothing, no instruction after it ends
+later: what is dominated so is forgotten, and nothing else (see `memfit.planners.kept_labels`). The seconds are the
+simulator's.
 
 What the search does not try is no better than what it does:
 
@@ -15,7 +16,7 @@ What the search does not try is no better than what it does:
 - what no op that is left can be of use for (see `memfit.planners.small_needs`) is dropped at once, and not computed;
 - what is copied to the host leaves the device after that and comes back: without the copy, all that follows can be done
   as early. So a storage that will not be needed any more is never on its way, and a label ends no earlier than when
-  all that has been copied can be back. Labels keep these *promises*; one forgets another only if it has no others;
+  all that has been copied and is still here can be back;
 - a copy back starts before an op where there is room for it then, and not right after it;
 - where all that is left fits beside all that is there, it is computed in its order.
 """
@@ -28,18 +29,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from memfit.plan import Problem
+from memfit.planners.kept_labels import CLOSED, OPEN, Kept, is_new
 from memfit.planners.shortest_path import SmallGraph, is_small, members, smallest
 from memfit.planners.small_needs import Needs
 from memfit.schedule import Compute, Drop, DropHost, Instruction, Offload, Prefetch, Schedule, Wait
 
-_MOST_LABELS = 250_000  # a few hundred megabytes
-_CLOSED, _OPEN = -1, -2  # no copy to the host may start before the next op; any may
+_MOST_LABELS = 2_000_000  # some 3 gigabytes
 
 
 class State(NamedTuple):
     """All but `may_copy` are sets of ops or storages, as bits; `out` and `back` are the copies under way.
 
-    `may_copy` is the set of storages with which copies to the host may begin, or _CLOSED, or _OPEN.
+    `may_copy` is the set of storages with which copies to the host may begin, or CLOSED, or OPEN.
     """
 
     done: int
@@ -72,7 +73,6 @@ class _Label(NamedTuple):
     state: State
     clocks: Clocks
     instructions: tuple[Instruction, ...]
-    promised: int = 0  # what has a copy on the host, or on its way there, and never left the device since
     slack_bytes: int = -1  # that were free while the op just before was computed; -1 behind anything else
     came: int = -1  # the label before
 
@@ -100,18 +100,18 @@ class _Search:
         self.needs = Needs(self.small)
         self.largest_workspace = max((op.workspace_bytes or 0 for op in problem.graph.ops), default=0)
         self.labels: list[_Label] = []
-        self.reached: dict[State, list[int]] = {}
-        self.forgotten: set[int] = set()
+        self.kept = Kept.none_of(len(problem.graph.storages))
+        self.latest: dict[int, int] = {}  # of each set of computed ops, its last label
         self.heap: list[tuple[float, int, int]] = []  # least seconds, ops left, number of the label
 
     def run(self) -> FastestSchedule | None:
         """Labels by the least time that their schedules can take, until one has computed everything."""
         everything, at_end = (1 << len(self.graph.ops)) - 1, self.small.at_end
-        self._reach(_Label(State(0, 0, 0, 0, 0, _CLOSED), Clocks(0.0, 0.0, 0.0, (), ()), ()))
+        self._reach(_Label(State(0, 0, 0, 0, 0, CLOSED), Clocks(0.0, 0.0, 0.0, (), ()), ()))
         while self.heap:
             seconds, _, number = heapq.heappop(self.heap)
             label = self.labels[number]
-            if number in self.forgotten:
+            if self.kept.is_forgotten[number]:
                 continue
             if label.state.done == everything and label.state.live & at_end == at_end:
                 return FastestSchedule(schedule=self._schedule(number), seconds=seconds)
@@ -126,7 +126,7 @@ class _Search:
         state = label.state
         if not state.back and self._fits_to_the_end(state):
             op = next(op for op in range(len(self.graph.ops)) if not state.done >> op & 1)
-            following = None if label.promised else self._computed(label, op, 0, None, 0)
+            following = None if state.out else self._computed(label, op, 0, None, 0)
             if following is not None:
                 yield following
             return
@@ -148,16 +148,24 @@ class _Search:
         state, seconds = label.state, self._least_seconds(label)
         if seconds >= self.below_seconds:
             return
-        others = self.reached.setdefault(state, [])
-        if any(_does_all(self.labels[other], label) for other in others):
-            return
-        forgotten = [other for other in others if _does_all(label, self.labels[other])]
-        if forgotten:
-            self.forgotten.update(forgotten)
-            others[:] = [other for other in others if other not in self.forgotten]
-        others.append(len(self.labels))
-        heapq.heappush(self.heap, (seconds, -state.done.bit_count(), len(self.labels)))
-        self.labels.append(label)
+        number = len(self.labels)
+        self.kept = self.kept.with_room_for(number)
+        self._write(number, label)
+        if is_new(self.kept, number, self.latest.get(state.done, -1), self.has_host_room):
+            self.latest[state.done] = number
+            heapq.heappush(self.heap, (seconds, -state.done.bit_count(), number))
+            self.labels.append(label)
+
+    def _write(self, number: int, label: _Label) -> None:
+        """Write the label to its row; what has ended, or is not under way, ends now."""
+        state, clocks = label.state, label.clocks
+        self.kept.sets[number] = state[1:]
+        row = self.kept.seconds[number]
+        row[:] = clocks.now
+        row[1:3] = clocks.out_free, clocks.back_free
+        for first, under_way, ends in ((3, state.out, clocks.out), (3 + len(self.host_sizes), state.back, clocks.back)):
+            for storage, end in zip(members(under_way), ends, strict=True):
+                row[first + storage] = end
 
     def _least_seconds(self, label: _Label) -> float:
         """Return a time before which no schedule that goes on from here, and has use for its copies, ends.
@@ -169,7 +177,7 @@ class _Search:
         computing = clocks.now + self.needs.of(state.done)[2] + missing.again_seconds
         leaves = dict(zip(members(state.out), clocks.out, strict=True))
         back = clocks.back_free
-        for begins, storage in sorted((leaves.get(s, clocks.now), s) for s in members(missing.back | label.promised)):
+        for begins, storage in sorted((leaves.get(s, clocks.now), s) for s in members(missing.back | state.out)):
             back = max(back, begins) + self.back_seconds[storage]
         pending = [
             end + self.needs.behind_seconds(storage, state.done)
@@ -208,7 +216,7 @@ class _Search:
         start = max([clocks.now, *(end for storage, end in ends.items() if reads >> storage & 1)])
         done, live, unread = state.done | 1 << op, state.live | self.small.writes[op], state.back & ~reads
         useless = ~self.needs.of(done)[1]
-        if useless & (unread | waited.promised):
+        if useless & (unread | state.out):
             return None
         written = self.small.writes[op] & ~state.live & ~useless
         released = state.host & useless & ~state.out & ~unread
@@ -218,7 +226,7 @@ class _Search:
             host=state.host & ~released,
             out=state.out,
             back=unread,
-            may_copy=written if self.has_host_room else _OPEN,
+            may_copy=written if self.has_host_room else OPEN,
         )
         now = start + self.graph.ops[op].seconds
         back = tuple(end for storage, end in ends.items() if not reads >> storage & 1)
@@ -229,7 +237,7 @@ class _Search:
             *(DropHost(storage=s) for s in members(released)),
         )
         settled = _settled(clocks._replace(now=now, back=back))
-        return _Label(after, settled, instructions, waited.promised, slack_bytes)
+        return _Label(after, settled, instructions, slack_bytes)
 
     def _returns(self, label: _Label) -> Iterator[_Label]:
         """Every copy back that can start next, and what is dropped for it.
@@ -248,29 +256,29 @@ class _Search:
                 ends = dict(zip(members(state.back), clocks.back, strict=True)) | {storage: end}
                 back = tuple(ends[s] for s in sorted(ends))
                 bit = 1 << storage
-                after = state._replace(live=state.live | bit, back=state.back | bit, may_copy=_CLOSED)
+                after = state._replace(live=state.live | bit, back=state.back | bit, may_copy=CLOSED)
                 instructions = (*waited.instructions, Prefetch(storage=storage))
-                yield _Label(after, clocks._replace(back_free=end, back=back), instructions, waited.promised)
+                yield _Label(after, clocks._replace(back_free=end, back=back), instructions)
 
     def _departures(self, label: _Label) -> Iterator[_Label]:
         """Every copy to the host that can start next, and the copies that it lets go for that."""
         state, clocks = label.state, label.clocks
-        if state.may_copy == _CLOSED:
+        if state.may_copy == CLOSED:
             return
-        for storage in members(state.live & ~state.host & (-1 if state.may_copy == _OPEN else state.may_copy)):
+        for storage in members(state.live & ~state.host & (-1 if state.may_copy == OPEN else state.may_copy)):
             if self.small.sizes[storage] == 0:
                 continue
             excess = sum(self.host_sizes[s] for s in members(state.host)) + self.host_sizes[storage]
-            idle = state.host & ~state.out & ~state.back & ~label.promised
+            idle = state.host & ~state.out & ~state.back
             others = [s for s in members(idle) if self.host_sizes[s] > 0]
             for released in smallest(others, self.host_sizes, excess - self.host_budget_bytes):
                 end = max(clocks.now, clocks.out_free) + self.out_seconds[storage]
                 ends = dict(zip(members(state.out), clocks.out, strict=True)) | {storage: end}
                 bit = 1 << storage
-                after = state._replace(host=state.host & ~released | bit, out=state.out | bit, may_copy=_OPEN)
+                after = state._replace(host=state.host & ~released | bit, out=state.out | bit, may_copy=OPEN)
                 instructions = (*(DropHost(storage=s) for s in members(released)), Offload(storage=storage))
                 copying = clocks._replace(out_free=end, out=tuple(ends[s] for s in sorted(ends)))
-                yield _Label(after, copying, instructions, label.promised | bit, label.slack_bytes)
+                yield _Label(after, copying, instructions, label.slack_bytes)
 
     def _droppable(self, state: State, wanted: int, excess: int) -> Iterator[int]:
         others = [s for s in members(state.live & ~wanted & ~state.back) if self.small.sizes[s] > 0]
@@ -285,7 +293,7 @@ class _Search:
         out = tuple(end for storage, end in ends.items() if not gone >> storage & 1)
         instructions = (*(Wait(storage=s) for s in waits), *(Drop(storage=s) for s in members(dropped)))
         after = state._replace(live=state.live & ~gone, out=state.out & ~gone)
-        return _Label(after, _settled(clocks._replace(now=now, out=out)), instructions, label.promised & ~gone)
+        return _Label(after, _settled(clocks._replace(now=now, out=out)), instructions)
 
     def _schedule(self, number: int) -> Schedule:
         parts: list[tuple[Instruction, ...]] = []
@@ -293,18 +301,6 @@ class _Search:
             parts.append(self.labels[number].instructions)
             number = self.labels[number].came
         return Schedule.of(instruction for part in reversed(parts) for instruction in part)
-
-
-def _does_all(label: _Label, other: _Label) -> bool:
-    """Whether a label is later in nothing than another of its state, and has promised nothing beyond it."""
-    mine, theirs = label.clocks, other.clocks
-    return (
-        mine.now <= theirs.now
-        and mine.out_free <= theirs.out_free
-        and mine.back_free <= theirs.back_free
-        and not label.promised & ~other.promised
-        and all(a <= b for a, b in zip(mine.out + mine.back, theirs.out + theirs.back, strict=True))
-    )
 
 
 def _settled(clocks: Clocks) -> Clocks:
