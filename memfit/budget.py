@@ -34,7 +34,7 @@ _MOST_BYTES = 1 << 62  # what a graph file may say of one storage; larger number
 _MOST_CHARACTERS = 64
 
 
-def parse_budget(text: str | int, unplanned_peak_bytes: int) -> int:
+def parse_budget(text: object, unplanned_peak_bytes: int) -> int:
     """Return the bytes that `text` stands for; a fraction of a byte is dropped, so that a budget is never exceeded.
 
         >>> parse_budget("500MB", unplanned_peak_bytes=0)
@@ -48,6 +48,8 @@ def parse_budget(text: str | int, unplanned_peak_bytes: int) -> int:
     Raises:
         InvalidBudgetError: not a size, no such unit, nothing or less than nothing, or more than 100%.
     """
+    if isinstance(text, bool) or not isinstance(text, str | int):
+        raise InvalidBudgetError(f"budget {text!r} is a {type(text).__name__}, expected text or an integer: {_FORMS}")
     if isinstance(text, int):
         return _positive(Fraction(text), str(text))
     shown = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."

@@ -137,6 +137,18 @@ def autocast_cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
         return cross_entropy(model, batch)
 
 
+def hungry(run: Callable[..., torch.Tensor], more_bytes: int) -> Callable[..., torch.Tensor]:
+    """Return `run` with so many more bytes held while it runs, as a library's workspace may be."""
+
+    def run_hungry(*args: Any) -> torch.Tensor:
+        workspace = torch.empty(more_bytes, dtype=torch.uint8)
+        loss = run(*args)
+        del workspace
+        return loss
+
+    return run_hungry
+
+
 def conv_batch(size: int = 48) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 3, 8, 8), torch.randint(0, 5, (size,))
 

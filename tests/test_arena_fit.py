@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from steps import hungry
 from torch import nn
 
 import memfit
@@ -86,15 +85,8 @@ def test_a_step_that_takes_more_than_its_budget_is_planned_again_with_its_arena(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planned = fitted(net(), arena=True, with_optimizer=True)
-    asked_bytes, run = int(planned.settings.budget), planned._run
-
-    def hungry(*args: Any) -> torch.Tensor:
-        workspace = torch.empty(64 << 10, dtype=torch.uint8)
-        loss_value = run(*args)
-        del workspace
-        return loss_value
-
-    monkeypatch.setattr(planned, "_run", hungry)
+    asked_bytes = int(planned.settings.budget)
+    monkeypatch.setattr(planned, "_run", hungry(planned._run, 64 << 10))
     planned._measured.clear()
     batch = batch_of(256)
     for _ in range(3):

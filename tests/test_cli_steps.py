@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from steps import hungry
 
 from memfit.cli import main
 from memfit.plan import Plan
@@ -205,15 +205,7 @@ def test_a_correction_is_reported_verified_and_measured_against_the_budget_that_
     """The step takes 192 KiB more than its ops were measured to take, as a library's workspace may."""
     from memfit.runtime.fit import PlannedStep
 
-    undisturbed = PlannedStep._run
-
-    def hungry(self: PlannedStep, *args: Any) -> Any:
-        workspace = torch.empty(192 << 10, dtype=torch.uint8)
-        loss = undisturbed(self, *args)
-        del workspace
-        return loss
-
-    monkeypatch.setattr(PlannedStep, "_run", hungry)
+    monkeypatch.setattr(PlannedStep, "_run", hungry(PlannedStep._run, 192 << 10))
     plan_file, page = tmp_path / "step.plan.json", tmp_path / "step.html"
     words = ["fit", f"{own_file}:step", "--budget", "80%", "--time-limit", 1, "--repeats", 1, "--curve", 0]
     status, out, err = run(*words, "--save", plan_file, "--report", page, "--json")

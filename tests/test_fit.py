@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import MODELS, autocast_cross_entropy, conv_batch, cross_entropy, make_pair, unusual_batch
+from steps import MODELS, autocast_cross_entropy, conv_batch, cross_entropy, hungry, make_pair, unusual_batch
 from torch import nn
 
 import memfit
@@ -419,15 +419,8 @@ def test_a_first_step_over_its_budget_is_planned_again_and_said(
 ) -> None:
     """The step takes 64 KiB more than its ops were measured to take, as a library's workspace may."""
     planned, eager = planned_and_eager("conv", make_sgd, Settings(budget="100%", time_limit_seconds=0.5))
-    asked_bytes, run = planned.plan.budget_bytes, planned._run
-
-    def hungry(*args: Any) -> torch.Tensor:
-        workspace = torch.empty(64 << 10, dtype=torch.uint8)
-        loss = run(*args)
-        del workspace
-        return loss
-
-    monkeypatch.setattr(planned, "_run", hungry)
+    asked_bytes = planned.plan.budget_bytes
+    monkeypatch.setattr(planned, "_run", hungry(planned._run, 64 << 10))
     with caplog.at_level("WARNING"):
         step_both(planned, eager, conv_batch())
     assert "later steps run a plan made for" in caplog.text
@@ -451,15 +444,7 @@ def test_a_step_planned_again_after_it_has_left_gradients_still_starts_without_t
 ) -> None:
     planned = fit_step(make_pair("conv")[0], Settings(budget="100%", time_limit_seconds=0.5))
     assert isinstance(planned, PlannedStep)
-    run = planned._run
-
-    def hungry(*args: Any) -> torch.Tensor:
-        workspace = torch.empty(64 << 10, dtype=torch.uint8)
-        loss = run(*args)
-        del workspace
-        return loss
-
-    monkeypatch.setattr(planned, "_run", hungry)
+    monkeypatch.setattr(planned, "_run", hungry(planned._run, 64 << 10))
     asked_bytes, batch = planned.plan.budget_bytes, conv_batch()
     planned(batch)
     assert planned.plan.budget_bytes < asked_bytes

@@ -22,11 +22,14 @@ from memfit.capture.torch_private import (
     compile_with_budget,
     dp_knapsack,
     fake_mode_of,
+    gradient_hooks,
     greedy_knapsack,
+    has_accumulation_hooks,
     has_kernel,
     ilp_knapsack,
     is_fake,
     make_boxed_func,
+    module_tables,
     next_sequence_number,
     real_tensors,
     runs_under_ddp,
@@ -76,6 +79,22 @@ def test_storage_key_is_shared_by_views_only() -> None:
     base = torch.empty(4)
     assert storage_key(base) == storage_key(base[1:].view(3, 1))
     assert storage_key(base) != storage_key(base.clone())
+
+
+def test_tables_of_a_module_and_hooks_of_its_parameters() -> None:
+    module = torch.nn.BatchNorm1d(3)
+    parameters, buffers = module_tables(module)
+    assert parameters["weight"] is module.weight
+    assert buffers["running_mean"] is module.running_mean
+    assert gradient_hooks(module.weight) == []
+    assert not has_accumulation_hooks(module.weight)
+    module.weight.register_hook(torch.neg)
+    module.weight.register_hook(torch.abs)
+    assert gradient_hooks(module.weight) == [torch.neg, torch.abs]
+    handle = module.weight.register_post_accumulate_grad_hook(lambda _parameter: None)
+    assert has_accumulation_hooks(module.weight)
+    handle.remove()
+    assert not has_accumulation_hooks(module.weight)
 
 
 def test_dispatch_mode_and_pytrees() -> None:

@@ -32,6 +32,21 @@ def is_fake(tensor: object) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def module_tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the dictionaries where a module keeps its parameters and its buffers, None for what is not there."""
+    return module._parameters, module._buffers
+
+
+def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
+    """Return the hooks that `register_hook` has put on a leaf, in their order."""
+    return list((tensor._backward_hooks or {}).values())
+
+
+def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether `register_post_accumulate_grad_hook` has put a hook on a parameter."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a number that two tensors share exactly when they share their storage (while both are alive)."""
     return tensor.untyped_storage()._cdata

@@ -117,6 +117,14 @@ class Trace:
             negated=tensor.is_neg(),
         )
 
+    def forward_is_as(self, other: Trace) -> bool:
+        """Whether both forward passes make the same calls of the same values; closures are the same by their names.
+
+        Not the backward passes: whether autograd copies a gradient to a parameter hangs on who else holds it.
+        """
+        ours, theirs = ([_described(call) for call in t.calls if call.phase is Phase.FORWARD] for t in (self, other))
+        return ours == theirs
+
     def add_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
         """Enter one operator call and what it returned; the fakes it ran on are already mutated, their Values not
         yet.
@@ -265,6 +273,10 @@ class Trace:
 
     def _values_of(self, tree: Any) -> Any:
         return tree_map(lambda leaf: self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def _described(call: TracedCall) -> tuple[Any, ...]:
+    return call.name, str(getattr(call.target, "__name__", call.target)), call.args, call.kwargs, call.mutates
 
 
 def check_dense(tensor: torch.Tensor) -> None:

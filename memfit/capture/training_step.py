@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from memfit.errors import InvalidOptionError, UnsupportedStepError
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +30,19 @@ class TrainingStep:
 
     Args:
         model: any module; parameters, buffers and train/eval modes are read from it at every step.
-        loss: `loss(model, batch)` returns a scalar; autocast belongs in it. A loss module (`nn.CrossEntropyLoss()`) or
-        a
-            function of torch.nn.functional is called as `loss(model(inputs), target)` with `inputs, target = batch`.
-        batch: any nesting of tuples, lists, dicts and tensors; an example of what later steps will be given.
+        loss: `loss(model, batch)` returns a scalar; autocast belongs in it. A loss module (`nn.CrossEntropyLoss()`), or
+            a function of torch.nn.functional (a partial one, too), is called as `loss(model(inputs), target)` with
+            `inputs, target = batch`.
+        batch: any nesting of tuples, lists and dicts of tensors, numbers and texts; an example of what later steps
+            will be given.
         optimizer: updates the model's parameters; None leaves the gradients in `.grad`.
         clip_norm: the largest global gradient norm, as `torch.nn.utils.clip_grad_norm_` takes it; None clips nothing.
         scaler: a `torch.amp.GradScaler` that scales the loss and guards the update.
         name: shown in reports; the model's class name where it is empty.
+
+    Raises:
+        InvalidOptionError: one of them is of another kind.
+        UnsupportedStepError: the model is a script of torch.jit, whose modules cannot be looked into.
     """
 
     model: torch.nn.Module
@@ -42,9 +53,24 @@ class TrainingStep:
     scaler: torch.amp.GradScaler | None = None
     name: str = ""
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be a step, before anything is captured."""
+        _require("model", self.model, isinstance(self.model, torch.nn.Module), "a torch.nn.Module")
+        _require("loss", self.loss, callable(self.loss), "a function of (model, batch), or a loss module")
+        is_optimizer = self.optimizer is None or isinstance(self.optimizer, torch.optim.Optimizer)
+        _require(
+            "optimizer",
+            self.optimizer,
+            is_optimizer,
+            "one torch.optim.Optimizer (several kinds of update in one: fit without, and call them yourself)",
+        )
+        _require("clip_norm", self.clip_norm, self.clip_norm is None or self.clip_norm > 0, "a norm above 0, or None")
+        if isinstance(self.model, torch.jit.ScriptModule):
+            raise UnsupportedStepError("the model is a torch.jit script; memfit plans modules: give it the one before")
+
     def compute_loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss of `model` on `batch`, by whichever convention `loss` follows."""
-        if isinstance(self.loss, torch.nn.Module) or self.loss.__module__ == "torch.nn.functional":
+        if _takes_outputs(self.loss):
             inputs, target = batch
             return self.loss(model(inputs), target)
         return self.loss(model, batch)
@@ -79,3 +105,29 @@ class TrainingStep:
             self.scaler.update()
         else:
             self.optimizer.step()
+
+
+def plain(leaf: Any) -> Any:
+    """Return a leaf of a batch that is no tensor, and is the same thing where it looks the same.
+
+    Raises:
+        InvalidOptionError: it may hold numbers that a plan would take for the same in every step.
+    """
+    if isinstance(leaf, _PLAIN):
+        return leaf
+    raise InvalidOptionError(
+        f"the batch holds a {type(leaf).__module__}.{type(leaf).__qualname__}, expected tensors, numbers and texts in "
+        "tuples, lists and dicts; hand in its tensors: torch.from_numpy(array), dict(encoding), vars(record)"
+    )
+
+
+def _takes_outputs(loss: Callable[..., torch.Tensor]) -> bool:
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    return isinstance(loss, torch.nn.Module) or getattr(loss, "__module__", None) == "torch.nn.functional"
+
+
+def _require(name: str, given: object, holds: bool, expected: str) -> None:
+    if not holds:
+        shown = given if isinstance(given, int | float) else type(given).__name__
+        raise InvalidOptionError(f"{name} is {shown}, expected {expected}")

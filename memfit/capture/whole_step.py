@@ -7,6 +7,7 @@ changes.
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,34 +18,34 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from memfit.binding import Origin, Value
+from memfit.capture.borrowed import Attributes, Place, host_randomness_refused, replaced, swapped
 from memfit.capture.build import Captured, build
 from memfit.capture.functionalize import corrected
 from memfit.capture.generators import all_states, set_state
 from memfit.capture.optimizer import ParameterUpdate, WholeUpdate, require_supported, update_cost, updates_one_by_one
+from memfit.capture.placement import require_one_rank, step_device
 from memfit.capture.torch_private import (
     DATA_DEPENDENT_ERRORS,
     FakeTensorMode,
     TorchDispatchMode,
     backward_node,
     checkpoints_inlined,
+    gradient_hooks,
+    has_accumulation_hooks,
     is_fake,
     next_sequence_number,
-    tree_flatten,
     tree_map,
 )
 from memfit.capture.trace import Trace, TracedCall
-from memfit.capture.training_step import TrainingStep
+from memfit.capture.training_step import TrainingStep, plain
 from memfit.errors import (
     CaptureError,
     GraphBreakError,
-    InvalidDeviceError,
     InvalidOptionError,
     MemfitError,
     UnsupportedStepError,
 )
 from memfit.graph import Phase, Role
-
-_ACROSS_RANKS = frozenset(["DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"])
 
 
 def capture_whole_step(step: TrainingStep, batch: Any = None) -> Captured:
@@ -59,7 +60,38 @@ def capture_whole_step(step: TrainingStep, batch: Any = None) -> Captured:
         UnsupportedStepError: LBFGS, collectives.
     """
     batch = step.batch if batch is None else batch
-    return _WholeStepCapture(step, batch).run()
+    attributes = Attributes(step.model)
+    try:
+        with host_randomness_refused():
+            first = _WholeStepCapture(step, batch)
+            captured = first.run()
+            _require_unread(step, batch, first.trace, attributes)
+    finally:
+        attributes.put_back()
+    return captured
+
+
+def _require_unread(step: TrainingStep, batch: Any, trace: Trace, attributes: Attributes) -> None:
+    """Refuse a step that reads what it has set in its model: a second capture, made where it set anything, differs.
+
+    Raises:
+        UnsupportedStepError: names the attributes.
+    """
+    names = sorted(attributes.changes())
+    if not names:
+        return
+    second = _WholeStepCapture(step, batch)
+    try:
+        second.run()
+        same = second.trace.forward_is_as(trace)
+    except Exception:  # noqa: BLE001 - a fake of the first capture is of no use in the second, whatever that raises
+        same = False
+    if not same:
+        raise UnsupportedStepError(
+            f"the step sets {', '.join(map(repr, names[:3]))}{' and more' if len(names) > 3 else ''} in its model and "
+            "reads it in the next step, but a planned step runs no Python: keep what goes from step to step in a "
+            "buffer (register_buffer before memfit.fit) or in the batch; what is made once, let one eager forward make"
+        )
 
 
 class _Recorder(TorchDispatchMode):
@@ -86,6 +118,7 @@ class _WholeStepCapture:
         self._modules = {module: name for name, module in step.model.named_modules()}
         self._module_stack: list[str] = []
         self._module_of_node: dict[int, str] = {}
+        self._raised_in = ""
         self._names = {parameter: name for name, parameter in step.model.named_parameters()}
         self._fakes: dict[torch.Tensor, torch.Tensor] = {}
 
@@ -93,7 +126,7 @@ class _WholeStepCapture:
         step = self.step
         require_one_rank(step.model)
         if step.optimizer is not None:
-            require_supported(step.optimizer)
+            require_supported(step.optimizer, step.model)
         elif step.clip_norm is not None:
             raise InvalidOptionError(
                 "clip_norm needs an optimizer; without one, clip the gradients in `.grad` yourself"
@@ -104,11 +137,18 @@ class _WholeStepCapture:
         self._make_fakes()
         generator_states = all_states()
         try:
-            with self._swapped_parameters(), self._module_names(), checkpoints_inlined(), torch.enable_grad():
+            with (
+                swapped(step.model, self._fakes) as places,
+                self._module_names(),
+                checkpoints_inlined(),
+                torch.enable_grad(),
+            ):
                 self._enter_parameters()
                 updates = self._enter_optimizer()
                 with self.mode, _Recorder(self.trace):
                     self._forward_and_backward(fake_batch, updates)
+                    self._require_gradients_found()
+                    self._write_replaced(places)
                 self._collect_gradients(updates)
         except DATA_DEPENDENT_ERRORS as error:
             line = user_line(error)
@@ -120,7 +160,8 @@ class _WholeStepCapture:
         except MemfitError:
             raise
         except Exception as error:
-            raise CaptureError(f"{user_line(error)}: the step raised {type(error).__name__}: {error}") from error
+            where = f" in module {self._raised_in}" if self._raised_in else ""
+            raise CaptureError(f"{user_line(error)}: the step raised{where} {type(error).__name__}: {error}") from error
         finally:
             for device, state in generator_states.items():
                 set_state(device, state)
@@ -133,7 +174,7 @@ class _WholeStepCapture:
         def enter(leaf: Any) -> Any:
             number = next(position)
             if not isinstance(leaf, torch.Tensor):
-                return leaf
+                return plain(leaf)
             fake = leaf if is_fake(leaf) else self._fake_input(leaf)
             self.trace.add_resident(fake, role=Role.INPUT, origin=Origin.INPUT, key=number, name=f"batch_{number}")
             return fake
@@ -149,6 +190,14 @@ class _WholeStepCapture:
     def _make_fakes(self) -> None:
         for tensor in (*self.step.model.parameters(), *self.step.model.buffers()):
             fake = self.mode.from_tensor(tensor)
+            if has_accumulation_hooks(tensor):
+                raise UnsupportedStepError(
+                    f"parameter {self._names.get(tensor, '')!r} has a hook that runs when its gradient is there "
+                    "(register_post_accumulate_grad_hook), which a planned step would not run: remove it; memfit "
+                    "itself updates each parameter as soon as its gradient is there, where it is given the optimizer"
+                )
+            for hook in gradient_hooks(tensor):
+                fake.register_hook(hook)
             fake.grad = None if tensor.grad is None else self.mode.from_tensor(tensor.grad)
             self._fakes[tensor] = fake
 
@@ -199,6 +248,28 @@ class _WholeStepCapture:
         self.outputs["loss"] = self.trace.value(loss)
         self.trace.storages[self.outputs["loss"].storage].role = Role.OUTPUT
         self.step.scaled(loss).backward()
+
+    def _require_gradients_found(self) -> None:
+        """Refuse a gradient of a tensor that is not the model's: nothing would update it, and nobody would see it.
+
+        Raises:
+            UnsupportedStepError: gives the tensor's shape.
+        """
+        for resident in self.trace.residents:
+            tensor = resident.constant
+            if isinstance(tensor, torch.Tensor) and tensor.is_leaf and is_fake(tensor.grad):
+                tensor.grad = None
+                raise UnsupportedStepError(
+                    f"the loss has a gradient for a tensor of shape {tuple(tensor.shape)} that is no parameter of the "
+                    "model, so that a planned step would not train it; make it one (of a module that holds model and "
+                    "loss, say), or set requires_grad_(False) on it"
+                )
+
+    def _write_replaced(self, places: list[Place]) -> None:
+        """A buffer that the step replaced gets the new values in place, which is what the next step reads."""
+        with torch.no_grad():
+            for place, tensor in replaced(places, self._fakes):
+                self._fakes[place.tensor].copy_(tensor)
 
     def _update_one(self, fake: torch.Tensor, update: _Update) -> None:
         assert fake.grad is not None and self.step.optimizer is not None
@@ -261,8 +332,11 @@ class _WholeStepCapture:
             outer = self._module_stack[-1] if self._module_stack else ""
             self._module_stack.append(self._modules.get(module, outer))
 
-        def leave(_module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
-            self._module_stack.pop()
+        def leave(module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+            name = self._module_stack.pop()
+            raised = output is None and sys.exc_info()[0] is not None
+            if raised and name and not self._raised_in:  # the innermost comes first
+                self._raised_in = f"{name!r} ({type(module).__name__})"
 
         handles = [
             register_module_forward_pre_hook(enter),
@@ -274,21 +348,6 @@ class _WholeStepCapture:
             for handle in handles:
                 handle.remove()
 
-    @contextmanager
-    def _swapped_parameters(self) -> Iterator[None]:
-        """Put the fakes where the model keeps its parameters and buffers, and the real tensors back at the end."""
-        places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-        for module in self.step.model.modules():
-            for table in (module._parameters, module._buffers):
-                places += [(table, name, tensor) for name, tensor in table.items() if tensor is not None]
-        for table, name, tensor in places:
-            table[name] = self._fakes[tensor]
-        try:
-            yield
-        finally:
-            for table, name, tensor in places:
-                table[name] = tensor
-
 
 class _Update:
     __slots__ = ("group", "parameter", "states", "workspace_bytes")
@@ -298,37 +357,6 @@ class _Update:
         self.group = group
         self.states = states
         self.workspace_bytes = workspace_bytes
-
-
-def step_device(model: torch.nn.Module, batch: Any) -> torch.device:
-    """Return the one device that model and batch are on.
-
-    Raises:
-        InvalidDeviceError: the model is on several devices, or a tensor of the batch is on another one.
-    """
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
-    if len(devices) > 1:
-        raise InvalidDeviceError(
-            f"the model is on several devices ({', '.join(sorted(map(str, devices)))}); memfit plans for one: move it"
-        )
-    device = devices.pop() if devices else (leaves[0].device if leaves else torch.device("cpu"))
-    for number, leaf in enumerate(leaves):
-        if leaf.device != device:
-            raise InvalidDeviceError(
-                f"tensor {number} of the batch is on {leaf.device}, the model is on {device}; move the batch"
-            )
-    return device
-
-
-def require_one_rank(model: torch.nn.Module) -> None:
-    """Raise UnsupportedStepError for a model under DDP or FSDP."""
-    for module in model.modules():
-        wrapper = _ACROSS_RANKS.intersection(kind.__name__ for kind in type(module).__mro__)
-        if wrapper:
-            raise UnsupportedStepError(
-                f"the model is wrapped in {min(wrapper)}; memfit does not plan across ranks yet: give it the module"
-            )
 
 
 def user_line(error: BaseException) -> str:

@@ -28,7 +28,7 @@ from memfit.capture.torch_private import (
     tree_flatten,
 )
 from memfit.cost.recorder import allocated_bytes
-from memfit.errors import InvalidOptionError, UnsupportedStepError
+from memfit.errors import InfeasibleBudgetError, InvalidOptionError, UnsupportedStepError
 from memfit.plan import Plan
 from memfit.runtime.halves import partitioned
 from memfit.runtime.occupancy import bytes_beside
@@ -82,7 +82,7 @@ def _read(options: dict[str, Any]) -> _Options:
             "bytes, or use memfit.fit"
         )
     chosen = {name: options[name] for name in ("planner", "time_limit_seconds", "seed") if name in options}
-    settings = Settings(budget=parse_budget(budget, 0), **chosen)
+    settings = Settings(budget=parse_budget(budget, 0), stops_on_interrupt=True, **chosen)
     return _Options(settings, None if reserve is None else _read_reserve(reserve))
 
 
@@ -178,11 +178,29 @@ class _Compiled:
         self.bytes_outside = departing if seen is None else seen
         left = int(settings.budget) - self.bytes_beside - self.bytes_reserved
         settings = settings.within(max(1, left))
-        return prepare(
-            capture.captured,
-            settings,
-            outputs=[capture.forward_outputs, capture.backward_outputs],
-            bytes_outside=self.bytes_outside,
+        try:
+            return prepare(
+                capture.captured,
+                settings,
+                outputs=[capture.forward_outputs, capture.backward_outputs],
+                bytes_outside=self.bytes_outside,
+            )
+        except InfeasibleBudgetError as error:
+            raise self._of_all(error) from error
+
+    def _of_all(self, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
+        """The error of what the budget leaves, as one of the budget."""
+        taken, found = self.bytes_beside + self.bytes_reserved, error.least_budget_found_bytes
+        reserved = (
+            f" and {format_bytes(self.bytes_reserved)} set aside for the optimizer" if self.bytes_reserved else ""
+        )
+        needed = "" if found is None else f"; a budget of {taken + found} bytes was reached"
+        budget = format_bytes(int(self.options.settings.budget))
+        return InfeasibleBudgetError(
+            f"of the budget of {budget}, {format_bytes(self.bytes_beside)} are beside this graph{reserved}{needed}; "
+            f"in what is left {error}",
+            least_budget_found_bytes=None if found is None else taken + found,
+            least_budget_bound_bytes=taken + error.least_budget_bound_bytes,
         )
 
     def _reserved(self) -> int:

@@ -15,10 +15,17 @@ import torch
 from memfit.binding import Value
 from memfit.budget import format_bytes, parse_budget
 from memfit.capture import Captured, TrainingStep, capture
+from memfit.capture.placement import step_device
 from memfit.capture.torch_private import tree_flatten
-from memfit.capture.whole_step import step_device
+from memfit.capture.training_step import plain
 from memfit.cost.recorder import empty_cache, record
-from memfit.errors import GraphBreakError, InfeasibleBudgetError, TimeLimitError, UnsupportedStepError
+from memfit.errors import (
+    GraphBreakError,
+    InfeasibleBudgetError,
+    InvalidOptionError,
+    TimeLimitError,
+    UnsupportedStepError,
+)
 from memfit.plan import Plan, Progress
 from memfit.runtime.arena import Arena
 from memfit.runtime.measure import Measurement, measure_step, resident_bytes
@@ -106,6 +113,7 @@ def fit(
         seed=seed,
         host_budget_bytes=parse_budget(host_budget, 0) if host_budget else 0,
         arena=arena,
+        stops_on_interrupt=True,
         on_stage=on_stage or unheard,
         progress=progress or unheard,
     )
@@ -226,6 +234,10 @@ class PlannedStep:
         Raises:
             InfeasibleBudgetError: a batch of a new shape for which no plan fits the budget.
         """
+        if batch is None and self.step.batch is not None:
+            raise InvalidOptionError(
+                "the step was called with None, expected a batch like the one that it was made with"
+            )
         signature = self._signature(batch)
         ready = self._ready.get(signature)
         if ready is None:
@@ -353,4 +365,4 @@ def _arena_for(device: torch.device, settings: Settings) -> Arena | None:
 def _leaf_signature(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
-    return type(leaf), repr(leaf)
+    return type(leaf), repr(plain(leaf))

@@ -9,7 +9,7 @@ import torch
 
 from memfit.budget import format_bytes
 from memfit.capture import TrainingStep
-from memfit.capture.whole_step import step_device
+from memfit.capture.placement import step_device
 from memfit.errors import GraphBreakError
 from memfit.plan import Plan
 from memfit.runtime.backend import PlannedGraph, memfit_backend

@@ -16,7 +16,7 @@ from memfit.budget import format_bytes, parse_budget
 from memfit.capture import Captured
 from memfit.cost import local_device, measure
 from memfit.device import Device
-from memfit.errors import PlanMismatchError, UnsupportedStepError
+from memfit.errors import InvalidOptionError, PlanMismatchError, UnsupportedStepError
 from memfit.plan import INTERRUPTED, Plan, Problem, Progress, Result
 from memfit.planners import make_planner
 from memfit.planners.ask import require_link, require_plan, unplanned_peak_bytes
@@ -38,6 +38,10 @@ class Settings:
     `budget` is text (`6GiB`, `60%`) or bytes; `device` replaces the measured profile of the step's device;
     `host_budget_bytes` is what storages may take on the host, where the step's device has a link to it.
     `arena` serves calls from laid out memory; `on_stage` hears what is being done, `progress` hears the planner.
+    A planner that is interrupted answers with its best so far; `stops_on_interrupt` raises the KeyboardInterrupt again.
+
+    Raises:
+        InvalidOptionError: a time limit or a seed that is no such number.
     """
 
     budget: str | int
@@ -50,6 +54,14 @@ class Settings:
     device: Device | None = None
     on_stage: Callable[[str], None] = unheard
     progress: Callable[[Progress], None] = unheard
+    stops_on_interrupt: bool = False
+
+    def __post_init__(self) -> None:
+        seconds, seed = self.time_limit_seconds, self.seed
+        if not isinstance(seconds, int | float) or not seconds > 0:
+            raise InvalidOptionError(f"time_limit_seconds is {seconds!r}, expected a number of seconds above 0")
+        if not isinstance(seed, int) or seed < 0:
+            raise InvalidOptionError(f"seed is {seed!r}, expected a whole number from 0 on")
 
     @property
     def is_in_bytes(self) -> bool:
@@ -131,6 +143,8 @@ def make_plan(captured: Captured, settings: Settings, bytes_outside: int = 0) ->
         return kept
     settings.on_stage("searching a plan")
     result = planner.plan(problem)
+    if INTERRUPTED in result.stats and settings.stops_on_interrupt:
+        raise KeyboardInterrupt
     if result.plan is None:
         result = _with_leanest(result, problem, leanest_path(problem, planner))
     plan = require_plan(result, graph, budget_bytes, settings.planner)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from memfit.capture.placement import step_device
 from memfit.capture.torch_private import compile_with_budget, dp_knapsack, greedy_knapsack, ilp_knapsack
 from memfit.capture.training_step import TrainingStep
-from memfit.capture.whole_step import step_device
 from memfit.runtime.measure import Measurement, measure_step
 from memfit.runtime.verify import first_difference
 from memfit.workloads import registry
