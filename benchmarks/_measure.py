@@ -51,18 +51,29 @@ def outcome(run: Callable[[], torch.Tensor], step: TrainingStep) -> dict[str, to
     return found
 
 
-def same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Compare two outcomes bit by bit: whether loss, gradients and buffers agree, and the first name that does not."""
-    differing = [
-        name
-        for name in dict.fromkeys([*expected, *found])
-        if name not in found or name not in expected or not _same_bits(found[name], expected[name])
-    ]
+def same_bits(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], but: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Compare two outcomes bit by bit: whether loss, gradients and buffers agree, and the first name that does not.
+
+    `but` are names that are not compared.
+    """
+    left_out = set(but)
+    differing = [name for name in differences(found, expected) if name not in left_out]
     kinds = {name.split()[0] for name in differing}
     return {
         **{f"{kind}_same_bits": kind not in kinds for kind in ("loss", "gradient", "buffer", "parameter", "state")},
         "first_difference": differing[0] if differing else None,
     }
+
+
+def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names whose bits differ between two outcomes, or that only one of them has."""
+    return [
+        name
+        for name in dict.fromkeys([*expected, *found])
+        if name not in found or name not in expected or not _same_bits(found[name], expected[name])
+    ]
 
 
 def all_same(compared: dict[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from _measure import MIB, outcome, resident_bytes, same_bits, storage_bytes, usage_of
-from _planned import NO_BUDGET_BYTES, eager_run, measure_planned, measurements, planned_run, predictions
+from _planned import NO_BUDGET_BYTES, both, eager_run, measure_planned, measurements, planned_run, predictions
 from _process import answer_if_child, fresh_cache, in_fresh_process
 from _record import interleaved_seconds, load, result_path, store
 from torch_baselines import RIVALS, baseline, best
@@ -91,8 +91,7 @@ def least(workload: str, time_limit_seconds: float, repeats: int, planner: str =
     return {
         "budget_bytes": planned.plan.budget_bytes,
         "above_resident_bytes": above_resident_bytes,
-        **predictions(planned),
-        **measurements(planned, repeats),
+        **both(planned, repeats),
     }
 
 

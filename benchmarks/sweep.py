@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from _measure import MIB
-from _planned import NO_BUDGET_BYTES, build_for_measurement, let_go, measurements, predictions
+from _planned import NO_BUDGET_BYTES, both, build_for_measurement, let_go
 from _process import answer_if_child, fresh_cache, in_fresh_process
 from _record import load, result_path, store
 
-from memfit import Plan, PlannedStep, Problem, TrainingStep
+from memfit import Plan, Problem, TrainingStep
 from memfit.planners.frontier import plan_frontier
 from memfit.runtime.fit import fit_step
 from memfit.runtime.planning import Settings
@@ -73,7 +73,7 @@ def measure_sweep(
     stop = time.monotonic() + seconds
     step = build_for_measurement(workload, options)
     unplanned = fit_step(step, Settings(budget=NO_BUDGET_BYTES, planner="none"))
-    points = [{"budget_bytes": NO_BUDGET_BYTES, "planner": "none"} | measured_plan(unplanned, repeats)]
+    points = [{"budget_bytes": NO_BUDGET_BYTES, "planner": "none"} | both(unplanned, repeats)]
     yield {"points": points}
     plan = unplanned.plan
     del unplanned
@@ -90,26 +90,24 @@ def measure_sweep(
         elif start + longest > stop:
             point |= {"status": TIME_WAS_UP}
         else:
-            point |= measured_within(step, budget_bytes, result.plan, repeats)
+            point |= measured_within(step, budget_bytes, result.plan, repeats, time_limit_seconds)
             longest = max(longest, time.monotonic() - start)
         points.append(point)
         print(f"{workload:12} {described(point)}", flush=True)
         yield {"points": points}
 
 
-def measured_within(step: TrainingStep, budget_bytes: int, plan: Plan, repeats: int) -> dict[str, Any]:
+def measured_within(
+    step: TrainingStep, budget_bytes: int, plan: Plan, repeats: int, time_limit_seconds: float
+) -> dict[str, Any]:
     """Measure a plan of a step; a device that runs out of memory is an answer too."""
     step.model.zero_grad(set_to_none=True)  # gradients that are there would make another graph
     let_go(next(step.model.parameters()).device)
     try:
-        return measured_plan(fit_step(step, Settings(budget=budget_bytes), plan=plan), repeats)
+        settings = Settings(budget=budget_bytes, time_limit_seconds=time_limit_seconds)  # of corrections
+        return both(fit_step(step, settings, plan=plan), repeats)
     except torch.OutOfMemoryError as error:
         return {"error": f"out of memory: {str(error).splitlines()[0]}"}
-
-
-def measured_plan(planned: PlannedStep, repeats: int) -> dict[str, Any]:
-    """What a plan says and what it does."""
-    return predictions(planned) | measurements(planned, repeats)
 
 
 def budgets_between(most_bytes: int, least_bytes: int, count: int) -> list[int]:

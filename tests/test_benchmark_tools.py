@@ -21,6 +21,7 @@ sys.path.insert(0, str(BENCHMARKS))  # the scripts import one another as scripts
 
 import _chen_models  # noqa: E402
 import _measure  # noqa: E402
+import _planned  # noqa: E402
 import _process  # noqa: E402
 import _record  # noqa: E402
 import planning_time  # noqa: E402
@@ -95,6 +96,27 @@ def test_one_changed_bit_is_found(name: str, kind: str):
     compared = _measure.same_bits(found, expected)
     assert compared["first_difference"] == name
     assert [key for key, same in compared.items() if same is False] == [f"{kind}_same_bits"]
+
+
+def test_what_eager_does_not_give_twice_is_not_asked_of_a_plan():
+    step = small_step()
+    noise = iter(range(100))
+
+    def eager() -> torch.Tensor:
+        return step.run_eager(step.batch) + next(noise)  # as a kernel that adds in any order
+
+    def planned() -> torch.Tensor:
+        loss = eager()
+        if broken:
+            step.model.get_parameter("0.weight").grad.add_(1)  # type: ignore[union-attr]
+        return loss
+
+    for broken in (False, True):
+        bits = _planned.bits_of(planned, eager, step)
+        assert bits["not_repeated"] == ["loss"]
+        assert bits["first_difference"] == ("gradient 0.weight" if broken else None)
+    steady = _planned.bits_of(lambda: step.run_eager(step.batch), lambda: step.run_eager(step.batch), step)
+    assert (steady["not_repeated"], steady["first_difference"]) == ([], None)
 
 
 def test_bits_are_compared_not_values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from planned_steps import NAMES, run_at_least_memory, small_step
 
 import memfit
@@ -28,6 +29,36 @@ def test_plans_at_the_least_memory_run_with_the_same_bits(planner: str, name: st
     planned = run_at_least_memory(name, planner, **searched)
     computed = sum(line.startswith("compute") for line in planned.plan.schedule.lines())
     assert (computed == len(planned.plan.graph.ops)) == ((planner, name) in _COMPUTES_ONCE)
+
+
+class Noisy(torch.nn.Module):
+    """Draws with torch.rand, whose call names its device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(64)) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x * weight) * torch.rand(x.shape, device=x.device)
+        return x
+
+
+def test_noise_drawn_on_a_named_device_is_drawn_again_with_the_same_bits() -> None:
+    model, batch = Noisy(), torch.randn(512, 64)
+    mark = memfit.mirror(model, 2, of=model)
+    planned = memfit.fit(
+        model,
+        lambda net, rows: net(rows).square().mean(),
+        batch,
+        budget="1GiB",
+        planner="mirror",
+        options={"mirror": mark},
+    )
+    again = planned.plan.schedule.lines()
+    draws = [op.id for op in planned.plan.graph.ops if op.target == "aten.rand.default"]
+    assert len(draws) == 4 and any(again.count(f"compute {op}") > 1 for op in draws)
+    planned.verify()
 
 
 @pytest.mark.parametrize("name", NAMES)

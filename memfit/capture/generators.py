@@ -26,8 +26,11 @@ class SaveGeneratorState:
         return get_state(self.device)
 
 
-def replay(state: torch.Tensor, device: str, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `target` with a device's default generator in `state`, and leave the generator as it was before."""
+def replay(state: torch.Tensor, device: str, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call `target` with a device's default generator in `state`, and leave the generator as it was before.
+
+    `target` may have a keyword `device` of its own, as torch.rand has.
+    """
     now = get_state(device)
     set_state(device, state)
     try:
