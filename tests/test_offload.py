@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -18,7 +19,8 @@ from memfit.checker import check
 from memfit.cli import main
 from memfit.device import GENERIC, Device
 from memfit.graph import Graph
-from memfit.plan import INTERRUPTED, Problem, Progress
+from memfit.plan import INTERRUPTED, ROUNDING, Problem, Progress
+from memfit.planners import make_planner
 from memfit.planners.ask import unplanned_peak_bytes
 from memfit.planners.away import absences, is_possible, make_draft, take_along, without
 from memfit.planners.bounds import least_budget_bound, least_seconds_again
@@ -138,6 +140,31 @@ def test_a_plan_with_trips_is_legal_and_never_slower_than_one_without(graph: Gra
             check(graph, both.schedule)
             assert simulate(graph, both.schedule, LINKED).peak_bytes <= budget_bytes
             assert both.bounds.overhead <= both.overhead + 1e-9
+
+
+@pytest.mark.parametrize("planner", ["offload", "auto"])
+@pytest.mark.parametrize("rate", [0.1, 20.0])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_it_is_never_slower_than_the_search_in_a_fifth_of_the_moves(planner: str, rate: float, seed: int) -> None:
+    graph = uneven_chain(12, seed)
+    device = Device(name="d", to_host_bytes_per_second=rate, to_device_bytes_per_second=rate)
+    least, _ = least_budget_bound(Problem(graph=graph, device=device, budget_bytes=1))
+    most = unplanned_peak_bytes(graph, device)
+    for share, moves in itertools.product((0.15, 0.4), (50, 2_000)):
+        budget_bytes = least + int(share * (most - least))
+        task = Problem(graph=graph, device=device, budget_bytes=budget_bytes, host_budget_bytes=PLENTY, seed=seed)
+        alone = Search(iterations=moves // 5).plan(replace(task, host_budget_bytes=0)).plan
+        both = make_planner(planner, iterations=moves).plan(task).plan
+        if alone is not None:
+            assert both is not None
+            assert both.predicted.seconds <= alone.predicted.seconds * (1 + ROUNDING)
+
+
+def uneven_chain(length: int, seed: int) -> Graph:
+    """A chain whose ops take one to nine seconds: which of them are computed again matters, and little is equal."""
+    pick, graph = random.Random(seed), chain(length)
+    ops = [msgspec.structs.replace(op, seconds=float(pick.randint(1, 9))) for op in graph.ops]
+    return Graph.build(name=graph.name, storages=graph.storages, ops=ops)
 
 
 def test_the_bound_falls_with_the_link_and_the_host_budget() -> None:

@@ -21,7 +21,6 @@ import numpy as np
 from memfit.plan import INTERRUPTED, Problem, Progress, Result
 from memfit.planners.anneal_run import AnnealRun
 from memfit.planners.away import Absence, Draft, absences, is_possible, make_draft, take_along, without
-from memfit.planners.emit import emit
 from memfit.planners.lean_order import lean_order
 from memfit.planners.program import build_program
 from memfit.planners.result import make_result
@@ -46,9 +45,14 @@ _MOST_ROOM = 0.15  # of what a plan without copies is over the budget: what trip
 class Offload:
     """Send storages to the host and compute others again, whichever costs the step less time.
 
-    Where the problem has no host budget, or its device no link, the plan is planner `search`'s; where it has, the plan
-    is never slower than the search's in a fifth of the time, and where no trip is of use, than the search's in two
-    fifths of it more, begun from there. Anytime; deterministic for a seed where `iterations` is given.
+    Where the problem has no host budget, or its device no link, the plan is planner `search`'s. Anytime; deterministic
+    for a seed where `iterations` is given.
+
+    Guaranteed, to rounding: where planner `search`, with the same seed and a fifth of the moves or of the time, finds a
+    plan without the host, there is a plan, and it is not slower. For that search is run first, and its plan kept until
+    a faster one is found. It does not hold of a planning that is interrupted before, nor with `rematerialize` false.
+    That the plan is not slower than a search's in all of the time is not guaranteed; but where no trip is of use after
+    half of it, the search has the rest, from its own best plan on.
 
     Source: DESIGN.md, section 2 (three streams); recomputation and swapping planned over a simulator as in "GPU
     memory management for deep neural networks using deep Q-network" (2020), by annealing instead.
@@ -182,7 +186,7 @@ class _Offloading:
         searched = _search(self.options, share).plan_from(problem, self.warm)
         self.moves += int(searched.result.stats["moves"])
         self.warm = (searched.windows,)
-        alone = self._take(self._without_trips(searched.windows))
+        alone = self._take(self._alone(searched))
         if INTERRUPTED in searched.result.stats:
             raise KeyboardInterrupt
         if alone.schedule is not None:
@@ -224,15 +228,17 @@ class _Offloading:
         found = self._with_trips(windows, int(random.integers(1 << 62)), away)
         return replace(found, moves=found.moves + moves + annealing.moves)
 
-    def _without_trips(self, windows: Windows) -> _Found:
-        evaluation = evaluate(self.program, simulated(self.program, windows))
-        fits = evaluation.peak_bytes <= self.problem.budget_bytes
+    def _alone(self, searched: Searched) -> _Found:
+        """Return what a search without copies found: its own plan where that fits, as is guaranteed."""
+        evaluation = evaluate(self.program, simulated(self.program, searched.windows))
+        plan = searched.result.plan
+        fits = plan is not None and plan.predicted.peak_bytes <= self.problem.budget_bytes
         return _Found(
-            seconds=evaluation.seconds if fits else np.inf,
+            seconds=plan.predicted.seconds if plan is not None and fits else np.inf,
             kept_bytes=evaluation.peak_bytes,
             peak_bytes=evaluation.peak_bytes,
-            schedule=emit(self.program, evaluation.sequence) if fits else None,
-            windows=windows,
+            schedule=plan.schedule if plan is not None and fits else None,
+            windows=searched.windows,
         )
 
     def _with_trips(self, windows: Windows, seed: int, away: Sequence[Absence] = ()) -> _Found:
