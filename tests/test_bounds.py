@@ -82,6 +82,15 @@ def require_bounds_below_plans(graph: Graph, iterations: int = 5_000) -> None:
             assert 0.0 <= result.bounds.overhead <= result.plan.overhead + ROUNDING
 
 
+def test_an_op_a_few_behind_the_turning_point_is_tried(shared_graphs: Path) -> None:
+    """Where the first large gradient is written beside what its op reads, 50 MB are taken that no moment before has."""
+    graph = Graph.load(shared_graphs / "dtr_inceptionv4_64_functional.graph.json.gz")
+    bound = least_seconds_again(Problem(graph=graph, device=GENERIC, budget_bytes=4 * 10**9))
+    assert bound.op is not None
+    assert graph.ops[bound.op].name == "avg_pool2d_backward"
+    assert bound.seconds / sum(op.seconds for op in graph.ops) > 0.1154
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_below_plans_of_published_graphs(name: str, shared_graphs: Path) -> None:
     require_bounds_below_plans(Graph.load(shared_graphs / f"{name}.graph.json.gz"))

@@ -16,7 +16,7 @@ from memfit.planners.last_heavy_op import least_at_last_heavy_op
 _LEAST_GRID, _MOST_GRID, _HALVINGS = 9, 65, 4  # ops tried at first, evenly; then between the best and its neighbours
 _GUESSES = 8  # at the seconds of a step with copies on the host
 _MOST_TIMES = 16  # that seconds of computing each op once are guessed
-_AT_TURNING = 6  # ops tried where backward begins, as a step is often at its fullest there
+_AT_TURNING, _MOST_AT_TURNING = 6, 24  # ops tried where backward begins, as a step is often at its fullest there
 _GRID_WORK = 60_000  # ops of the graph times ops tried: a second or so
 
 LeastBudget = tuple[int, tuple[int, ...]]
@@ -129,6 +129,8 @@ def _at_turning(graph: Graph, candidates: Integers) -> list[int]:
     """Return the places of the few candidates nearest to where backward begins that depend on much: a counter, which
     depends on little, shows nothing.
 
+    Small graphs have more of them tried: where large gradients begin, a few ops on, less room is left.
+
     What has half of the largest depth of all ops up to it counts as much.
     """
     depths: list[int] = []
@@ -138,7 +140,8 @@ def _at_turning(graph: Graph, candidates: Integers) -> list[int]:
     depth = np.array(depths, np.int64)
     deep = np.flatnonzero((2 * depth >= np.maximum.accumulate(depth))[candidates])
     turning = next((op.id for op in graph.ops if op.phase != Phase.FORWARD), len(graph.ops))
-    return deep[np.argsort(np.abs(candidates[deep] - turning), kind="stable")][:_AT_TURNING].tolist()
+    count = max(_AT_TURNING, min(_MOST_AT_TURNING, _GRID_WORK // len(graph.ops) // 2))
+    return deep[np.argsort(np.abs(candidates[deep] - turning), kind="stable")][:count].tolist()
 
 
 def _most_away_bytes(problem: Problem, step_seconds: float) -> int:
