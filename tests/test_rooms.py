@@ -15,6 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the top down: a room may import what stands below it, and itself.
 ORDER = (
+    ("__main__",),
     ("cli",),
     ("commands",),
     ("workloads",),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from memfit import Graph, TrainingStep
+from memfit.capture.step_check import check_step
 from memfit.errors import (
     InvalidDeviceError,
     InvalidFileError,
@@ -20,7 +21,6 @@ from memfit.errors import (
     UnsupportedStepError,
 )
 from memfit.graph import Op, Phase, Role, Storage
-from memfit.workloads.step_check import check_step
 from memfit.workloads.target import resolve
 
 GOOD = """
@@ -213,6 +213,7 @@ STRANGER = torch.optim.SGD([*MODEL.parameters(), torch.nn.Parameter(torch.zeros(
         ({"model": torch.nn.Identity()}, "no parameter of the model requires a gradient"),
         ({"loss": "cross_entropy"}, r"loss is a str, expected a function loss\(model, batch\) or a loss module"),
         ({"optimizer": torch.optim.SGD}, "optimizer is a class SGD, expected a torch.optim.Optimizer or None"),
+        ({"optimizer": [STRANGER]}, "optimizer is a list, expected a torch.optim.Optimizer or None"),
         ({"optimizer": STRANGER}, r"parameter 4 of the optimizer's group 0, of shape \(5, 6\), is not the model's"),
         ({"scaler": 2.0}, "scaler is a float, expected a torch.amp.GradScaler or None"),
         ({"clip_norm": -1.0}, "clip_norm is -1.0, expected a number above 0, or None"),

@@ -18,7 +18,14 @@ from torch import nn
 from torch.nn import functional
 
 import memfit
-from memfit.errors import CaptureError, InvalidBudgetError, InvalidOptionError, MemfitError, UnsupportedStepError
+from memfit.errors import (
+    CaptureError,
+    InvalidBudgetError,
+    InvalidOptionError,
+    InvalidTargetError,
+    MemfitError,
+    UnsupportedStepError,
+)
 from memfit.runtime.state import StepState
 
 WIDTH = 24
@@ -209,13 +216,12 @@ def test_a_number_drawn_outside_of_torch_is_refused(draw: Callable[[], float], n
     assert np.array_equal(np.random.get_state()[1], states[1])
 
 
-@pytest.mark.parametrize("with_optimizer", [True, False])
-def test_a_parameter_that_is_not_the_models_is_refused(with_optimizer: bool) -> None:
+def test_a_parameter_that_is_not_the_models_is_refused() -> None:
     model, loss = network(), Scaled()
-    optimizer = torch.optim.SGD([*model.parameters(), loss.scale], lr=0.1) if with_optimizer else None
-    error = refused(model, loss, optimizer=optimizer)
-    assert "tensor of shape (10,) that is no parameter of the model" in str(error)
+    assert "tensor of shape (10,) that is no parameter of the model" in str(refused(model, loss))
     assert loss.scale.grad is None
+    optimizer = torch.optim.SGD([*model.parameters(), loss.scale], lr=0.1)
+    assert "parameter 6 of the optimizer's group 0" in str(refused(model, loss, optimizer=optimizer))
 
 
 def test_a_teacher_is_a_constant() -> None:
@@ -266,10 +272,10 @@ def test_a_later_batch_of_nothing_or_of_arrays_is_refused_and_the_step_goes_on()
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": [1]}, "optimizer is list, expected one torch.optim.Optimizer"),
+        ({"optimizer": [1]}, "optimizer is a list, expected a torch.optim.Optimizer or None"),
         ({"time_limit_seconds": -1}, "time_limit_seconds is -1, expected"),
         ({"seed": "x"}, "seed is 'x', expected"),
-        ({"loss": "mse"}, "loss is str, expected a function"),
+        ({"loss": "mse"}, "memfit.fit: loss is a str, expected a function"),
         ({"budget": 1.5e9}, "budget 1500000000.0 is a float, expected text or an integer"),
         ({"budget": None}, "budget None is a NoneType, expected"),
         ({"budget": True}, "budget True is a bool, expected"),
@@ -277,22 +283,30 @@ def test_a_later_batch_of_nothing_or_of_arrays_is_refused_and_the_step_goes_on()
 )
 def test_an_argument_of_another_kind_is_named(options: dict[str, Any], message: str) -> None:
     error = refused(network(), **options)
-    assert isinstance(error, InvalidOptionError | InvalidBudgetError)
+    assert isinstance(error, InvalidOptionError | InvalidBudgetError | InvalidTargetError)
     assert message in str(error)
 
 
 def test_a_model_that_is_no_module_is_named() -> None:
-    with pytest.raises(InvalidOptionError, match=r"model is function, expected a torch\.nn\.Module"):
+    with pytest.raises(InvalidTargetError, match=r"model is a function, expected a torch\.nn\.Module"):
         memfit.fit(batches, nn.CrossEntropyLoss(), batches()[0], budget="1MiB")  # pyright: ignore[reportArgumentType]
     model = network()
-    with pytest.raises(InvalidOptionError, match=r"clip_norm is -1\.0, expected a norm above 0"):
+    with pytest.raises(InvalidTargetError, match=r"clip_norm is -1\.0, expected a number above 0"):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         memfit.fit(model, nn.CrossEntropyLoss(), batches()[0], optimizer=optimizer, budget="1MiB", clip_norm=-1.0)
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     error = refused(network(), optimizer=torch.optim.SGD(network().parameters(), lr=0.1))
-    assert "the optimizer's 6 parameters are none of the model's 6" in str(error)
+    assert "parameter 0 of the optimizer's group 0, of shape (24, 24), is not the model's" in str(error)
+
+
+def test_a_script_is_refused() -> None:
+    class Script(torch.jit.ScriptModule):
+        """What torch.jit.script returns, which warns that it is deprecated."""
+
+    with pytest.raises(UnsupportedStepError, match=r"model is a script of torch\.jit"):
+        memfit.fit(Script(), nn.CrossEntropyLoss(), batches()[0], budget="1MiB")
 
 
 def test_a_shape_that_does_not_fit_is_said_with_its_module() -> None:

@@ -25,7 +25,7 @@ from memfit.capture.torch_private import (
     tree_flatten,
 )
 from memfit.capture.training_step import TrainingStep
-from memfit.errors import InvalidOptionError, UnsupportedStepError
+from memfit.errors import UnsupportedStepError
 
 
 class ParameterUpdate:
@@ -97,24 +97,12 @@ def updates_one_by_one(step: TrainingStep) -> bool:
     return known and not hooks and step.clip_norm is None and step.scaler is None
 
 
-def require_supported(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    """Raise for an optimizer whose update cannot be a part of this model's step.
-
-    Raises:
-        InvalidOptionError: it holds none of the model's parameters.
-        UnsupportedStepError: it runs the step itself, several times.
-    """
+def require_supported(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UnsupportedStepError for an optimizer that runs the step itself, several times."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedStepError(
             "LBFGS evaluates the loss several times in one step; memfit plans one evaluation: use another one, or "
             "fit(optimizer=None) and call LBFGS yourself"
-        )
-    own = set(model.parameters())
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if own and not own.intersection(held):
-        raise InvalidOptionError(
-            f"the optimizer's {len(held)} parameters are none of the model's {len(own)}: it would train nothing here, "
-            "as one made for another model or before a copy of it; make it from model.parameters()"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memfit.errors import InvalidOptionError, UnsupportedStepError
+from memfit.errors import InvalidOptionError
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 
@@ -39,10 +39,6 @@ class TrainingStep:
         clip_norm: the largest global gradient norm, as `torch.nn.utils.clip_grad_norm_` takes it; None clips nothing.
         scaler: a `torch.amp.GradScaler` that scales the loss and guards the update.
         name: shown in reports; the model's class name where it is empty.
-
-    Raises:
-        InvalidOptionError: one of them is of another kind.
-        UnsupportedStepError: the model is a script of torch.jit, whose modules cannot be looked into.
     """
 
     model: torch.nn.Module
@@ -52,21 +48,6 @@ class TrainingStep:
     clip_norm: float | None = None
     scaler: torch.amp.GradScaler | None = None
     name: str = ""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be a step, before anything is captured."""
-        _require("model", self.model, isinstance(self.model, torch.nn.Module), "a torch.nn.Module")
-        _require("loss", self.loss, callable(self.loss), "a function of (model, batch), or a loss module")
-        is_optimizer = self.optimizer is None or isinstance(self.optimizer, torch.optim.Optimizer)
-        _require(
-            "optimizer",
-            self.optimizer,
-            is_optimizer,
-            "one torch.optim.Optimizer (several kinds of update in one: fit without, and call them yourself)",
-        )
-        _require("clip_norm", self.clip_norm, self.clip_norm is None or self.clip_norm > 0, "a norm above 0, or None")
-        if isinstance(self.model, torch.jit.ScriptModule):
-            raise UnsupportedStepError("the model is a torch.jit script; memfit plans modules: give it the one before")
 
     def compute_loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss of `model` on `batch`, by whichever convention `loss` follows."""
@@ -125,9 +106,3 @@ def _takes_outputs(loss: Callable[..., torch.Tensor]) -> bool:
     while isinstance(loss, functools.partial):
         loss = loss.func
     return isinstance(loss, torch.nn.Module) or getattr(loss, "__module__", None) == "torch.nn.functional"
-
-
-def _require(name: str, given: object, holds: bool, expected: str) -> None:
-    if not holds:
-        shown = given if isinstance(given, int | float) else type(given).__name__
-        raise InvalidOptionError(f"{name} is {shown}, expected {expected}")

@@ -126,7 +126,7 @@ class _WholeStepCapture:
         step = self.step
         require_one_rank(step.model)
         if step.optimizer is not None:
-            require_supported(step.optimizer, step.model)
+            require_supported(step.optimizer)
         elif step.clip_norm is not None:
             raise InvalidOptionError(
                 "clip_norm needs an optimizer; without one, clip the gradients in `.grad` yourself"

@@ -16,6 +16,7 @@ from memfit.binding import Value
 from memfit.budget import format_bytes, parse_budget
 from memfit.capture import Captured, TrainingStep, capture
 from memfit.capture.placement import step_device
+from memfit.capture.step_check import check_step
 from memfit.capture.torch_private import tree_flatten
 from memfit.capture.training_step import plain
 from memfit.cost.recorder import empty_cache, record
@@ -118,6 +119,7 @@ def fit(
         progress=progress or unheard,
     )
     step = TrainingStep(model=model, loss=loss, batch=batch, optimizer=optimizer, clip_norm=clip_norm, scaler=scaler)
+    check_step(step, "memfit.fit")
     return fit_step(step, settings, plan=plan, verify=verify)
 
 

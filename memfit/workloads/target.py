@@ -86,8 +86,8 @@ def _call(path: Path, name: str) -> TrainingStep:
     function = _function(_load_module(path), path, name)
     with _Blame(path, f"{name}() raised"):
         made = function()
+    from memfit.capture.step_check import check_step
     from memfit.capture.training_step import TrainingStep
-    from memfit.workloads.step_check import check_step
 
     if not isinstance(made, TrainingStep):
         what = "nothing" if made is None else f"a {type(made).__name__}"

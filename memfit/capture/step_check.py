@@ -18,7 +18,7 @@ def check_step(step: TrainingStep, where: str) -> None:
     Raises:
         InvalidTargetError: a part of the wrong kind, or an optimizer of another model's parameters.
         InvalidDeviceError: parameters or batch on several devices.
-        UnsupportedStepError: a model under DDP, FSDP or tensor parallelism.
+        UnsupportedStepError: a model under DDP, FSDP or tensor parallelism, or a script of torch.jit.
     """
     _check_kinds(step, where)
     check_not_distributed(step.model, where)
@@ -59,6 +59,8 @@ def _distributed_kinds() -> tuple[dict[str, type], tuple[type, ...]]:
 def _check_kinds(step: TrainingStep, where: str) -> None:
     if not isinstance(step.model, torch.nn.Module):
         raise InvalidTargetError(f"{where}: model is a {_kind(step.model)}, expected a torch.nn.Module")
+    if isinstance(step.model, torch.jit.ScriptModule):
+        raise UnsupportedStepError(f"{where}: model is a script of torch.jit; give the module that it was made from")
     if not callable(step.loss):
         raise InvalidTargetError(
             f"{where}: loss is a {_kind(step.loss)}, expected a function loss(model, batch) or a loss module"
