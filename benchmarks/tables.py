@@ -153,22 +153,25 @@ def offloading(stored: Stored) -> str:
 
 
 def inplace(stored: Stored) -> str:
-    """What writing over inputs that die saves of the unplanned step's peak."""
-    head = ["workload", "eager", "nothing written over", "what schemas promise", "and what was seen"]
-    head += ["written over", "then the peak is at", "same bits as eager"]
-    variants = ("apart", "promised", "seen")
+    """What writing over inputs that die saves of the step's peak, unplanned and at the least budget found."""
+    kinds, variants = ("unplanned", "least"), ("apart", "promised", "seen")
+    head = ["workload", "eager", "unplanned: apart", "what schemas promise", "and what was seen", "then the peak is at"]
+    head += ["least found: apart", "what schemas promise", "and what was seen", "then the peak is at", "same bits"]
     rows = [
         [
             *[workload, f"{payload['eager_peak_bytes'] / MIB:.1f}"],
-            *(memory(payload[variant], "peak_bytes") for variant in variants),
-            str(payload["seen"]["taken_over"]),
-            f"`{payload['seen']['at_peak'].removeprefix('aten.').removesuffix('.default')}`",
-            yes(all(payload[variant]["first_difference"] is None for variant in variants)),
+            *(cell for kind in kinds for cell in _peaks([payload[variant][kind] for variant in variants])),
+            yes(all(payload[variant][kind]["first_difference"] is None for variant in variants for kind in kinds)),
         ]
         for workload, payload in stored.items()
     ]
-    note = "Measured, MiB above what is resident, planner `none`; the operator at the peak is the prediction's."
+    note = "Measured, MiB above what is resident; the operator at the peak is the prediction's."
     return _table(head, rows, note, stored)
+
+
+def _peaks(found: Sequence[dict[str, Any]]) -> list[str]:
+    operator = found[-1]["at_peak"].removeprefix("aten.").removesuffix(".default")
+    return [*(memory(each, "peak_bytes") for each in found), f"`{operator}`"]
 
 
 TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {

@@ -23,6 +23,11 @@ _EXPECTED = re.compile(r"(?P<expected>Expected .*) - at `(?P<place>\$(\.\w+|\[\d
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 
 
+def cache_folder() -> Path:
+    """Return the folder that memfit keeps its caches in: $MEMFIT_CACHE, else ~/.cache/memfit."""
+    return Path(os.environ.get("MEMFIT_CACHE") or Path.home() / ".cache" / "memfit")
+
+
 def read_bytes(path: Path) -> bytes:
     """Return the content of `path`, gunzipped where it is gzip, whatever its name.
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.cost import recorder, recorder_build
+from memfit.cost import recorder
 from memfit.cost.recorder import allocated_bytes, record
 from memfit.errors import InvalidDeviceError, InvalidFileError, MemfitError
+from memfit.native import NativeLibraryError
 
 KIB = 1024
 ONE_KIB_FLOATS = KIB // 4
@@ -257,7 +258,7 @@ def test_without_a_compiler_the_profiler_records_and_says_so():
         late = torch.empty(6 * ONE_KIB_FLOATS)
         del kept
     assert outer.source.startswith("torch.profiler, because")
-    assert "no C++ compiler (c++, g++ or clang++) on the PATH" in outer.source
+    assert "there is no C++ compiler (c++, g++ or clang++) on the PATH" in outer.source
     assert (inner.peak_bytes, outer.peak_bytes) == (3 * KIB, 9 * KIB)
     assert inner.start_bytes - outer.start_bytes == KIB
     assert outer.end_bytes - outer.start_bytes == 6 * KIB
@@ -269,8 +270,8 @@ def test_without_a_compiler_the_profiler_records_and_says_so():
 def test_a_failing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "false")
-    with pytest.raises(recorder_build.RecorderUnavailableError, match="false failed"):
-        recorder_build.load_library()
+    with pytest.raises(NativeLibraryError, match="false failed"):
+        recorder.load_library()
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
@@ -279,7 +280,7 @@ def test_a_cache_that_cannot_be_written_is_one_clear_error(tmp_path: Path, monke
     in_the_way.write_text("")
     monkeypatch.setenv("MEMFIT_CACHE", str(in_the_way))
     with pytest.raises(InvalidFileError, match="set MEMFIT_CACHE to another folder"):
-        recorder_build.load_library()
+        recorder.load_library()
 
 
 def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -289,7 +290,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
     with pytest.raises(InvalidFileError, match="No space left on device; set MEMFIT_CACHE"):
-        recorder_build.load_library()
+        recorder.load_library()
 
 
 @pytest.mark.parametrize("device", ["meta", "cuda:99"])

@@ -33,13 +33,14 @@ ORDER = (
     ("device", "device_profiles"),
     ("graph",),
     ("binding",),
+    ("native",),
     ("files",),
     ("budget",),
     ("errors",),
     ("compiled",),
 )
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
-TORCH_ROOMS = {"capture", "cost", "runtime", "workloads"}
+TORCH_ROOMS = {"capture", "cost", "native", "runtime", "workloads"}
 TORCH_LATE = {"planners/dqn.py"}  # may import torch inside functions
 PRIVATE_NAMES = "capture/torch_private.py"
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.cost.recorder_build import cache_folder
 from memfit.errors import InvalidFileError
-from memfit.files import write_atomically
+from memfit.files import cache_folder, write_atomically
 
 _log = logging.getLogger(__name__)
 

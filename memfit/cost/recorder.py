@@ -18,8 +18,14 @@ from pathlib import Path
 
 import torch
 
-from memfit.cost.recorder_build import RecorderUnavailableError, load_library
 from memfit.errors import InvalidDeviceError, MemfitError
+from memfit.native import NativeLibrary, NativeLibraryError
+
+_LIBRARY = NativeLibrary("recorder", Path(__file__).with_name("recorder.cpp"), linked=("-lc10",))
+_INSTALL_FAILURES = {
+    1: "the CPU allocator in place has no raw deleter, so it cannot be wrapped",
+    2: "a CPU allocator of higher priority is in place and stays",
+}
 
 
 @dataclass(slots=True)
@@ -274,5 +280,24 @@ def _instrument_of(device: torch.device) -> Instrument:
 def _cpu_instrument() -> Instrument:
     try:
         return _Wrapper(load_library())
-    except RecorderUnavailableError as error:
+    except NativeLibraryError as error:
         return _Profiler(source=f"torch.profiler, because the CPU recorder is not there: {error}")
+
+
+def load_library() -> ctypes.PyDLL:
+    """Build the recorder where the cache lacks it, install it as torch's CPU allocator, and return it.
+
+    Raises:
+        NativeLibraryError: no C++ compiler, it failed, or the allocator in place cannot be wrapped.
+        InvalidFileError: the cache cannot be written.
+    """
+    library = _LIBRARY.load()
+    pointer = ctypes.POINTER(ctypes.c_int64)
+    library.memfit_recorder_live_bytes.restype = ctypes.c_int64
+    library.memfit_recorder_open.argtypes = [pointer]
+    library.memfit_recorder_close.argtypes = [ctypes.c_int, pointer]
+    library.memfit_recorder_close.restype = ctypes.c_int64
+    failure = library.memfit_recorder_install()
+    if failure:
+        raise NativeLibraryError(_INSTALL_FAILURES[failure])
+    return library

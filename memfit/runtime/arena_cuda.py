@@ -14,7 +14,7 @@ import torch
 
 from memfit.cost.recorder import Segmented, count_with
 from memfit.errors import InvalidDeviceError
-from memfit.runtime.arena_library import ArenaLibrary, ArenaUnavailableError, library_path, load_arena_library
+from memfit.runtime.arena_library import LIBRARIES, ArenaLibrary, ArenaUnavailableError, load_arena_library
 
 
 class CudaArenaLibrary(ArenaLibrary):
@@ -101,7 +101,7 @@ def _become_the_allocator(library: ctypes.PyDLL) -> None:
     if _installed:
         return
     allocator = torch.cuda.memory.CUDAPluggableAllocator(
-        str(library_path("cuda")), "memfit_arena_cuda_malloc", "memfit_arena_cuda_free"
+        str(LIBRARIES["cuda"].path()), "memfit_arena_cuda_malloc", "memfit_arena_cuda_free"
     )
     inner: Any = allocator.allocator()
     inner.set_record_stream_fn(ctypes.cast(library.memfit_arena_cuda_record_stream, ctypes.c_void_p).value)

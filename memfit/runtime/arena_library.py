@@ -5,30 +5,25 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from memfit.cost.recorder_build import cache_folder
-from memfit.errors import InvalidFileError, MemfitError
+from memfit.errors import MemfitError
+from memfit.native import NativeLibrary, NativeLibraryError
 from memfit.runtime.arena_layout import ArenaPlan, Recording
 
 _FOLDER = Path(__file__).parent
 _SHARED = (_FOLDER / "arena_core.cpp", _FOLDER / "arena_calls.cpp")
-_SOURCES = {"cpu": _FOLDER / "arena.cpp", "cuda": _FOLDER / "arena_cuda.cpp"}
-_LINKED = {"cpu": ("-lc10",), "cuda": ("-ldl",)}
-_FLAGS = ("-O2", "-shared", "-fPIC", "-std=c++20")  # torch's headers ask for C++20 from 2.12 on
-_BUILD_SECONDS = 120
+LIBRARIES = {
+    "cpu": NativeLibrary("arena_cpu", _FOLDER / "arena.cpp", included=_SHARED, linked=("-lc10",)),
+    "cuda": NativeLibrary("arena_cuda", _FOLDER / "arena_cuda.cpp", included=_SHARED, linked=("-ldl",)),
+}
+"""The arena's library for each type of device."""
+
 _FAILURES = {
     1: "another step already runs in an arena of this process, and steps cannot be nested; end that one first, or use "
     "one arena around both",
@@ -81,13 +76,13 @@ def load_arena_library(device_type: str) -> ArenaLibrary:
         ArenaUnavailableError: there is no C++ compiler, or it failed.
         InvalidFileError: the cache cannot be written.
     """
-    path = library_path(device_type)
-    if not path.exists():
-        _build(device_type, path)
     try:
-        return ArenaLibrary(ctypes.PyDLL(str(path)), device_type)
-    except OSError as error:
-        raise ArenaUnavailableError(f"no arena: {path} cannot be loaded: {error}") from error
+        return ArenaLibrary(LIBRARIES[device_type].load(), device_type)
+    except NativeLibraryError as error:
+        raise ArenaUnavailableError(
+            f"no arena: {error}; install a C++ compiler, name one with CXX, or go without an arena: nothing else in "
+            "memfit needs it"
+        ) from error
 
 
 class ArenaLibrary:
@@ -192,59 +187,3 @@ class ArenaLibrary:
 def as_pointer(array: NDArray[np.int64]) -> ctypes.Array[ctypes.c_int64]:
     """Return the array's memory as ctypes takes it; the array has to stay alive meanwhile."""
     return array.ctypes.data_as(ctypes.POINTER(ctypes.c_int64))  # pyright: ignore[reportReturnType]
-
-
-def library_path(device_type: str) -> Path:
-    """Return where the library of a device is, or will be."""
-    sources = b"".join(path.read_bytes() for path in (*_SHARED, _SOURCES[device_type]))
-    digest = hashlib.sha256(sources + " ".join(_FLAGS).encode()).hexdigest()[:16]
-    abi = f"cxx11abi{torch.compiled_with_cxx11_abi():d}-{platform.machine()}"
-    return cache_folder() / f"torch-{torch.__version__}-{digest}-{abi}" / f"arena_{device_type}.so"
-
-
-def _compiler() -> str:
-    wanted = os.environ.get("CXX")
-    for name in [wanted] if wanted else ["c++", "g++", "clang++"]:
-        found = shutil.which(name)
-        if found is not None:
-            return found
-    raise ArenaUnavailableError(
-        f"no arena: there is no C++ compiler ({wanted or 'c++, g++ or clang++'}) on the PATH; install one, name one "
-        "with CXX, or go without an arena: nothing else in memfit needs it"
-    )
-
-
-def _build(device_type: str, path: Path) -> None:
-    compiler = _compiler()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            unfinished = Path(folder) / path.name
-            _compile(compiler, device_type, unfinished)
-            unfinished.replace(path)
-    except OSError as error:
-        raise InvalidFileError(
-            f"{path.parent}: no room for the arena's library: {error.strerror}; set MEMFIT_CACHE to another folder"
-        ) from error
-
-
-def _compile(compiler: str, device_type: str, output: Path) -> None:
-    torch_folder = Path(torch.__file__).parent
-    command = [
-        compiler,
-        *_FLAGS,
-        f"-D_GLIBCXX_USE_CXX11_ABI={torch.compiled_with_cxx11_abi():d}",
-        f"-I{torch_folder / 'include'}",
-        str(_SOURCES[device_type]),
-        f"-L{torch_folder / 'lib'}",
-        *_LINKED[device_type],
-        "-o",
-        str(output),
-    ]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise ArenaUnavailableError(f"no arena: {compiler} took more than {_BUILD_SECONDS} s") from error
-    if done.returncode:
-        complaints = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
-        raise ArenaUnavailableError(f"no arena: {compiler} failed: {complaints[0].strip()}")

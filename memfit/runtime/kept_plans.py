@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 import memfit
-from memfit.cost.recorder_build import cache_folder
 from memfit.errors import MemfitError
+from memfit.files import cache_folder
 from memfit.plan import Plan, Problem
 
 _MOST_PLANS = 64  # the least recently used ones go
