@@ -24,7 +24,8 @@ from memfit.checker import check
 from memfit.device import GENERIC, Device
 from memfit.errors import InvalidFileError, InvalidOptionError, MemfitError
 from memfit.graph import Boundary, Graph, Op, Phase, Role, Storage
-from memfit.plan import Status
+from memfit.plan import Problem, Status
+from memfit.planners.result import unplanned_schedule
 from memfit.report import CurvePoint, Measured, explain, text_summary, write_html, write_png, write_trace
 from memfit.report.fates import Kind, fates, totals
 from memfit.report.live import Layer, play
@@ -559,3 +560,13 @@ def test_a_picture_of_no_sensible_size_is_refused(width: int, height: int, tmp_p
         write_png(
             plan_of(small_graph(), REMATERIALIZED), tmp_path / "plan.png", width_pixels=width, height_pixels=height
         )
+
+
+def test_the_summary_says_where_a_host_budget_was_left_out() -> None:
+    hint = "host memory: not used, for no host budget was given"
+    slower = plan_of(small_graph(), REMATERIALIZED, LINKED)
+    assert hint in text_summary(slower)
+    assert hint not in text_summary(msgspec.structs.replace(slower, host_budget_bytes=1))
+    assert hint not in text_summary(plan_of(small_graph(), REMATERIALIZED))
+    free = Problem(graph=small_graph(), device=LINKED, budget_bytes=1)
+    assert hint not in text_summary(plan_of(small_graph(), unplanned_schedule(free), LINKED))

@@ -53,7 +53,8 @@ HostBudget = Annotated[
         "--host-budget",
         metavar="SIZE",
         show_default=False,
-        help="Storages may go to the host's memory, up to this size, where the device has a link to it: 64GiB.",
+        help="Storages may go to the host's memory, up to this size, where the device has a link to it: 64GiB. "
+        "None by default: what is copied there is pinned, and taken from all that runs on the host.",
     ),
 ]
 Planner = Annotated[str, typer.Option("--planner", "-p", metavar="NAME", help="See `memfit planners`.")]

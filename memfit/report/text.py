@@ -84,6 +84,8 @@ def _key_figures(plan: Plan) -> list[str]:
             f"  host memory: predicted peak {format_bytes(predicted.host_peak_bytes)} of a budget of "
             f"{format_bytes(plan.host_budget_bytes)}; {format_bytes(plan.offloaded_bytes)} are copied there"
         )
+    elif plan.host_budget_bytes == 0 and plan.device.has_link and plan.overhead > 0:
+        lines.append("  host memory: not used, for no host budget was given; with one, storages may go there instead")
     found, bound = plan.bounds.least_budget_found_bytes, plan.bounds.least_budget_bound_bytes
     reached = f"least budget reached by a plan {format_bytes(found)}, " if found is not None else ""
     lines.append(f"  limits: {reached}no plan at all below {format_bytes(bound)}")

@@ -89,7 +89,8 @@ def fit(
         plan: a plan made before (or its file), used instead of searching.
         verify: run one planned and one eager step from the same state and refuse on the first tensor that differs.
         host_budget: bytes of the host's memory that storages may be copied to while the step runs, as text or an
-            integer, where the device has a link to it; 0 copies nothing.
+            integer, where the device has a link to it. 0, the default, copies nothing: that memory is pinned, so that
+            nothing else on the host can have it, and how much is free there is no part of a plan.
         arena: serve what each call requests from memory that was laid out after the first call of its kind; see
             `memfit.arena`. On CUDA call `memfit.arena(device="cuda")` before anything is put on the device.
         on_stage, progress: told what is being done, and how the search goes.
