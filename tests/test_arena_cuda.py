@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ def run(code: str, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def fakes(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler: the faked CUDA runtime cannot be built")
     folder = tmp_path_factory.mktemp("fake")
     build_fakes(folder)
     return str(folder)

@@ -32,6 +32,7 @@ from memfit.capture.torch_private import (
     module_tables,
     next_sequence_number,
     real_tensors,
+    release_cublas_workspaces,
     runs_under_ddp,
     storage_key,
     trace_joint,
@@ -112,6 +113,18 @@ def test_dispatch_mode_and_pytrees() -> None:
     assert leaves == [1, 2, None]
     assert tree_unflatten(leaves, structure) == {"a": [1, (2, None)]}
     assert tree_map(lambda leaf: leaf or 0, [1, (None,)]) == [1, (0,)]
+
+
+def test_cublas_gives_its_workspaces_back() -> None:
+    assert hasattr(torch._C, "_cuda_clearCublasWorkspaces") == (torch.version.cuda is not None)
+    release_cublas_workspaces()
+    if torch.cuda.is_available():
+        square = torch.ones(64, 64, device="cuda")
+        before = torch.cuda.memory_allocated()
+        square.copy_(square @ square)
+        assert torch.cuda.memory_allocated() > before
+        release_cublas_workspaces()
+        assert torch.cuda.memory_allocated() == before
 
 
 def test_sequence_numbers_link_forward_and_backward() -> None:

@@ -52,6 +52,13 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def release_cublas_workspaces() -> None:
+    """Let go of the workspaces that cuBLAS keeps for each thread and stream; its next call asks for them again."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # a build without CUDA has none
+    if clear is not None:
+        clear()
+
+
 def next_sequence_number() -> int:
     """Return the number that autograd will give to the next node it makes on this thread."""
     return torch.autograd._get_sequence_nr()
