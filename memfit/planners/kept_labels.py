@@ -17,12 +17,13 @@ from memfit.compiled import compiled, entry_point
 CLOSED, OPEN = -1, -2  # no copy to the host may start before the next op; any may
 _LIVE, _HOST, _OUT, _BACK, _MAY_COPY, _SETS = range(6)
 _NOW, _OUT_FREE, _BACK_FREE, _CLOCKS = range(4)
-_NONE = -1
+NONE = -1
 _FIRST_ROWS = 1024
 
 
 class Kept(NamedTuple):
-    """Labels as rows of arrays; those of the same ops are a chain, from the last one on.
+    """Labels as rows of arrays; those of the same ops and storages on the device are a chain, from
+    the last one on.
 
     Attributes:
         sets: int64[labels, 5], storages as bits: on the device, on the host, under way there and back; which may start.
@@ -42,7 +43,7 @@ class Kept(NamedTuple):
         return cls(
             np.zeros((rows, _SETS), np.int64),
             np.zeros((rows, _CLOCKS + 2 * storages)),
-            np.full(rows, _NONE),
+            np.full(rows, NONE),
             np.zeros(rows, np.bool_),
         )
 
@@ -60,23 +61,31 @@ class Kept(NamedTuple):
 
 
 @entry_point
-def is_new(kept: Any, label: int, latest: int, has_host_room: bool) -> bool:
-    """Whether no label of the chain from `latest` on can do all that `label` can; then it is the chain's last.
-
-    Those that it can do as much as leave the chain, and are forgotten.
-    """
-    kept.before[label] = latest
-    after, other = label, latest
-    while other != _NONE:
+def is_dominated(kept: Any, label: int, latest: int, has_host_room: bool) -> bool:
+    """Whether a label of the chain from `latest` on can do all that `label` can."""
+    other = latest
+    while other != NONE:
         if does_all(kept, other, label, has_host_room):
-            return False
+            return True
+        other = kept.before[other]
+    return False
+
+
+@entry_point
+def forget(kept: Any, label: int, latest: int, has_host_room: bool) -> int:
+    """Take from the chain all that `label` can do as much as; return its latest label then."""
+    after, other = NONE, latest
+    while other != NONE:
         if does_all(kept, label, other, has_host_room):
             kept.is_forgotten[other] = True
-            kept.before[after] = kept.before[other]
+            if after == NONE:
+                latest = kept.before[other]
+            else:
+                kept.before[after] = kept.before[other]
         else:
             after = other
         other = kept.before[other]
-    return True
+    return latest
 
 
 @compiled

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from memfit.plan import Problem
-from memfit.planners.kept_labels import CLOSED, OPEN, Kept, is_new
+from memfit.planners.kept_labels import CLOSED, NONE, OPEN, Kept, forget, is_dominated
 from memfit.planners.shortest_path import SmallGraph, is_small, members, smallest
 from memfit.planners.small_needs import Needs
 from memfit.schedule import Compute, Drop, DropHost, Instruction, Offload, Prefetch, Schedule, Wait
@@ -101,7 +101,7 @@ class _Search:
         self.largest_workspace = max((op.workspace_bytes or 0 for op in problem.graph.ops), default=0)
         self.labels: list[_Label] = []
         self.kept = Kept.none_of(len(problem.graph.storages))
-        self.latest: dict[int, int] = {}  # of each set of computed ops, its last label
+        self.chains: dict[int, dict[int, int]] = {}  # by what is computed, and is on the device: the last label
         self.heap: list[tuple[float, int, int]] = []  # least seconds, ops left, number of the label
 
     def run(self) -> FastestSchedule | None:
@@ -151,10 +151,19 @@ class _Search:
         number = len(self.labels)
         self.kept = self.kept.with_room_for(number)
         self._write(number, label)
-        if is_new(self.kept, number, self.latest.get(state.done, -1), self.has_host_room):
-            self.latest[state.done] = number
-            heapq.heappush(self.heap, (seconds, -state.done.bit_count(), number))
-            self.labels.append(label)
+        chains = self.chains.setdefault(state.done, {})
+        if any(
+            not state.live & ~live and is_dominated(self.kept, number, latest, self.has_host_room)
+            for live, latest in chains.items()
+        ):
+            return
+        for live, latest in chains.items():
+            if not live & ~state.live:
+                chains[live] = forget(self.kept, number, latest, self.has_host_room)
+        self.kept.before[number] = chains.get(state.live, NONE)
+        chains[state.live] = number
+        heapq.heappush(self.heap, (seconds, -state.done.bit_count(), number))
+        self.labels.append(label)
 
     def _write(self, number: int, label: _Label) -> None:
         """Write the label to its row; what has ended, or is not under way, ends now."""
