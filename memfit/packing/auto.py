@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from memfit.packing.beam import beam_steps
 from memfit.packing.best_fit import BestFit, fill_lines
 from memfit.packing.blocks import Blocks, Layout, PackingProblem
 from memfit.packing.ejection import ejection_steps
@@ -20,8 +21,9 @@ from memfit.packing.sections import Sections, sections_of
 from memfit.packing.starts import first_start
 from memfit.packing.tight import tight_steps
 
-_FEW_BLOCKS, _RARELY = 600, 8  # of so few blocks exact nearly always finds more than the others
+_FEW_BLOCKS, _RARELY = 600, 8  # of so few blocks exact and beam nearly always find more than the others
 _QUICK_WORK, _RARE_QUICK_WORK = 1000, 16_000  # for each block, of a quick packer: few blocks, many blocks
+_BEAM_LATER = 100_000  # for each block: what is easy, exact has found by then
 _EXACT_LATER = 10_000  # for each block: trees of many blocks take a while to build
 _EJECTION_LATER = 15000  # for each block: after the tight ones among many have been packed, and the others around them
 _LOCAL_LATER = 30_000  # for each block: of so many blocks ejection finds more than the others
@@ -29,7 +31,8 @@ _LOCAL_LATER = 30_000  # for each block: of so many blocks ejection finds more t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """Answer with the quick packers, then improve: `exact`, `local_search` and `ejection` in turns.
+    """Answer with the quick packers, then improve: `exact`, `local_search` and `ejection` in turns, and on
+    up to 600 blocks a beam of layouts (`memfit.packing.beam`).
 
     They share what they find. The answer is never worse than that of the parts that have had their turn; it stops at
     the lower bound.
@@ -44,7 +47,8 @@ class Auto:
         quick, exact = _quick_steps(problem.blocks, sections, best), exact_steps(problem, sections, best)
         local, ejection = local_steps(problem, sections, best), ejection_steps(problem, sections, best)
         if count <= _FEW_BLOCKS:
-            parts = {quick: 0, exact: 0, _rarely(local): 0, _rarely(ejection): 0}
+            beam = beam_steps(problem, sections, best)
+            parts = {quick: 0, exact: 0, beam: _BEAM_LATER * count, _rarely(local): 0, _rarely(ejection): 0}
         elif count <= MOST_BLOCKS:
             parts = {quick: 0, exact: _EXACT_LATER * count, local: 0, ejection: 0}
         else:
