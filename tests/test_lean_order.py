@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from chains import problem
@@ -16,10 +17,10 @@ from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.plan import Status
 from memfit.planners.emit import emit
 from memfit.planners.lean_order import lean_order
-from memfit.planners.order import update_at_once_order
+from memfit.planners.order import original_order, update_at_once_order
 from memfit.planners.program import build_program
 from memfit.planners.search import Search
-from memfit.planners.windows import Evaluation, evaluate, keep_everything, simulated
+from memfit.planners.windows import Evaluation, Windows, evaluate, keep_everything, simulated, waiting
 
 
 def branches(count: int, phase: Phase) -> Graph:
@@ -71,6 +72,68 @@ def test_what_is_needed_late_is_computed_late() -> None:
     ]
     graph = Graph.build(name="late", storages=storages, ops=ops)
     assert lean_order(graph, GENERIC) == (1, 2, 0, 3)
+
+
+def adding_up(steps: int) -> Graph:
+    """As an unrolled recurrent network: each step's gradient of 50 bytes is added to those of later steps; what forward
+    wrote takes 10 bytes a step, and what backward passes on takes one.
+    """
+    storages = [Storage(id=0, name="input", bytes=10, role=Role.INPUT, resident=True)]
+    ops: list[Op] = []
+
+    def add(name: str, phase: Phase, reads: tuple[int, ...], size_bytes: int, *, at_end: bool = False) -> int:
+        number = len(storages)
+        role = Role.ACTIVATION if phase is Phase.FORWARD else Role.GRADIENT
+        storages.append(Storage(id=number, name=name, bytes=size_bytes, role=role, required_at_end=at_end))
+        ops.append(Op(id=len(ops), name=name, phase=phase, reads=reads, writes=(number,), seconds=1.0))
+        return number
+
+    values = [0]
+    for number in range(steps):
+        values.append(add(f"f{number}", Phase.FORWARD, (values[-1],), 10))
+    passed, total = values[-1], -1
+    for number in reversed(range(steps)):
+        passed = add(f"b{number}", Phase.BACKWARD, (values[number], values[number + 1], passed), 1)
+        own = add(f"own{number}", Phase.BACKWARD, (passed,), 50)
+        total = own if total < 0 else add(f"sum{number}", Phase.BACKWARD, (total, own), 50, at_end=number == 0)
+    return Graph.build(name="adding up", storages=storages, ops=ops)
+
+
+def test_gradients_that_add_up_may_wait_at_no_cost() -> None:
+    graph = adding_up(12)
+    program = build_program(problem(graph), original_order(graph))
+    everything = keep_everything(program)
+    evaluation = evaluate(program, simulated(program, waiting(program, everything, 50)))
+    check(graph, emit(program, evaluation.sequence))
+    assert evaluation.seconds == len(graph.ops)
+    assert evaluation.peak_bytes == 10 + 10 + 3 * 50  # the input, what backward passed on, two gradients and their sum
+    assert evaluate(program, simulated(program, everything)).peak_bytes > 250
+
+
+def test_what_a_waiting_op_alone_reads_waits_with_it_or_is_kept() -> None:
+    graph = adding_up(12)
+    program = build_program(problem(graph), original_order(graph))
+    gaps, everything = program.tables.gaps, keep_everything(program)
+    large = np.array([graph.storages[storage].bytes == 50 for storage in program.storage_of])[gaps["storage"]]
+    peaks: list[int] = []
+    for leaves in (False, True):  # what is read from each step's own gradient on
+        dropped = large & (gaps["end"] > gaps["start"] + 1) & (gaps["closed"] | leaves)
+        release = np.where(dropped, gaps["start"], everything.release)
+        hold = np.where(dropped, gaps["start"] + 1, everything.hold)
+        evaluation = evaluate(program, simulated(program, Windows(release=release, hold=hold)))
+        check(graph, emit(program, evaluation.sequence))
+        assert evaluation.seconds == len(graph.ops)
+        peaks.append(evaluation.peak_bytes)
+    assert peaks[0] > 12 * 50
+    assert peaks[1] < 10 + 12 + 4 * 50
+
+
+@given(graphs(most_ops=12))
+def test_waiting_computes_nothing_twice(graph: Graph) -> None:
+    program = build_program(problem(graph), update_at_once_order(graph))
+    evaluation = evaluate(program, simulated(program, waiting(program, keep_everything(program), 1)))
+    check(graph, emit(program, evaluation.sequence))
+    assert sorted(evaluation.sequence) == list(range(len(program.op_at)))
 
 
 @given(st.data())

@@ -1,7 +1,8 @@
 """Families of windows for a whole step, and the best of them joined block by block: where a search begins.
 
-Kept sets by price (minimum cuts), segments of many lengths, segments within segments, and the products of these: at
-every so manieth border of a block all that crosses is kept, and inside what a price keeps.
+Kept sets by price (minimum cuts), with gradients that wait to be added or without, segments of many lengths, segments
+within segments, and the products of these: at every so manieth border of a block all that crosses is kept, and inside
+what a price keeps.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from memfit.planners.cuts import Cuts, kept_at
 from memfit.planners.joining import join, worth_joining
 from memfit.planners.program import NOT_AN_OP, Program
 from memfit.planners.sublinear import Frontier
-from memfit.planners.windows import Integers, Windows, keep_everything, keep_only
+from memfit.planners.windows import Integers, Windows, keep_everything, keep_only, waiting
 
 _EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # blocks in a segment
 _INNER = (1, 2, 4, 8)  # blocks in a segment within a segment
 _PRICES = 2.0 ** np.arange(-4.0, 4.0, 0.5)  # in seconds of the whole step for all that could be kept
 _SPLITS = 12  # segment sizes tried by themselves, spread evenly on a logarithmic scale
+_WAITING = (0.5, 0.05)  # of the largest gradient: what has as many bytes waits for what reads it
 _MOST_JOINED = 128  # of the families' windows; more cost time and gain little
 
 Make = Callable[[], Windows]
@@ -82,6 +84,12 @@ def families(blocks: Blocks, by_price: Sequence[frozenset[int]]) -> Iterator[Mak
     yield partial(keep_everything, program)
     for kept in by_price:
         yield partial(keep_only, program, kept)
+    plain = [keep_everything(program), *(keep_only(program, kept) for kept in by_price)]
+    written = program.tables.storages["writer"] >= program.backward_start
+    largest = int(program.tables.storages["size_bytes"][written].max(initial=0))
+    for share in _WAITING:
+        for windows in plain:
+            yield partial(waiting, program, windows, int(share * largest))
     products = list(_products(blocks, by_price))
     for index in np.random.default_rng(0).permutation(len(products)):
         yield products[int(index)]

@@ -219,7 +219,11 @@ def change(tables: Any, state: Any, gap: int, release: int, hold: int) -> None:
     note(state, U_HOLD, gap, row.hold)
     row.release = release
     row.hold = hold
-    start = tables.gaps[gap].start
-    if tables.positions[start].may_wait and gap == tables.storages[tables.gaps[gap].storage].first_gap:
-        enqueue(state, start)
+    writer = tables.storages[tables.gaps[gap].storage].writer
+    is_first = tables.gaps[gap].start == writer
+    if tables.positions[writer].waits_with_next or (is_first and tables.positions[writer].may_wait):
+        enqueue(state, writer)
+        while writer > 0 and tables.positions[writer - 1].waits_with_next:
+            writer -= 1
+            enqueue(state, writer)
     reconsider(tables, state, gap)

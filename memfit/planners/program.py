@@ -46,6 +46,7 @@ _POSITION = np.dtype(
         ("reuse_end", np.int64),
         ("last_rematerialization", np.int64),
         ("may_wait", np.bool_),
+        ("waits_with_next", np.bool_),
         ("workspace_bytes", np.int64),
         ("away_bytes", np.int64),
         ("seconds", np.float64),
@@ -77,9 +78,9 @@ class Tables(NamedTuple):
 
     Attributes:
         positions: what each reads, writes and may take over (rows of the next three); `last_rematerialization`, the
-        last
-            position at which its op may be computed again; `may_wait`, whether its op's first computation may wait
-            until something reads what it writes; `away_bytes`, what is on the host for its whole stage though kept.
+            last position at which its op may be computed again; `may_wait`, whether its op's first computation may wait
+            until something reads what it writes; `waits_with_next`, whether it may with that of the next position,
+            which alone reads what it writes; `away_bytes`, what is on the host for its whole stage though kept.
         reads, writes: the managed storage, and the gap that this use opens.
         reuses: a read whose memory may be taken over by a write.
         storages: aligned size, position of the writer, and its gaps in order: the first opens at its write.
@@ -332,6 +333,10 @@ def _to_tables(
     sizes = [problem.device.aligned(storages[s].bytes) if s < len(storages) else problem.bytes_outside for s in managed]
     writer = {number[s]: position for position, row in enumerate(rows) for s in row.writes}
     never = [0] * len(gaps.storage)
+    read_at: dict[int, list[int]] = {}
+    for position, row in enumerate(rows):
+        for storage in row.reads:
+            read_at.setdefault(storage, []).append(position)
     positions = np.zeros(len(rows), _POSITION)
     for field_name, counts in (
         ("read", [len(row.reads) for row in rows]),
@@ -342,6 +347,10 @@ def _to_tables(
         positions[f"{field_name}_start"] = np.cumsum(counts) - counts
     positions["last_rematerialization"] = last
     positions["may_wait"] = may_wait
+    positions["waits_with_next"] = [
+        wait and bool(row.writes) and all(read_at.get(storage) == [position + 1] for storage in row.writes)
+        for position, (wait, row) in enumerate(zip(may_wait, rows, strict=True))
+    ]
     positions["workspace_bytes"] = [(op.workspace_bytes or 0) if op else 0 for op in ops]
     positions["seconds"] = [op.seconds if op else 0.0 for op in ops]
     return Tables(

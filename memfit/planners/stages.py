@@ -49,10 +49,7 @@ def settle(tables: Any, state: Any) -> bool:
 def look_again(tables: Any, state: Any, position: int) -> bool:
     """Work out one stage anew, and what follows from it for later stages."""
     op = tables.positions[position]
-    waits = op.may_wait
-    for slot in range(op.write_start, op.write_end):
-        window = state.gaps[tables.writes[slot].gap]
-        waits = waits and window.release <= position and window.hold > position
+    waits = waits_at(tables, state, position)
     count = 0 if waits else collect(tables, state, position)
     if count < 0:
         return False
@@ -77,6 +74,26 @@ def look_again(tables: Any, state: Any, position: int) -> bool:
             state.gaps[gap].begins_there = there
             reconsider(tables, state, gap)
     return True
+
+
+@compiled
+def waits_at(tables: Any, state: Any, position: int) -> bool:
+    """Whether the first computation of an op waits until it is wanted: nothing that it writes is retained before, or
+    the one op that reads it is next, waits in its turn, and leaves nothing of it behind.
+    """
+    while tables.positions[position].may_wait:
+        op, waits, leaves = tables.positions[position], True, True
+        for slot in range(op.write_start, op.write_end):
+            gap = tables.writes[slot].gap
+            window = state.gaps[gap]
+            waits = waits and window.release <= position and window.hold > position
+            if op.waits_with_next:
+                after = state.gaps[gap + 1]
+                leaves = leaves and after.release <= position + 1 and after.hold > position + 1
+        if waits or not op.waits_with_next or not leaves:
+            return waits
+        position += 1
+    return False
 
 
 @compiled

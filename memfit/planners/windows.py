@@ -58,6 +58,22 @@ def keep_only(program: Program, kept: Collection[int]) -> Windows:
     return _drop(program, keep_everything(program), dropped[gaps["storage"]] & crosses)
 
 
+def waiting(program: Program, windows: Windows, least_bytes: int) -> Windows:
+    """Return windows in which what backward writes for a single reader, and has so many bytes, waits for it.
+
+    Gradients that add up, as those of a weight that every step of a recurrent network uses, are then added when the
+    sum is wanted, by when what forward wrote has made room. Nothing is computed twice for that.
+    """
+    storages, positions = program.tables.storages, program.tables.positions
+    first, writer = storages["first_gap"], storages["writer"]
+    is_single = positions["write_end"][writer] == positions["write_start"][writer] + 1
+    chosen = (storages["last_gap"] == first + 1) & (storages["size_bytes"] >= least_bytes) & is_single
+    chosen &= (writer >= program.backward_start) & positions["may_wait"][writer]
+    found = np.zeros(len(program.tables.gaps), np.bool_)
+    found[first[chosen]] = True
+    return _drop(program, windows, found)
+
+
 def joined(program: Program, early: Windows, late: Windows, place: int) -> Windows:
     """Return `early` for what the forward ops before position `place` write and their backward ops do, else `late`."""
     gaps, start = program.tables.gaps, program.backward_start
