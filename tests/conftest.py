@@ -17,6 +17,7 @@ SHARED_GRAPHS = HERE.parent.parent / "shared" / "data" / "graphs"
 sys.path.insert(0, str(HERE))  # for `import reference` and `import strategies`: the tests are no package
 
 from browsing import CHROME, FLAGS, Visit  # noqa: E402
+from command_line import Run  # noqa: E402
 
 # Deadlines measure the machine; the first example of a test may compile.
 settings.register_profile("memfit", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
@@ -25,6 +26,19 @@ settings.load_profile("memfit")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--renew-golden", action="store_true", help="write the golden files anew instead of comparing")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs one command and gives exit status, standard output and standard error."""
+    from memfit.cli import main
+
+    def run_command(*words: object) -> tuple[int, str, str]:
+        status = main([str(word) for word in words])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run_command
 
 
 @pytest.fixture

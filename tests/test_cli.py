@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Run, json_of
 
 import memfit
-from memfit.cli import main
 from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.plan import Plan
 
@@ -59,32 +59,9 @@ def graph_file(tmp_path: Path) -> Path:
     return path
 
 
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs one command and gives exit status, standard output and standard error."""
-
-    def run_command(*words: object) -> tuple[int, str, str]:
-        status = main([str(word) for word in words])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run_command
-
-
-def _json(out: str) -> dict[str, Any]:
-    """Return the one JSON object that must be all of standard output."""
-    document = json.loads(out)
-    assert isinstance(document, dict)
-    assert document["memfit_version"] == memfit.__version__
-    return document
-
-
 def test_plan_answers_with_the_keys_of_the_contract(run: Run, graph_file: Path) -> None:
     status, out, err = run("plan", graph_file, "--budget", "70%", "--time-limit", 1, "--json")
-    document = _json(out)
+    document = json_of(out)
     assert (status, err) == (0, "")
     assert set(document) == COMMON_KEYS | {
         "budget_bytes", "planner", "status", "plan_seconds", "predicted", "unplanned", "overhead", "bounds", "counts",
@@ -123,7 +100,7 @@ def test_bad_budget_is_refused_before_any_work(run: Run) -> None:
 
 def test_infeasible_budget_says_what_would_do(run: Run, graph_file: Path) -> None:
     status, out, err = run("plan", graph_file, "--budget", "5kB", "--json")
-    document = _json(out)
+    document = json_of(out)
     assert status == 3
     assert document["status"] == "infeasible"
     assert 5000 < document["least_budget_bound_bytes"] <= document["least_budget_found_bytes"]
@@ -172,7 +149,7 @@ def test_bad_input_is_one_line_and_status_2(
     assert err.count("\n") == 1
     assert what in err
     if as_json:
-        assert what in _json(out)["error"]
+        assert what in json_of(out)["error"]
     else:
         assert out == ""
 
@@ -214,7 +191,7 @@ def test_check_accepts_what_plan_saved(run: Run, graph_file: Path, tmp_path: Pat
     plan_file = tmp_path / "chain.plan.json"
     assert run("plan", graph_file, "--budget", "70%", "--time-limit", 1, "--save", plan_file)[0] == 0
     status, out, _ = run("check", graph_file, plan_file, "--json")
-    document = _json(out)
+    document = json_of(out)
     assert status == 0
     assert set(document) == COMMON_KEYS | {"valid", "peak_bytes", "seconds"}
     plan = Plan.load(plan_file)
@@ -252,7 +229,7 @@ def test_check_refuses_a_plan_that_was_changed(
     assert run("plan", graph_file, "--budget", "100%", "--planner", "none", "--save", plan_file)[0] == 0
     tampered = _tampered(plan_file, change)
     found, out, err = run("check", graph_file, tampered, "--json")
-    document = _json(out)
+    document = json_of(out)
     assert found == status
     assert what in document["error"]
     if status == 4:
@@ -272,7 +249,7 @@ def test_check_refuses_a_plan_for_another_graph(run: Run, graph_file: Path, tmp_
 
 def test_estimate_answers_with_the_keys_of_the_contract(run: Run, graph_file: Path) -> None:
     status, out, err = run("estimate", graph_file, "--json")
-    document = _json(out)
+    document = json_of(out)
     assert (status, err) == (0, "")
     assert set(document) == COMMON_KEYS | {"peak_bytes", "by_role", "peak_op", "storages_at_peak", "strategies"}
     assert document["peak_bytes"] == sum(document["by_role"].values()) == (LAYERS + 2) * 4096
@@ -282,7 +259,7 @@ def test_estimate_answers_with_the_keys_of_the_contract(run: Run, graph_file: Pa
 
 
 def test_estimate_of_the_forward_pass_alone(run: Run, graph_file: Path) -> None:
-    document = _json(run("estimate", graph_file, "--forward-only", "--json")[1])
+    document = json_of(run("estimate", graph_file, "--forward-only", "--json")[1])
     assert document["peak_bytes"] == 3 * 4096  # the input, and the two ends of a layer
     assert set(document["by_role"]) == {"input", "activation"}
     status, out, _ = run("estimate", graph_file, "--forward-only")
@@ -295,7 +272,7 @@ def test_report_writes_what_its_suffix_says(run: Run, graph_file: Path, tmp_path
     assert run("plan", graph_file, "--budget", "80%", "--time-limit", 1, "--save", plan_file)[0] == 0
     status, out, _ = run("report", plan_file, "-o", page, "-o", trace, "--curve", 3, "--time-limit", 1, "--json")
     assert status == 0
-    assert _json(out)["files"] == [str(page), str(trace)]
+    assert json_of(out)["files"] == [str(page), str(trace)]
     assert page.read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html")
     assert json.loads(trace.read_text(encoding="utf-8"))
     status, out, _ = run("report", plan_file, "--curve", 0)
@@ -303,7 +280,7 @@ def test_report_writes_what_its_suffix_says(run: Run, graph_file: Path, tmp_path
     assert "at the peak" in out
     assert "what makes" in out
     status, out, _ = run("report", plan_file, "--curve", 2, "--time-limit", 1, "--json")
-    explanation = _json(out)["explanation"]
+    explanation = json_of(out)["explanation"]
     assert {"keep", "again", "offload"} <= set(explanation["storages"][0]["price"])
     assert explanation["more_memory"]["bound_overhead"] <= explanation["more_memory"]["found_overhead"]
     assert explanation["least_budget"]["ops"]
@@ -319,7 +296,7 @@ def test_plan_writes_a_report(run: Run, graph_file: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("noun", ["planners", "workloads", "devices"])
 def test_listings(run: Run, noun: str) -> None:
     status, out, err = run(noun, "--json")
-    document = _json(out)
+    document = json_of(out)
     assert (status, err) == (0, "")
     names = {entry["name"] for entry in document[noun]}
     expected = {
@@ -427,7 +404,7 @@ sys.exit(main(sys.argv[1:]))
 
 def test_a_frontier_is_monotone(run: Run, graph_file: Path) -> None:
     status, out, _ = run("plan", graph_file, "--budget", "80%", "--time-limit", 0.2, "--frontier", 4, "--json")
-    points = _json(out)["frontier"]
+    points = json_of(out)["frontier"]
     overheads = [point["overhead"] for point in points if point["overhead"] is not None]
     assert status == 0
     assert len(points) == 4

@@ -8,13 +8,12 @@ import re
 import struct
 import tracemalloc
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import Run
 
-from memfit.cli import main
 from memfit.errors import InvalidFileError, InvalidOptionError
 from memfit.packing import PACKERS, Block, Blocks, pack
 from memfit.packing.trace_file import read_trace, write_offsets
@@ -24,18 +23,6 @@ from memfit.report.layout_picture import layout_text, write_layout_png
 
 GOOD = "id,lower,upper,size\n0,0,4,64\n1,2,6,64\n2,4,8,64\n"
 KEYS = {"target", "device", "memfit_version", "blocks", "height", "lower_bound", "ratio", "proven", "packer"}
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def command(*words: object) -> tuple[int, str, str]:
-        status = main([str(word) for word in words])
-        shown = capsys.readouterr()
-        return status, shown.out, shown.err
-
-    return command
 
 
 @pytest.fixture

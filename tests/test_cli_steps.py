@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from command_line import Run, json_of
 from steps import hungry
 
-from memfit.cli import main
 from memfit.plan import Plan
 from memfit.report.words import change_text
 
@@ -119,27 +118,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs one command and gives exit status, standard output and standard error."""
-
-    def run_command(*words: object) -> tuple[int, str, str]:
-        status = main([str(word) for word in words])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run_command
-
-
-def _json(out: str) -> dict[str, Any]:
-    document = json.loads(out)
-    assert isinstance(document, dict)
-    return document
-
-
 @pytest.mark.parametrize("function", ["step", "trained"])
 def test_fit_plans_runs_verifies_and_measures(run: Run, own_file: Path, tmp_path: Path, function: str) -> None:
     plan_file, page = tmp_path / "step.plan.json", tmp_path / "step.html"
@@ -147,7 +125,7 @@ def test_fit_plans_runs_verifies_and_measures(run: Run, own_file: Path, tmp_path
         "fit", f"{own_file}:{function}", "--budget", "75%", "--time-limit", 1, "--curve", 2, "--repeats", 1,
         "--save", plan_file, "--report", page, "--json",
     )  # fmt: skip
-    document = _json(out)
+    document = json_of(out)
     assert status == 0, err
     assert set(document) == {
         "target", "device", "memfit_version", "budget_bytes", "resident_bytes", "planner", "status", "plan_seconds",
@@ -192,7 +170,7 @@ def test_fit_refuses_a_plan_of_another_torch(run: Run, own_file: Path, tmp_path:
 
 def test_a_budget_below_the_parameters_is_infeasible_before_anything_runs(run: Run, own_file: Path) -> None:
     status, out, err = run("fit", f"{own_file}:step", "--budget", "10kB", "--time-limit", 1, "--json")
-    document = _json(out)
+    document = json_of(out)
     assert status == 3
     assert document["least_budget_bound_bytes"] > 64 * 64 * 4 * 4
     assert re.search("no plan fits .* none can go below|no plan can go below", err)
@@ -265,7 +243,7 @@ def test_a_file_that_cannot_be_loaded_is_one_line(run: Run, tmp_path: Path, cont
 def test_a_workload_with_options(run: Run) -> None:
     status, out, err = run("estimate", "lstm", "--set", "batch=2", "--set", "steps=3", "--set", "width=8", "--json")
     assert status == 0, err
-    assert _json(out)["by_role"]["parameter"] > 0
+    assert json_of(out)["by_role"]["parameter"] > 0
     for setting, what in (("batch=none", "whole number"), ("batch=0", "1 or more"), ("bach=2", "did you mean 'batch'")):
         status, _, err = run("estimate", "lstm", "--set", setting)
         assert status == 2
@@ -273,8 +251,8 @@ def test_a_workload_with_options(run: Run) -> None:
 
 
 def test_estimate_tells_forward_from_the_whole_step(run: Run, own_file: Path) -> None:
-    whole = _json(run("estimate", f"{own_file}:trained", "--json")[1])
-    forward = _json(run("estimate", f"{own_file}:trained", "--forward-only", "--json")[1])
+    whole = json_of(run("estimate", f"{own_file}:trained", "--json")[1])
+    forward = json_of(run("estimate", f"{own_file}:trained", "--forward-only", "--json")[1])
     assert forward["peak_bytes"] < whole["peak_bytes"]
     assert "gradient" not in forward["by_role"]
     assert forward["by_role"]["parameter"] == whole["by_role"]["parameter"]
@@ -284,7 +262,7 @@ def test_plan_for_a_device_that_is_not_here(run: Run, own_file: Path) -> None:
     words = ["--budget", "100%", "--planner", "none", "--device-profile", "t4", "--json"]
     status, out, err = run("plan", f"{own_file}:step", *words)
     assert status == 0, err
-    document = _json(out)
+    document = json_of(out)
     assert document["device"] == "t4"
     assert 0 < document["predicted"]["seconds"] < 1
 
@@ -300,7 +278,7 @@ def test_a_step_that_breaks_is_planned_in_parts_and_says_where(own_file: Path) -
     with _process("fit", f"{own_file}:breaks", *words) as process:
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    document = _json(out)
+    document = json_of(out)
     assert re.search(r"memfit: warning: .*train\.py:\d+", err), err
     assert document["budget_bytes"] == 4 << 20
     assert document["predicted"] == {"peak_bytes": None, "step_seconds": None}
@@ -345,7 +323,7 @@ def test_no_space_for_the_cache_is_a_warning_and_no_failure(own_file: Path, tmp_
     with _process("plan", f"{own_file}:step", *words, before=before) as process:
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert _json(out)["status"] == "optimal"
+    assert json_of(out)["status"] == "optimal"
     assert "Traceback" not in err
     assert "memfit: warning: " in err
     assert str(not_a_folder) in err

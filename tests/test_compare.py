@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chains import chain
+from command_line import Run
 
-from memfit.cli import main
 from memfit.planners import PLANNERS
 
-Run = Callable[..., tuple[int, str, str]]
 KEYS = {"planner", "budget_bytes", "status", "peak_bytes", "overhead", "plan_seconds"}
 SMALL = ("--set", "batch=4", "--set", "steps=6", "--set", "width=16")
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs one command and gives exit status, standard output and standard error."""
-
-    def run_command(*words: object) -> tuple[int, str, str]:
-        status = main([str(word) for word in words])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run_command
 
 
 @pytest.fixture
