@@ -410,3 +410,13 @@ def test_a_frontier_is_monotone(run: Run, graph_file: Path) -> None:
     assert len(points) == 4
     assert points[0]["overhead"] == 0.0
     assert overheads == sorted(overheads)
+
+
+def test_python_m_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "memfit", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"memfit {memfit.__version__}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "memfit", "pack", "no.csv"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("memfit: error: no.csv: cannot be read")
