@@ -40,7 +40,7 @@ class Auto:
 
     With a host budget and a link, the plan is proved to be the fastest, or it is not slower than planner `search`'s
     without the host, from the same seed, in a fifth of the moves, or of the time: of all of it, or on up to 12 ops of
-    what trying to prove it has left, which is half at least (see `memfit.planners.offload`).
+    what trying to prove it has left, about half at least (see `memfit.planners.offload`).
 
     On up to 64 ops and without a host budget, CP-SAT goes on from there: it looks for a faster plan, and for a proof
     that there is none, among those that keep to the search's order of ops as `memfit.planners.retention_model` has it.

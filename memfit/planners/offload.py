@@ -50,7 +50,8 @@ class Offload:
 
     Guaranteed, to rounding: where planner `search`, with the same seed and a fifth of the moves or of the time, finds a
     plan without the host, there is a plan, and it is not slower. For that search is run first, and its plan kept until
-    a faster one is found. It does not hold of a planning that is interrupted before, nor with `rematerialize` false.
+    a faster one is found. It does not hold of a planning that is interrupted before, that is given windows to start
+    from, or with `rematerialize` false.
     That the plan is not slower than a search's in all of the time is not guaranteed; but where no trip is of use after
     half of it, the search has the rest, from its own best plan on.
 
