@@ -42,7 +42,7 @@ from memfit.workloads import WORKLOADS
 CHILD_SECONDS = 1800
 VARIANTS = ("apart", "promised", "seen")
 SETTINGS = Settings(budget=NO_BUDGET_BYTES, planner="none")
-LEAST_SECONDS = 20.0  # of search for the least budget of a variant
+LEAST_SECONDS = 10.0  # of search for the least budget of a variant
 
 
 def measure(workload: str) -> dict[str, Any]:
