@@ -1,4 +1,4 @@
-"""Where a step runs: on one device, in one process."""
+"""Where a step runs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 import torch
 
 from memfit.capture.torch_private import tree_flatten
-from memfit.errors import InvalidDeviceError, UnsupportedStepError
-
-_ACROSS_RANKS = frozenset(["DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"])
+from memfit.errors import InvalidDeviceError
 
 
 def step_device(model: torch.nn.Module, batch: Any) -> torch.device:
@@ -31,13 +29,3 @@ def step_device(model: torch.nn.Module, batch: Any) -> torch.device:
                 f"tensor {number} of the batch is on {leaf.device}, the model is on {device}; move the batch"
             )
     return device
-
-
-def require_one_rank(model: torch.nn.Module) -> None:
-    """Raise UnsupportedStepError for a model under DDP or FSDP."""
-    for module in model.modules():
-        wrapper = _ACROSS_RANKS.intersection(kind.__name__ for kind in type(module).__mro__)
-        if wrapper:
-            raise UnsupportedStepError(
-                f"the model is wrapped in {min(wrapper)}; memfit does not plan across ranks yet: give it the module"
-            )

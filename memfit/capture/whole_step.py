@@ -23,7 +23,8 @@ from memfit.capture.build import Captured, build
 from memfit.capture.functionalize import corrected
 from memfit.capture.generators import all_states, set_state
 from memfit.capture.optimizer import ParameterUpdate, WholeUpdate, require_supported, update_cost, updates_one_by_one
-from memfit.capture.placement import require_one_rank, step_device
+from memfit.capture.placement import step_device
+from memfit.capture.step_check import check_not_distributed
 from memfit.capture.torch_private import (
     DATA_DEPENDENT_ERRORS,
     FakeTensorMode,
@@ -124,7 +125,7 @@ class _WholeStepCapture:
 
     def run(self) -> Captured:
         step = self.step
-        require_one_rank(step.model)
+        check_not_distributed(step.model, "the step")
         if step.optimizer is not None:
             require_supported(step.optimizer)
         elif step.clip_norm is not None:
