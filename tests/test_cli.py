@@ -98,6 +98,14 @@ def test_bad_budget_is_refused_before_any_work(run: Run) -> None:
     assert "12XB" in err
 
 
+def test_infeasible_budget_on_a_device_with_a_link_names_the_host(run: Run, graph_file: Path) -> None:
+    without = run("plan", graph_file, "--budget", "5kB", "--device-profile", "t4")
+    assert "raise the budget, give a host budget for storages to go to, or make the batch smaller" in without[2]
+    given = run("plan", graph_file, "--budget", "5kB", "--device-profile", "t4", "--host-budget", "1kB")
+    assert (without[0], given[0]) == (3, 3)
+    assert "raise the budget or make the batch smaller" in given[2]
+
+
 def test_infeasible_budget_says_what_would_do(run: Run, graph_file: Path) -> None:
     status, out, err = run("plan", graph_file, "--budget", "5kB", "--json")
     document = json_of(out)

@@ -122,7 +122,7 @@ def find_plan(graph: Graph, device: Device, budget: str, search: Search, work: W
     budget_bytes = parse_budget(budget, unplanned_peak_bytes(graph, device))
     work.stage("searching a plan", expected_seconds=search.time_limit_seconds)
     problem = problem_of(graph, device, budget_bytes, search, work)
-    return require_plan(planner.plan(problem), graph, budget_bytes, search.planner)
+    return require_plan(planner.plan(problem), problem, search.planner)
 
 
 def counts_of(plan: Plan) -> dict[str, int]:

@@ -32,8 +32,8 @@ def require_link(device: Device, host_budget_bytes: int) -> None:
         )
 
 
-def require_plan(result: Result, graph: Graph, budget_bytes: int, planner: str) -> Plan:
-    """Return the plan of `result`, or raise what its status means.
+def require_plan(result: Result, problem: Problem, planner: str) -> Plan:
+    """Return the plan of `result`, the answer of `planner` to `problem`, or raise what its status means.
 
     Raises:
         InfeasibleBudgetError: no plan fits; carries the least budget found and the least that any plan could reach.
@@ -43,19 +43,21 @@ def require_plan(result: Result, graph: Graph, budget_bytes: int, planner: str) 
         return result.plan
     if result.status is Status.TIMED_OUT:
         raise TimeLimitError(
-            f"planner {planner!r} found no plan within {format_bytes(budget_bytes)} before its time was up: raise the "
-            "time limit or the budget"
+            f"planner {planner!r} found no plan within {format_bytes(problem.budget_bytes)} before its time was up: "
+            "raise the time limit or the budget"
         )
-    bounds = result.bounds
-    holding = [ascii(graph.ops[op].name)[1:-1] for op in bounds.holding_ops[:_MOST_HOLDING_OPS]]
+    bounds, budget_bytes = result.bounds, problem.budget_bytes
+    holding = [ascii(problem.graph.ops[op].name)[1:-1] for op in bounds.holding_ops[:_MOST_HOLDING_OPS]]
     more = len(bounds.holding_ops) - len(holding)
     held_up = f", held up by {', '.join(holding)}{f' and {more} more' if more else ''}" if holding else ""
     found = bounds.least_budget_found_bytes
     reached = f"planner {planner!r} reached {format_bytes(found)} ({found} bytes)" if found else "none was reached"
+    without_host = problem.device.has_link and problem.host_budget_bytes == 0
+    offload = ", give a host budget for storages to go to," if without_host else ""
     raise InfeasibleBudgetError(
         f"no plan fits {format_bytes(budget_bytes)} ({budget_bytes} bytes): {reached}, and no plan can go below "
         f"{format_bytes(bounds.least_budget_bound_bytes)} ({bounds.least_budget_bound_bytes} bytes){held_up}; raise "
-        "the budget or make the batch smaller",
+        f"the budget{offload} or make the batch smaller",
         least_budget_found_bytes=found,
         least_budget_bound_bytes=bounds.least_budget_bound_bytes,
     )

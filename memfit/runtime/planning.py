@@ -147,7 +147,7 @@ def make_plan(captured: Captured, settings: Settings, bytes_outside: int = 0) ->
         raise KeyboardInterrupt
     if result.plan is None:
         result = _with_leanest(result, problem, leanest_path(problem, planner))
-    plan = require_plan(result, graph, budget_bytes, settings.planner)
+    plan = require_plan(result, problem, settings.planner)
     if INTERRUPTED not in result.stats:
         keep_plan(plan, path)
     return plan
