@@ -14,11 +14,11 @@ Table = tuple[list[str], list[list[str]], str]
 
 def planning_time(payload: Payload) -> Table:
     """A row for each time limit of each network."""
-    head = ["network", "ops", "blocks, kinds", "time limit, s", *(f"after {moment:.0f} s" for moment in MOMENTS)]
+    head = ["network", "ops", "blocks, kinds", "budget", "time limit, s", *(f"after {moment:.0f} s" for moment in MOMENTS)]
     head += ["plan", "proved bound", "plan after, s", "memory, GB"]
     rows = [_row(network, point) for network, points in payload["networks"].items() for point in points]
     note = (
-        f"Overheads, best so far; all predicted, with a roofline of device {payload['device']}. Budget: 30% of the way "
+        f"Overheads, best so far; all predicted, with a roofline of device {payload['device']}. Budget: so much of the way "
         "from what backward holds by itself to the unplanned peak."
     )
     return head, rows, note
@@ -31,6 +31,7 @@ def _row(network: str, point: dict[str, Any]) -> list[str]:
         network,
         f"{point['ops']:,}",
         f"{point['blocks']}, {point['kinds']}",
+        f"{point['share']:.0%}",
         f"{point['time_limit_seconds']:.0f}",
         *(_best_after(point, moment) for moment in MOMENTS),
         "none" if point["overhead"] is None else f"{point['overhead']:.3%}",

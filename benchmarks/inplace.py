@@ -6,8 +6,8 @@ besides (the softmax family). Each is run unplanned (planner `none`), and planne
 planner finds for it. Peaks are measured by the recorder, above what is resident, and each step is compared with eager
 bit by bit.
 
-An unplanned step gains only where its peak lies at an op that may write over an input. Most peaks of CNNs lie at a
-convolution's backward, which may not; planned steps are held up by pointwise ops as well.
+A step gains only where its peak lies at an op that may write over an input. Peaks of CNNs lie at a convolution's
+backward or at a matrix product, planned or not: these may not, and what they read is wanted by the activation after.
 
     python benchmarks/inplace.py
     python benchmarks/inplace.py gpt2 encoder

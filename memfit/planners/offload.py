@@ -294,7 +294,7 @@ class _Offloading:
         self.problem.progress(
             Progress(
                 elapsed_seconds=self.problem.clock() - self.started_seconds,
-                best_overhead=self.best.seconds / max(self.once_seconds, 1e-12) - 1.0 if fits else None,
+                best_overhead=max(0.0, self.best.seconds / max(self.once_seconds, 1e-12) - 1.0) if fits else None,
                 best_peak_bytes=self.best.peak_bytes if fits else None,
                 message=f"{self.moves:,} moves, {len(self.best.away)} trips to the host",
             )

@@ -386,10 +386,11 @@ class _Search:
                 seconds, peak = run.best_seconds, run.best_peak_bytes
         moves = self.moves + sum(run.moves for run in self.running)
         share = 1.0 / self.unplanned_seconds if self.unplanned_seconds else 0.0
+        again_seconds = max(0.0, seconds - self.unplanned_seconds)  # sums in another order differ in the last digit
         self.problem.progress(
             Progress(
                 elapsed_seconds=self.problem.clock() - self.started_seconds,
-                best_overhead=(seconds - self.unplanned_seconds) * share if peak is not None else None,
+                best_overhead=again_seconds * share if peak is not None else None,
                 best_peak_bytes=peak,
                 bound_overhead=self.bound.seconds * share,
                 message=f"{moves:,} moves",
