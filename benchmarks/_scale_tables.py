@@ -14,12 +14,12 @@ Table = tuple[list[str], list[list[str]], str]
 
 def planning_time(payload: Payload) -> Table:
     """A row for each time limit of each network."""
-    head = ["network", "ops", "blocks, kinds", "budget", "time limit, s", *(f"after {moment:.0f} s" for moment in MOMENTS)]
-    head += ["plan", "proved bound", "plan after, s", "memory, GB"]
+    head = ["network", "ops", "blocks, kinds", "budget", "time limit, s"]
+    head += [*(f"after {moment:.0f} s" for moment in MOMENTS), "plan", "proved bound", "plan after, s", "memory, GB"]
     rows = [_row(network, point) for network, points in payload["networks"].items() for point in points]
     note = (
-        f"Overheads, best so far; all predicted, with a roofline of device {payload['device']}. Budget: so much of the way "
-        "from what backward holds by itself to the unplanned peak."
+        f"Overheads, best so far; all predicted, with a roofline of device {payload['device']}. Budget: so much of the "
+        "way from what backward holds by itself to the unplanned peak."
     )
     return head, rows, note
 
