@@ -205,13 +205,8 @@ def test_a_batch_on_another_device_is_refused() -> None:
 
 
 def test_a_model_across_ranks_is_refused() -> None:
-    class DistributedDataParallel(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = ConvNet()
-
-    step = TrainingStep(model=DistributedDataParallel(), loss=cross_entropy, batch=conv_batch())
-    with pytest.raises(UnsupportedStepError, match="wrapped in DistributedDataParallel"):
+    step = TrainingStep(model=nn.DataParallel(ConvNet()), loss=cross_entropy, batch=conv_batch())
+    with pytest.raises(UnsupportedStepError, match="the model is wrapped in DataParallel"):
         capture(step)
 
 
