@@ -5,6 +5,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BUDGET ?= 400MiB
 GPU_PYTHON_VERSION ?= 3.12
+# Processes that tests run in; each takes up to 3 GiB.
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --quiet
@@ -13,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
 
 .DELETE_ON_ERROR:
-.PHONY: demo picture test lint bench gpu wheels docs clean
+.PHONY: demo picture test test-all test-torch lint bench gpu wheels docs clean
 
 # Fits a ResNet-50 step into $(BUDGET), runs it, proves that its gradients are the same bits, and leaves a report.
 demo: $(INSTALLED)
@@ -27,8 +29,16 @@ picture: $(INSTALLED)
 	@$(BIN)/memfit plan resnet50 --budget $(BUDGET) --save demo/plan.json
 	@$(BIN)/memfit report demo/plan.json -o docs/resnet50.png
 
+# Minutes on two cores. `test-all` adds the tests marked `slow`.
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest -m "not gpu and not exhaustive"
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu and not slow"
+
+test-all: $(INSTALLED)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu"
+
+# The same on another torch, and on another Python if PYTHON names one: `make test-torch TORCH=2.15.0 PYTHON=python3.13`.
+test-torch:
+	@$(PYTHON) benchmarks/versions.py $(TORCH:torch==%=%) --workers $(WORKERS)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .
@@ -36,12 +46,12 @@ lint: $(INSTALLED)
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(DOCS_INSTALLED)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
 	@echo "Open $(CURDIR)/site/index.html in a browser."
 
 bench: $(INSTALLED)
-	@for script in torch_baselines sweep compare_baselines plan_shared_graphs prove_small_graphs prove_tiny_graphs planning_time \
-		offloading inplace simulate_speed packing arena chen_figures feng_table1 tables; do \
+	@for script in torch_baselines sweep compare_baselines plan_shared_graphs prove_small_graphs planning_time \
+		offloading inplace simulate_speed guard_cost packing arena chen_figures feng_table1 tables; do \
 		echo "benchmarks/$$script.py"; $(RUN) benchmarks/$$script.py || exit 1; \
 	done
 
@@ -63,6 +73,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) $(TORCH) -c constraints.txt -e '.[bench,dev]'
 	@$(PIP) $(TORCH) -c constraints.txt --no-deps pytorchcv
+	@$(BIN)/memfit calibrate > /dev/null || true  # compiles what the first plan would wait for
 	@touch $@
 
 $(DOCS_INSTALLED): $(INSTALLED)

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from memfit import TrainingStep
-from memfit.cost.recorder import Usage, record
+from memfit.system.recorder import Usage, record
 
 SEED = 20240229
 MIB = 1 << 20
@@ -27,7 +27,7 @@ def forward_backward(step: TrainingStep, model: Callable[..., Any] | None = None
 def usage_of(run: Callable[[], object], step: TrainingStep, device: torch.device | str = "cpu") -> Usage:
     """Record one run that starts without gradients: its peak is what it holds above parameters, buffers and inputs.
 
-    This is the measure of DESIGN.md, section 4: gradients are in it, parameters and inputs are not.
+    Gradients are counted, parameters and inputs are not.
     """
     step.model.zero_grad(set_to_none=True)
     gc.collect()

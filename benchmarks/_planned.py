@@ -12,11 +12,11 @@ from _measure import all_same, differences, outcome, resident_bytes, same_bits, 
 from _record import interleaved_ratio
 
 from memfit import PlannedStep, TrainingStep
-from memfit.capture.torch_private import release_cublas_workspaces
-from memfit.cost.recorder import allocated_bytes
 from memfit.errors import InfeasibleBudgetError, TimeLimitError
-from memfit.runtime.fit import fit_step
-from memfit.runtime.planning import Settings
+from memfit.planning import Settings
+from memfit.runtime.step import fit_step
+from memfit.system.recorder import allocated_bytes
+from memfit.torch_private import release_cublas_workspaces
 from memfit.workloads import build
 
 NO_BUDGET_BYTES = 1 << 60  # for planner `none`, which needs what it needs

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
-from memfit.files import decode, read_bytes, write_atomically
+from memfit.system.files import decode, read_bytes, write_atomically
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"

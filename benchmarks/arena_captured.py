@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 import torch
+from _made_traces import made_trace
 from _measure import MIB
 from _record import load, result_path, store
 from arena import LEARNING_RATE, NETWORKS, SEQ2SEQ, SOLVER_SECONDS, build_network
@@ -25,12 +26,11 @@ from arena_seq2seq import LONGEST, Seq2seq
 from memfit import TrainingStep
 from memfit.capture import capture
 from memfit.commands.estimate import forward_part
-from memfit.cost import local_device
+from memfit.cost.calibration import local_device
 from memfit.packing import Blocks, PackingProblem, check_layout, make_packer
 from memfit.packing.from_schedule import blocks_of
-from memfit.packing.traces import made_trace
 from memfit.plan import Problem
-from memfit.planners.result import unplanned_schedule
+from memfit.planners.engine.results import unplanned_schedule
 
 BATCHES, SEQ2SEQ_BATCHES = (32, 64, 128), (32, 64, 128, 256)
 MOST_RATIO = 1.005  # of the peak of live bytes, on the convolutional networks

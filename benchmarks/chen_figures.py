@@ -4,16 +4,7 @@ Figures 5 and 6 are predicted: the real models at full size are captured with fa
 is that of its schedule, parameters left out. Weight gradients are used up at once by plain SGD, as the paper's are not
 feature maps. Beyond 256 steps the LSTM's graph repeats the captured step, which is proved equal to the real capture at
 128 and at 256. Figure 7 is measured on this machine at a smaller size, in processor seconds of one thread, planned
-against unplanned in turns. The strategies:
-
-    none       every node has memory of its own
-    inplace    an op's result takes over an input of equal size that nothing reads later
-    sharing    inplace, and memory is used again once nothing reads it (section 3)
-    drop       sharing, batch normalization and ReLU are computed again (section 4.2)
-    sublinear  sharing, and Algorithm 3 with the search of appendix A
-
-Beside them, of the ResNet, stand Algorithm 3 with the best of 250 budgets B in place of appendix A's (`best B`), and
-the optimal split of Feng 2018 (`linear_split`).
+against unplanned in turns. `_chen_strategies.py` says what the strategies are.
 
 `plans` stands for the largest network of each of the first two figures, planned as a user would, from the graph to a
 checked schedule with an address for every storage, in a process of its own: what that takes in time and memory.
@@ -27,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import resource
 import shutil
 import time
@@ -35,9 +25,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 from _chen_models import LSTMSizes, RepeatedLSTM, lstm_step, resnet_step
+from _chen_strategies import NO_LIMIT, beyond_the_paper, strategies, with_reuses
 from _loglog import loglog_svg, slope
 from _measure import outcome, same_bits
 from _process import answer_if_child, in_fresh_process
@@ -46,156 +35,27 @@ from _record import load, result_path, store
 
 from memfit import TrainingStep
 from memfit.capture import capture
-from memfit.cost.recorder import allocated_bytes
 from memfit.device import GENERIC
 from memfit.errors import InfeasibleBudgetError
-from memfit.graph import Graph, Op, Phase
 from memfit.packing import PackingProblem, check_layout, make_packer
 from memfit.packing.from_schedule import blocks_of
 from memfit.plan import Problem
 from memfit.planners import make_planner
-from memfit.planners.emit import emit
-from memfit.planners.linear_split import linear_chain, solve_chain
-from memfit.planners.mirrored import evaluate_mirror
-from memfit.planners.order import update_at_once_order
-from memfit.planners.program import Program, build_program
-from memfit.planners.sublinear import Frontier, Split, appendix_a_splits, judged
-from memfit.planners.vertices import vertices_of
-from memfit.planners.windows import Evaluation
-from memfit.report.live import play
-from memfit.runtime.fit import fit_step
-from memfit.runtime.planning import Settings
+from memfit.planning import Settings
+from memfit.runtime.step import fit_step
+from memfit.system.recorder import allocated_bytes
 
 NAME = "chen_figures"
 DOCS = Path(__file__).parents[1] / "docs"
 GB = 1e9
-NO_LIMIT = 1 << 60
 LAYOUT_PACKERS, LAYOUT_SECONDS = ("first_fit",), 60.0
 CHILD_SECONDS = 1800
 LAYERS = (128, 256, 512, 1024)
 STEPS = (64, 128, 256, 512, 1024, 2048)
 PROVED_STEPS = (128, 256)
-MANY_BUDGETS = (0.35, math.sqrt(2), 250)  # of sqrt(x y): from, to, how many
 MEASURED_LAYERS, MEASURED_STEPS = (32, 62, 122), (32, 64, 128, 256)
 MEASURED_IMAGES = {"batch": 8, "size": 96, "width": 32}
 MEASURED_SIZES = LSTMSizes(layers=2, hidden=256, batch=32, inputs=50, classes=200)
-
-# Kernels that may write over an input: MXNet's FInplaceOption of the same operators, and their gradients.
-_IN_PLACE = (
-    "relu",
-    "add",
-    "mul",
-    "sigmoid",
-    "tanh",
-    "threshold_backward",
-    "sigmoid_backward",
-    "tanh_backward",
-)
-_DROPPED = ("native_batch_norm", "relu")
-
-
-def kind(op: Op) -> str:
-    """The operator's name: `relu` of `aten.relu.default`."""
-    parts = op.target.split(".")
-    return parts[1] if len(parts) > 1 else op.target
-
-
-def with_reuses(graph: Graph) -> Graph:
-    """Say of each op whose kernel may write in place which input it may take over."""
-    size = [storage.bytes for storage in graph.storages]
-    resident = [storage.resident for storage in graph.storages]
-
-    def reuses(op: Op) -> tuple[tuple[int, int], ...]:
-        if kind(op) not in _IN_PLACE:
-            return ()
-        return tuple((r, w) for r in op.reads for w in op.writes if size[r] == size[w] and not resident[r])
-
-    return msgspec.structs.replace(graph, ops=tuple(msgspec.structs.replace(op, reuses=reuses(op)) for op in graph.ops))
-
-
-def without_sharing(graph: Graph) -> tuple[int, int]:
-    """Return the bytes of strategies `none` and `inplace`: all nodes, and all but those that take over an input's."""
-    last_read = {storage: op.id for op in graph.ops for storage in op.reads}
-    updated = {storage for op in graph.ops if op.phase == "update" for storage in op.reads}  # weight gradients
-    every, fresh = 0, 0
-    for op in graph.ops:
-        written = sum(graph.storages[s].bytes for s in op.writes if s not in updated)
-        taken = [r for r, w in op.reuses if last_read[r] == op.id and not graph.storages[r].required_at_end]
-        every += written
-        fresh += written - max((graph.storages[r].bytes for r in taken if op.writes[0] not in updated), default=0)
-    return every, fresh
-
-
-def strategies(graph: Graph, *, of_resnet: bool) -> dict[str, Any]:
-    """Return feature map bytes by strategy, and what planning took; of a ResNet also what makes up the least peak."""
-    graph = with_reuses(graph)
-    every, fresh = without_sharing(graph)
-    started = time.perf_counter()
-    problem = Problem(graph=graph, device=GENERIC, budget_bytes=NO_LIMIT)
-    program = build_program(problem, update_at_once_order(graph))
-    found = {"none": every, "inplace": fresh, "sharing": above_residents(program, np.zeros(len(program.op_at)))}
-    if of_resnet:
-        dropped = [op >= 0 and kind(graph.ops[op]) in _DROPPED for op in program.op_at]
-        found["drop"] = above_residents(program, np.array(dropped))
-    started_search = time.perf_counter()
-    best, split = min(
-        ((judged(program, split), split) for split in appendix_a_splits(program)), key=lambda pair: pair[0].peak_bytes
-    )
-    found["sublinear"] = best.peak_bytes - program.base_bytes
-    return {
-        "bytes": found,
-        **({"sublinear_at_peak": at_peak(program, best, split)} if of_resnet else {}),
-        "resident_bytes": program.base_bytes,
-        "ops": len(graph.ops),
-        "program_seconds": started_search - started,
-        "search_seconds": time.perf_counter() - started_search,
-    }
-
-
-def beyond_the_paper(graph: Graph) -> dict[str, int]:
-    """Return the feature map bytes of the best of many budgets B, and of Feng 2018's optimal split."""
-    graph = with_reuses(graph)
-    problem = Problem(graph=graph, device=GENERIC, budget_bytes=NO_LIMIT)
-    program = build_program(problem, update_at_once_order(graph))
-    return {"best B": least_of_many_budgets(program), "linear_split": optimal_split(program)}
-
-
-def least_of_many_budgets(program: Program) -> int:
-    """Return the feature map bytes of Algorithm 3 with the best of many B around sqrt(x y), for each set of places."""
-    frontier = Frontier.of(program)
-    splits: dict[frozenset[int], Split] = {}
-    for candidates in (frontier.is_candidate, frontier.is_narrow):
-        first = frontier.split(0, candidates)
-        root = math.sqrt(first.between_bytes * first.stage_bytes)
-        found = [frontier.split(int(times * root), candidates) for times in np.geomspace(*MANY_BUDGETS)]
-        splits |= {split.kept: split for split in found}
-    return min(judged(program, split).peak_bytes for split in splits.values()) - program.base_bytes
-
-
-def optimal_split(program: Program) -> int:
-    """Return the feature map bytes of Feng 2018's optimal split."""
-    vertices = vertices_of(program)
-    chain, between = linear_chain(vertices)
-    split = solve_chain([vertices.cost_bytes[vertex] for vertex in chain], between)
-    return above_residents(program, vertices.mirror_counts(program, [chain[index] for index in split.stored]))
-
-
-def at_peak(program: Program, evaluation: Evaluation, split: Split) -> dict[str, int]:
-    """Return the bytes at the peak: kept between stages, of the stage that is computed again, and of backward."""
-    graph = program.graph
-    run = play(graph, emit(program, evaluation.sequence), GENERIC)
-    found = {"kept": 0, "stage": 0, "backward": 0}
-    for storage in run.live_at(run.timeline.peak_position):
-        if not graph.storages[storage].resident:
-            is_forward = graph.ops[graph.writer_of[storage]].phase is Phase.FORWARD
-            which = "kept" if storage in split.kept else "stage" if is_forward else "backward"
-            found[which] += graph.storages[storage].bytes
-    return found
-
-
-def above_residents(program: Program, counts: Any) -> int:
-    """Return the peak of these mirror counts above parameters and batch."""
-    return evaluate_mirror(program, counts.astype(np.int64)).peak_bytes - program.base_bytes
 
 
 def full_plan(network: str, size: int, budget_bytes: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""memfit beside what torch offers, in the same run: at the memory of its rivals' best points, and at its own least.
+"""memfit beside what torch offers, in the same run: at the memory of the baselines' best points, and at its own least.
 
 For each workload, the best point of `activation_memory_budget` and of hand-placed checkpoints (least memory among
 those with eager's gradients, as `torch_baselines.py` stored them) is measured again, and memfit is given the memory
-that it took: eager, the rival and memfit run in turns. Then memfit's least memory beside that of planner `sublinear`,
+that it took: eager, the baseline and memfit run in turns. Then memfit's least memory beside planner `sublinear`'s,
 what planner `none` costs, and for VGG-16 the whole step with SGD, whose peak has to fall below parameters plus
 gradients. Memory is counted above what is resident (parameters, buffers, inputs) wherever it is not said to be the
 whole. Each result is stored as soon as it is there, and kept unless `--again` is given.
@@ -23,32 +23,33 @@ from _measure import MIB, outcome, resident_bytes, same_bits, storage_bytes, usa
 from _planned import NO_BUDGET_BYTES, both, eager_run, measure_planned, measurements, planned_run, predictions
 from _process import answer_if_child, fresh_cache, in_fresh_process
 from _record import interleaved_seconds, load, result_path, store
-from torch_baselines import RIVALS, baseline, best
+from torch_baselines import BASELINE_KINDS, baseline, best
 
 from memfit import PlannedStep, TrainingStep
-from memfit.cost.recorder import allocated_bytes
 from memfit.errors import InfeasibleBudgetError, MemfitError
-from memfit.runtime.fit import fit_step
-from memfit.runtime.planning import DEFAULT_PLANNER, Settings
+from memfit.planning import DEFAULT_PLANNER, Settings
+from memfit.runtime.step import fit_step
+from memfit.system.recorder import allocated_bytes
 from memfit.workloads import WORKLOADS, build
 
 CHILD_SECONDS = 900
 
-TARGETS_MIB = {"resnet50": (439, 286, 255)}  # rows of the table in DESIGN.md, section 4, and the goal below them
+# Peaks of torch's budget and of checkpoints at every block, and a goal below both.
+TARGETS_MIB = {"resnet50": (439, 286, 255)}
 WHOLE_STEP = "vgg16"  # three quarters of its peak are gradients, which only an update at once can let go of
 LEARNING_RATE = 1e-3
 
 
 def against(workload: str, configuration: dict[str, Any], time_limit_seconds: float, repeats: int) -> dict[str, Any]:
-    """Measure a rival, give memfit the memory that it took, and time eager, the rival and memfit in turns."""
+    """Measure a baseline, give memfit the memory that it took, and time eager, the baseline and memfit in turns."""
     allocated_bytes("cpu")
     step = build(workload)
-    rival, whose = baseline(step, configuration)
-    rival()
-    rival_bytes = usage_of(rival, whose).peak_bytes
-    whose.model.zero_grad(set_to_none=True)
-    budget_bytes = resident_bytes(step) + rival_bytes
-    asked = {"rival": configuration, "rival_bytes": rival_bytes, "budget_bytes": budget_bytes}
+    run_baseline = baseline(step, configuration)
+    run_baseline()
+    baseline_bytes = usage_of(run_baseline, step).peak_bytes
+    step.model.zero_grad(set_to_none=True)
+    budget_bytes = resident_bytes(step) + baseline_bytes
+    asked = {"baseline": configuration, "baseline_bytes": baseline_bytes, "budget_bytes": budget_bytes}
     try:
         planned = fit_step(step, Settings(budget=budget_bytes, time_limit_seconds=time_limit_seconds))
     except InfeasibleBudgetError as error:
@@ -57,14 +58,14 @@ def against(workload: str, configuration: dict[str, Any], time_limit_seconds: fl
     run()
     memfit_bytes, eager_bytes = usage_of(run, step).peak_bytes, usage_of(eager, step).peak_bytes
     bits = same_bits(outcome(run, step), outcome(eager, step))
-    eager_seconds, rival_seconds, memfit_seconds = interleaved_seconds([eager, rival, run], repeats)
+    eager_seconds, baseline_seconds, memfit_seconds = interleaved_seconds([eager, run_baseline, run], repeats)
     return {
         **asked,
         "eager_bytes": eager_bytes,
         "memfit_bytes": memfit_bytes,
-        "rival_time_ratio": _ratio(rival_seconds, eager_seconds),
+        "baseline_time_ratio": _ratio(baseline_seconds, eager_seconds),
         "memfit_time_ratio": _ratio(memfit_seconds, eager_seconds),
-        "memfit_over_rival": _ratio(memfit_seconds, rival_seconds),
+        "memfit_over_baseline": _ratio(memfit_seconds, baseline_seconds),
         "eager_seconds": min(eager_seconds),
         "repeats": repeats,
         **bits,
@@ -146,7 +147,7 @@ def requests(workload: str) -> dict[str, dict[str, Any]]:
     if not path.exists():
         raise MemfitError(f"{path} is not there; run benchmarks/torch_baselines.py {workload} first")
     points = load(path)["payload"]["points"]
-    bests = {kind: best(points, kind) for kind in RIVALS}
+    bests = {kind: best(points, kind) for kind in BASELINE_KINDS}
     wanted: dict[str, dict[str, Any]] = {"unplanned": {"what": "unplanned"}}
     for kind, point in bests.items():
         if point is not None:
@@ -178,9 +179,9 @@ def described(result: dict[str, Any]) -> str:
     """One line of a result for the terminal."""
     if "error" in result:
         return result["error"]
-    if "rival_bytes" in result and "memfit_bytes" in result:
+    if "baseline_bytes" in result and "memfit_bytes" in result:
         return (
-            f"rival {result['rival_bytes'] / MIB:.1f} MiB, {result['rival_time_ratio']:.3f} of eager's time; "
+            f"baseline {result['baseline_bytes'] / MIB:.1f} MiB, {result['baseline_time_ratio']:.3f} of eager's time; "
             f"memfit {result['memfit_bytes'] / MIB:.1f} MiB, {result['memfit_time_ratio']:.3f}; {_bits(result)}"
         )
     if "measured_above_start_bytes" in result:

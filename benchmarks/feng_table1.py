@@ -30,16 +30,16 @@ from _record import load, result_path, store
 
 from memfit import TrainingStep
 from memfit.capture import capture
-from memfit.cost import roofline
-from memfit.device_profiles import load_device
+from memfit.cost.device_profiles import load_device
+from memfit.cost.rooflines import roofline
 from memfit.errors import InfeasibleBudgetError
 from memfit.graph import Graph, Phase
 from memfit.plan import Plan, Problem
 from memfit.planners import make_planner
-from memfit.planners.bounds import least_budget_bound
+from memfit.planners.engine.bounds.bounds import least_budget_bound
+from memfit.planning import Settings
 from memfit.report.live import play
-from memfit.runtime.fit import fit_step
-from memfit.runtime.planning import Settings
+from memfit.runtime.step import fit_step
 from memfit.workloads import build
 
 NAME = "feng_table1"

@@ -7,7 +7,7 @@ planner finds for it. Peaks are measured by the recorder, above what is resident
 bit by bit.
 
 A step gains only where its peak lies at an op that may write over an input. Peaks of CNNs lie at a convolution's
-backward or at a matrix product, planned or not: these may not, and what they read is wanted by the activation after.
+backward or at a matrix product, planned or not: these may not, and the activation after them reads their inputs.
 
     python benchmarks/inplace.py
     python benchmarks/inplace.py gpt2 encoder
@@ -30,11 +30,12 @@ from _record import store
 from memfit import TrainingStep
 from memfit.binding import Binding
 from memfit.capture import Captured
+from memfit.cost.calibration import local_device
 from memfit.errors import InfeasibleBudgetError
 from memfit.graph import Graph, Op
 from memfit.plan import Plan
-from memfit.runtime.fit import PlannedStep, fit_step
-from memfit.runtime.planning import Settings, make_plan
+from memfit.planning import Settings, make_plan
+from memfit.runtime.step import PlannedStep, fit_step
 from memfit.schedule import Compute
 from memfit.simulate import simulate
 from memfit.workloads import WORKLOADS
@@ -58,27 +59,32 @@ def measure(workload: str) -> dict[str, Any]:
     for variant in VARIANTS:
         graph = allowing(captured.graph, captured.binding, variant)
         allowed = replace(captured, graph=graph)
-        plans = {"unplanned": make_plan(allowed, SETTINGS), "least": least_plan(allowed, resident_bytes(step))}
+        plans = {"unplanned": plan_within(allowed, SETTINGS), "least": least_plan(allowed, resident_bytes(step))}
         result[variant] = {what: _measured(step, plan, eager) for what, plan in plans.items()}
     return result
+
+
+def plan_within(captured: Captured, settings: Settings) -> Plan:
+    """Return a plan of a captured step for the device that it was captured on."""
+    return make_plan(captured.graph, local_device(captured.binding.device), settings)
 
 
 def least_plan(captured: Captured, resident: int) -> Plan:
     """Return the plan of the least budget that the default planner finds, from `resident` bytes up."""
     settings = Settings(budget=resident + 1, time_limit_seconds=LEAST_SECONDS)
     try:
-        return make_plan(captured, settings)
+        return plan_within(captured, settings)
     except InfeasibleBudgetError as error:
         if error.least_budget_found_bytes is None:
             raise
-        return make_plan(captured, replace(settings, budget=error.least_budget_found_bytes))
+        return plan_within(captured, replace(settings, budget=error.least_budget_found_bytes))
 
 
 def allowing(graph: Graph, binding: Binding, variant: str) -> Graph:
     """Return `graph` with the `reuses` of a variant only."""
 
     def allowed(op: Op) -> tuple[tuple[int, int], ...]:
-        forms = binding.calls[op.id].overwrites
+        forms = binding.calls[op.id].in_place_forms
         return tuple(
             pair for pair in op.reuses if variant == "seen" or (variant == "promised" and forms[pair[0]].promised)
         )

@@ -1,4 +1,4 @@
-"""Published training-step graphs under a budget: computed again, sent to the host, or both.
+"""Published training-step graphs under a budget: recomputation, offloading, or both.
 
 The graphs' own op times, with the links of two of the built-in devices. Moves are counted, not seconds, so that the
 figures are the same on any machine; all of them are predictions of the simulator, after the checker has replayed each
@@ -17,11 +17,11 @@ from typing import Any
 from _record import store
 from plan_shared_graphs import GIB, GRAPHS
 
-from memfit.device_profiles import load_device
+from memfit.cost.device_profiles import load_device
 from memfit.graph import Graph
 from memfit.plan import Problem, Result
-from memfit.planners.offload import Offload
-from memfit.planners.search import Search
+from memfit.planners.offload import OffloadPlanner
+from memfit.planners.search import SearchPlanner
 
 BUDGETS = {"monet_resnet50_184_checkmate": (4, 6, 8), "monet_unet_11_checkmate": (4, 6, 8)}
 DEVICES = ("t4", "a100-40")
@@ -32,9 +32,9 @@ def plan_point(problem: Problem, moves: int) -> dict[str, Any]:
     """Plan one graph within one budget in three ways."""
     return {
         "budget_bytes": problem.budget_bytes,
-        "recomputation": _worth(Search(iterations=moves).plan(replace(problem, host_budget_bytes=0))),
-        "offloading": _worth(Offload(iterations=moves, rematerialize=False).plan(problem)),
-        "both": _worth(Offload(iterations=moves).plan(problem)),
+        "recomputation": _worth(SearchPlanner(iterations=moves).plan(replace(problem, host_budget_bytes=0))),
+        "offloading": _worth(OffloadPlanner(iterations=moves, rematerialize=False).plan(problem)),
+        "both": _worth(OffloadPlanner(iterations=moves).plan(problem)),
     }
 
 

@@ -6,8 +6,8 @@ blocks.
 Each instance is packed by every packer; the made traces by `auto` under the time limit asked for at their size. Times
 are after compilation, which is measured apart, in a process of its own with an empty cache. Every layout is checked.
 
-FOLDER holds MiniMalloc's `A.1048576.csv` to `D.1048576.csv` (google/minimalloc, benchmarks/challenging) and idealloc's
-`resnet50.csv` (cappadokes/idealloc).
+FOLDER holds MiniMalloc's `A.1048576.csv` to `E.1048576.csv` and `K.1048576.csv` (google/minimalloc,
+benchmarks/challenging) and idealloc's `resnet50.csv` (cappadokes/idealloc).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from _made_traces import made_trace
 from _record import store
 
 from memfit.errors import InvalidOptionError
-from memfit.packing import PACKERS, Blocks, PackingProblem, Progress, check_layout, make_packer
+from memfit.packing import PACKERS, Blocks, PackingProblem, PackingProgress, check_layout, make_packer
 from memfit.packing.trace_file import read_trace
-from memfit.packing.traces import made_trace
 
-INSTANCES = ("A.1048576", "B.1048576", "C.1048576", "D.1048576", "resnet50")
-DATA = Path(__file__).parents[2] / "shared" / "data" / "packing"  # beside the checkout
+INSTANCES = (*(f"{letter}.1048576" for letter in "ABCDEK"), "resnet50")
+DATA = Path(__file__).parents[1] / "tests" / "data" / "packing"
 TIME_LIMIT_SECONDS, FIRST_ANSWER_SECONDS = 10.0, 0.1
 SCALES = {1_000: 0.009, 10_000: 0.185, 100_000: 2.8, 1_000_000: 57.0}  # blocks -> seconds; what is left is the check's
 SEEDS = range(5)
@@ -42,13 +42,21 @@ LITERATURE = {
         "instances": "A to K, each at capacity 1,048,576",
         "seconds": [0.6, 5.4],
     },
-    "known_ratio": {"A": 1.0, "B": 1.0, "C": 1.0, "D": 1.063, "source": "shared/data/packing/README.md"},
+    "known_ratio": {
+        "A": 1.0,
+        "B": 1.0,
+        "C": 1.0,
+        "D": 1.063,
+        "E": 1.0,
+        "K": 1.0,
+        "source": "tests/data/packing/README.md",
+    },
 }
 COMPILE = """
 import json, time
 from memfit.errors import InvalidOptionError
 from memfit.packing import PACKERS, PackingProblem, check_layout, make_packer
-from memfit.packing.traces import made_trace
+from _made_traces import made_trace
 blocks, seconds = made_trace(300, seed=1), {}
 for name in PACKERS:
     times = []
@@ -66,7 +74,7 @@ def packed(blocks: Blocks, packer: str, seconds: float, seed: int = 0) -> dict[s
     """Pack and check; return what is stored of it."""
     answers: list[list[float]] = []
 
-    def tell(progress: Progress) -> None:
+    def tell(progress: PackingProgress) -> None:
         answers.append([progress.seconds, progress.height_bytes / blocks.lower_bound_bytes])
 
     problem = PackingProblem(blocks=blocks, time_limit_seconds=seconds, seed=seed, progress=tell)
@@ -143,7 +151,8 @@ def compile_seconds() -> dict[str, float]:
     """Seconds that each packer's first call spends on compiling, in the order of the registry, each building on the
     last; after that the machine code is on disk."""
     with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "NUMBA_CACHE_DIR": cache}
+        folders = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        environment = {**os.environ, "NUMBA_CACHE_DIR": cache, "PYTHONPATH": folders}
         done = subprocess.run(
             [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=True
         )

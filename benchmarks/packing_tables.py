@@ -13,7 +13,7 @@ from typing import Any
 
 from _record import load, result_path
 
-from memfit.files import write_atomically
+from memfit.system.files import write_atomically
 
 _MARKED = re.compile(r"(<!-- table: (?P<name>[\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 

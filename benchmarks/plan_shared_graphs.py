@@ -24,9 +24,9 @@ from memfit.plan import Problem, Progress
 from memfit.planners import make_planner
 from memfit.simulate import simulate
 
-GRAPHS = Path(__file__).resolve().parents[2] / "shared" / "data" / "graphs"
+GRAPHS = Path(__file__).parents[1] / "tests" / "data" / "graphs"
 GIB, GB = 1 << 30, 10**9
-# Seconds of Checkmate's schedules, and overheads of DTR's, by budget (shared/data/graphs/README.md).
+# Seconds of Checkmate's schedules, and overheads of DTR's, by budget (tests/data/graphs/README.md).
 CHECKMATE = {
     "monet_resnet50_184_checkmate": {5: 1.22812, 6: 1.13578, 7: 1.12154, 8: 1.10355, 9: 1.09042, 10: 1.08048},
     "monet_unet_11_checkmate": {5: 2.09265, 6: 1.99613, 7: 1.96567, 8: 1.94811, 9: 1.93700, 10: 1.92809},

@@ -1,8 +1,8 @@
 """How long `auto` takes on long graphs: the best overhead so far over time, the bound, and the process's memory.
 
 Chen's two families, captured with fake tensors and timed by the roofline of a built-in device: residual networks with
-batch 32 at 224 x 224, and the unrolled LSTM. A budget is a share of the way from what the step takes with all forward
-results gone (parameters, gradients and what else backward holds) to what it takes unplanned. Each point is planned in a
+batch 32 at 224 x 224, and the unrolled LSTM. A budget is a share of the way from the step's peak without any forward
+results (parameters, gradients and whatever else backward holds) to its unplanned peak. Each point is planned in a
 process of its own, from the graph's file; its `plan_seconds` run from the problem to the checked plan, compiling (once
 on a machine) left out by a first plan of a small graph.
 
@@ -31,17 +31,16 @@ from _process import answer_if_child, in_fresh_process
 from _record import load, result_path, store
 
 from memfit.capture import capture
+from memfit.cost.device_profiles import load_device
 from memfit.cost.rooflines import roofline
-from memfit.device_profiles import load_device
 from memfit.graph import Graph, Phase
 from memfit.plan import Problem, Progress
 from memfit.planners import make_planner
-from memfit.planners.ask import unplanned_peak_bytes
-from memfit.planners.blocks import Blocks
-from memfit.planners.lean_order import lean_order
-from memfit.planners.order import update_at_once_order
-from memfit.planners.program import build_program
-from memfit.planners.repeats import Repeats
+from memfit.planners.engine.order import update_at_once_order
+from memfit.planners.engine.peak_reducing_order import peak_reducing_order
+from memfit.planners.engine.results import unplanned_peak_bytes
+from memfit.planners.engine.retention.instance import build_instance
+from memfit.planners.engine.starts.blocks import Blocks
 
 NAME = "planning_time"
 DEVICE = "t4"
@@ -101,13 +100,11 @@ def budget_of(graph: Graph, share: float) -> int:
     return least + int(share * (unplanned_peak_bytes(graph, device) - least))
 
 
-def blocks_of(graph: Graph) -> dict[str, int]:
-    """Return into how many blocks the search cuts a graph, of how many kinds, and how many blocks have an equal."""
+def blocks_of(graph: Graph) -> int:
+    """Return into how many blocks the search cuts a graph."""
     device = load_device(DEVICE)
     problem = Problem(graph=graph, device=device, budget_bytes=1)
-    repeats = Repeats.of(Blocks.of(build_program(problem, lean_order(graph, device))))
-    alike = np.bincount(repeats.kind)
-    return {"blocks": repeats.blocks.count, "kinds": repeats.count, "repeated": int(alike[alike > 1].sum())}
+    return Blocks.of(build_instance(problem, peak_reducing_order(graph, device))).count
 
 
 def plan_point(path: str, budget_bytes: int, time_limit_seconds: float) -> dict[str, Any]:
@@ -129,7 +126,7 @@ def plan_point(path: str, budget_bytes: int, time_limit_seconds: float) -> dict[
     peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "ops": len(graph.ops),
-        **blocks_of(graph),
+        "blocks": blocks_of(graph),
         "budget_bytes": budget_bytes,
         "time_limit_seconds": time_limit_seconds,
         "status": str(result.status),
@@ -166,7 +163,7 @@ def described(network: str, point: dict[str, Any]) -> str:
         f"{overhead}, "
         f"no plan below {point['bound']:.3%}, in {point['plan_seconds']:.1f} s, {point['moves']:,.0f} moves, "
         f"{point['peak_rss_bytes'] / 1e9:.2f} GB, "
-        f"{point['blocks']} blocks of {point['kinds']} kinds"
+        f"{point['blocks']} blocks"
     )
 
 

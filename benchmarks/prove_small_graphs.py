@@ -1,7 +1,7 @@
 """How often planner `auto` proves its plan of a graph of 20 to 60 ops, and how far from a proof it is elsewhere.
 
 Random training steps (chains of layers with skip connections, their loss and backward): the time of the plan, the
-bound for every order of ops, the bound for the plan's own (`memfit/planners/retention_model.py`), and the gap to the
+bound for every order of ops, the bound for the plan's own (`memfit/planners/engine/cpsat/model.py`), and the gap to the
 higher of the two, as a share of the step. Every plan is replayed by the checker and the simulator before it counts.
 
     python benchmarks/prove_small_graphs.py                       # ten graphs, 60 s each at most
@@ -21,8 +21,8 @@ from memfit.device import GENERIC
 from memfit.graph import Graph
 from memfit.plan import Problem
 from memfit.planners import make_planner
-from memfit.planners.ask import unplanned_peak_bytes
-from memfit.planners.bounds import least_budget_bound
+from memfit.planners.engine.bounds.bounds import least_budget_bound
+from memfit.planners.engine.results import unplanned_peak_bytes
 from memfit.simulate import simulate
 
 LAYERS = (9, 11, 13, 15, 17, 19, 21, 23, 25, 26)

@@ -24,9 +24,8 @@ from _process import answer_if_child, fresh_cache, in_fresh_process
 from _record import load, result_path, store
 
 from memfit import Plan, Problem, TrainingStep
-from memfit.planners.frontier import plan_frontier
-from memfit.runtime.fit import fit_step
-from memfit.runtime.planning import Settings
+from memfit.planning import Settings, plan_frontier
+from memfit.runtime.step import fit_step
 from memfit.workloads import WORKLOADS
 
 BUDGETS = 10
@@ -121,7 +120,8 @@ def verdict(points: list[dict[str, Any]]) -> dict[str, Any]:
     counts = {
         "feasible": len(feasible),
         "infeasible": sum(point.get("status") == "infeasible" for point in points),
-        "failed": sum("error" in point or point.get("status") == "timed_out" for point in points),
+        "not_found": sum(point.get("status") == "timed_out" for point in points),
+        "failed": sum("error" in point for point in points),
         "unplanned_time_ratio": points[0].get("time_ratio"),
     }
     promises: dict[str, Any] = dict.fromkeys(("within_budget", "prediction_error", "monotone", "same_bits"))

@@ -16,16 +16,18 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from _ablation_tables import ABLATION_TABLES
 from _arena_tables import ARENA_NAMES, ARENA_TABLES
+from _baseline_tables import BASELINE_TABLES
 from _cells import memory, overhead, ratio, yes
 from _measure import MIB
 from _paper_tables import PAPER_TABLES
 from _record import RESULTS, load, machine_name
-from _rival_tables import RIVAL_TABLES
 from _scale_tables import SCALE_TABLES
+from _tested_tables import TESTED_SET_TABLES, TESTED_TABLES
 
 from memfit.errors import InvalidOptionError
-from memfit.files import write_atomically
+from memfit.system.files import write_atomically
 from memfit.workloads import WORKLOADS
 
 _MARKED = re.compile(r"(<!-- table: (?P<name>[\w -]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -36,7 +38,7 @@ Stored = dict[str, dict[str, Any]]
 
 def sweep(stored: Stored) -> str:
     """The promises over ten budgets of each workload."""
-    head = ["workload", "budgets met", "infeasible", "not measured", "measured within budget"]
+    head = ["workload", "budgets met", "infeasible", "no plan found", "not measured", "measured within budget"]
     head += [
         "predicted peak off by at most",
         "predicted overhead monotone",
@@ -72,7 +74,7 @@ def planning(stored: Stored) -> str:
 
 def gpu(stored: Stored) -> str:
     """The sweep at real sizes on a GPU."""
-    head = ["workload", "budgets met", "infeasible", "not measured", "measured within budget"]
+    head = ["workload", "budgets met", "infeasible", "no plan found", "not measured", "measured within budget"]
     head += [
         "predicted peak off by at most",
         "predicted overhead monotone",
@@ -122,13 +124,13 @@ def _drawn_by(make: Callable[[Stored], tuple[list[str], list[list[str]], str]]) 
 
 
 def offloading(stored: Stored) -> str:
-    """The overhead of computing again, of sending to the host, and of both, at the same budgets."""
+    """The overhead of recomputation, of offloading, and of both, at the same budgets."""
     head = [
         "graph",
         "device",
         "budget, GiB",
-        "computed again",
-        "sent to the host",
+        "recomputed",
+        "offloaded",
         "both",
         "proved bound",
         "moved, GiB",
@@ -174,8 +176,9 @@ def _peaks(found: Sequence[dict[str, Any]]) -> list[str]:
     return [*(memory(each, "peak_bytes") for each in found), f"`{operator}`"]
 
 
+ONE_RESULT_TABLES = PAPER_TABLES | SCALE_TABLES | ABLATION_TABLES | TESTED_TABLES
 TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
-    **{name: (script, _drawn_by(make)) for name, (script, make) in RIVAL_TABLES.items()},
+    **{name: (script, _drawn_by(make)) for name, (script, make) in BASELINE_TABLES.items()},
     "sweep": ("sweep", sweep),
     "sweep-points": ("sweep", sweep_points),
     "planning": ("sweep", planning),
@@ -183,8 +186,8 @@ TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     "published": ("plan_shared_graphs", published),
     "offloading": ("offloading", offloading),
     "inplace": ("inplace", inplace),
-    **{name: (script, _of_one(make)) for name, (script, make) in (PAPER_TABLES | SCALE_TABLES).items()},
-    **{name: (script, _drawn_by(make)) for name, (script, make) in ARENA_TABLES.items()},
+    **{name: (script, _of_one(make)) for name, (script, make) in ONE_RESULT_TABLES.items()},
+    **{name: (script, _drawn_by(make)) for name, (script, make) in (ARENA_TABLES | TESTED_SET_TABLES).items()},
 }
 """Each table by name: the script whose results it shows, and what renders it."""
 
@@ -194,9 +197,9 @@ def results_of(script: str, machine: str) -> Stored:
     if script == "gpu":
         paths = sorted(RESULTS.glob("*/gpu.json"))
         found = {path.parent.name: path for path in paths}
-    elif script in ("plan_shared_graphs", "offloading"):
+    elif script in ("plan_shared_graphs", "offloading", "versions", "page_faults"):
         found = {path.stem: path for path in sorted((RESULTS / machine / script).glob("*.json"))}
-    elif script in {script for script, _ in (PAPER_TABLES | SCALE_TABLES).values()}:
+    elif script in {script for script, _ in ONE_RESULT_TABLES.values()}:
         found = {script: RESULTS / machine / f"{script}.json"}
     else:
         names = ARENA_NAMES if script.startswith("arena") else WORKLOADS
@@ -233,12 +236,14 @@ def put_into(path: Path, machine: str) -> None:
 
 
 def _verdict(name: str, verdict: dict[str, Any], budgets: int) -> list[str]:
-    not_measured = budgets - verdict["feasible"] - verdict["infeasible"]
+    not_found = verdict.get("not_found", 0)
+    not_measured = budgets - verdict["feasible"] - verdict["infeasible"] - not_found
     error = verdict["prediction_error"]
     return [
         name,
         str(verdict["feasible"]),
         str(verdict["infeasible"]),
+        str(not_found),
         str(not_measured),
         yes(verdict["within_budget"]),
         "" if error is None else f"{error:.2%}",

@@ -23,12 +23,12 @@ from _process import answer_if_child, in_fresh_process
 from _record import interleaved_ratio, load, result_path, store
 
 from memfit import TrainingStep
-from memfit.capture.torch_private import compile_with_budget
-from memfit.workloads import WORKLOADS, build, checkpointed
-from memfit.workloads.building import GRANULARITIES
+from memfit.torch_private import compile_with_budget
+from memfit.workloads import WORKLOADS, build
+from memfit.workloads.building import GRANULARITIES, checkpoints_placed
 
 BUDGETS = tuple(round(1 - tenth / 10, 1) for tenth in range(11))
-RIVALS = ("budget", "checkpoint")
+BASELINE_KINDS = ("budget", "checkpoint")
 SOLVER = "dp"  # torch's default for its activation memory budget
 CHILD_SECONDS = 900  # compiling the unrolled lstm takes torch minutes
 
@@ -42,26 +42,30 @@ def configurations(budgets: Sequence[float] = BUDGETS) -> list[dict[str, Any]]:
     ]
 
 
-def baseline(step: TrainingStep, configuration: dict[str, Any]) -> tuple[Callable[[], torch.Tensor], TrainingStep]:
-    """Return the run (forward, loss, backward) of `step` under a configuration, and the step whose model it runs."""
+def baseline(step: TrainingStep, configuration: dict[str, Any]) -> Callable[[], torch.Tensor]:
+    """Return the run (forward, loss, backward) of `step` under a configuration."""
     if configuration["kind"] == "checkpoint":
-        placed = checkpointed(step, configuration["granularity"])
-        return lambda: forward_backward(placed), placed
+
+        def run_with_checkpoints() -> torch.Tensor:
+            with checkpoints_placed(step, configuration["granularity"]):
+                return forward_backward(step)
+
+        return run_with_checkpoints
     if configuration["kind"] == "budget":
         compiled = compile_with_budget(step.model, configuration["budget"], SOLVER)
-        return lambda: forward_backward(step, compiled), step
-    return lambda: forward_backward(step), step
+        return lambda: forward_backward(step, compiled)
+    return lambda: forward_backward(step)
 
 
 def measure(workload: str, configuration: dict[str, Any], repeats: int) -> dict[str, Any]:
     """Measure one configuration of one workload, untimed where `repeats` is 0; called in a process of its own."""
     step = build(workload)
     expected = outcome(lambda: forward_backward(step), step)
-    run, whose = baseline(step, configuration)
+    run = baseline(step, configuration)
     start = time.perf_counter()
-    found = outcome(run, whose)
+    found = outcome(run, step)
     first_seconds = time.perf_counter() - start
-    usage = usage_of(run, whose)
+    usage = usage_of(run, step)
     times = interleaved_ratio(run, lambda: forward_backward(step), repeats).summary() if repeats else {}
     return {
         **configuration,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from memfit.budget import format_bytes
 from memfit.device import GENERIC
 from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.plan import Problem
 from memfit.planners import make_planner
+from memfit.system.budget import format_bytes
 
 LAYERS = 12
 LAYER_BYTES = 1 << 20

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from memfit.system.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
     from memfit.checker import check
@@ -15,10 +17,9 @@ if TYPE_CHECKING:
     from memfit.graph import Graph
     from memfit.plan import Plan, Problem
     from memfit.planners.mirror import mirror
-    from memfit.runtime.arena import arena
-    from memfit.runtime.fit import PlannedStep, fit
+    from memfit.runtime.arena.arena import arena
+    from memfit.runtime.step import PlannedStep, fit
 
-__version__ = "0.1.0"
 __all__ = [
     "Graph",
     "MemfitError",
@@ -33,15 +34,15 @@ __all__ = [
 ]
 
 _HOME = {
-    "arena": "memfit.runtime.arena",
+    "arena": "memfit.runtime.arena.arena",
     "Graph": "memfit.graph",
     "MemfitError": "memfit.errors",
     "Plan": "memfit.plan",
-    "PlannedStep": "memfit.runtime.fit",
+    "PlannedStep": "memfit.runtime.step",
     "Problem": "memfit.plan",
     "TrainingStep": "memfit.capture.training_step",
     "check": "memfit.checker",
-    "fit": "memfit.runtime.fit",
+    "fit": "memfit.runtime.step",
     "mirror": "memfit.planners.mirror",
 }
 

@@ -1,27 +1,34 @@
-"""Binding: how a graph's ops are called and where its residents come from. Capture makes it, cost and runtime read it.
+"""Binding: how a graph's ops are called and where its residents are found. Capture makes it, cost and runtime read it.
 
-Torch's objects (dtypes, operators) are carried, never looked into, so that this module imports no torch. Views exist
-only here: a `Value` is a tensor seen as (storage, offset, strides), and every view of a storage is just another Value.
+This module imports no torch: torch's objects (dtypes, operators) are only carried. Views exist only here: a `Value` is
+a tensor as (storage, offset, strides), and each view of a storage is another Value.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A tensor as a window on a storage: shape and stride in elements, offset in elements of `dtype`.
+    """A tensor as a view of a storage.
 
-    `conjugated` and `negated` say that the elements are the conjugates, or the negatives, of what the storage holds:
-    torch's lazy views.
+    Attributes:
+        storage: id of the storage in the graph.
+        dtype: of its elements.
+        shape, stride, offset: in elements of `dtype`.
+        conjugated, negated: whether it is one of torch's lazy views, whose elements are the conjugates or the negatives
+            of those in the storage.
     """
 
     storage: int
-    dtype: Any
+    dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int = 0
@@ -29,11 +36,44 @@ class Value:
     negated: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overwrite:
-    """The form of a call that writes its only result over an input: the operator, and the keyword arguments to add.
+def values_in(tree: Any) -> Iterator[Value]:
+    """Yield the Values in nested tuples, lists and dicts, in order."""
+    if isinstance(tree, Value):
+        yield tree
+    elif isinstance(tree, Mapping):
+        yield from values_in(tuple(cast("Mapping[Any, Any]", tree).values()))
+    elif isinstance(tree, tuple | list):
+        for branch in cast("tuple[Any, ...]", tree):
+            yield from values_in(branch)
 
-    `promised` says that torch's schema promises the same result; otherwise it has to be seen on the device at hand.
+
+def map_values(tree: Any, function: Callable[[Value], Any]) -> Any:
+    """Return nested tuples, lists and dicts with `function(value)` in the place of each Value.
+
+    Args:
+        tree: nested tuples, lists and dicts.
+        function: called with each Value; its result takes the Value's place.
+    """
+    if isinstance(tree, Value):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        return {key: map_values(branch, function) for key, branch in cast("Mapping[Any, Any]", tree).items()}
+    if isinstance(tree, tuple):
+        return tuple(map_values(branch, function) for branch in cast("tuple[Any, ...]", tree))
+    if isinstance(tree, list):
+        return [map_values(branch, function) for branch in cast("list[Any]", tree)]
+    return tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InPlaceForm:
+    """The form of a call that writes its only result over an input (in-place reuse).
+
+    Attributes:
+        target: the operator of this form.
+        extra: keyword arguments to add to the call's own: the tensor to write to.
+        promised: whether torch's schema promises the same result. If not, the form is used only on a device that was
+            seen to give the same bits.
     """
 
     target: Callable[..., Any]
@@ -43,13 +83,18 @@ class Overwrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """The call that computes op `op`: `target(*args, **kwargs)`, Values standing where tensors go, at any depth.
+    """The call that computes op `op`: `target(*args, **kwargs)`, with Values in the places of tensors, at any depth.
 
-    `results` lists the tensors of the returned value in order, flattened; None where the target returns something that
-    is not a tensor, or a tensor that aliases an argument. A result may share its storage with another result.
-    `generator_state` is the storage that holds the state of the generator which the call draws from, to be replayed
-    when the op is rematerialized. `overwrites` are the forms that write over an input, by its storage; `Op.reuses` says
-    which of them a schedule may use.
+    Attributes:
+        op: id of the op.
+        target: an operator of torch, or a callable made by capture.
+        args, kwargs: the arguments.
+        results: the tensors of the returned value in order, flattened. None stands for a returned object that is not a
+            tensor, and for a tensor that aliases an argument. Two results may share a storage.
+        generator_state: the storage that holds the state of the generator which the call draws from; it is replayed
+            when the op is rematerialized.
+        in_place_forms: storage id of an input -> the form of the call that writes over it. `Op.reuses` says which of
+            them a schedule may use.
     """
 
     op: int
@@ -58,7 +103,7 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     results: tuple[Value | None, ...] = ()
     generator_state: int | None = None
-    overwrites: Mapping[int, Overwrite] = field(default_factory=dict[int, Overwrite])
+    in_place_forms: Mapping[int, InPlaceForm] = field(default_factory=dict[int, InPlaceForm])
 
 
 class Origin(enum.StrEnum):
@@ -75,10 +120,13 @@ class Origin(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resident:
-    """A tensor that comes from outside of the step: `key` is its qualified name, or its position among the step's
-    inputs.
+    """A tensor from outside of the step.
 
-    `constant` holds the tensor itself where the step closes over it.
+    Attributes:
+        value: its view of a storage of the graph.
+        origin: where it is found when a step runs.
+        key: its qualified name, or its position among the step's inputs.
+        constant: the tensor itself if the step closes over it.
     """
 
     value: Value
@@ -89,13 +137,25 @@ class Resident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """All that is needed, beside a schedule, to run a graph on `device`.
+    """All that is needed, beside a schedule, to run a graph.
 
-    `calls[i]` computes op i. `outputs` are the values handed to the user, by name (`loss`, `grad:fc.weight`, or a
-    position); `device` is a torch.device.
+    Attributes:
+        device: of the step.
+        calls: `calls[i]` computes op i.
+        residents: the tensors from outside of the step.
+        outputs: the values returned to the user, by name (`loss`, `grad:fc.weight`, or a position).
     """
 
-    device: Any
+    device: torch.device
     calls: tuple[Call, ...]
     residents: tuple[Resident, ...]
     outputs: Mapping[str, Value]
+
+    def bases(self) -> dict[int, Value]:
+        """Return for each storage the Value that its tensor is passed on as: the resident, or the first result."""
+        bases = {resident.value.storage: resident.value for resident in reversed(self.residents)}
+        for call in self.calls:
+            for value in call.results:
+                if value is not None:
+                    bases.setdefault(value.storage, value)
+        return bases

@@ -1,4 +1,4 @@
-"""The checker: replays a schedule on its graph by the rules below, knows no planner and no simulator, trusts nobody.
+"""The checker: replays a schedule on its graph by the rules below; it shares no code with planners or the simulator.
 
 Versions. A storage written, or there from the start, has version 0; each mutation of it adds one. An op needs each
 storage that it reads or mutates at the version that it saw in the original order (`Graph.read_versions`).
@@ -6,23 +6,23 @@ storage that it reads or mutates at the version that it saw in the original orde
 - **Every op** is computed at least once. An op that mutates, or is not recomputable, exactly once. The first
   computations of ops that touch the same mutated storage, and of ops that draw from the same generator, keep their
   original order.
-- **Compute(op)** needs what it reads on the device, at the right version. What it writes comes at version 0; where a
-  write is on the device already, the live one stays, whatever its version, and the second copy goes when the op ends.
-- **Compute(op, in_place_of=s)**: `s` dies and one write takes over its memory: the first of `op.reuses` that pairs `s`
-  with a write that is not on the device. `s` must not be resident, nor the user's, nor mutated by op, nor under a copy
-  to the host.
+- **Compute(op)** needs its reads on the device, at the right version. Its writes are then on the device at version 0.
+  If a write is on the device already, that copy stays at its version, and the second copy is freed when the op ends.
+- **Compute(op, in_place_of=s)**: `s` is freed, and one write reuses its memory in place: the first of `op.reuses` that
+  pairs `s` with a write that is not on the device. `s` must not be resident, nor the user's, nor mutated by op, nor
+  under a copy to the host.
 - **Drop(s)** needs `s` on the device, not resident, not the user's, and no copy of it under way in either direction.
 - **Offload(s)** needs `s` on the device and not resident; the host must not hold this version of it already. The copy
   is under way until `Wait(s)`. A mutation in between is refused; a later one makes the host's copy stale: it can be
   dropped, or overwritten by another offload, and nothing else.
 - **Wait(s)** needs an offload of `s` that has not been waited for.
-- **Prefetch(s)** needs a complete host copy that is not stale, and `s` not on the device; `s` comes at the host's
-  version. The copy is under way until an op reads `s`, or `s` departs at a boundary, or the schedule ends.
+- **Prefetch(s)** needs a complete host copy that is not stale, and `s` not on the device. `s` has the host's version
+  then. The copy is under way until an op reads `s`, or `s` departs at a boundary, or the schedule ends.
 - **DropHost(s)** needs a host copy, and no copy of it under way in either direction.
-- **Boundary(b)** stands once for each boundary, in order, after a first computation of every op before its position
-  and of none after. Departures must be there, with all mutations so far; they are the user's from then on. Arrivals
-  come.
-- **At the end** what is `required_at_end` is on the device, at its last version. Host copies may be left over.
+- **CrossBoundary(b)** stands once for each boundary, in order, after a first computation of every op before its
+  position and of none after. Departures must be on the device, with all mutations so far; they belong to the user from
+  then on. Arrivals are on the device from then on.
+- **At the end** storages `required_at_end` are on the device, at their last version. Host copies may be left over.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from memfit.errors import InvalidScheduleError
 from memfit.graph import Graph, Op
 from memfit.schedule import Code, Schedule
 
-_NOTHING = -1  # in `Schedule.extras`: a Compute that takes nothing over
-_TITLES = ("Compute", "Drop", "Offload", "Wait", "Prefetch", "DropHost", "Boundary")
+_NOTHING = -1  # in `Schedule.extras`: a Compute that reuses nothing in place
+_TITLES = ("Compute", "Drop", "Offload", "Wait", "Prefetch", "DropHost", "CrossBoundary")
 
 
 def check(graph: Graph, schedule: Schedule) -> None:
@@ -58,19 +58,15 @@ def check(graph: Graph, schedule: Schedule) -> None:
 
     Time is linear in the instructions and in what their ops read and write.
 
+    Args:
+        graph: the step.
+        schedule: instructions on the ops, storages and boundaries of `graph`.
+
     Raises:
         InvalidScheduleError: the first rule broken: at which instruction, which storage, expected, found, remedy.
     """
     replay = _Replay(graph)
-    actions = (
-        replay.compute,
-        replay.drop,
-        replay.offload,
-        replay.wait,
-        replay.prefetch,
-        replay.drop_host,
-        replay.boundary,
-    )
+    actions = [getattr(replay, code.name.lower()) for code in Code]
     operand_counts = (len(graph.ops), *[len(graph.storages)] * 5, len(graph.boundaries))
     rows = zip(schedule.codes.tolist(), schedule.operands.tolist(), schedule.extras.tolist(), strict=True)
     for position, (code, operand, extra) in enumerate(rows):
@@ -87,7 +83,7 @@ def check(graph: Graph, schedule: Schedule) -> None:
 
 
 class _Replay:
-    """Where every storage is, instruction by instruction. `None` in a list: not there, not under way, not yet."""
+    """Where every storage is, instruction by instruction. `None` in a list: not on the device, not in copy, not yet."""
 
     def __init__(self, graph: Graph) -> None:
         count = len(graph.storages)
@@ -129,7 +125,7 @@ class _Replay:
         for storage in op.mutates:
             self._mutate(storage)
         if in_place_of != _NOTHING:
-            self._take_over(op, in_place_of)
+            self._reuse_in_place(op, in_place_of)
         for storage in op.writes:
             if device_version[storage] is None:
                 device_version[storage] = 0
@@ -152,11 +148,7 @@ class _Replay:
                 )
 
     def _mutate(self, storage: int) -> None:
-        if self.offloading_since[storage] is not None:
-            self._fail(
-                f"mutates {self._name(storage)}, whose offload at {self.offloading_since[storage]} is under way; "
-                f"wait for it first"
-            )
+        self._require_no_offload(storage, "mutates")
         version = self.device_version[storage]
         assert version is not None, "the needed version was there"
         self.device_version[storage] = version + 1
@@ -164,26 +156,26 @@ class _Replay:
         if self.host_version[storage] is not None and self.host_stale_since[storage] is None:
             self.host_stale_since[storage] = self.position
 
-    def _take_over(self, op: Op, storage: int) -> None:
+    def _reuse_in_place(self, op: Op, storage: int) -> None:
         if not 0 <= storage < len(self.graph.storages):
-            self._fail(f"takes over storage {storage}, expected a number below {len(self.graph.storages)}")
+            self._fail(f"reuses storage {storage}, expected a number below {len(self.graph.storages)}")
         pairs = [written for read, written in op.reuses if read == storage]
         if not pairs:
             allowed = ", ".join(self._name(read) for read in sorted({read for read, _ in op.reuses})) or "nothing"
             self._fail(
-                f"takes over {self._name(storage)}, which its kernel may not write over: its `reuses` allow {allowed}; "
+                f"reuses {self._name(storage)}, which its kernel may not write over: its `reuses` allow {allowed}; "
                 f"leave in_place_of out"
             )
         if all(self.device_version[written] is not None for written in pairs):
             self._fail(
-                f"takes over {self._name(storage)} for {self._name(pairs[0])}, which is on the device already; "
+                f"reuses {self._name(storage)} for {self._name(pairs[0])}, which is on the device already; "
                 f"expected a write that needs memory: leave in_place_of out, or drop {pairs[0]} first"
             )
-        self._require_removable(storage, "takes over")
+        self._require_removable(storage, "reuses")
         if storage in op.mutates:
-            self._fail(f"takes over {self._name(storage)}, which it mutates as well; leave in_place_of out")
+            self._fail(f"reuses {self._name(storage)}, which it mutates as well; leave in_place_of out")
         self.device_version[storage] = None
-        self.left[storage] = (f"taken over by op {op.id} {op.name!r}", self.position)
+        self.left[storage] = (f"reused by op {op.id} {op.name!r}", self.position)
         self.device_version[next(written for written in pairs if self.device_version[written] is None)] = 0
 
     def drop(self, storage: int, _: int) -> None:
@@ -199,31 +191,30 @@ class _Replay:
         self.left[storage] = ("dropped", self.position)
 
     def _require_removable(self, storage: int, verb: str) -> None:
-        if self.graph.storages[storage].resident:
-            self._fail(f"{verb} {self._name(storage)}, which is resident; expected a storage that an op writes")
+        self._require_managed(storage, verb)
         if self.departed_at[storage] is not None:
             self._fail(
                 f"{verb} {self._name(storage)}, which is the user's since the boundary at {self.departed_at[storage]}; "
                 f"expected it to stay to the end"
             )
+        self._require_no_offload(storage, verb)
+
+    def _require_no_offload(self, storage: int, verb: str, remedy: str = "wait for it first") -> None:
         if self.offloading_since[storage] is not None:
-            self._fail(
-                f"{verb} {self._name(storage)}, whose offload at {self.offloading_since[storage]} is under way; "
-                f"wait for it first"
-            )
+            since = self.offloading_since[storage]
+            self._fail(f"{verb} {self._name(storage)}, whose offload at {since} is under way; {remedy}")
+
+    def _require_managed(self, storage: int, verb: str) -> None:
+        if self.graph.storages[storage].resident:
+            self._fail(f"{verb} {self._name(storage)}, which is resident; expected a storage that an op writes")
 
     def offload(self, storage: int, _: int) -> None:
         version = self.device_version[storage]
         if version is None:
             remedy = self._way_back(storage, self.mutation_count[storage])
             self._fail(f"offloads {self._name(storage)}, which {self._whereabouts(storage)}; {remedy}")
-        if self.graph.storages[storage].resident:
-            self._fail(f"offloads {self._name(storage)}, which is resident; expected a storage that an op writes")
-        if self.offloading_since[storage] is not None:
-            self._fail(
-                f"offloads {self._name(storage)}, whose offload at {self.offloading_since[storage]} is under way; "
-                f"remove one of the two"
-            )
+        self._require_managed(storage, "offloads")
+        self._require_no_offload(storage, "offloads", "remove one of the two")
         if self.host_version[storage] == version and self.host_stale_since[storage] is None:
             self._fail(
                 f"offloads {self._name(storage)} at version {version}, which the host holds already; "
@@ -266,11 +257,7 @@ class _Replay:
     def _require_settled_host_copy(self, storage: int, verb: str) -> None:
         if self.host_version[storage] is None:
             self._fail(f"{verb} {self._name(storage)}, of which the host holds no copy; offload it first")
-        if self.offloading_since[storage] is not None:
-            self._fail(
-                f"{verb} {self._name(storage)}, whose offload at {self.offloading_since[storage]} is under way; "
-                f"wait for it first"
-            )
+        self._require_no_offload(storage, verb)
 
     def boundary(self, number: int, bytes_outside: int) -> None:
         if number != self.next_boundary:
@@ -281,10 +268,10 @@ class _Replay:
             self._fail(f"has {bytes_outside} bytes outside, expected 0 or more")
         boundary = self.graph.boundaries[number]
         if self.computed_count < boundary.position:
-            missing = self.first_computed.index(None)
+            op = self.graph.ops[self.first_computed.index(None)]
             self._fail(
-                f"stands before op {boundary.position}, but op {missing} {self.graph.ops[missing].name!r} has not been "
-                f"computed; compute it first"
+                f"stands before op {boundary.position}, but op {op.id} {op.name!r} has not been computed; "
+                f"compute it first"
             )
         for storage in boundary.departures:
             # Every mutation by the ops before has happened, once, and none by the ops after.
@@ -307,20 +294,20 @@ class _Replay:
         if self.next_boundary < len(graph.boundaries):
             raise InvalidScheduleError(
                 f"the end: boundary {self.next_boundary} was never reached, expected each exactly once; add "
-                f"Boundary({self.next_boundary})"
+                f"CrossBoundary({self.next_boundary})"
             )
         for storage in graph.storages:
             last = graph.last_version[storage.id]
             if storage.required_at_end and self.device_version[storage.id] != last:
                 raise InvalidScheduleError(
                     f"the end: {self._name(storage.id)} is required at the end{self._at_version(storage.id, last)} but "
-                    f"{self._whereabouts(storage.id)}; {self._way_back(storage.id, last, again='again')}"
+                    f"{self._whereabouts(storage.id)}; {self._way_back(storage.id, last, how='again')}"
                 )
 
     def _fail_needed(self, verb: str, storage: int, version: int) -> NoReturn:
-        """Raise for a storage that is not there, or there at another version."""
+        """Raise for a storage that is not on the device, or is there at another version."""
         present = self.device_version[storage]
-        remedy = self._way_back(storage, version, again="first" if present is None else "again after dropping it")
+        remedy = self._way_back(storage, version, how="first" if present is None else "again after dropping it")
         if self.graph.storages[storage].resident and present is not None and present > version:
             remedy = "compute it before that mutation"
         self._fail(
@@ -342,16 +329,16 @@ class _Replay:
             return "was never computed"
         return "has not arrived yet"
 
-    def _way_back(self, storage: int, version: int, *, again: str = "first") -> str:
-        """What would bring the storage to the device at this version."""
+    def _way_back(self, storage: int, version: int, *, how: str = "first") -> str:
+        """Return the remedy: how the storage can be on the device at this version."""
         if self.host_version[storage] == version and self.host_stale_since[storage] is None:
-            return f"prefetch it {again}"
+            return f"prefetch it {how}"
         if version > 0:  # the mutation is done: the order of first computations was kept
             mutating = [op for op in self.graph.ops if storage in op.mutates][version - 1]
             return f"it comes only from op {mutating.id} {mutating.name!r}, once: keep it, or offload it before"
-        writer = self.graph.writer_of.get(storage)
+        writer = self.graph.writer(storage)
         if writer is not None:
-            return f"compute op {writer} {self.graph.ops[writer].name!r} {again}"
+            return f"compute op {writer.id} {writer.name!r} {how}"
         for number, boundary in enumerate(self.graph.boundaries):
             if storage in boundary.arrivals and number >= self.next_boundary:
                 return f"it arrives at boundary {number}"
@@ -361,12 +348,8 @@ class _Replay:
         return f"storage {storage} {self.graph.storages[storage].name!r}"
 
     def _fail(self, what: str) -> NoReturn:
-        if self.code == Code.COMPUTE:
-            subject = self.graph.ops[self.operand].name
-        elif self.code == Code.BOUNDARY:
-            subject = str(self.operand)
-        else:
-            subject = self.graph.storages[self.operand].name
+        named = self.graph.ops if self.code == Code.COMPUTE else self.graph.storages
+        subject = self.operand if self.code == Code.BOUNDARY else named[self.operand].name
         raise InvalidScheduleError(f"instruction {self.position} {_TITLES[self.code]}({subject}) {what}")
 
 

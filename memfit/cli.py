@@ -13,10 +13,10 @@ from typing import Annotated
 
 import typer
 
-import memfit
 from memfit.commands import batch, calibrate, check, compare, estimate, fit, listing, pack, plan, report
 from memfit.commands.answer import BAD_INPUT, DONE, WarningLines, deliver_error
 from memfit.errors import MemfitError
+from memfit.system.version import __version__
 
 app = typer.Typer(
     name="memfit",
@@ -44,7 +44,7 @@ app.command("devices", epilog=listing.EXAMPLES["devices"])(listing.devices)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"memfit {memfit.__version__}")
+        typer.echo(f"memfit {__version__}")
         raise typer.Exit
 
 

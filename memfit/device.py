@@ -1,4 +1,4 @@
-"""Device: the rates and sizes that predictions are made for. Profiles of known devices, and calibrated ones on disk."""
+"""Device: the rates and sizes that predictions depend on. Profiles of known devices are in `memfit.cost`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ Bytes = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the simulator and the roofline need to know of a device.
+    """A device as the simulator and the rooflines see it.
 
         >>> Device(name="mine", alignment_bytes=512, to_host_bytes_per_second=12e9).aligned(1000)
         1024
 
-    `flops_per_second` by dtype name (`float32`, `bfloat16`, ...); `memory_bytes_per_second` is device memory's
-    bandwidth; the link's two directions are None where there is no host link; every allocation is rounded up to
-    `alignment_bytes`; `launch_seconds` is the least time an op takes. `source` says where the figures are from.
+    Attributes:
+        name: of the device.
+        alignment_bytes: every allocation is rounded up to a multiple.
+        memory_bytes, host_memory_bytes: sizes; None if unknown.
+        flops_per_second: by dtype name (`float32`, `bfloat16`, ...).
+        memory_bytes_per_second: bandwidth of the device's memory.
+        to_host_bytes_per_second, to_device_bytes_per_second: the link's rates; None without a link.
+        launch_seconds: the least time of an op.
+        source: where the figures are from.
     """
 
     name: str

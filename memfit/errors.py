@@ -1,9 +1,11 @@
-"""Every error memfit raises on purpose. Each message says what is wrong, in which object, expected and got, what to do.
+"""All errors that memfit raises on purpose. A message names the fault, the object, expected and actual, and a remedy.
 
-The command line turns an error into one line on standard error and exits with `exit_status` (DESIGN.md, section 6).
+The command line prints an error as one line on standard error, and exits with its `exit_status`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class MemfitError(Exception):
@@ -17,7 +19,7 @@ class InvalidTargetError(MemfitError, ValueError):
 
 
 class InvalidBudgetError(MemfitError, ValueError):
-    """The budget is not a positive number of bytes that memfit can read."""
+    """The budget is not a positive size."""
 
 
 class InvalidGraphError(MemfitError, ValueError):
@@ -29,15 +31,15 @@ class InvalidScheduleError(MemfitError, ValueError):
 
 
 class InvalidBlocksError(MemfitError, ValueError):
-    """Blocks to be packed are not blocks: an empty live range, a size below 1, an id twice."""
+    """Blocks to be packed are invalid: an empty live range, a size below 1, an id twice."""
 
 
 class InvalidLayoutError(MemfitError, ValueError):
-    """A layout puts two live blocks over each other, or says more than is true; the message names the blocks."""
+    """Two blocks of a layout that are live together overlap, or its height is wrong; the message names the blocks."""
 
 
 class InvalidFileError(MemfitError, ValueError):
-    """A file cannot be read as what it should be; the message names the file and the place in it."""
+    """A file cannot be read, or has the wrong content; the message names the file and the place in it."""
 
 
 class InvalidOptionError(MemfitError, ValueError):
@@ -45,11 +47,11 @@ class InvalidOptionError(MemfitError, ValueError):
 
 
 class InvalidDeviceError(MemfitError, ValueError):
-    """No device profile of that name or file exists, or tensors sit on the wrong device."""
+    """No device profile has that name, a device is not at hand, or tensors are on the wrong device."""
 
 
 class PlanMismatchError(MemfitError, ValueError):
-    """A plan was made for another graph, another torch or another device than the one at hand."""
+    """A plan was made for another graph, torch or device than those at hand."""
 
 
 class CaptureError(MemfitError, RuntimeError):
@@ -57,26 +59,38 @@ class CaptureError(MemfitError, RuntimeError):
 
 
 class GraphBreakError(CaptureError):
-    """A step looks at the value of a tensor, so that it is not one graph; `line` is the user's."""
+    """A step depends on the value of a tensor, so it is not one graph; `line` is the user's."""
 
     def __init__(self, message: str, *, line: str) -> None:
         super().__init__(message)
         self.line = line
 
 
+class WrongFakesError(CaptureError):
+    """Fake kernels returned other results than the real ones do; `corrections` has these, by the key of the call."""
+
+    def __init__(self, message: str, *, corrections: Mapping[str, Mapping[int, object]]) -> None:
+        super().__init__(message)
+        self.corrections = corrections
+
+
 class UnsupportedStepError(MemfitError, RuntimeError):
-    """The step asks for something memfit refuses to plan: DDP or FSDP, retain_graph, a second backward."""
+    """The step contains something that memfit does not plan: DDP or FSDP, retain_graph, a second backward."""
 
 
-class InfeasibleBudgetError(MemfitError, RuntimeError):
-    """No plan fits the budget; carries the least budget found by a plan and the least proved for any."""
-
-    exit_status = 3
+class NoPlanError(MemfitError, RuntimeError):
+    """No plan was found; carries the least budget that a plan was found for, and the proved least of any plan."""
 
     def __init__(self, message: str, *, least_budget_found_bytes: int | None, least_budget_bound_bytes: int) -> None:
         super().__init__(message)
         self.least_budget_found_bytes = least_budget_found_bytes
         self.least_budget_bound_bytes = least_budget_bound_bytes
+
+
+class InfeasibleBudgetError(NoPlanError):
+    """A bound proves that no plan fits the budget."""
+
+    exit_status = 3
 
 
 class VerificationError(MemfitError, RuntimeError):
@@ -85,7 +99,7 @@ class VerificationError(MemfitError, RuntimeError):
     exit_status = 4
 
 
-class TimeLimitError(MemfitError, RuntimeError):
-    """Time was up before any plan was found."""
+class TimeLimitError(NoPlanError):
+    """The planner found no plan that fits, in its time or among all of its plans; nothing proves that there is none."""
 
     exit_status = 5

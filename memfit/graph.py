@@ -1,6 +1,6 @@
 """The graph of one training step: storages, and the ops that read, write and mutate them, in execution order.
 
-A graph knows no torch. It comes from `memfit.capture`, or from a file that anybody wrote:
+A graph needs no torch. `memfit.capture` makes one from a training step, or anyone writes one as a file:
 
     >>> from memfit.graph import Graph, Op, Phase, Role, Storage
     >>> graph = Graph.build(
@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -28,11 +28,13 @@ from typing import Annotated, NoReturn
 import msgspec
 
 from memfit.errors import InvalidFileError, InvalidGraphError
-from memfit.files import decode, read_bytes, write_atomically
+from memfit.system.files import decode, read_bytes, write_atomically
 
 FORMAT = "memfit-graph"
+SAVE_GENERATOR_STATE = "save_generator_state"
+"""Target of an op that a planned step adds to the user's, and runs only where the state is replayed."""
 VERSION = 1
-_MOST_BYTES = 1 << 60  # so that any sum of bytes that can be live at once is far from what int64 holds
+_MOST_BYTES = 1 << 60  # so that sums of live bytes stay far below the limit of int64
 
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -40,7 +42,7 @@ Id = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Role(enum.StrEnum):
-    """What a storage holds. A role labels; `resident` and `required_at_end` rule."""
+    """The contents of a storage: a label; only `resident` and `required_at_end` have effects."""
 
     PARAMETER = "parameter"
     STATE = "state"
@@ -75,9 +77,9 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One operation.
 
     `reads`, `writes` and `mutates` are storage ids; a mutated storage is read as well, whether or not `reads` says so.
-    `workspace_bytes` are held while it runs; None says they are not known (a capture with fake tensors).
-    `random` names the generator it draws from. `reuses` are pairs (read, written) of equal bytes whose kernel may write
-    its result over its input.
+    `workspace_bytes` are held while it runs; None means unknown (a capture with fake tensors). `random` names the
+    generator that it draws from. `reuses` are pairs (read, written) of equal bytes for in-place reuse: the kernel may
+    write its result over its input.
     """
 
     id: Id
@@ -99,12 +101,18 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Whether every schedule must compute this op exactly once: it mutates, or is not recomputable."""
         return bool(self.mutates) or not self.recomputable
 
+    @property
+    def saves_generator(self) -> bool:
+        """Whether the op saves a generator's state, which only a rematerialization of the next random op reads."""
+        return self.target == SAVE_GENERATOR_STATE
+
 
 class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where control goes to the user and comes back: before the op at `position`, departures leave, arrivals come.
+    """A place where the graph hands control to the user: before the op at `position`.
 
-    A departure is the user's from there on: it stays on the device to the end (it is `required_at_end`). An arrival is
-    a storage that no op writes and that is not resident: it is on the device from the boundary until it is dropped.
+    A departure belongs to the user from there on: it stays on the device to the end (it is `required_at_end`). An
+    arrival is a storage that no op writes and that is not resident: it is on the device from the boundary until it is
+    dropped.
     """
 
     position: Id
@@ -113,7 +121,7 @@ class Boundary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True, weakref=True):
-    """A whole training step. `Graph.build` and `Graph.load` make one: they fill what may be left out, and verify."""
+    """A whole training step. `Graph.build` and `Graph.load` make one: they fill in defaults, and verify."""
 
     name: str
     storages: tuple[Storage, ...]
@@ -134,21 +142,30 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         source: str = "",
         notes: str = "",
     ) -> Graph:
-        """Return a verified graph; a storage that nothing writes becomes resident, an output required at the end.
+        """Return a verified graph; a storage that no op writes becomes resident, an output required at the end.
+
+        Args:
+            name: of the step.
+            storages: with ids that count up from 0.
+            ops: likewise.
+            boundaries: in order of position.
+            device: free text, kept in the graph's file, as the next two.
+            source: where the graph comes from.
+            notes: anything else.
 
         Raises:
             InvalidGraphError: see `verify`.
         """
-        graph = Graph(
+        ops, boundaries = tuple(ops), tuple(boundaries)
+        return Graph(
             name=name,
-            storages=tuple(storages),
-            ops=tuple(ops),
-            boundaries=tuple(boundaries),
+            storages=_with_flags(storages, ops, boundaries),
+            ops=ops,
+            boundaries=boundaries,
             device=device,
             source=source,
             notes=notes,
-        )
-        return _with_flags(graph).verify()
+        ).verify()
 
     @staticmethod
     def load(path: Path | str) -> Graph:
@@ -169,8 +186,9 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Return self, or raise InvalidGraphError at the first rule that is broken.
 
         Rules: ids count up from 0; ids in ops and boundaries exist; a storage is written by at most one op and never
-        when it is resident; nothing is read or mutated before it is there (execution order, so no cycles); `reuses`
-        pair a read with a written storage of equal bytes; boundaries stand in order; departures are there.
+        when it is resident; a storage is on the device before it is read or mutated (execution order, so no cycles);
+        `reuses` pair a read with a written storage of equal bytes; boundaries stand in order; departures are on the
+        device.
         """
         _verify(self)
         return self
@@ -179,6 +197,10 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def writer_of(self) -> dict[int, int]:
         """storage id -> id of the op that writes it; residents and arrivals are not in it."""
         return {storage: op.id for op in self.ops for storage in op.writes}
+
+    def writer(self, storage: int) -> Op | None:
+        """Return the op that writes a storage; None for residents and arrivals."""
+        return self.ops[self.writer_of[storage]] if storage in self.writer_of else None
 
     @cached_property
     def read_versions(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -207,20 +229,24 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of structure, bytes and aliasing, not of seconds or names: a plan is good for one fingerprint."""
+        """A hash of structure and bytes. A plan is good for one fingerprint.
+
+        Names, seconds and workspaces are not in it, and neither are `reuses`: which inputs a kernel may write over
+        differs between devices, and the checker judges each schedule by the `reuses` of the graph at hand.
+        """
         digest = hashlib.sha256()
         for s in self.storages:
             digest.update(f"s{s.bytes},{s.resident:d}{s.required_at_end:d};".encode())
         for op in self.ops:
             flags = f"{op.recomputable:d}{op.random or ''}"
-            digest.update(f"o{op.target},{op.phase},{op.reads},{op.writes},{op.mutates},{op.reuses},{flags};".encode())
+            digest.update(f"o{op.target},{op.phase},{op.reads},{op.writes},{op.mutates},{flags};".encode())
         for b in self.boundaries:
             digest.update(f"b{b.position},{b.arrivals},{b.departures};".encode())
         return digest.hexdigest()[:32]
 
 
 class GraphDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The graph file, version 1 (DESIGN.md, section 2). A plan file holds one as well."""
+    """The graph file, version 1 (see the docs on file formats). A plan file holds one as well."""
 
     format: str
     version: int
@@ -234,19 +260,19 @@ class GraphDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @staticmethod
     def of(graph: Graph) -> GraphDocument:
-        return GraphDocument(
-            format=FORMAT,
-            version=VERSION,
-            name=graph.name,
-            source=graph.source,
-            notes=graph.notes,
-            device=graph.device,
-            storages=graph.storages,
-            ops=graph.ops,
-            boundaries=graph.boundaries,
-        )
+        """Return the document of a graph."""
+        return GraphDocument(format=FORMAT, version=VERSION, **msgspec.structs.asdict(graph))
 
     def to_graph(self, where: str) -> Graph:
+        """Return the verified graph.
+
+        Args:
+            where: names the file in errors.
+
+        Raises:
+            InvalidFileError: another format or version.
+            InvalidGraphError: breaks a rule of graphs.
+        """
         if self.format != FORMAT:
             raise InvalidFileError(f"{where}: format is {self.format!r}, expected {FORMAT!r} - at `$.format`")
         if self.version != VERSION:
@@ -254,32 +280,23 @@ class GraphDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"{where}: version is {self.version}, this memfit reads {VERSION} - at `$.version`; upgrade memfit"
             )
         try:
-            return Graph.build(
-                name=self.name,
-                storages=self.storages,
-                ops=self.ops,
-                boundaries=self.boundaries,
-                device=self.device,
-                source=self.source,
-                notes=self.notes,
-            )
+            return Graph.build(**{name: getattr(self, name) for name in Graph.__struct_fields__})
         except InvalidGraphError as error:
             raise InvalidGraphError(f"{where}: {error}") from error
 
 
-def _with_flags(graph: Graph) -> Graph:
-    """Return the graph with `resident` and `required_at_end` filled in where the rules imply them."""
-    written = {s for op in graph.ops for s in op.writes} | {s for b in graph.boundaries for s in b.arrivals}
-    departing = {s for b in graph.boundaries for s in b.departures}
-
-    def flagged(storage: Storage) -> Storage:
-        resident = storage.resident or storage.id not in written
-        required = storage.required_at_end or storage.role == Role.OUTPUT or storage.id in departing
-        if resident == storage.resident and required == storage.required_at_end:
-            return storage
-        return msgspec.structs.replace(storage, resident=resident, required_at_end=required)
-
-    return msgspec.structs.replace(graph, storages=tuple(flagged(storage) for storage in graph.storages))
+def _with_flags(storages: Iterable[Storage], ops: Iterable[Op], boundaries: Iterable[Boundary]) -> tuple[Storage, ...]:
+    """Return the storages with `resident` and `required_at_end` filled in where the rules imply them."""
+    written = {s for op in ops for s in op.writes} | {s for b in boundaries for s in b.arrivals}
+    departing = {s for b in boundaries for s in b.departures}
+    return tuple(
+        msgspec.structs.replace(
+            storage,
+            resident=storage.resident or storage.id not in written,
+            required_at_end=storage.required_at_end or storage.role == Role.OUTPUT or storage.id in departing,
+        )
+        for storage in storages
+    )
 
 
 def _fail(place: str, message: str) -> NoReturn:
@@ -317,28 +334,22 @@ def _verify_storages(graph: Graph) -> None:
 def _verify_op(graph: Graph, op: Op, present: list[bool]) -> None:
     place = f"ops[{op.id}]"
     for field, storages in (("reads", op.reads), ("mutates", op.mutates)):
-        for index, storage in enumerate(storages):
-            name = _known(graph, f"{place}.{field}[{index}]", f"op {op.name!r}", storage).name
-            if not present[storage]:
-                _fail(
-                    f"{place}.{field}[{index}]",
-                    f"op {op.name!r} needs storage {storage} {name!r} before any op wrote it (a cycle or wrong order)",
-                )
+        for where, storage in _known(graph, f"{place}.{field}", f"op {op.name!r}", storages):
+            if not present[storage.id]:
+                before = "before any op wrote it (a cycle or wrong order)"
+                _fail(where, f"op {op.name!r} needs storage {storage.id} {storage.name!r} {before}")
     if len(set(op.mutates)) < len(op.mutates):
         _fail(f"{place}.mutates", f"op {op.name!r} mutates a storage twice, expected each once: {list(op.mutates)}")
-    for index, storage in enumerate(op.writes):
-        known = _known(graph, f"{place}.writes[{index}]", f"op {op.name!r}", storage)
-        if present[storage]:
-            why = "resident (say `mutates`)" if known.resident else "written before, or arrives at a boundary"
-            _fail(f"{place}.writes[{index}]", f"op {op.name!r} writes storage {storage} {known.name!r}, which is {why}")
-        present[storage] = True
+    for where, storage in _known(graph, f"{place}.writes", f"op {op.name!r}", op.writes):
+        if present[storage.id]:
+            why = "resident (say `mutates`)" if storage.resident else "written before, or arrives at a boundary"
+            _fail(where, f"op {op.name!r} writes storage {storage.id} {storage.name!r}, which is {why}")
+        present[storage.id] = True
     if not 0 <= op.seconds < math.inf:
         _fail(f"{place}.seconds", f"op {op.name!r} has {op.seconds} seconds, expected a number from 0")
     if not 0 <= (op.workspace_bytes or 0) <= _MOST_BYTES:
-        _fail(
-            f"{place}.workspace_bytes",
-            f"op {op.name!r} has {op.workspace_bytes} workspace bytes, expected 0 to {_MOST_BYTES}",
-        )
+        message = f"op {op.name!r} has {op.workspace_bytes} workspace bytes, expected 0 to {_MOST_BYTES}"
+        _fail(f"{place}.workspace_bytes", message)
     _verify_reuses(graph, op)
 
 
@@ -349,9 +360,8 @@ def _verify_reuses(graph: Graph, op: Op) -> None:
             _fail(place, f"op {op.name!r} reuses {read} -> {written}, expected a read and a write of it")
         sizes = graph.storages[read].bytes, graph.storages[written].bytes
         if sizes[0] != sizes[1]:
-            _fail(
-                place, f"op {op.name!r} reuses {read} -> {written} of {sizes[0]} and {sizes[1]} bytes, expected equal"
-            )
+            both = f"of {sizes[0]} and {sizes[1]} bytes"
+            _fail(place, f"op {op.name!r} reuses {read} -> {written} {both}, expected equal")
 
 
 def _verify_boundary(graph: Graph, number: int, boundary: Boundary, present: list[bool], position: int) -> None:
@@ -361,18 +371,18 @@ def _verify_boundary(graph: Graph, number: int, boundary: Boundary, present: lis
             f"{place}.position",
             f"boundary stands at {boundary.position}, expected {position}: in order, and within the ops",
         )
-    for index, storage in enumerate(boundary.departures):
-        name = _known(graph, f"{place}.departures[{index}]", "boundary", storage).name
-        if not present[storage]:
-            _fail(f"{place}.departures[{index}]", f"storage {storage} {name!r} departs before any op wrote it")
-    for index, storage in enumerate(boundary.arrivals):
-        name = _known(graph, f"{place}.arrivals[{index}]", "boundary", storage).name
-        if present[storage]:
-            _fail(f"{place}.arrivals[{index}]", f"storage {storage} {name!r} arrives but is there already")
-        present[storage] = True
+    for where, storage in _known(graph, f"{place}.departures", "boundary", boundary.departures):
+        if not present[storage.id]:
+            _fail(where, f"storage {storage.id} {storage.name!r} departs before any op wrote it")
+    for where, storage in _known(graph, f"{place}.arrivals", "boundary", boundary.arrivals):
+        if present[storage.id]:
+            _fail(where, f"storage {storage.id} {storage.name!r} arrives but is there already")
+        present[storage.id] = True
 
 
-def _known(graph: Graph, place: str, who: str, storage: int) -> Storage:
-    if not 0 <= storage < len(graph.storages):
-        _fail(place, f"{who} names storage {storage}, expected 0 to {len(graph.storages) - 1}")
-    return graph.storages[storage]
+def _known(graph: Graph, place: str, who: str, storages: Sequence[int]) -> Iterator[tuple[str, Storage]]:
+    """Yield each storage with its place in the file; fail at an id that is not in the graph."""
+    for index, storage in enumerate(storages):
+        if not 0 <= storage < len(graph.storages):
+            _fail(f"{place}[{index}]", f"{who} names storage {storage}, expected 0 to {len(graph.storages) - 1}")
+        yield f"{place}[{index}]", graph.storages[storage]

@@ -1,4 +1,4 @@
-"""Problem, Result and Plan: what a planner is asked, what it answers, and the file that keeps the answer."""
+"""Problem, Result and Plan: the question to a planner, its answer, and the file that keeps the answer."""
 
 from __future__ import annotations
 
@@ -8,55 +8,45 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
+from memfit.checker import check
 from memfit.device import Device
 from memfit.errors import InvalidDeviceError, InvalidFileError, InvalidScheduleError, PlanMismatchError
-from memfit.files import decode, read_bytes, write_atomically
 from memfit.graph import Bytes, Graph, GraphDocument, Seconds
 from memfit.schedule import Code, Schedule
+from memfit.system.files import decode, read_bytes, write_atomically
 
 FORMAT = "memfit-plan"
 VERSION = 1
 
-INTERRUPTED = "interrupted"
-"""The key of `Result.stats` that says that Ctrl-C ended the search."""
-
-
-ROUNDING = 1e-12
-"""Times the ops of a step: by what share of the step sums of their seconds in different orders may differ."""
-
-
 PROVED_TO = 1e-7
-"""Of the step: integer programs count seconds in whole units, rounded down; what is optimal is so up to this share."""
+"""Share of the step up to which optimal plans are optimal: integer programs count seconds in units, rounded down."""
 
 
 class Status(enum.StrEnum):
-    """How planning ended; `remedy` says what a user can do about it."""
+    """How planning ended.
+
+    - optimal: no plan that the bounds hold for is faster.
+    - feasible: a plan that fits, and no proof that it is the fastest.
+    - infeasible: a bound proves that no plan fits: the budget is below `Bounds.least_budget_bound_bytes`.
+    - timed_out: the planner found no plan that fits, and nothing proves that there is none. A search ran out of time;
+      a planner with a fixed list of plans has tried them all (`Result.tried_all`).
+    """
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
     INFEASIBLE = "infeasible"
     TIMED_OUT = "timed_out"
 
-    @property
-    def remedy(self) -> str:
-        """One sentence: what to do next."""
-        return {
-            Status.OPTIMAL: "nothing: no plan that its bound holds for is faster",
-            Status.FEASIBLE: "a longer time limit may find a faster plan",
-            Status.INFEASIBLE: "raise the budget to least_budget_found_bytes, or make the batch smaller",
-            Status.TIMED_OUT: "raise the time limit",
-        }[self]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a planner reports while it works: seconds so far, best overhead so far (None before the first plan).
+    """A planner's report while it works: seconds so far, best overhead so far (None before the first plan).
 
-    `bound_overhead` is what no plan can be below, as far as the planner knows yet.
+    `bound_overhead` is the lower bound on the overhead of every plan that is proved so far.
     """
 
     elapsed_seconds: float
@@ -103,7 +93,7 @@ class Problem:
             start to end where the graph has no boundary.
         pinned: op id -> whether its writes must be kept (True) or must be rematerialized (False): the user's mirror
             attribute.
-        mirror_counts: op id -> how often its writes may be computed again (the mirror count of Chen 2016), for planners
+        mirror_counts: op id -> how often its writes may be recomputed (the mirror count of Chen 2016), for planners
             that work by such counts; the others see only what is `pinned`. `memfit.mirror` sets both.
         time_limit_seconds: when a planner answers with the best it has.
         seed: of all that is random; the same seed gives the same plan, unless time runs out first.
@@ -125,7 +115,7 @@ class Problem:
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the simulator says of a schedule."""
+    """The simulator's peak and seconds of a schedule."""
 
     peak_bytes: Bytes
     seconds: Seconds
@@ -133,12 +123,12 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What no plan can beat, and how low a plan got.
+    """Bounds that no plan can beat, and the least budget that a plan reached.
 
     `least_budget_found_bytes` is the least budget this planner reached with a plan (None: it found none);
     `least_budget_bound_bytes` is proved for every legal schedule; `overhead` is a proved lower bound on the overhead at
     this budget, in any order of ops; `overhead_in_order`, where a planner proved it, is one for the schedules that
-    compute ops for the first time in the order that it searched, as the family of `memfit.planners.retention_model`
+    compute ops for the first time in the order that it searched, as the family of `memfit.planners.engine.cpsat.model`
     has it; `holding_ops` are the ids of the ops that make the least budget what it is: by
     their own storages, or with what has to be there beside them.
     """
@@ -184,7 +174,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return sum(self.graph.storages[storage].bytes for storage in offloaded)
 
     def explain(self) -> str:
-        """Return in plain words what holds the peak, each storage's fate and prices, and what more memory would buy."""
+        """Return as plain text what holds the peak, the fate of each storage and why, and why no plan needs less."""
         from memfit.report import explain  # the report stands above; only who asks for words pays for it
 
         return explain(self)
@@ -201,30 +191,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def save(self, path: Path | str) -> None:
         """Write the plan to `path` atomically, as JSON with one instruction a line."""
-        document = _PlanDocument(
-            format=FORMAT,
-            version=VERSION,
-            planner=self.planner,
-            status=self.status,
-            seed=self.seed,
-            plan_seconds=self.plan_seconds,
-            budget_bytes=self.budget_bytes,
-            host_budget_bytes=self.host_budget_bytes,
-            bytes_outside=self.bytes_outside,
-            predicted=self.predicted,
-            unplanned=self.unplanned,
-            bounds=self.bounds,
-            versions=self.versions,
-            fingerprint=self.fingerprint,
-            device=self.device,
-            schedule=tuple(self.schedule.lines()),
-            graph=GraphDocument.of(self.graph),
-        )
-        write_atomically(Path(path), msgspec.json.format(msgspec.json.encode(document), indent=1))
+        fields: dict[str, Any] = msgspec.structs.asdict(self) | {
+            "format": FORMAT,
+            "version": VERSION,
+            "fingerprint": self.fingerprint,
+            "schedule": tuple(self.schedule.lines()),
+            "graph": GraphDocument.of(self.graph),
+        }
+        write_atomically(Path(path), msgspec.json.format(msgspec.json.encode(_PlanDocument(**fields)), indent=1))
 
     @staticmethod
     def load(path: Path | str, *, graph: Graph | None = None) -> Plan:
         """Read a plan, replay it with the checker, and compare its fingerprint with `graph`'s where one is given.
+
+        Args:
+            path: of a plan file; gzip is recognized.
+            graph: the step that the plan is meant for, or None.
 
         Raises:
             InvalidFileError: unreadable, malformed, or the graph in it was changed by hand.
@@ -273,28 +255,34 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             )
 
     def require_graph(self, graph: Graph) -> None:
-        """Raise PlanMismatchError unless the plan was made for this graph, or for it with fewer `reuses`: what kernels
-        of this device were seen to write over, a plan from elsewhere does without.
-        """
-        if _reusing_as(self.graph, graph).fingerprint != self.fingerprint:
+        """Raise PlanMismatchError unless the plan was made for this graph, and reuses in place only what it allows."""
+        if graph.fingerprint != self.fingerprint:
             raise PlanMismatchError(
                 f"plan was made for graph {self.graph.name!r} ({self.fingerprint}), this one is {graph.name!r} "
                 f"({graph.fingerprint}); plan again for this model, batch size and torch"
             )
-
-
-def _reusing_as(planned: Graph, graph: Graph) -> Graph:
-    """Return `graph` with the `reuses` of `planned` where it allows them all; else as it is."""
-    pairs = [(mine.reuses, op) for mine, op in zip(planned.ops, graph.ops, strict=False)]
-    if len(planned.ops) != len(graph.ops) or not all(set(reuses) <= set(op.reuses) for reuses, op in pairs):
-        return graph
-    return msgspec.structs.replace(graph, ops=tuple(msgspec.structs.replace(op, reuses=reuses) for reuses, op in pairs))
+        try:
+            check(graph, self.schedule)
+        except InvalidScheduleError as error:
+            raise PlanMismatchError(
+                f"plan was made for graph {self.graph.name!r} on a device whose kernels reuse other memory in place: "
+                f"{error}; plan again on this device"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A planner's answer. `plan` is None exactly when `status` is infeasible, or timed out with nothing found; then
-    `leanest` is the plan of the least peak that was found, if any, with that peak for its budget.
+    """A planner's answer.
+
+    Attributes:
+        status: how planning ended.
+        plan: None exactly where the status is infeasible or timed out.
+        bounds: bounds that no plan can beat, and the least budget reached.
+        stats: counts of the planner, by name.
+        leanest: where there is no plan, the one of the least peak that was found, if any, with that peak for its
+            budget.
+        interrupted: whether Ctrl-C ended the planner, so that this is its best answer so far.
+        tried_all: whether the planner has tried all plans that it can make; more time would change nothing.
     """
 
     status: Status
@@ -302,6 +290,8 @@ class Result:
     bounds: Bounds
     stats: Mapping[str, float] = field(default_factory=dict[str, float])
     leanest: Plan | None = None
+    interrupted: bool = False
+    tried_all: bool = False
 
 
 class _PlanDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -324,27 +314,11 @@ class _PlanDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     graph: GraphDocument
 
     def to_plan(self, where: str) -> Plan:
-        from memfit.checker import check
-
         graph = self.graph.to_graph(where)
         try:
             schedule = Schedule.parse(self.schedule)
             check(graph, schedule)
         except InvalidScheduleError as error:
             raise InvalidScheduleError(f"{where}: {error}") from error
-        return Plan(
-            graph=graph,
-            device=self.device,
-            budget_bytes=self.budget_bytes,
-            host_budget_bytes=self.host_budget_bytes,
-            bytes_outside=self.bytes_outside,
-            schedule=schedule,
-            predicted=self.predicted,
-            unplanned=self.unplanned,
-            bounds=self.bounds,
-            status=self.status,
-            planner=self.planner,
-            seed=self.seed,
-            plan_seconds=self.plan_seconds,
-            versions=self.versions,
-        )
+        fields: dict[str, Any] = msgspec.structs.asdict(self) | {"graph": graph, "schedule": schedule}
+        return Plan(**{name: fields[name] for name in Plan.__struct_fields__})

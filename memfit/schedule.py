@@ -9,14 +9,14 @@
     >>> Schedule.parse(schedule.text()) == schedule
     True
 
-What the instructions mean is said once, in `memfit.checker`, which replays them.
+`memfit.checker` states the meaning of the instructions, and replays them.
 """
 
 from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 import msgspec
@@ -39,7 +39,7 @@ class Code(enum.IntEnum):
 
 
 class Compute(msgspec.Struct, frozen=True, kw_only=True):
-    """Run an op; it allocates all that it writes, or takes over the memory of `in_place_of`, which dies."""
+    """Run an op; it allocates its writes; one of them reuses the memory of `in_place_of`, if given, which is freed."""
 
     op: int
     in_place_of: int | None = None
@@ -75,14 +75,14 @@ class DropHost(msgspec.Struct, frozen=True, kw_only=True):
     storage: int
 
 
-class Boundary(msgspec.Struct, frozen=True, kw_only=True):
+class CrossBoundary(msgspec.Struct, frozen=True, kw_only=True):
     """Hand control to the user at boundary number `boundary`; user code may hold `bytes_outside` to the step's end."""
 
     boundary: int
     bytes_outside: int = 0
 
 
-Instruction = Compute | Drop | Offload | Wait | Prefetch | DropHost | Boundary
+Instruction = Compute | Drop | Offload | Wait | Prefetch | DropHost | CrossBoundary
 
 _OPERAND = {
     Compute: (Code.COMPUTE, "op"),
@@ -91,15 +91,15 @@ _OPERAND = {
     Wait: (Code.WAIT, "storage"),
     Prefetch: (Code.PREFETCH, "storage"),
     DropHost: (Code.DROP_HOST, "storage"),
-    Boundary: (Code.BOUNDARY, "boundary"),
+    CrossBoundary: (Code.BOUNDARY, "boundary"),
 }
 _KIND = {code: kind for kind, (code, _) in _OPERAND.items()}
-_NO_EXTRA = -1  # in `extras`: a Compute that takes nothing over
+_NO_EXTRA = -1  # in `extras`: a Compute that reuses nothing in place
 _LINE = re.compile(
     r"(?P<name>[a-z_]+) +(?P<operand>[0-9]{1,19})"
     r"(?: +(?P<extra_name>in_place_of|bytes_outside) +(?P<extra>[0-9]{1,19}))?\s*(?:#.*)?"
 )
-_MOST_OPERAND, _MOST_EXTRA = (1 << 31) - 1, (1 << 62) - 1  # what `operands` and `extras` hold, with room for sums
+_MOST_OPERAND, _MOST_EXTRA = (1 << 31) - 1, (1 << 62) - 1  # limits of `operands` and `extras`, with room for sums
 
 
 class Schedule:
@@ -108,7 +108,7 @@ class Schedule:
     Attributes:
         codes: int8[n], each a `Code`.
         operands: int32[n], the op, storage or boundary of each instruction.
-        extras: int64[n], for a Compute the storage it takes over or -1, for a Boundary its bytes outside.
+        extras: int64[n], for a Compute the storage whose memory it reuses or -1, for a CrossBoundary its bytes outside.
     """
 
     __slots__ = ("__dict__", "codes", "extras", "operands")
@@ -142,30 +142,18 @@ class Schedule:
         return tuple(self)
 
     def __iter__(self) -> Iterator[Instruction]:
-        for code, operand, extra in zip(self.codes.tolist(), self.operands.tolist(), self.extras.tolist(), strict=True):
-            if code == Code.COMPUTE:
-                yield Compute(op=operand, in_place_of=None if extra == _NO_EXTRA else extra)
-            elif code == Code.BOUNDARY:
-                yield Boundary(boundary=operand, bytes_outside=extra)
-            else:
-                kind = _KIND[Code(code)]
-                yield kind(storage=operand)  # pyright: ignore[reportCallIssue]
+        rows = zip(self.codes.tolist(), self.operands.tolist(), self.extras.tolist(), strict=True)
+        return (_instruction(*row) for row in rows)
 
     def __getitem__(self, position: int) -> Instruction:
-        alone = Schedule(self.codes[[position]], self.operands[[position]], self.extras[[position]])
-        return alone.instructions[0]
+        return _instruction(int(self.codes[position]), int(self.operands[position]), int(self.extras[position]))
 
     def __len__(self) -> int:
         return len(self.codes)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Schedule) and all(
-            np.array_equal(mine, theirs)
-            for mine, theirs in (
-                (self.codes, other.codes),
-                (self.operands, other.operands),
-                (self.extras, other.extras),
-            )
+            np.array_equal(getattr(self, column), getattr(other, column)) for column in ("codes", "operands", "extras")
         )
 
     def __hash__(self) -> int:
@@ -174,22 +162,17 @@ class Schedule:
     def __repr__(self) -> str:
         return f"Schedule({len(self)} instructions)"
 
-    def lines(self, note: Callable[[Instruction], str] | None = None) -> list[str]:
-        """Return one line an instruction; `note` may add a comment to each (after `#`, ignored when parsed)."""
-        lines: list[str] = []
-        for instruction in self:
-            line = format_instruction(instruction)
-            comment = note(instruction) if note else ""
-            lines.append(f"{line}  # {comment}" if comment else line)
-        return lines
+    def lines(self) -> list[str]:
+        """Return the text of each instruction."""
+        return [format_instruction(instruction) for instruction in self]
 
-    def text(self, note: Callable[[Instruction], str] | None = None) -> str:
+    def text(self) -> str:
         """Return the whole schedule as text, one instruction a line."""
-        return "\n".join(self.lines(note))
+        return "\n".join(self.lines())
 
     @staticmethod
     def parse(text: str | Iterable[str]) -> Schedule:
-        """Read the text form back; empty lines and what follows `#` are ignored.
+        """Parse the text form; empty lines and comments after `#` are ignored.
 
         Raises:
             InvalidScheduleError: a line is not an instruction; names the line's number, from 1.
@@ -208,9 +191,18 @@ def format_instruction(instruction: Instruction) -> str:
     line = f"{code.name.lower()} {getattr(instruction, field)}"
     if isinstance(instruction, Compute) and instruction.in_place_of is not None:
         return f"{line} in_place_of {instruction.in_place_of}"
-    if isinstance(instruction, Boundary) and instruction.bytes_outside:
+    if isinstance(instruction, CrossBoundary) and instruction.bytes_outside:
         return f"{line} bytes_outside {instruction.bytes_outside}"
     return line
+
+
+def _instruction(code: int, operand: int, extra: int) -> Instruction:
+    """Return the instruction of one entry of `codes`, `operands` and `extras`."""
+    if code == Code.COMPUTE:
+        return Compute(op=operand, in_place_of=None if extra == _NO_EXTRA else extra)
+    if code == Code.BOUNDARY:
+        return CrossBoundary(boundary=operand, bytes_outside=extra)
+    return _KIND[Code(code)](storage=operand)  # pyright: ignore[reportCallIssue]
 
 
 def _row(number: int, instruction: Instruction) -> tuple[int, int, int]:
@@ -218,7 +210,7 @@ def _row(number: int, instruction: Instruction) -> tuple[int, int, int]:
     operand, extra = getattr(instruction, field), None
     if isinstance(instruction, Compute):
         extra = instruction.in_place_of
-    elif isinstance(instruction, Boundary):
+    elif isinstance(instruction, CrossBoundary):
         extra = instruction.bytes_outside
     if not 0 <= operand <= _MOST_OPERAND or not 0 <= (extra or 0) <= _MOST_EXTRA:
         raise InvalidScheduleError(
@@ -242,14 +234,10 @@ def _parse_line(line: str, number: int) -> Instruction:
             f"schedule line {number}: {code.name.lower()} takes no {match['extra_name']}, "
             f"expected {expected_extra or 'one number'}"
         )
-    extra = int(match["extra"]) if match["extra"] else None
-    if operand > _MOST_OPERAND or (extra or 0) > _MOST_EXTRA:
+    extra = int(match["extra"] or (_NO_EXTRA if code == Code.COMPUTE else 0))
+    if operand > _MOST_OPERAND or extra > _MOST_EXTRA:
         raise InvalidScheduleError(
             f"schedule line {number}: {line.strip()[:80]!r} has a number that is too large, "
             f"expected at most {_MOST_OPERAND} (bytes: {_MOST_EXTRA})"
         )
-    if code == Code.COMPUTE:
-        return Compute(op=operand, in_place_of=extra)
-    if code == Code.BOUNDARY:
-        return Boundary(boundary=operand, bytes_outside=extra or 0)
-    return _KIND[code](storage=operand)  # pyright: ignore[reportCallIssue]
+    return _instruction(code, operand, extra)

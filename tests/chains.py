@@ -1,4 +1,4 @@
-"""Networks in a line for the tests of planners: each value read by the next layer, and again by backward."""
+"""Graphs of layers in a line, for the tests of planners: backward reads the results of forward."""
 
 from __future__ import annotations
 
@@ -37,14 +37,18 @@ def network(sizes: list[int], reads: list[list[int]] | None = None, seconds: lis
 
 
 def chain(length: int, size_bytes: int = 100) -> Graph:
-    """As in the paper: each gradient reads the input of its layer and the gradient that comes."""
+    """Layers of one op and one storage, and their backward: a gradient reads the layer's input and the last gradient.
+
+    Backward begins with the gradient of the last layer, which reads the output of that layer. No op computes a loss.
+    """
     storages = [Storage(id=0, name="input", bytes=size_bytes, role=Role.INPUT)]
     ops: list[Op] = []
 
     def add(name: str, phase: Phase, reads: tuple[int, ...], role: Role) -> int:
         storages.append(Storage(id=len(storages), name=name, bytes=size_bytes, role=role))
-        ops.append(Op(id=len(ops), name=name, phase=phase, reads=reads, writes=(len(storages) - 1,), seconds=1.0))
-        return len(storages) - 1
+        write, module = len(storages) - 1, f"model.layers.{name[1:]}"
+        ops.append(Op(id=len(ops), name=name, phase=phase, module=module, reads=reads, writes=(write,), seconds=1.0))
+        return write
 
     values = [0]
     for number in range(length):

@@ -8,6 +8,8 @@ from typing import Any
 
 import memfit
 
+MOVES = ("--option", "iterations=2000")  # in place of seconds, which a busy machine fills with less
+
 Run = Callable[..., tuple[int, str, str]]
 """Runs one command, gives exit status, standard output and standard error: the fixture `run`."""
 

@@ -1,8 +1,10 @@
-"""What all tests share: how random cases are made, the golden files and the command that renews them."""
+"""Shared by all tests: a cache and a number of threads that no other process changes, fixtures, golden files."""
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,27 @@ from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
-SHARED_GRAPHS = HERE.parent.parent / "shared" / "data" / "graphs"
+GRAPHS = HERE / "data" / "graphs"  # published by others; see the README there
+
+
+def _own_cache() -> tempfile.TemporaryDirectory[str]:
+    """Set MEMFIT_CACHE, for this process and its children, to a folder that is deleted at the end.
+
+    Costs that another process measured, and plans that it kept, would otherwise change what a test runs. Compiled
+    libraries are shared: they are found by a hash of their source.
+    """
+    shared = Path(os.environ.get("MEMFIT_CACHE") or Path.home() / ".cache" / "memfit")
+    folder = tempfile.TemporaryDirectory(prefix="memfit-tests-", ignore_cleanup_errors=True)
+    for built in shared.glob("torch-*"):
+        (Path(folder.name) / built.name).symlink_to(built.resolve())
+    os.environ["MEMFIT_CACHE"] = folder.name
+    return folder
+
+
+_cache = _own_cache()
+# Before torch is imported. Threads that wait for one another take many times as long beside other processes, and some
+# libraries choose kernels by the number of threads.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 sys.path.insert(0, str(HERE))  # for `import reference` and `import strategies`: the tests are no package
 
@@ -26,6 +48,14 @@ settings.load_profile("memfit")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--renew-golden", action="store_true", help="write the golden files anew instead of comparing")
+
+
+@pytest.fixture(autouse=True)
+def _checks_of_distributions() -> Iterator[None]:
+    """Give each test the default of `torch.distributions`: the first use of torch.compile in a process turns it off."""
+    yield
+    if "torch.distributions" in sys.modules:
+        sys.modules["torch.distributions"].Distribution.set_default_validate_args(True)
 
 
 @pytest.fixture
@@ -59,10 +89,8 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 @pytest.fixture(scope="session")
 def shared_graphs() -> Path:
-    """The folder of published graphs beside the checkout; the test is skipped where it is missing."""
-    if not SHARED_GRAPHS.is_dir():
-        pytest.skip(f"{SHARED_GRAPHS} does not exist: the published graphs are not on this machine")
-    return SHARED_GRAPHS
+    """Return the folder of the graphs that others published."""
+    return GRAPHS
 
 
 @pytest.fixture(scope="module")

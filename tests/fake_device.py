@@ -6,6 +6,7 @@ To be used in a process of its own: torch's allocator cannot be put back.
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,9 +65,9 @@ class FakeDevice:
 def start(folder: str) -> FakeDevice:
     """Load the fakes, and let every arena of this process be one on the fake devices."""
     runtime = ctypes.CDLL(f"{folder}/runtime.so", mode=ctypes.RTLD_GLOBAL)
-    from memfit.runtime import arena as rooms
-    from memfit.runtime.arena_cuda import CudaArenaLibrary
-    from memfit.runtime.arena_library import load_arena_library
+    from memfit.runtime.arena import arena as rooms
+    from memfit.runtime.arena.cuda import CudaArenaLibrary
+    from memfit.runtime.arena.library import load_arena_library
 
     raw = load_arena_library("cuda").library
     pointer, number = ctypes.c_void_p, ctypes.c_int
@@ -84,16 +85,24 @@ def start(folder: str) -> FakeDevice:
 
 
 def start_with_tensors(folder: str) -> FakeDevice:
-    """As `start`; from here on CPU tensors lie on fake device 0, whose bytes memfit's records count."""
-    fake = start(folder)
-    from memfit.cost import calibration
-    from memfit.cost.recorder import count_with
-    from memfit.runtime import arena as rooms
-    from memfit.runtime.arena_cuda import ArenaCounters
+    """As `start`; from here on CPU tensors lie on fake device 0, whose bytes memfit's records count.
 
-    count_with(ArenaCounters(library=fake.library, index=0), torch.device("cpu"))
+    What is measured of this CPU from here on, its alignment with it, is kept in a cache folder of its own.
+    """
+    fake = start(folder)
+    cache = Path(folder) / f"cache-{os.getpid()}"
+    cache.mkdir()
+    for built in Path(os.environ["MEMFIT_CACHE"]).glob("torch-*"):
+        (cache / built.name).symlink_to(built.resolve())
+    os.environ["MEMFIT_CACHE"] = str(cache)
+    from memfit.cost import calibration
+    from memfit.runtime.arena import arena as rooms
+    from memfit.runtime.arena.cuda import ArenaCounters
+    from memfit.system import recorder
+
+    recorder.count_with(ArenaCounters(library=fake.library, index=0), torch.device("cpu"))
     rooms.ALIGNMENT_BYTES["cpu"] = 512
-    calibration.CPU_ALIGNMENT_BYTES = 512  # pyright: ignore
+    calibration.CPU_ALIGNMENT_BYTES = recorder.CPU_ALIGNMENT_BYTES = 512  # pyright: ignore
     functions = [fake.library.memfit_arena_cuda_malloc, fake.library.memfit_arena_cuda_free]
     ctypes.CDLL(f"{folder}/stand_in.so").stand_in(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
     return fake

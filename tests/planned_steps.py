@@ -6,8 +6,8 @@ from steps import make_pair
 
 from memfit import PlannedStep, TrainingStep
 from memfit.errors import InfeasibleBudgetError
-from memfit.runtime.fit import fit_step
-from memfit.runtime.planning import Settings
+from memfit.planning import Settings
+from memfit.runtime.step import fit_step
 from memfit.workloads import build
 
 NAMES = ("cnn", "unet", "transformer", "lstm")
@@ -24,7 +24,13 @@ def small_step(name: str) -> TrainingStep:
 
 def run_at_least_memory(name: str, planner: str, *, room: float = _ROOM, **options: object) -> PlannedStep:
     """Return the step planned at `room` times the least budget that `planner` reaches, verified against eager."""
-    step = small_step(name)
+    planned = plan_at_least_memory(small_step(name), planner, room=room, **options)
+    planned.verify()
+    return planned
+
+
+def plan_at_least_memory(step: TrainingStep, planner: str, *, room: float = _ROOM, **options: object) -> PlannedStep:
+    """Return `step` planned at `room` times the least budget that `planner` reaches."""
     try:
         fit_step(step, Settings(budget=1, planner=planner, options=options))
     except InfeasibleBudgetError as error:
@@ -32,5 +38,9 @@ def run_at_least_memory(name: str, planner: str, *, room: float = _ROOM, **optio
         budget = int(error.least_budget_found_bytes * room)
     planned = fit_step(step, Settings(budget=budget, planner=planner, options=options))
     assert isinstance(planned, PlannedStep)
-    planned.verify()
     return planned
+
+
+def computed_ops(planned: PlannedStep) -> int:
+    """Return how many ops a step's plan computes, recomputations included."""
+    return sum(line.startswith("compute") for line in planned.plan.schedule.lines())

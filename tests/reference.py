@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from memfit.device import GENERIC, Device
 from memfit.graph import Graph
-from memfit.schedule import Boundary, Compute, Drop, DropHost, Instruction, Offload, Prefetch, Schedule, Wait
+from memfit.schedule import Compute, CrossBoundary, Drop, DropHost, Instruction, Offload, Prefetch, Schedule, Wait
 
 
 class IllegalError(Exception):
@@ -75,7 +75,7 @@ class Reference:
                 need(s in self.host and s not in self.offloading and s not in self.prefetching)
                 del self.host[s]
                 self.stale.discard(s)
-            case Boundary(boundary=number, bytes_outside=outside):
+            case CrossBoundary(boundary=number, bytes_outside=outside):
                 self.cross(number, outside)
         end = {Offload: self.clocks[1], Prefetch: self.clocks[2]}.get(type(instruction), self.clocks[0])
         live = self.size(self.versions, self.device.alignment_bytes) + self.outside + briefly

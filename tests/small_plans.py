@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from devices import linked
 
 from memfit.checker import check
 from memfit.device import GENERIC, Device
 from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.plan import Bounds, Plan, Prediction, Problem, Status
-from memfit.planners.bounds import least_budget_bound
-from memfit.planners.result import unplanned_schedule
+from memfit.planners.engine.bounds.bounds import least_budget_bound
+from memfit.planners.engine.results import unplanned_schedule
 from memfit.schedule import Compute, Drop, Instruction, Schedule
 from memfit.simulate import simulate
 
@@ -62,7 +63,7 @@ drop 7
 OFFLOADED = REMATERIALIZED.replace("drop 2\ncompute 2", "offload 2\nwait 2\ndrop 2\ncompute 2", 1).replace(
     "compute 0\ncompute 4", "prefetch 2\ncompute 4"
 )
-LINKED = Device(name="linked", to_host_bytes_per_second=100.0, to_device_bytes_per_second=200.0)
+LINKED = linked(100.0, 200.0)
 
 
 def plan_of(graph: Graph, text: str | Schedule, device: Device = GENERIC, **changes: Any) -> Plan:
@@ -99,29 +100,8 @@ def plan_of(graph: Graph, text: str | Schedule, device: Device = GENERIC, **chan
     return msgspec.structs.replace(plan, **changes)
 
 
-def chain(pairs: int) -> Graph:
-    """A forward chain and its backward: 2 * pairs ops, each forward storage read again on the way back."""
-    storages = [Storage(id=0, name="x", bytes=64, role=Role.INPUT)]
-    ops: list[Op] = []
-    for number in range(pairs):
-        storages.append(Storage(id=number + 1, name=f"act_{number}", bytes=1000 + number % 7, role=Role.ACTIVATION))
-        module = f"model.layers.{number // 10}.block.attention.projection_{number % 10}"
-        ops.append(
-            Op(id=number, name=f"op_{number}", phase=Phase.FORWARD, reads=(number,), writes=(number + 1,),
-               seconds=1e-4 * (1 + number % 3), module=module)
-        )  # fmt: skip
-    for back in range(pairs):
-        number = pairs + back
-        storages.append(Storage(id=number + 1, name=f"grad_{back}", bytes=900 + back % 5, role=Role.GRADIENT))
-        ops.append(
-            Op(id=number, name=f"op_{number}_backward", phase=Phase.BACKWARD, reads=(number, pairs - back),
-               writes=(number + 1,), seconds=2e-4)
-        )  # fmt: skip
-    return Graph.build(name="chain", storages=storages, ops=ops)
-
-
 def lowered(graph: Graph, dropped_early: set[int]) -> Schedule:
-    """Compute in order; what is in `dropped_early` goes after each op, and is computed again whenever it is read."""
+    """Compute in order; what is in `dropped_early` is dropped after each op, and recomputed whenever it is read."""
     last_read = {storage: op.id for op in graph.ops for storage in op.reads}
     live = {storage.id for storage in graph.storages if storage.resident}
     instructions: list[Instruction] = []

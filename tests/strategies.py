@@ -15,21 +15,13 @@ import copy
 import random
 from collections.abc import Callable
 
+from devices import LINKED
 from hypothesis import strategies as st
 from reference import IllegalError, Reference
 
-from memfit.device import Device
-from memfit.graph import Boundary as GraphBoundary
-from memfit.graph import Graph, Op, Phase, Role, Storage
-from memfit.schedule import Boundary, Compute, Drop, DropHost, Instruction, Offload, Prefetch, Schedule, Wait
+from memfit.graph import Boundary, Graph, Op, Phase, Role, Storage
+from memfit.schedule import Compute, CrossBoundary, Drop, DropHost, Instruction, Offload, Prefetch, Schedule, Wait
 
-LINKED = Device(
-    name="linked",
-    alignment_bytes=64,
-    to_host_bytes_per_second=1000.0,
-    to_device_bytes_per_second=700.0,
-    source="slow enough that copies of a few hundred bytes take as long as an op",
-)
 _SIZES = (0, 1, 64, 100, 100, 256)  # few, so that equal ones meet and in-place pairs exist
 _MOVES = (Drop, Offload, Wait, Prefetch, DropHost)
 
@@ -49,7 +41,7 @@ def graphs(draw: st.DrawFn, *, most_ops: int = 8, boundaries: bool = True, mutat
     pick = draw(_picks)
     storages = [_storage(pick, i, Role.INPUT, resident=True) for i in range(pick.randint(1, 3))]
     ops: list[Op] = []
-    crossings: list[GraphBoundary] = []
+    crossings: list[Boundary] = []
     for op_id in range(op_count):
         if boundaries and _chance(pick, 0.15):
             crossings.append(_boundary(pick, op_id, storages))
@@ -66,11 +58,11 @@ def _storage(pick: random.Random, number: int, role: Role, *, resident: bool = F
     )
 
 
-def _boundary(pick: random.Random, position: int, storages: list[Storage]) -> GraphBoundary:
+def _boundary(pick: random.Random, position: int, storages: list[Storage]) -> Boundary:
     departures = pick.sample([s.id for s in storages], pick.randint(0, min(2, len(storages))))
     arrivals = range(len(storages), len(storages) + pick.randint(0, 2))
     storages.extend([_storage(pick, number, Role.GRADIENT) for number in arrivals])
-    return GraphBoundary(position=position, arrivals=tuple(arrivals), departures=tuple(departures))
+    return Boundary(position=position, arrivals=tuple(arrivals), departures=tuple(departures))
 
 
 def _op(pick: random.Random, op_id: int, storages: list[Storage], *, mutations: bool) -> Op:
@@ -166,7 +158,7 @@ class _Walk:
         return self.reference.versions.get(s) == mutations
 
     def expendable(self, s: int, *, host: bool = True, after: int | None = None) -> bool:
-        """Whether the device's copy of `s` may go: it can be computed again, the host has it, or nobody needs it."""
+        """Whether the device's copy of `s` may go: it can be recomputed, the host has it, or nobody needs it."""
         copied = s in self.reference.host and s not in self.reference.stale and s not in self.reference.offloading
         later = [op for op in self.graph.ops if op.id not in self.reference.computed and op.id != after]
         crossings = self.graph.boundaries[self.reference.crossed :]
@@ -184,7 +176,7 @@ class _Walk:
             boundary = self.graph.boundaries[number]
             if boundary.position == position:
                 self.recover_all(set(boundary.departures))
-                self.must(Boundary(boundary=number, bytes_outside=self.pick.choice((0, 0, 500))))
+                self.must(CrossBoundary(boundary=number, bytes_outside=self.pick.choice((0, 0, 500))))
 
     def recover_all(self, storages: set[int]) -> None:
         for s in sorted(storages):
@@ -214,7 +206,7 @@ def _residents(graph: Graph) -> set[int]:
 
 
 def _pure_storages(graph: Graph) -> set[int]:
-    """Return the storages that can be computed again at any time: nothing on their way is ever mutated."""
+    """Return the storages that can be recomputed at any time: nothing on their way is ever mutated."""
     steady = {s.id for s in graph.storages if graph.last_version[s.id] == 0}
     pure = _residents(graph) & steady
     for op in graph.ops:
@@ -256,10 +248,10 @@ def _move(instructions: list[Instruction], pick: random.Random) -> None:
 
 
 def _any_instruction(graph: Graph, pick: random.Random) -> Instruction:
-    kind = pick.choice((Compute, Boundary, *_MOVES))
+    kind = pick.choice((Compute, CrossBoundary, *_MOVES))
     if kind is Compute:
         taken = pick.choice((None, pick.randint(0, len(graph.storages))))
         return Compute(op=pick.randint(0, len(graph.ops)), in_place_of=taken)
-    if kind is Boundary:
-        return Boundary(boundary=pick.randint(0, len(graph.boundaries)))
+    if kind is CrossBoundary:
+        return CrossBoundary(boundary=pick.randint(0, len(graph.boundaries)))
     return kind(storage=pick.randint(0, len(graph.storages)))

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from memfit.packing import check_layout
 from memfit.packing.blocks import make_layout
-from memfit.runtime.arena import Arena
-from memfit.runtime.arena_layout import OUTLIVES, Recording, make_arena_plan
-from memfit.runtime.arena_library import load_arena_library
+from memfit.runtime.arena.arena import Arena
+from memfit.runtime.arena.layout import OUTLIVES, Recording, make_arena_plan
+from memfit.runtime.arena.library import load_arena_library
 
 ALIGNMENT_BYTES = 64
 LARGEST_BYTES = 5000

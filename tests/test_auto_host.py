@@ -1,4 +1,4 @@
-"""Planner `auto` with a host: equal to the shortest path over all states, and that to plain brute force."""
+"""Planner `auto` with a host: its plans are legal and its bounds hold, by plain brute force over all schedules."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-import pytest
+from devices import LINKED
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from reference import IllegalError, Reference
-from strategies import LINKED, graphs
+from strategies import graphs
 
 from memfit import schedule
 from memfit.checker import check
@@ -21,10 +21,8 @@ from memfit.device import Device
 from memfit.graph import Graph
 from memfit.plan import Problem, Status
 from memfit.planners import make_planner
-from memfit.planners.ask import unplanned_peak_bytes
-from memfit.planners.bounds import least_budget_bound, least_seconds_again
-from memfit.planners.offload import Offload
-from memfit.planners.shortest_path_host import fastest_with_host
+from memfit.planners.engine.bounds.bounds import least_budget_bound, least_recompute_seconds
+from memfit.planners.engine.results import unplanned_peak_bytes
 from memfit.schedule import Compute, Drop, DropHost, Instruction, Prefetch, Wait
 from memfit.simulate import simulate
 
@@ -104,53 +102,20 @@ def middle_problem(graph: Graph, device: Device, share: float, host_bytes: int =
     share=st.sampled_from((0.0, 0.3, 0.6)),
     host_bytes=st.sampled_from((PLENTY, 260)),
 )
-def test_the_shortest_path_is_what_brute_force_finds(graph: Graph, share: float, host_bytes: int) -> None:
+def test_plans_and_bounds_agree_with_brute_force(graph: Graph, share: float, host_bytes: int) -> None:
     task = middle_problem(graph, LINKED, share, host_bytes)
     once = sum(op.seconds for op in graph.ops)
-    most = 2 * once + 1.0
-    fastest = fastest_with_host(task, below_seconds=most, until_seconds=math.inf)
-    assert fastest is not None
-    expected = brute_force(task, fastest.seconds if fastest.schedule else most)
-    assume(expected is not None)
-    if fastest.schedule is None:
-        assert expected is math.inf
-    else:
-        assert fastest.seconds == pytest.approx(expected)
-        check(graph, fastest.schedule)
-        timeline = simulate(graph, fastest.schedule, LINKED)
-        assert timeline.makespan_seconds == pytest.approx(fastest.seconds)
+    result = make_planner("auto", iterations=5_000).plan(task)
+    most = result.plan.predicted.seconds if result.plan else 2 * once + 1.0
+    fastest_seconds = brute_force(task, most + 1e-9)
+    assume(fastest_seconds is not None)
+    assert fastest_seconds is not None
+    if result.plan is not None:
+        assert result.plan.predicted.seconds >= fastest_seconds - 1e-9
+        check(graph, result.plan.schedule)
+        timeline = simulate(graph, result.plan.schedule, LINKED)
         assert timeline.peak_bytes <= task.budget_bytes
         assert timeline.host_peak_bytes <= host_bytes
-
-
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
-@given(graph=graphs(most_ops=6, boundaries=False, mutations=False), share=st.sampled_from((0.1, 0.5)))
-def test_auto_is_equal_to_the_shortest_path(graph: Graph, share: float) -> None:
-    require_the_shortest_path(graph, share)
-
-
-@pytest.mark.exhaustive
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(graph=graphs(most_ops=10, boundaries=False, mutations=False), share=st.sampled_from((0.1, 0.3, 0.5, 0.8)))
-def test_auto_is_equal_to_the_shortest_path_on_graphs_of_up_to_ten_ops(graph: Graph, share: float) -> None:
-    require_the_shortest_path(graph, share)
-
-
-def require_the_shortest_path(graph: Graph, share: float) -> None:
-    task = middle_problem(graph, LINKED, share)
-    alone = Offload(iterations=5_000).plan(task).plan
-    result = make_planner("auto", iterations=5_000).plan(task)
-    below_seconds = result.plan.predicted.seconds * (1 + 1e-6) + 1e-9 if result.plan else math.inf
-    fastest = fastest_with_host(task, below_seconds=below_seconds, until_seconds=math.inf)
-    assume(fastest is not None)  # a few graphs have too many states: see benchmarks/prove_tiny_graphs.py
-    assert fastest is not None
-    if fastest.schedule is None:
-        assert result.plan is None and alone is None
-        return
-    assert result.plan is not None
-    assert result.plan.predicted.seconds == pytest.approx(fastest.seconds)
-    assert alone is None or alone.predicted.seconds >= fastest.seconds - 1e-9
-    once = sum(op.seconds for op in graph.ops)
-    assert least_seconds_again(task).seconds <= fastest.seconds - once + 1e-9
-    if result.plan.unplanned.seconds > 0:
-        assert result.status is Status.OPTIMAL
+    if fastest_seconds < math.inf:
+        assert result.status is not Status.INFEASIBLE
+        assert least_recompute_seconds(task).seconds <= fastest_seconds - once + 1e-9

@@ -17,7 +17,6 @@ import tables
 
 @pytest.mark.parametrize(("name", "batch"), [("alexnet", 32), ("alexnet", None), ("googlenet", 32)])
 def test_the_arena_is_as_low_as_the_peak_of_live_bytes(name: str, batch: int | None) -> None:
-    pytest.importorskip("pytorchcv", reason="pytorchcv is not installed: pip install memfit[dev]")
     result = arena_captured.figures(name, batch)
     assert result["proven"]
     assert 1.0 <= result["arena_over_peak"] <= arena_captured.MOST_RATIO

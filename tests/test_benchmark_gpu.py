@@ -7,13 +7,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from events import Event, time_out_at
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # the scripts import one another as scripts do
@@ -23,14 +23,14 @@ import make_gpu  # noqa: E402
 import sweep  # noqa: E402
 
 GPU_TESTS = """
-import time
+import threading
 import pytest
 pytestmark = pytest.mark.gpu
 def test_that_passes(): pass
 @pytest.mark.parametrize("word", ["a b"])
 def test_of(word): assert {passes}
 def test_that_skips(): pytest.skip("no")
-def test_that_takes_long(): time.sleep({seconds})
+def test_that_takes_long(): {last}
 """
 POINT = {
     "budget_bytes": 100 << 20,
@@ -60,7 +60,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_outcome_of_each_gpu_test_is_kept(checkout: Path) -> None:
-    checkout.write_text(GPU_TESTS.format(passes=True, seconds=0))
+    checkout.write_text(GPU_TESTS.format(passes=True, last="pass"))
     found = gpu.run_tests(60.0)
     outcomes = {test.partition("::")[2]: outcome for test, outcome in found["outcomes"].items()}
     assert found["status"] == "passed"
@@ -70,7 +70,7 @@ def test_the_outcome_of_each_gpu_test_is_kept(checkout: Path) -> None:
         "test_that_skips": "skipped",
         "test_that_takes_long": "passed",
     }
-    checkout.write_text(GPU_TESTS.format(passes=False, seconds=0))
+    checkout.write_text(GPU_TESTS.format(passes=False, last="pass"))
     found = gpu.run_tests(60.0)
     assert found["status"] == "failed"
     assert list(found["outcomes"].values()).count("failed") == 1
@@ -78,11 +78,14 @@ def test_the_outcome_of_each_gpu_test_is_kept(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize(("passes", "status"), [(True, "stopped after 8 s"), (False, "failed")])
-def test_gpu_tests_that_take_too_long_are_stopped(checkout: Path, passes: bool, status: str) -> None:
-    checkout.write_text(GPU_TESTS.format(passes=passes, seconds=60))
-    started = time.monotonic()
+def test_gpu_tests_that_take_too_long_are_stopped(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: bool, status: str
+) -> None:
+    event = Event(tmp_path)
+    last = f"open({str(event.path)!r}, 'w').write('begun'), threading.Event().wait()"
+    checkout.write_text(GPU_TESTS.format(passes=passes, last=last))
+    time_out_at(event, monkeypatch)
     found = gpu.run_tests(8.0)
-    assert time.monotonic() - started < 30
     assert found["status"] == status
     assert len(found["outcomes"]) == 3
 
@@ -149,7 +152,7 @@ def test_nothing_measured_keeps_no_promise(tmp_path: Path, monkeypatch: pytest.M
 def test_no_sweep_begins_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     options = argparse.Namespace(minutes=1.0, budgets=3, time_limit=1.0, only=["unet", "gpt2"])
     monkeypatch.setattr(gpu, "run_tests", lambda _seconds: PASSED)
-    *_, payload = gpu.stages(options, time.monotonic() + 20)
+    *_, payload = gpu.stages(options, 0.0)
     assert payload["not_measured"] == [f"{name}: not measured: time was up, 0 points" for name in ("unet", "gpt2")]
 
 

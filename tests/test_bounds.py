@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import msgspec
 import pytest
+from devices import LINKED
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from planned_steps import NAMES, small_step
-from strategies import LINKED, graphs, legal_schedules
+from shortest_path import fastest_schedule
+from strategies import graphs, legal_schedules
 
 from memfit.capture import capture
 from memfit.device import GENERIC, Device
 from memfit.graph import Graph
 from memfit.plan import Problem, Status
 from memfit.planners import make_planner
-from memfit.planners.ask import unplanned_peak_bytes
-from memfit.planners.bounds import least_budget_bound, least_seconds_again
-from memfit.planners.moments import least_seconds_again_at
-from memfit.planners.shortest_path import fastest_schedule
+from memfit.planners.engine.bounds.bounds import least_budget_bound, least_recompute_seconds
+from memfit.planners.engine.bounds.per_op import least_recompute_seconds_at
+from memfit.planners.engine.results import unplanned_peak_bytes
 from memfit.schedule import Schedule
 from memfit.simulate import simulate
 from memfit.workloads import WORKLOADS, build
@@ -34,23 +34,25 @@ PUBLISHED = (
 ROUNDING = 1e-9
 
 
-def require_bounds_below(graph: Graph, schedule: Schedule, device: Device) -> None:
-    """All bounds for a budget of just what the schedule takes, on the device and on the host, hold for it."""
+def bounds_above(graph: Graph, schedule: Schedule, device: Device) -> list[str]:
+    """Return the bounds that exceed a schedule; the budgets are its peaks on the device and on the host."""
     timeline = simulate(graph, schedule, device)
     task = Problem(
         graph=graph, device=device, budget_bytes=timeline.peak_bytes, host_budget_bytes=timeline.host_peak_bytes
     )
     once = sum(op.seconds for op in graph.ops)
-    assert least_budget_bound(task)[0] <= timeline.peak_bytes
-    assert once + least_seconds_again(task).seconds <= timeline.makespan_seconds + ROUNDING
-    for op, seconds in least_seconds_again_at(task).items():
-        assert once + seconds <= timeline.makespan_seconds + ROUNDING, op
+    bounds = {f"op {op}": seconds for op, seconds in least_recompute_seconds_at(task).items()}
+    bounds["all ops"] = least_recompute_seconds(task).seconds
+    most = timeline.makespan_seconds + ROUNDING
+    above = [f"{name}: {seconds} s" for name, seconds in bounds.items() if once + seconds > most]
+    least_bytes = least_budget_bound(task)[0]
+    return [*above, f"budget: {least_bytes} bytes"] if least_bytes > timeline.peak_bytes else above
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(graph=graphs(most_ops=12), data=st.data())
 def test_below_any_legal_schedule(graph: Graph, data: st.DataObject) -> None:
-    require_bounds_below(graph, data.draw(legal_schedules(graph)), LINKED)
+    assert bounds_above(graph, data.draw(legal_schedules(graph)), LINKED) == []
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -59,33 +61,35 @@ def test_below_the_fastest_schedule_of_a_small_graph(graph: Graph, share: float)
     least, _ = least_budget_bound(Problem(graph=graph, device=LINKED, budget_bytes=1))
     budget_bytes = least + int(share * (unplanned_peak_bytes(graph, LINKED) - least))
     task = Problem(graph=graph, device=LINKED, budget_bytes=budget_bytes)
-    fastest = fastest_schedule(task, until_seconds=math.inf)
+    fastest = fastest_schedule(task)
     if fastest is not None and fastest.ops is not None:
-        again_seconds = fastest.seconds - sum(op.seconds for op in graph.ops)
-        assert least_seconds_again(task).seconds <= again_seconds + ROUNDING
-        assert max(least_seconds_again_at(task).values(), default=0.0) <= again_seconds + ROUNDING
+        recompute_seconds = fastest.seconds - sum(op.seconds for op in graph.ops)
+        assert least_recompute_seconds(task).seconds <= recompute_seconds + ROUNDING
+        assert max(least_recompute_seconds_at(task).values(), default=0.0) <= recompute_seconds + ROUNDING
 
 
-def require_bounds_below_plans(graph: Graph, iterations: int = 5_000) -> None:
-    """The bounds hold for plans at a few budgets, and for what the searches reach."""
+def bounds_above_plans(graph: Graph) -> list[str]:
+    """Return the bounds that exceed a plan at one of a few budgets, or the least budget that its search reached."""
     least, _ = least_budget_bound(Problem(graph=graph, device=GENERIC, budget_bytes=1))
     most = unplanned_peak_bytes(graph, GENERIC)
-    assert least <= most
+    above = [f"least budget {least}, unplanned {most}"] if least > most else []
     for share in (0.1, 0.3, 0.6):
         task = Problem(graph=graph, device=GENERIC, budget_bytes=least + int(share * (most - least)))
-        result = make_planner("search", iterations=iterations).plan(task)
-        found = result.bounds.least_budget_found_bytes
-        assert found is not None and result.bounds.least_budget_bound_bytes <= found
+        result = make_planner("search", iterations=5_000).plan(task)
+        bounds, found = result.bounds, result.bounds.least_budget_found_bytes
+        if found is None or bounds.least_budget_bound_bytes > found:
+            above.append(f"at {share}: least budget {bounds.least_budget_bound_bytes}, found {found}")
         if result.plan is None:
-            assert result.status is Status.INFEASIBLE
-        else:
-            assert 0.0 <= result.bounds.overhead <= result.plan.overhead + ROUNDING
+            above += [f"at {share}: {result.status}"] if result.status is not Status.TIMED_OUT else []
+        elif not 0.0 <= bounds.overhead <= result.plan.overhead + ROUNDING:
+            above.append(f"at {share}: overhead {bounds.overhead}, of the plan {result.plan.overhead}")
+    return above
 
 
-def test_an_op_a_few_behind_the_turning_point_is_tried(shared_graphs: Path) -> None:
-    """Where the first large gradient is written beside what its op reads, 50 MB are taken that no moment before has."""
+def test_the_bound_is_asked_at_ops_behind_the_forward_backward_boundary(shared_graphs: Path) -> None:
+    """The op that writes the first large gradient holds 50 MB more than any op before it."""
     graph = Graph.load(shared_graphs / "dtr_inceptionv4_64_functional.graph.json.gz")
-    bound = least_seconds_again(Problem(graph=graph, device=GENERIC, budget_bytes=4 * 10**9))
+    bound = least_recompute_seconds(Problem(graph=graph, device=GENERIC, budget_bytes=4 * 10**9))
     assert bound.op is not None
     assert graph.ops[bound.op].name == "avg_pool2d_backward"
     assert bound.seconds / sum(op.seconds for op in graph.ops) > 0.1154
@@ -93,7 +97,7 @@ def test_an_op_a_few_behind_the_turning_point_is_tried(shared_graphs: Path) -> N
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_below_plans_of_published_graphs(name: str, shared_graphs: Path) -> None:
-    require_bounds_below_plans(Graph.load(shared_graphs / f"{name}.graph.json.gz"))
+    assert bounds_above_plans(Graph.load(shared_graphs / f"{name}.graph.json.gz")) == []
 
 
 def with_seconds(graph: Graph) -> Graph:
@@ -104,10 +108,10 @@ def with_seconds(graph: Graph) -> Graph:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_below_plans_of_captured_steps(name: str) -> None:
-    require_bounds_below_plans(with_seconds(capture(small_step(name)).graph))
+    assert bounds_above_plans(with_seconds(capture(small_step(name)).graph)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
 def test_below_plans_of_captured_workloads(name: str) -> None:
-    require_bounds_below_plans(with_seconds(capture(build(name)).graph))
+    assert bounds_above_plans(with_seconds(capture(build(name)).graph)) == []

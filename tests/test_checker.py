@@ -74,11 +74,11 @@ CASES = {
         "offload 2; wait 2; drop 2",
         "instruction 4 Compute(relu) reads storage 2 'conv', which was dropped at 3; prefetch it first",
     ),
-    "a read was taken over": (
+    "a read was reused": (
         2,
         0,
         "compute 0; drop 3; compute 1 in_place_of 2; compute 1",
-        "instruction 5 Compute(relu) reads storage 2 'conv', which was taken over by op 1 'relu' at 4; "
+        "instruction 5 Compute(relu) reads storage 2 'conv', which was reused by op 1 'relu' at 4; "
         "compute op 0 'conv' first",
     ),
     "reads an arrival that was dropped": (
@@ -109,31 +109,31 @@ CASES = {
         "instruction 7 Compute(mean) reads storage 5 'dropout' at version 1, which is on the device at "
         "version 0; it comes only from op 4 'add_', once: keep it, or offload it before",
     ),
-    "takes over what its kernel may not write over": (
+    "reuses what its kernel may not write over": (
         2,
         1,
         "compute 2 in_place_of 3",
-        "instruction 2 Compute(dropout) takes over storage 3 'relu', which its kernel may not write over: "
+        "instruction 2 Compute(dropout) reuses storage 3 'relu', which its kernel may not write over: "
         "its `reuses` allow nothing; leave in_place_of out",
     ),
-    "takes over for a write that is there": (
+    "reuses for a write that is there": (
         2,
         0,
         "compute 1 in_place_of 2",
-        "instruction 2 Compute(relu) takes over storage 2 'conv' for storage 3 'relu', which is on the "
+        "instruction 2 Compute(relu) reuses storage 2 'conv' for storage 3 'relu', which is on the "
         "device already; expected a write that needs memory: leave in_place_of out, or drop 3 first",
     ),
-    "takes over storage 99": (
+    "reuses storage 99": (
         1,
         1,
         "compute 1 in_place_of 99",
-        "instruction 1 Compute(relu) takes over storage 99, expected a number below 11",
+        "instruction 1 Compute(relu) reuses storage 99, expected a number below 11",
     ),
-    "takes over during offload": (
+    "reuses during offload": (
         1,
         1,
         "offload 2; compute 1 in_place_of 2",
-        "instruction 2 Compute(relu) takes over storage 2 'conv', whose offload at 1 is under way; wait for it first",
+        "instruction 2 Compute(relu) reuses storage 2 'conv', whose offload at 1 is under way; wait for it first",
     ),
     "mutates during offload": (
         4,
@@ -272,13 +272,13 @@ CASES = {
         7,
         0,
         "boundary 0",
-        "instruction 7 Boundary(0) stands out of order, expected no other boundary: each exactly once, in order",
+        "instruction 7 CrossBoundary(0) stands out of order, expected no other boundary: each exactly once, in order",
     ),
     "boundary too early": (
         5,
         1,
         "boundary 0; compute 5",
-        "instruction 5 Boundary(0) stands before op 6, but op 5 'mean' has not been computed; compute it first",
+        "instruction 5 CrossBoundary(0) stands before op 6, but op 5 'mean' has not been computed; compute it first",
     ),
     "op before boundary": (
         6,
@@ -290,7 +290,7 @@ CASES = {
         6,
         0,
         "drop 7",
-        "instruction 7 Boundary(0) hands out storage 7 'loss', which was dropped at 6; compute op 5 'mean' first",
+        "instruction 7 CrossBoundary(0) hands out storage 7 'loss', which was dropped at 6; compute op 5 'mean' first",
     ),
     "loses what is required at the end": (
         7,
@@ -316,7 +316,7 @@ CASES = {
         6,
         1,
         "boundary 1",
-        "instruction 6 Boundary(1) names what is not in graph 'small step', expected a number below 1; "
+        "instruction 6 CrossBoundary(1) names what is not in graph 'small step', expected a number below 1; "
         "was the schedule made for another graph?",
     ),
     "prefetches over an earlier version": (
@@ -340,7 +340,7 @@ def test_a_broken_rule_is_named(case: tuple[int, int, str, str]) -> None:
 
 LEGAL = {
     "keep everything": "; ".join(KEEP_EVERYTHING),
-    "an op is computed again later": "compute 0; compute 1; compute 2; compute 3; compute 4; compute 5; "
+    "an op is recomputed later": "compute 0; compute 1; compute 2; compute 3; compute 4; compute 5; "
     "boundary 0; compute 6; compute 7; compute 0; compute 8",
     "everything at once": "compute 0; compute 1 in_place_of 2; offload 3; compute 2; compute 3; wait 3; drop 3; "
     "offload 5; wait 5; compute 4; drop_host 5; offload 5; compute 5; wait 5; drop 5; boundary 0 bytes_outside 7; "
@@ -359,7 +359,7 @@ def test_legal_schedules_pass(text: str) -> None:
     check(small_step(), Schedule.parse(text.split("; ")))
 
 
-def test_takes_over_neither_residents_nor_the_users_nor_what_it_mutates() -> None:
+def test_reuses_neither_residents_nor_the_users_nor_what_it_mutates() -> None:
     storages = [
         Storage(id=0, name="weight", bytes=8, role=Role.PARAMETER),
         *(Storage(id=i, name=f"s{i}", bytes=8, role=Role.ACTIVATION) for i in (1, 2, 3, 4)),
@@ -373,9 +373,9 @@ def test_takes_over_neither_residents_nor_the_users_nor_what_it_mutates() -> Non
     boundary = Boundary(position=1, departures=(1,), arrivals=())
     graph = Graph.build(name="in place", storages=storages, ops=ops, boundaries=[boundary])
     for text, message in (
-        ("compute 0 in_place_of 0", "takes over storage 0 'weight', which is resident"),
-        ("compute 0; boundary 0; compute 1 in_place_of 1", "takes over storage 1 's1', which is the user's"),
-        ("compute 0; boundary 0; compute 1; compute 2 in_place_of 2", "takes over storage 2 's2', which it mutates"),
+        ("compute 0 in_place_of 0", "reuses storage 0 'weight', which is resident"),
+        ("compute 0; boundary 0; compute 1 in_place_of 1", "reuses storage 1 's1', which is the user's"),
+        ("compute 0; boundary 0; compute 1; compute 2 in_place_of 2", "reuses storage 2 's2', which it mutates"),
     ):
         with pytest.raises(InvalidScheduleError, match=message):
             check(graph, Schedule.parse(text.split("; ")))
@@ -408,7 +408,7 @@ def test_arrays_that_no_instruction_makes_are_refused() -> None:
         (schedule(7, 0, -1), "instruction 0 has code 7, expected 0 to 6"),
         (schedule(-1, 0, -1), "instruction 0 has code -1, expected 0 to 6"),
         (schedule(0, -1, -1), "instruction 0 Compute(-1) names what is not in graph"),
-        (schedule(0, 0, -2), "takes over storage -2, expected a number below 11"),
+        (schedule(0, 0, -2), "reuses storage -2, expected a number below 11"),
     ):
         with pytest.raises(InvalidScheduleError, match=re.escape(message)):
             check(graph, wrong)
@@ -419,5 +419,5 @@ def test_negative_bytes_outside_are_refused() -> None:
     boundary = Boundary(position=0, departures=(), arrivals=())
     graph = Graph.build(name="outside", storages=storages, ops=[], boundaries=[boundary])
     wrong = Schedule(np.array([6], np.int8), np.array([0], np.int32), np.array([-5], np.int64))
-    with pytest.raises(InvalidScheduleError, match=r"instruction 0 Boundary\(0\) has -5 bytes outside, expected 0 or"):
+    with pytest.raises(InvalidScheduleError, match=r"0 CrossBoundary\(0\) has -5 bytes outside, expected 0 or"):
         check(graph, wrong)

@@ -1,4 +1,4 @@
-"""`memfit batch`: what it finds fits, the next size up does not, and bad input is told in one line."""
+"""`memfit batch`: the largest batch that fits, the next size that does not, and bad input as one line."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import MOVES
 
 from memfit.cli import main
 
-UNET = ("--set", "size=32", "--set", "width=4", "--device-profile", "t4", "--time-limit", "0.3")
+UNET = ("--set", "size=32", "--set", "width=4", "--device-profile", "t4", *MOVES)
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
@@ -28,7 +29,7 @@ def test_the_largest_batch_fits_and_costs_more_than_the_smallest(
     points = {point["batch"]: point for point in found["points"]}
     assert max(points) == found["largest_batch"] >= 2
     assert all(point["peak_bytes"] <= 4 << 20 for point in points.values())
-    assert min(found["infeasible"]) > found["largest_batch"]
+    assert min(found["infeasible"] + found["timed_out"]) > found["largest_batch"]
     assert points[max(points)]["overhead"] >= points[min(points)]["overhead"]
     assert "samples a second" in page.read_text()
 
@@ -44,7 +45,7 @@ def test_a_file_of_the_users_own_is_tried_with_other_batches(
         "    batch = (torch.randn(4, 64), torch.randn(4, 64))\n"
         "    return memfit.TrainingStep(model=model, loss=torch.nn.MSELoss(), batch=batch)\n"
     )
-    options = ("--device-profile", "t4", "--time-limit", "0.3", "--largest", "100")
+    options = ("--device-profile", "t4", *MOVES, "--largest", "100")
     status, found, _ = answer(capsys, f"{path}:make_step", "--budget", "100MiB", *options)
     assert (status, found["largest_batch"]) == (0, 100)
     assert main(["batch", f"{path}:make_step", "--budget", "100MiB", *options]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,11 @@ import pytest
 from chains import chain
 from command_line import Run
 
+from memfit.device import GENERIC
+from memfit.plan import Bounds, Problem, Result, Status
 from memfit.planners import PLANNERS
+from memfit.planners.none import KeepEverything
+from memfit.planning import TradeOff
 
 KEYS = {"planner", "budget_bytes", "status", "peak_bytes", "overhead", "plan_seconds"}
 SMALL = ("--set", "batch=4", "--set", "steps=6", "--set", "width=16")
@@ -41,20 +46,72 @@ def test_every_planner_at_every_budget_of_a_graph_file(run: Run, graph_file: Pat
     assert all(set(point) == KEYS for point in points)
     for name in compared:
         mine = [point for point in points if point["planner"] == name]
-        assert len(mine) == 4, name
+        assert len(mine) >= 4, name
         assert mine[0]["budget_bytes"] == answer["unplanned"]["peak_bytes"]
+        assert mine[-1]["budget_bytes"] == answer["least_budget_bound_bytes"]
         for point in mine:
-            assert (point["peak_bytes"] is None) == (point["status"] == "infeasible")
+            assert (point["peak_bytes"] is None) == (point["status"] in ("infeasible", "timed_out"))
             assert point["peak_bytes"] is None or point["peak_bytes"] <= point["budget_bytes"]
         overheads = [point["overhead"] for point in mine if point["overhead"] is not None]
         assert overheads == sorted(overheads), name
+
+
+class Staircase:
+    """A planner that reaches 1,000 bytes at most, and says so."""
+
+    name = "staircase"
+    least_bytes = 1000
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def plan(self, problem: Problem) -> Result:
+        self.asked.append(problem.budget_bytes)
+        bounds = Bounds(least_budget_found_bytes=self.least_bytes, least_budget_bound_bytes=100)
+        if problem.budget_bytes < self.least_bytes:
+            return Result(status=Status.INFEASIBLE, plan=None, bounds=bounds)
+        return replace(KeepEverything().plan(replace(problem, budget_bytes=1 << 40)), bounds=bounds)
+
+
+def test_a_planner_is_drawn_down_to_its_own_least_memory() -> None:
+    planner = Staircase()
+    trade_off = TradeOff(Problem(graph=chain(4, 64), device=GENERIC, budget_bytes=1), planner)
+    results = trade_off.reach([400, 800, 1200]).reach_least().results
+    assert [budget for budget, result in results.items() if result.plan is not None] == [1000, 1200]
+    assert planner.asked == [400, 800, 1200, 1000]
+
+
+def test_auto_is_drawn_at_the_memory_of_every_other_point(run: Run, graph_file: Path) -> None:
+    names = "sublinear,segments,none,auto"
+    status, out, _ = run("compare", graph_file, "--planners", names, "--budgets", 3, "--time-limit", 0.2, "--json")
+    assert status == 0
+    points = [point for point in points_of(out) if point["peak_bytes"] is not None]
+    auto = {point["budget_bytes"]: point["overhead"] for point in points if point["planner"] == "auto"}
+    others = [point for point in points if point["planner"] != "auto"]
+    assert {point["planner"] for point in others} == {"sublinear", "segments", "none"}
+    assert {point["peak_bytes"] for point in others} <= set(auto)
+    least = json.loads(out)["least_budget_bound_bytes"]
+    assert min(auto) <= min(point["peak_bytes"] for point in others)
+    assert min(auto) >= least
+
+
+def test_a_budget_is_searched_only_where_another_planner_is_faster() -> None:
+    planner = Staircase()
+    trade_off = TradeOff(Problem(graph=chain(4, 64), device=GENERIC, budget_bytes=1), planner).reach([1200])
+    trade_off.add(1500, least_overhead=0.0)
+    assert planner.asked == [1200]
+    assert trade_off.results[1500].plan is not None
+    trade_off.add(1100, least_overhead=0.0)
+    assert planner.asked == [1200]
+    trade_off.add(300, least_overhead=0.5)
+    assert planner.asked == [1200, 300]
 
 
 def test_the_text_has_a_row_for_each_point(run: Run, graph_file: Path) -> None:
     status, out, _ = run("compare", graph_file, "--planners", "none,segments", "--budgets", 2)
     assert status == 0
     rows = [line for line in out.splitlines() if line.startswith(("none ", "segments "))]
-    assert len(rows) == 4
+    assert len(rows) == 5  # two budgets each, and the least memory of `segments`
     assert "measured" not in out
 
 
@@ -72,7 +129,7 @@ def test_the_page_is_whole_and_inert(run: Run, tmp_path: Path) -> None:
     assert "default-src 'none'" in html
     data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', html)[0])
     assert "</script><b>@@plotly@@" in data["storages"]["name"]
-    assert [len(point["kinds"]) for point in data["points"] if point["kinds"]] == [len(data["storages"]["name"])] * 2
+    assert [len(point["kinds"]) for point in data["points"] if point["kinds"]] == [len(data["storages"]["name"])] * 3
 
 
 def graph_text(graph: Any, folder: Path) -> str:
@@ -86,7 +143,7 @@ def test_what_cannot_be_compared_is_refused(run: Run, graph_file: Path, tmp_path
         (("--planners", "sublinnear"), "--planners names 'sublinnear', expected all or some of none"),
         (("--planners", "torch:dp"), "--planners names 'torch:dp'"),
         (("--measure",), "a graph file can be planned but not run; leave out --measure"),
-        (("--budgets", 0), "--budgets is 0, expected 1 or more"),
+        (("--budgets", 0), "Invalid value for '--budgets': Input should be greater than or equal to 1"),
         (("--report", tmp_path / "no" / "page.html"), "there is no folder"),
     ):
         status, _, err = run("compare", graph_file, *words)
@@ -94,7 +151,8 @@ def test_what_cannot_be_compared_is_refused(run: Run, graph_file: Path, tmp_path
         assert message in err
 
 
-def test_rivals_stand_beside_planners_measured(run: Run) -> None:
+@pytest.mark.slow
+def test_baselines_stand_beside_planners_measured(run: Run) -> None:
     names = "none,sublinear,torch:dp,torch:greedy,checkpoint:stage"
     words = ("lstm", *SMALL, "--planners", names, "--budgets", 2, "--measure", "--repeats", 1, "--json")
     status, out, _ = run("compare", *words)
@@ -104,7 +162,7 @@ def test_rivals_stand_beside_planners_measured(run: Run) -> None:
     assert kinds == set(names.split(","))
     for point in points:
         measured = point.get("measured")
-        assert (measured is None) == (point["status"] == "infeasible")
+        assert (measured is None) == (point["status"] in ("infeasible", "timed_out"))
         if measured is None:
             continue
         assert measured["peak_bytes"] > 0
@@ -128,12 +186,12 @@ def test_torch_solvers_keep_less_for_a_smaller_share(run: Run) -> None:
 
 
 def test_a_step_that_torch_cannot_compile_is_still_compared(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.workloads import rivals
+    from memfit.baselines import torch_budget
 
     def fail(*_arguments: object) -> None:
         raise RuntimeError("graph break")
 
-    monkeypatch.setattr(rivals, "with_torch_budget", fail)
+    monkeypatch.setattr(torch_budget, "with_torch_budget", fail)
     words = ("lstm", *SMALL, "--planners", "torch:greedy,none", "--budgets", 1, "--measure", "--repeats", 1, "--json")
     status, out, _ = run("compare", *words)
     assert status == 0

@@ -4,8 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CALLEE = """
-from memfit.compiled import compiled
+from memfit.system.compiled import compiled
 
 FACTOR = {factor}
 
@@ -16,7 +18,7 @@ def scaled(number: int) -> int:
 """
 ENTRY = """
 from callee import scaled
-from memfit.compiled import entry_point
+from memfit.system.compiled import entry_point
 
 
 @entry_point
@@ -38,6 +40,7 @@ def run(directory: Path, *, factor: int, more: str = "") -> tuple[int, int]:
     return int(result), int(hits)
 
 
+@pytest.mark.slow
 def test_machine_code_is_used_again_until_a_callee_changes(tmp_path: Path) -> None:
     assert run(tmp_path, factor=3) == (60, 0)
     assert run(tmp_path, factor=3) == (60, 1)

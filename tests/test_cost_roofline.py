@@ -10,11 +10,9 @@ import torch
 
 from memfit.binding import Call, Value
 from memfit.capture import capture
-from memfit.cost import roofline
-from memfit.cost.flops import bytes_moved, dtype_of, flops_of
-from memfit.cost.rooflines import roofline_seconds
+from memfit.cost.device_profiles import load_device
+from memfit.cost.rooflines import bytes_moved, dtype_of, flops_of, roofline, roofline_seconds
 from memfit.device import GENERIC, Device
-from memfit.device_profiles import load_device
 from memfit.errors import InvalidDeviceError
 from memfit.graph import Op, Phase, Role, Storage
 from memfit.workloads import build

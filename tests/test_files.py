@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import gzip
 import os
-import tempfile
 from pathlib import Path
 
 import pytest
 
-from memfit import files
 from memfit.errors import InvalidFileError
-from memfit.files import decode, read_bytes, write_atomically
+from memfit.system import files
+from memfit.system.files import decode, read_bytes, write_atomically
 
 
 def test_a_file_comes_back_plain_and_gzipped(tmp_path: Path) -> None:
@@ -34,9 +33,31 @@ def test_gzip_is_known_by_its_content_not_its_name(tmp_path: Path) -> None:
     assert read_bytes(tmp_path / "odd.json") == b"content"
 
 
-def test_others_may_read_what_was_written(tmp_path: Path) -> None:
-    write_atomically(tmp_path / "file", b"")
-    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_others_may_read_what_the_umask_lets_them_read(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_atomically(tmp_path / "file", b"")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == mode
+
+
+def test_a_pipe_is_written_to_and_stays() -> None:
+    reader, writer = os.pipe()
+    write_atomically(Path(f"/dev/fd/{writer}"), b"content")
+    assert os.read(reader, 100) == b"content"
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_pipe_is_read_once() -> None:
+    for content in (b"", b"x", b"content", gzip.compress(b"content")):
+        reader, writer = os.pipe()
+        os.write(writer, content)
+        os.close(writer)
+        assert read_bytes(Path(f"/dev/fd/{reader}")) == (gzip.decompress(content) if len(content) > 7 else content)
+        os.close(reader)
 
 
 @pytest.mark.parametrize("failing", ["write", "fsync", "replace"])
@@ -96,10 +117,10 @@ def test_a_folder_that_is_missing_or_not_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(**_: object) -> None:  # a real folder without rights stops nobody who runs as root
+    def denied(*_: object) -> None:  # a real folder without rights stops nobody who runs as root
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(tempfile, "mkstemp", denied)
+    monkeypatch.setattr(os, "open", denied)
     with pytest.raises(
         InvalidFileError, match=r"plan.json: cannot be written: Permission denied; choose another place"
     ):

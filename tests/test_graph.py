@@ -1,4 +1,4 @@
-"""Graphs: what is filled in, what is refused, and their files."""
+"""Graphs: the defaults that are filled in, invalid graphs, and graph files."""
 
 from __future__ import annotations
 
@@ -267,7 +267,6 @@ CHANGES = {
     "what is recomputable": ("ops.0.recomputable", False),
     "a generator": ("ops.0.random", "cpu"),
     "an op's target": ("ops.0.target", "aten.mm"),
-    "reuses": ("ops.1.reuses", []),
     "a phase": ("ops.0.phase", "update"),
     "a boundary": ("boundaries.0.departures", []),
 }
@@ -281,8 +280,9 @@ def test_the_fingerprint_covers_structure(change: tuple[str, Any], tmp_path: Pat
     assert load(tmp_path, edited).fingerprint != load(tmp_path, document()).fingerprint
 
 
-def test_the_fingerprint_covers_neither_names_nor_costs(tmp_path: Path) -> None:
+def test_the_fingerprint_covers_neither_names_nor_costs_nor_reuses(tmp_path: Path) -> None:
     edited = changed("ops.0.seconds", 7.0)
+    edited["ops"][1]["reuses"] = []
     edited["ops"][1]["workspace_bytes"] = 99
     edited["name"] = edited["storages"][0]["name"] = edited["ops"][0]["module"] = "renamed"
     edited["storages"][1]["role"] = "constant"

@@ -1,4 +1,4 @@
-"""`import memfit` is quick and brings no torch; planning from files never does."""
+"""`import memfit` loads the standard library alone; planning from files never loads torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import sys
 
 import pytest
 
-MOST_SECONDS = 0.3
-TRIES = 5
-
 
 def _run(code: str) -> str:
     return subprocess.run(
@@ -17,9 +14,9 @@ def _run(code: str) -> str:
     ).stdout.strip()
 
 
-def test_import_is_quick() -> None:
-    code = "import time; start = time.perf_counter(); import memfit; print(time.perf_counter() - start)"
-    assert min(float(_run(code)) for _ in range(TRIES)) < MOST_SECONDS
+def test_import_loads_no_package_of_others() -> None:
+    loaded = "{name.partition('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names"
+    assert _run(f"import sys; before = set(sys.modules); import memfit; print({loaded})") == "{'memfit'}"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +36,6 @@ def test_brings_no_torch(statement: str) -> None:
 def test_every_public_name_is_there() -> None:
     import memfit
 
-    assert len(memfit.__all__) <= 10
     assert all(getattr(memfit, name).__doc__ for name in memfit.__all__)
     assert set(memfit._HOME) == set(memfit.__all__), "nothing is public that is not listed"
 

@@ -15,10 +15,10 @@ from memfit import TrainingStep
 from memfit.errors import InfeasibleBudgetError
 from memfit.plan import Problem, Result, Status
 from memfit.planners import make_planner
-from memfit.runtime.fit import fit_step
-from memfit.runtime.planning import Settings
+from memfit.planning import Settings
+from memfit.runtime.step import fit_step
 
-SETTINGS = Settings(budget="80%", time_limit_seconds=0.3)
+SETTINGS = Settings(budget="80%", options={"iterations": 2_000})
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_other_settings_search_anew() -> None:
     stages_of(SETTINGS)
     assert "searching a plan" in stages_of(replace(SETTINGS, budget="90%"))
     assert "searching a plan" in stages_of(replace(SETTINGS, seed=1))
-    assert "searching a plan" in stages_of(replace(SETTINGS, options={"threads": 1}))
+    assert "searching a plan" in stages_of(replace(SETTINGS, options={"iterations": 2_000, "threads": 1}))
 
 
 class Unlucky:
@@ -72,7 +72,7 @@ class Unlucky:
 
 
 def test_the_least_budget_that_a_search_reports_is_met_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.runtime.planning.make_planner", Unlucky)
+    monkeypatch.setattr("memfit.planning.make_planner", Unlucky)
     step = make_step()
     with pytest.raises(InfeasibleBudgetError) as infeasible:
         fit_step(step, replace(SETTINGS, budget=1))
@@ -95,3 +95,32 @@ def test_a_damaged_file_is_said_and_planned_again(own_cache: Path, caplog: pytes
     with caplog.at_level(logging.WARNING):
         assert "searching a plan" in stages_of(SETTINGS)
     assert "a kept plan cannot be read" in caplog.text
+
+
+def test_a_kept_plan_of_another_problem_is_said_and_planned_again(
+    own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stages_of(SETTINGS)
+    (first,) = (own_cache / "plans").iterdir()
+    content = first.read_bytes()
+    first.unlink()
+    loose = replace(SETTINGS, budget="100%")
+    stages_of(loose)
+    (second,) = (own_cache / "plans").iterdir()
+    budget_bytes = fit_step(make_step(), loose).plan.budget_bytes
+    second.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert fit_step(make_step(), loose).plan.budget_bytes == budget_bytes
+    assert "holds the plan of another problem" in caplog.text
+    assert "searching a plan" not in stages_of(loose)
+    assert "kept as" not in fit_step(make_step(), loose).plan.versions
+
+
+def test_a_cache_that_cannot_be_written_costs_time_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "file" / "cache"))
+    step = fit_step(make_step(), SETTINGS)
+    assert torch.isfinite(step(step.step.batch))
+    assert "the plan is not kept" in caplog.text

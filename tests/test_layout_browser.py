@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,11 @@ from browsing import NEEDS_BROWSER, Visit
 
 from memfit.cli import main
 from memfit.packing import Block, Blocks, pack
-from memfit.packing.traces import made_trace
-from memfit.report.layout_page import MOST_BLOCKS, write_layout_html
+from memfit.report.layout_page import MOST_BLOCKS, write_layout_html, write_layout_png
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # the made traces are those of the benchmarks
+
+from _made_traces import made_trace
 
 pytestmark = NEEDS_BROWSER
 
@@ -39,6 +44,17 @@ def test_the_block_under_the_mouse_is_named(tmp_path: Path, visit: Visit) -> Non
     assert visit.complaints == []
 
 
+def test_the_png_is_the_page(tmp_path: Path) -> None:
+    trace, path = tmp_path / "trace.csv", tmp_path / "layout.png"
+    trace.write_text("id,lower,upper,size\nconv,0,40,4096\nrelu,20,60,4096\n")
+    assert main(["pack", str(trace), "--picture", str(path), "--json"]) == 0
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert struct.unpack(">II", content[16:24]) == (2 * 1328, 2 * 960)
+    write_layout_png(Blocks.of([]), pack(Blocks.of([])), tmp_path / "empty.png", name="empty")
+    assert len(content) > 1.1 * len((tmp_path / "empty.png").read_bytes())  # two bars more
+
+
 def test_hostile_names_do_nothing(tmp_path: Path, visit: Visit) -> None:
     blocks = Blocks.of([Block(id=HOSTILE, bytes=64, start=0, end=10)])
     path = tmp_path / "layout.html"
@@ -54,7 +70,7 @@ def test_hostile_names_do_nothing(tmp_path: Path, visit: Visit) -> None:
 def test_as_many_blocks_as_there_are(count: int, tmp_path: Path, visit: Visit) -> None:
     blocks = made_trace(count) if count else Blocks.of([])
     path = tmp_path / "layout.html"
-    write_layout_html(blocks, pack(blocks, "first_fit"), path)
+    write_layout_html(blocks, pack(blocks, "first_fit"), path, name="blocks")
     visit.open(path)
     assert visit.complaints == []
     assert visit.page.locator("#chart .barlayer .point").count() == min(count, MOST_BLOCKS)

@@ -15,12 +15,19 @@ from memfit.checker import check
 from memfit.device import GENERIC
 from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.plan import Status
-from memfit.planners.emit import emit
-from memfit.planners.lean_order import lean_order
-from memfit.planners.order import original_order, update_at_once_order
-from memfit.planners.program import build_program
-from memfit.planners.search import Search
-from memfit.planners.windows import Evaluation, Windows, evaluate, keep_everything, simulated, waiting
+from memfit.planners.engine.order import original_order, update_at_once_order
+from memfit.planners.engine.peak_reducing_order import peak_reducing_order
+from memfit.planners.engine.retention.decisions import (
+    Evaluation,
+    Retention,
+    evaluate,
+    keep_everything,
+    simulated,
+    waiting,
+)
+from memfit.planners.engine.retention.emit import emit
+from memfit.planners.engine.retention.instance import build_instance
+from memfit.planners.search import SearchPlanner
 
 
 def branches(count: int, phase: Phase) -> Graph:
@@ -41,9 +48,9 @@ def branches(count: int, phase: Phase) -> Graph:
 
 
 def kept(graph: Graph, order: tuple[int, ...]) -> Evaluation:
-    program = build_program(problem(graph), order)
-    evaluation = evaluate(program, simulated(program, keep_everything(program)))
-    check(graph, emit(program, evaluation.sequence))
+    instance = build_instance(problem(graph), order)
+    evaluation = evaluate(instance, simulated(instance, keep_everything(instance)))
+    check(graph, emit(instance, evaluation.sequence))
     return evaluation
 
 
@@ -51,11 +58,11 @@ def kept(graph: Graph, order: tuple[int, ...]) -> Evaluation:
 def test_branches_are_computed_one_after_the_other(phase: Phase) -> None:
     graph = branches(4, phase)
     assert kept(graph, update_at_once_order(graph)).peak_bytes == 10 + 4 * 1000 + 10
-    assert kept(graph, lean_order(graph, GENERIC)).peak_bytes == 10 + 1000 + 4 * 10
+    assert kept(graph, peak_reducing_order(graph, GENERIC)).peak_bytes == 10 + 1000 + 4 * 10
 
 
 def test_search_computes_nothing_again_where_another_order_fits() -> None:
-    result = Search(iterations=1_000).plan(problem(branches(4, Phase.FORWARD), 1050))
+    result = SearchPlanner(iterations=1_000).plan(problem(branches(4, Phase.FORWARD), 1050))
     assert result.plan is not None
     assert result.status is Status.OPTIMAL
     assert result.plan.overhead == 0.0
@@ -71,7 +78,7 @@ def test_what_is_needed_late_is_computed_late() -> None:
         for i, (read, write) in enumerate(zip(reads, writes, strict=True))
     ]
     graph = Graph.build(name="late", storages=storages, ops=ops)
-    assert lean_order(graph, GENERIC) == (1, 2, 0, 3)
+    assert peak_reducing_order(graph, GENERIC) == (1, 2, 0, 3)
 
 
 def adding_up(steps: int) -> Graph:
@@ -101,27 +108,27 @@ def adding_up(steps: int) -> Graph:
 
 def test_gradients_that_add_up_may_wait_at_no_cost() -> None:
     graph = adding_up(12)
-    program = build_program(problem(graph), original_order(graph))
-    everything = keep_everything(program)
-    evaluation = evaluate(program, simulated(program, waiting(program, everything, 50)))
-    check(graph, emit(program, evaluation.sequence))
+    instance = build_instance(problem(graph), original_order(graph))
+    everything = keep_everything(instance)
+    evaluation = evaluate(instance, simulated(instance, waiting(instance, everything, 50)))
+    check(graph, emit(instance, evaluation.sequence))
     assert evaluation.seconds == len(graph.ops)
     assert evaluation.peak_bytes == 10 + 10 + 3 * 50  # the input, what backward passed on, two gradients and their sum
-    assert evaluate(program, simulated(program, everything)).peak_bytes > 250
+    assert evaluate(instance, simulated(instance, everything)).peak_bytes > 250
 
 
 def test_what_a_waiting_op_alone_reads_waits_with_it_or_is_kept() -> None:
     graph = adding_up(12)
-    program = build_program(problem(graph), original_order(graph))
-    gaps, everything = program.tables.gaps, keep_everything(program)
-    large = np.array([graph.storages[storage].bytes == 50 for storage in program.storage_of])[gaps["storage"]]
+    instance = build_instance(problem(graph), original_order(graph))
+    gaps, everything = instance.tables.intervals, keep_everything(instance)
+    large = np.array([graph.storages[storage].bytes == 50 for storage in instance.storage_of])[gaps["storage"]]
     peaks: list[int] = []
     for leaves in (False, True):  # what is read from each step's own gradient on
         dropped = large & (gaps["end"] > gaps["start"] + 1) & (gaps["closed"] | leaves)
         release = np.where(dropped, gaps["start"], everything.release)
         hold = np.where(dropped, gaps["start"] + 1, everything.hold)
-        evaluation = evaluate(program, simulated(program, Windows(release=release, hold=hold)))
-        check(graph, emit(program, evaluation.sequence))
+        evaluation = evaluate(instance, simulated(instance, Retention(release=release, hold=hold)))
+        check(graph, emit(instance, evaluation.sequence))
         assert evaluation.seconds == len(graph.ops)
         peaks.append(evaluation.peak_bytes)
     assert peaks[0] > 12 * 50
@@ -130,16 +137,16 @@ def test_what_a_waiting_op_alone_reads_waits_with_it_or_is_kept() -> None:
 
 @given(graphs(most_ops=12))
 def test_waiting_computes_nothing_twice(graph: Graph) -> None:
-    program = build_program(problem(graph), update_at_once_order(graph))
-    evaluation = evaluate(program, simulated(program, waiting(program, keep_everything(program), 1)))
-    check(graph, emit(program, evaluation.sequence))
-    assert sorted(evaluation.sequence) == list(range(len(program.op_at)))
+    instance = build_instance(problem(graph), update_at_once_order(graph))
+    evaluation = evaluate(instance, simulated(instance, waiting(instance, keep_everything(instance), 1)))
+    check(graph, emit(instance, evaluation.sequence))
+    assert sorted(evaluation.sequence) == list(range(len(instance.op_at)))
 
 
 @given(st.data())
 def test_no_order_is_illegal_or_has_a_higher_peak(data: st.DataObject) -> None:
     graph = data.draw(graphs(most_ops=12))
-    order = lean_order(graph, GENERIC)
+    order = peak_reducing_order(graph, GENERIC)
     assert sorted(order) == list(range(len(graph.ops)))
     assert kept(graph, order).peak_bytes <= kept(graph, update_at_once_order(graph)).peak_bytes
 

@@ -7,23 +7,17 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from devices import linked
 from planned_steps import small_step
 
-from memfit.device import Device
 from memfit.errors import UnsupportedStepError
 from memfit.plan import Plan, Problem
-from memfit.planners.offload import Offload
-from memfit.runtime.fit import PlannedStep, fit_step
-from memfit.runtime.planning import Settings
+from memfit.planners.offload import OffloadPlanner
+from memfit.planning import Settings
+from memfit.runtime.step import PlannedStep, fit_step
 from memfit.schedule import Code
 
-LINKED = Device(
-    name="linked",
-    alignment_bytes=64,
-    to_host_bytes_per_second=2e9,
-    to_device_bytes_per_second=2e9,
-    source="made up, for plans that copy",
-)
+LINKED = linked(2e9, 2e9, alignment_bytes=64)
 
 
 def offloading_plan(step: PlannedStep, share: float) -> Plan:
@@ -37,7 +31,7 @@ def offloading_plan(step: PlannedStep, share: float) -> Plan:
         budget_bytes=int(most - share * (most - least)),
         host_budget_bytes=1 << 40,
     )
-    plan = Offload(iterations=20_000, rematerialize=False).plan(task).plan
+    plan = OffloadPlanner(iterations=20_000, rematerialize=False).plan(task).plan
     assert plan is not None
     return plan
 

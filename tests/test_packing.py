@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from memfit.errors import InvalidBlocksError, InvalidLayoutError, InvalidOptionError
 from memfit.packing import PACKERS, Block, Blocks, PackingProblem, check_layout, make_packer, pack
 from memfit.packing.blocks import live_bytes, make_layout
+from memfit.packing.published.colouring import colour_conflicts
+from memfit.packing.published.first_fit import ORDERS, measure
 from memfit.packing.sections import sections_of
 
 
@@ -84,6 +86,38 @@ def test_best_fit_is_the_papers_example() -> None:
     blocks = Blocks.of(Block(id=i, bytes=size, start=start, end=end) for i, (size, start, end) in enumerate(rows))
     layout = pack(blocks, "best_fit")
     assert layout.offsets_bytes.tolist() == [0, 6, 6, 4, 4]
+
+
+def test_colouring_is_solved_by_hand() -> None:
+    """A and C share the first colour, as do B and D the second; E meets all. The papers leave the order open."""
+    rows = [("A", 4, 0, 2), ("B", 4, 1, 3), ("C", 2, 2, 4), ("D", 2, 3, 5), ("E", 1, 0, 5)]
+    blocks = Blocks.of(Block(id=name, bytes=size, start=start, end=end) for name, size, start, end in rows)
+    layout = pack(blocks, "colouring")
+    assert layout.offsets_bytes.tolist() == [0, 4, 0, 4, 8]
+    assert (layout.height_bytes, layout.proven) == (9, True)
+
+
+def test_colouring_shares_whole_blocks_only() -> None:
+    """Two small blocks after a large one: one shares its memory, the other does not, where a packing lets both."""
+    rows = [(4, 0, 1), (2, 1, 2), (2, 1, 2)]
+    blocks = Blocks.of(Block(id=i, bytes=size, start=start, end=end) for i, (size, start, end) in enumerate(rows))
+    assert pack(blocks, "colouring").offsets_bytes.tolist() == [0, 0, 4]
+    assert (pack(blocks, "colouring").height_bytes, pack(blocks).height_bytes) == (6, 4)
+
+
+@settings(deadline=None, max_examples=100)
+@given(blocks=small_blocks())
+@pytest.mark.parametrize("by", ORDERS)
+def test_colours_of_blocks_that_meet_differ(by: str, blocks: Blocks) -> None:
+    colours = colour_conflicts(blocks, np.argsort(-measure(blocks, by), kind="stable")).tolist()
+    for (a, x), (b, y) in itertools.combinations(zip(blocks, colours, strict=True), 2):
+        assert x != y or a.start >= b.end or b.start >= a.end
+    assert set(colours) == set(range(max(colours) + 1))
+
+
+def test_an_unknown_order_of_colouring_is_refused() -> None:
+    with pytest.raises(InvalidOptionError, match="colouring has no order 'hue'; there are size, length"):
+        make_packer("colouring", by="hue")
 
 
 def test_alignment_is_of_offsets_and_sizes() -> None:
@@ -184,7 +218,7 @@ def test_exact_packers_prove_the_least_height(name: str, blocks: Blocks) -> None
 def test_what_was_cut_up_is_put_together_again(count: int, seed: int) -> None:
     """Without a gap, as MiniMalloc's instances; counted in nodes, so that a busy machine gives the same."""
     blocks = cut_up(count, 300, 1 << 20, seed)
-    layout = pack(blocks, make_packer("exact", nodes=100_000), time_limit_seconds=300)
+    layout = pack(blocks, make_packer("exact", nodes=200_000), time_limit_seconds=300)
     assert (layout.height_bytes, layout.proven) == (1 << 20, True)
 
 

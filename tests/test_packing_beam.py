@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.packing import PackingProblem, check_layout
-from memfit.packing.beam import beam_steps
 from memfit.packing.blocks import make_layout
-from memfit.packing.searching import Best
+from memfit.packing.improve.beam import beam_steps
+from memfit.packing.improve.searching import Best
 from memfit.packing.sections import sections_of
 
 
@@ -21,7 +21,7 @@ def test_a_beam_puts_together_what_leaves_no_gap() -> None:
     blocks = cut_up(60, 100, 1 << 12, 1)
     problem = PackingProblem(blocks=blocks)
     best, sections = Best(problem), sections_of(blocks)
-    best.offer(np.cumsum(blocks.sizes_bytes) - blocks.sizes_bytes, int(blocks.sizes_bytes.sum()), "apart")
+    best.offer(np.cumsum(blocks.sizes_bytes) - blocks.sizes_bytes, "apart")
     for _ in itertools.islice(beam_steps(problem, sections, best), 20_000):
         pass
     layout = make_layout(blocks, best.offsets_bytes, packer=best.packer)
@@ -35,7 +35,7 @@ def test_a_beam_only_offers_layouts(count: int, seed: int, height: int) -> None:
     blocks = cut_up(count, 6, height, seed)
     problem = PackingProblem(blocks=blocks, seed=seed)
     best, sections = Best(problem), sections_of(blocks)
-    best.offer(np.cumsum(blocks.sizes_bytes) - blocks.sizes_bytes, int(blocks.sizes_bytes.sum()), "apart")
+    best.offer(np.cumsum(blocks.sizes_bytes) - blocks.sizes_bytes, "apart")
     heights = [best.height_bytes]
     for _ in itertools.islice(beam_steps(problem, sections, best), 200):
         if best.height_bytes != heights[-1]:

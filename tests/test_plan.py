@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from devices import linked
 from small_step import KEEP_EVERYTHING, small_step
 
-from memfit.device import Device
 from memfit.errors import (
     InvalidDeviceError,
     InvalidFileError,
@@ -25,7 +25,7 @@ from memfit.plan import Bounds, Plan, Prediction, Problem, Progress, Status
 from memfit.schedule import Schedule
 from memfit.simulate import simulate
 
-LINKED = Device(name="linked", alignment_bytes=64, to_host_bytes_per_second=32.0, to_device_bytes_per_second=16.0)
+LINKED = linked(32.0, 16.0, alignment_bytes=64)
 OFFLOADING = (
     *("compute 0", "compute 1 in_place_of 2", "offload 3", "compute 2", "compute 3", "wait 3", "drop 3", "compute 4"),
     *("compute 5", "boundary 0 bytes_outside 7", "prefetch 3", "compute 6", "compute 7", "compute 8"),
@@ -254,7 +254,3 @@ def test_the_gap_is_what_is_left_between_plan_and_bound() -> None:
     before = Progress(elapsed_seconds=0.0, best_overhead=None, best_peak_bytes=None, bound_overhead=0.25)
     after = Progress(elapsed_seconds=1.0, best_overhead=0.5, best_peak_bytes=3, bound_overhead=0.25)
     assert (before.gap, after.gap) == (None, 0.25)
-
-
-def test_every_status_has_a_remedy() -> None:
-    assert len({status.remedy for status in Status}) == len(Status)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from devices import LINKED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Reference, first_illegal
-from strategies import LINKED, broken_schedules, graphs, legal_schedules
+from strategies import broken_schedules, graphs, legal_schedules
 
 from memfit.checker import check
 from memfit.errors import InvalidScheduleError
@@ -64,7 +65,7 @@ def test_broken_schedules_fail_where_the_reference_fails(data: st.DataObject) ->
 def test_text_round_trip(data: st.DataObject) -> None:
     graph = data.draw(graphs())
     schedule = data.draw(legal_schedules(graph))
-    noted = schedule.text(lambda instruction: type(instruction).__name__)
+    noted = [f"{line}  # {line}, again" for line in schedule.lines()]
     assert type(schedule).parse(noted) == schedule
 
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -16,25 +17,28 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from chains import chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_plans import LINKED, OFFLOADED, REMATERIALIZED, chain, lowered, plan_of, small_graph
+from small_plans import LINKED, OFFLOADED, REMATERIALIZED, lowered, plan_of, small_graph
 
 from memfit.checker import check
 from memfit.device import GENERIC, Device
 from memfit.errors import InvalidFileError, InvalidOptionError, MemfitError
 from memfit.graph import Boundary, Graph, Op, Phase, Role, Storage
 from memfit.plan import Problem, Status
-from memfit.planners.result import unplanned_schedule
+from memfit.planners.engine.results import unplanned_schedule
 from memfit.report import CurvePoint, Measured, explain, text_summary, write_html, write_png, write_trace
-from memfit.report.fates import Kind, fates, totals
+from memfit.report.batch_page import BatchPoint
+from memfit.report.chart_points import chart_points
+from memfit.report.formatting import change_text, printable, seconds_text, share_text
 from memfit.report.live import Layer, play
 from memfit.report.page import render
-from memfit.report.series import series
-from memfit.report.words import change_text, printable, seconds_text, share_text
+from memfit.report.storage_fates import Kind, fates, totals
 from memfit.schedule import Schedule
 from memfit.simulate import simulate
 
+MEASURED = Measured(peak_bytes=1, step_seconds=1.0, baseline_peak_bytes=1, baseline_step_seconds=1.0, overhead=0.0)
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=hacked()>@@data@@\x1b[2J\u202e'\"&"
 
 
@@ -104,7 +108,6 @@ def test_second_copies_are_counted_while_the_op_runs() -> None:
     run = play(
         small_graph(), Schedule.parse(REMATERIALIZED.replace("compute 1\n", "compute 0\ncompute 1\n", 1)), GENERIC
     )
-    assert run.second_copy_bytes.tolist()[:3] == [0, 400, 0]
     assert run.layers[Layer.WORKSPACE].tolist()[:3] == [30, 430, 0]
     assert run.timeline.device_bytes.tolist()[1] == 100 + 50 + 400 + 430
 
@@ -182,9 +185,9 @@ def test_fates_of_a_schedule_solved_by_hand() -> None:
     ]
     a = of_storage[2]
     assert (a.text, a.extra_seconds, a.held_seconds) == ("rematerialized once", 1.0, 5.0)
-    assert a.why == "away 3.000 s between relu and relu_backward; computing it takes 1.000 s each time"
+    assert a.why == "off the device 3.000 s between relu and relu_backward; computing it takes 1.000 s each time"
     assert of_storage[0].why == "parameter, there for the whole step; updated in place by sgd"
-    assert of_storage[3].why.startswith("read in backward by mean_backward; computing it again would take 1.000 s")
+    assert of_storage[3].why.startswith("read in backward by mean_backward; recomputing it would take 1.000 s")
     assert of_storage[4].why == "handed to you at the end of the step"
     assert of_storage[6].why == "last read by fc1_backward"
 
@@ -193,7 +196,7 @@ def test_an_offloaded_storage_says_so() -> None:
     run = play(small_graph(), Schedule.parse(OFFLOADED), LINKED)
     fate = fates(run)[2]
     assert (fate.kind, fate.offloaded, fate.rematerialized, fate.text) == (Kind.OFFLOADED, 1, 0, "offloaded once")
-    assert fate.why == "away 3.000 s between relu and relu_backward"
+    assert fate.why == "off the device 3.000 s between relu and relu_backward"
 
 
 def test_a_computation_for_another_write_is_not_a_fate() -> None:
@@ -228,7 +231,7 @@ def test_a_computation_for_another_write_is_not_a_fate() -> None:
 def test_thinning_keeps_the_largest_of_each_bin(most_points: int) -> None:
     graph = chain(300)
     run = play(graph, lowered(graph, {n for n in range(1, 301) if n % 3}), GENERIC)
-    thin = series(run, most_points=most_points)
+    thin = chart_points(run, most_points=most_points)
     growing = [position for position, code in enumerate(run.schedule.codes) if code == 0]
     assert len(thin["total"]) <= most_points
     assert sum(thin["binned"]) == len(growing)
@@ -241,10 +244,10 @@ def test_thinning_keeps_the_largest_of_each_bin(most_points: int) -> None:
 
 
 def test_parts_of_the_step_follow_the_first_computations() -> None:
-    thin = series(play(small_graph(), Schedule.parse(REMATERIALIZED), GENERIC))
+    thin = chart_points(play(small_graph(), Schedule.parse(REMATERIALIZED), GENERIC))
     assert thin["phases"] == [("forward", 0.0, 3.0, 0, 3), ("backward", 3.0, 10.0, 3, 7), ("update", 10.0, 11.0, 7, 8)]
-    assert thin["strips"] == {"computed again": [(5.0, 6.0, 4.0, 5.0)]}
-    assert thin["again"] == [False, False, False, False, True, False, False, False]
+    assert thin["strips"] == {"recomputed": [(5.0, 6.0, 4.0, 5.0)]}
+    assert thin["recomputed"] == [False, False, False, False, True, False, False, False]
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -266,49 +269,56 @@ at the peak, instruction 6 of 13, while relu_backward runs (backward):
         50 B  input       x
          8 B  output      loss
 
-rematerialized: 1 storage, 400 B together (dropped, and computed again when it is needed)
-       400 B  activation  a [net.fc1]: rematerialized once; away 3.000 s between relu and relu_backward; computing it \
-takes 1.000 s each time
-              keep: saves 1.000 s, and the budget has room for it
-              compute again: costs 1.000 s (1 op) now, frees nothing at the peak
+rematerialized: 1 storage, 400 B together (dropped, and recomputed when it is needed)
+       400 B  activation  a [net.fc1]: rematerialized once; off the device 3.000 s between relu and relu_backward; \
+computing it takes 1.000 s each time
 
 kept: 3 storages, 508 B together (stays on the device from one part of the step to the next, as it would without a \
 plan)
-       400 B  activation  b [net.act]: read in backward by mean_backward; computing it again would take 1.000 s where \
-its inputs are at hand
-              keep: it is kept: not at the peak
-              compute again: no: it never lies unused
+       400 B  activation  b [net.act]: read in backward by mean_backward; recomputing it would take 1.000 s if \
+its inputs are on the device
        108 B  in 2 more storages
 
 freed at once: 2 storages, 800 B together (dropped in the part of the step that made it, as it would be without a \
 plan)
        400 B  gradient    grad_b: last read by relu_backward
-              keep: it is kept: 400 B of the peak
-              compute again: would cost 3.000 s (2 ops), frees nothing at the peak
        400 B  in 1 more storage
 
 resident: 2 storages, 150 B together (on the device for the whole step; no plan can change that)
        100 B  parameter   w: parameter, there for the whole step; updated in place by sgd
         50 B  in 1 more storage
 
-what the next 140 B would buy:
-  +0.0% time in place of +10.0%, 10.0 percentage points less, at least: this plan would have room to keep a \
-(simulated)
-  +0.0% time in place of +10.0%, 10.0 percentage points less, at most: proved for every plan within that budget
+what the next 140 B buys:
+  +5.0% time in place of +10.0%, 5.0 percentage points less, with the best plan that a search found for that budget
+  +2.0% time in place of +10.0%, 8.0 percentage points less, at most: proved for every plan within that budget
 
-what makes 1.318 KiB the least that any plan needs:
+why no plan needs less than 1.318 KiB:
   relu_backward needs 1.172 KiB at once: reads a (400 B), grad_b (400 B), writes grad_a (400 B), beside 150 B always \
 there
 
-what another budget would cost (this plan: +10.0%):
+the cost of other budgets (this plan: +10.0%):
   300 B less (1.074 KiB): no plan (infeasible)
+  140 B more (1.504 KiB): +5.0%, 5.0 percentage points less
   512 B more (1.867 KiB): +0.0%, 10.0 percentage points less"""
 
 
 def test_explanation_of_a_plan_solved_by_hand() -> None:
     plan = plan_of(small_graph(), REMATERIALIZED)
-    curve = [(1100, None, "infeasible"), (1400, 0.1, "feasible"), (1912, 0.0, "optimal")]
+    larger = CurvePoint(1540, 0.05, Status.FEASIBLE, 0.02)
+    curve = [(1100, None, "infeasible"), (1400, 0.1, "feasible"), larger, (1912, 0.0, "optimal")]
     assert explain(plan, curve=curve, storages_per_fate=1) == EXPLANATION
+
+
+def test_a_budget_that_buys_nothing_is_said_in_words() -> None:
+    plan = plan_of(small_graph(), REMATERIALIZED)
+    text = explain(plan, curve=[(plan.budget_bytes + 140, plan.overhead, "feasible"), (900, None, "timed_out")])
+    assert "140 B more (1.504 KiB): +10.0%, the same" in text
+    assert "no plan (timed out)" in text
+
+
+def test_a_batch_without_a_plan_says_whether_that_is_proved() -> None:
+    assert BatchPoint(batch=8, least_bytes=101).no_plan_text(100) == "no plan fits"
+    assert BatchPoint(batch=8, least_bytes=100).no_plan_text(100) == "no plan found"
 
 
 def test_summary_says_what_is_not_known() -> None:
@@ -379,6 +389,8 @@ def test_storages_of_the_page() -> None:
     assert table["strings"][storages["module"][2]] == "net.fc1"
     assert table["strings"][storages["fate"][2]] == "rematerialized once"
     assert storages["held"][2] == round(5 / 11, 4)
+    assert storages["extra_seconds"] == [None, None, 1.0, *[None] * 5]
+    assert storages["live"][2] == "0 s – 2.000 s, 5.000 s – 8.000 s"
 
 
 def test_hostile_names_are_inert() -> None:
@@ -392,9 +404,9 @@ def test_hostile_names_are_inert() -> None:
     )
     device = Device(name=HOSTILE, source=HOSTILE)
     plan = plan_of(hostile, REMATERIALIZED, device, planner=HOSTILE, versions={HOSTILE: HOSTILE})
-    measured = Measured(peak_bytes=1, step_seconds=1.0, machine=HOSTILE)
+    measured = replace(MEASURED, machine=HOSTILE)
     named, plain = Tags(render(plan, measured=measured)), Tags(
-        render(plan_of(graph, REMATERIALIZED, LINKED), measured=Measured(peak_bytes=1, step_seconds=1.0))
+        render(plan_of(graph, REMATERIALIZED, LINKED), measured=MEASURED)
     )  # fmt: skip
     assert named.tags == plain.tags + Counter(dt=1, dd=1)  # the notes
     assert named.tags["script"] == 3
@@ -521,12 +533,12 @@ def test_trace_of_three_streams(name: str, tmp_path: Path) -> None:
     assert max(counters["host bytes"]) == plan.predicted.host_peak_bytes == 400
 
 
-def test_trace_marks_what_is_computed_again(tmp_path: Path) -> None:
+def test_trace_marks_recomputations(tmp_path: Path) -> None:
     write_trace(plan_of(small_graph(), REMATERIALIZED), tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    again = [event for event in events if event["args"].get("again")]
-    assert [(event["name"], event["ts"], event["dur"], event["args"]["module"]) for event in again] == [
-        ("fc1 (again)", 5e6, 1e6, "net.fc1")
+    recomputed = [event for event in events if event["args"].get("recomputed")]
+    assert [(event["name"], event["ts"], event["dur"], event["args"]["module"]) for event in recomputed] == [
+        ("fc1 (recomputed)", 5e6, 1e6, "net.fc1")
     ]
 
 
@@ -545,12 +557,13 @@ def test_without_chrome_a_picture_is_one_clear_error(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_chrome_that_fails_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_chrome_that_fails_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chrome = tmp_path / "chrome"
     chrome.write_text("#!/bin/sh\necho first >&2\necho 'cannot open display' >&2\nexit 3\n")
     chrome.chmod(0o755)
+    monkeypatch.setenv("BROWSER_PATH", str(chrome))
     with pytest.raises(MemfitError, match=r"drew no picture of page.html: cannot open display"):
-        write_png(plan_of(small_graph(), REMATERIALIZED), tmp_path / "plan.png", chrome=chrome)
+        write_png(plan_of(small_graph(), REMATERIALIZED), tmp_path / "plan.png")
     assert not (tmp_path / "plan.png").exists()
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from browsing import NEEDS_BROWSER, Visit
+from devices import linked
+from small_plans import plan_of
 
-from memfit.checker import check
-from memfit.device import Device
 from memfit.graph import Graph, Op, Phase, Role, Storage
-from memfit.plan import Bounds, Plan, Prediction, Problem, Status
-from memfit.planners.bounds import least_budget_bound
-from memfit.planners.result import unplanned_schedule
+from memfit.plan import Plan, Problem
+from memfit.planners.engine.results import unplanned_schedule
 from memfit.report import Measured, write_html, write_png
 from memfit.report.batch_page import BatchPoint, write_batch_page
 from memfit.report.comparison import ComparedPoint, write_comparison
@@ -24,7 +22,7 @@ from memfit.simulate import simulate
 pytestmark = NEEDS_BROWSER
 
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2><b>bold</b>@@data@@"
-DEVICE = Device(name="test device", to_host_bytes_per_second=1e7, to_device_bytes_per_second=1e7)
+DEVICE = linked(1e7, 1e7)
 
 
 def deep_step(layers: int, hostile: str = "") -> Graph:
@@ -69,43 +67,22 @@ def rematerialize_every_other(graph: Graph) -> Schedule:
     return Schedule.of(schedule)
 
 
-def plan_of(graph: Graph, schedule: Schedule, **names: Any) -> Plan:
-    check(graph, schedule)
-    planned = simulate(graph, schedule, DEVICE)
-    unplanned = simulate(graph, unplanned_schedule(Problem(graph=graph, device=DEVICE, budget_bytes=1)), DEVICE)
-    least_bytes, holding_ops = least_budget_bound(Problem(graph=graph, device=DEVICE, budget_bytes=1))
-    return Plan(
-        graph=graph,
-        device=DEVICE,
-        budget_bytes=planned.peak_bytes + 100,
-        host_budget_bytes=1 << 30,
-        bytes_outside=0,
-        schedule=schedule,
-        predicted=Prediction(
-            peak_bytes=planned.peak_bytes, seconds=planned.makespan_seconds, host_peak_bytes=planned.host_peak_bytes
-        ),
-        unplanned=Prediction(peak_bytes=unplanned.peak_bytes, seconds=unplanned.makespan_seconds),
-        bounds=Bounds(
-            least_budget_found_bytes=planned.peak_bytes,
-            least_budget_bound_bytes=least_bytes,
-            holding_ops=holding_ops,
-        ),
-        status=Status.FEASIBLE,
-        planner=names.get("planner", "by_hand"),
-        seed=0,
-        plan_seconds=0.1,
-        versions={"memfit": "0.1.0"},
-    )
-
-
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Path]:
     graph = deep_step(30)
-    plan = plan_of(graph, rematerialize_every_other(graph))
+    plan = plan_of(graph, rematerialize_every_other(graph), DEVICE)
     path = tmp_path_factory.mktemp("report") / "report.html"
     budget = plan.budget_bytes
     curve = [(budget // 2, None, "infeasible"), (budget, plan.overhead, "feasible"), (2 * budget, 0.0, "optimal")]
-    measured = Measured(peak_bytes=1, step_seconds=1.0, bitwise_equal=True, machine="a test")
+    measured = Measured(
+        peak_bytes=1,
+        step_seconds=1.0,
+        baseline_peak_bytes=1,
+        baseline_step_seconds=1.0,
+        overhead=0.0,
+        bitwise_equal=True,
+        machine="a test",
+    )
     write_html(plan, path, curve=curve, measured=measured)
     return plan, path
 
@@ -129,7 +106,7 @@ def test_the_report_draws_and_nothing_complains(report: tuple[Plan, Path], visit
     assert any(text.startswith("budget ") for text in texts)
     assert sum(text.startswith("peak ") for text in texts) == 2
     assert {"forward", "backward"} <= set(texts)
-    assert page.locator("#legend").inner_text().split("\n")[-3:] == ["computed again", "to host", "from host"]
+    assert page.locator("#legend").inner_text().split("\n")[-3:] == ["recomputed", "to host", "from host"]
 
 
 def test_the_op_under_the_mouse_is_named(report: tuple[Plan, Path], visit: Visit) -> None:
@@ -208,28 +185,19 @@ def test_the_table_of_storages_is_searched_sorted_and_paged(report: tuple[Plan, 
     assert visit.complaints == []
 
 
-def test_prices_are_sorted_and_told_in_words(report: tuple[Plan, Path], visit: Visit) -> None:
+def test_the_time_of_recomputation_is_sorted_and_the_stays_are_at_hand(report: tuple[Plan, Path], visit: Visit) -> None:
     _, path = report
     visit.open(path)
     page = visit.page
-    assert page.locator("#more-section li").count() >= 1
+    assert page.locator("#more-section li").count() == 1
     assert " at once: reads conv" in page.locator("#least-section li").first.inner_text()
-    for direction, first in (("descending", "−100 µs"), ("ascending", "−200 µs")):
-        page.click("#storage-table th button:text-is('keep')")
-        assert page.locator(f"#storage-table th[aria-sort={direction}]").inner_text().startswith("keep")
-        saved = [row[4] for row in visit.rows("#storage-table")]
-        assert saved == sorted(saved, key=lambda text: text == "–")  # what is kept has no price, and comes last
-        assert saved[0] == first
+    page.click("#storage-table th button:text-is('recompute')")
+    seconds = [row[4] for row in visit.rows("#storage-table")]
+    assert seconds == sorted(seconds, key=lambda text: text == "–")  # kept storages have none, and are last
+    assert seconds[0] == "100 µs"
     page.select_option("#storage-fate", "rematerialized")
-    # Twice as dear is the one whose second computation waits for a prefetch of what it reads.
-    prices = [row[5] for row in visit.rows("#storage-table")]
-    assert prices == ["+200 µs", *["+100 µs"] * (len(prices) - 1)]
-    page.locator("#storage-table td.name button").first.click()
-    words = page.locator("#storage-table tr.story li").all_inner_texts()
-    assert [text.split(":")[0] for text in words] == ["On the device", "Keep", "Compute again", "Offload"]
-    assert words[2].startswith("Compute again: costs 200 µs (1 op) now")
-    page.locator("#storage-table td.name button").first.click()
-    assert page.locator("#storage-table tr.story").count() == 0
+    stays = page.locator("#storage-table tbody tr td:nth-child(4)").first.get_attribute("title")
+    assert stays.startswith("on the device: ") and stays.count("–") == 2
     assert visit.complaints == []
 
 
@@ -256,7 +224,7 @@ def test_the_page_of_batches_draws_both_curves(tmp_path: Path, visit: Visit) -> 
 
 def test_hostile_names_do_nothing(tmp_path: Path, visit: Visit) -> None:
     graph = deep_step(6, HOSTILE)
-    write_html(plan_of(graph, rematerialize_every_other(graph), planner=HOSTILE), tmp_path / "hostile.html")
+    write_html(plan_of(graph, rematerialize_every_other(graph), DEVICE, planner=HOSTILE), tmp_path / "hostile.html")
     visit.open(tmp_path / "hostile.html")
     page = visit.page
     page.locator("#live").scroll_into_view_if_needed()
@@ -308,7 +276,8 @@ def test_steps_without_ops_or_times_are_drawn(layers: int, tmp_path: Path, visit
     ops = [msgspec.structs.replace(op, seconds=0.0) for op in timed.ops]
     graph = Graph.build(name=timed.name, storages=timed.storages, ops=ops)
     write_html(
-        plan_of(graph, rematerialize_every_other(graph) if layers else Schedule.of([])), tmp_path / "report.html"
+        plan_of(graph, rematerialize_every_other(graph) if layers else Schedule.of([]), DEVICE),
+        tmp_path / "report.html",
     )
     visit.open(tmp_path / "report.html")
     assert visit.complaints == []
@@ -317,7 +286,7 @@ def test_steps_without_ops_or_times_are_drawn(layers: int, tmp_path: Path, visit
 
 def test_ten_thousand_ops_are_drawn(tmp_path: Path, visit: Visit) -> None:
     graph = deep_step(5000)
-    write_html(plan_of(graph, rematerialize_every_other(graph)), tmp_path / "large.html")
+    write_html(plan_of(graph, rematerialize_every_other(graph), DEVICE), tmp_path / "large.html")
     visit.open(tmp_path / "large.html")
     assert visit.complaints == []
     assert visit.page.evaluate("data.runs.unplanned.total.length") <= 1500
@@ -328,10 +297,10 @@ def test_ten_thousand_ops_are_drawn(tmp_path: Path, visit: Visit) -> None:
 
 def test_picture(tmp_path: Path, report: tuple[Plan, Path]) -> None:
     plan, _ = report
-    write_png(plan, tmp_path / "plan.png", width_pixels=700, height_pixels=400, scale=1.5)
+    write_png(plan, tmp_path / "plan.png", width_pixels=700, height_pixels=400)
     content = (tmp_path / "plan.png").read_bytes()
     assert content.startswith(b"\x89PNG")
-    assert (int.from_bytes(content[16:20]), int.from_bytes(content[20:24])) == (1050, 600)
+    assert (int.from_bytes(content[16:20]), int.from_bytes(content[20:24])) == (1400, 800)
     assert len(content) > 15_000  # an empty white page of this size takes 3 kB
 
 
@@ -361,9 +330,9 @@ def test_two_chosen_plans_are_compared(tmp_path: Path, visit: Visit) -> None:
         machine="a test",
     )
     points = [
-        compared(plan_of(graph, everything), "none", measured),
-        compared(plan_of(graph, rematerialize_every_other(graph)), "auto"),
-        compared(plan_of(graph, everything), "segments"),
+        compared(plan_of(graph, everything, DEVICE), "none", measured),
+        compared(plan_of(graph, rematerialize_every_other(graph), DEVICE), "auto"),
+        compared(plan_of(graph, everything, DEVICE), "segments"),
         ComparedPoint(planner="none", budget_bytes=1, status="infeasible"),
         ComparedPoint(planner="checkpoint:block", setting="block", status="measured", measured=measured),
     ]

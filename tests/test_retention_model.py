@@ -10,25 +10,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from chains import chain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shortest_path import fastest_schedule
 from strategies import graphs
 
 from memfit.checker import check
 from memfit.device import GENERIC
 from memfit.graph import Graph, Op, Phase, Role, Storage
-from memfit.plan import INTERRUPTED, Problem, Progress, Status
+from memfit.plan import Problem, Progress, Status
 from memfit.planners import make_planner
-from memfit.planners.ask import unplanned_peak_bytes
-from memfit.planners.bounds import least_budget_bound, least_seconds_again
-from memfit.planners.emit import emit
-from memfit.planners.lean_order import lean_order
-from memfit.planners.moments import exact, least_seconds_again_at
-from memfit.planners.order import original_order
-from memfit.planners.program import Program, build_program
-from memfit.planners.result import predict
-from memfit.planners.retention_proof import Proof, prove
-from memfit.planners.shortest_path import fastest_schedule
+from memfit.planners.engine.bounds.bounds import least_budget_bound, least_recompute_seconds
+from memfit.planners.engine.bounds.per_op import exact, least_recompute_seconds_at
+from memfit.planners.engine.cpsat.solve import Proof, prove
+from memfit.planners.engine.order import original_order
+from memfit.planners.engine.peak_reducing_order import peak_reducing_order
+from memfit.planners.engine.results import predict, unplanned_peak_bytes
+from memfit.planners.engine.retention.emit import emit
+from memfit.planners.engine.retention.instance import Instance, build_instance
 from memfit.schedule import Schedule
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # the scripts import one another as scripts do
@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # the scripts
 from _training_chains import training_chain
 
 
-def proof_of(program: Program) -> Proof:
-    return prove(program, known=None, known_again_seconds=math.inf, again_bound_seconds=0.0, limit_work=20.0)
+def proof_of(instance: Instance) -> Proof:
+    return prove(instance, known=None, known_recompute_seconds=math.inf, recompute_bound_seconds=0.0, limit_work=20.0)
 
 
 def tight(graph: Graph, share: float) -> Problem:
@@ -54,18 +54,18 @@ def budgets(graph: Graph) -> set[int]:
     return {least, (3 * least + most) // 4, (least + most) // 2, most - 1, most}
 
 
-def fastest_in_stages(program: Program) -> float | None:
+def fastest_in_stages(instance: Instance) -> float | None:
     """The least seconds of the model's family, found the plainest way: stage by stage, single drops and computations.
 
-    For graphs without boundaries and mutations. A state is the stage, what was last computed in it, what has been
-    computed so far, and what is on the device.
+    For graphs without boundaries and mutations. A state is the stage, the op last computed in it, all ops
+    computed so far, and the storages on the device.
     """
-    graph, budget_bytes = program.graph, program.problem.budget_bytes
+    graph, budget_bytes = instance.graph, instance.problem.budget_bytes
     size = {s.id: s.bytes for s in graph.storages}
     resident = frozenset(s.id for s in graph.storages if s.resident)
     base = sum(size[s] for s in resident)
     at_end = {s.id for s in graph.storages if s.required_at_end} - resident
-    waits = [bool(row["may_wait"]) for row in program.tables.positions]
+    waits = [bool(row["may_wait"]) for row in instance.tables.positions]
     last = len(graph.ops)
     start = (0, -1, frozenset[int](), frozenset[int]())
     best = {start: 0.0}
@@ -106,17 +106,17 @@ def test_equal_to_brute_force_over_the_family(graph: Graph) -> None:
     once = sum(op.seconds for op in graph.ops)
     for budget_bytes in budgets(graph):
         problem = Problem(graph=graph, device=GENERIC, budget_bytes=budget_bytes)
-        program = build_program(problem, original_order(graph))
-        proof, expected = proof_of(program), fastest_in_stages(program)
+        instance = build_instance(problem, original_order(graph))
+        proof, expected = proof_of(instance), fastest_in_stages(instance)
         if expected is None:
             assert proof.sequence is None
-            assert proof.again_seconds == math.inf
+            assert proof.recompute_seconds == math.inf
         else:
             assert proof.sequence is not None
-            predicted = predict(problem, emit(program, proof.sequence))
+            predicted = predict(problem, emit(instance, proof.sequence))
             assert predicted.peak_bytes <= budget_bytes
             assert predicted.seconds == pytest.approx(expected)
-            assert proof.again_seconds == pytest.approx(expected - once, abs=1e-6)
+            assert proof.recompute_seconds == pytest.approx(expected - once, abs=1e-6)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
@@ -125,13 +125,13 @@ def test_never_faster_than_the_shortest_path_over_all_states(graph: Graph) -> No
     once = sum(op.seconds for op in graph.ops)
     for budget_bytes in budgets(graph):
         problem = Problem(graph=graph, device=GENERIC, budget_bytes=budget_bytes)
-        fastest = fastest_schedule(problem, until_seconds=math.inf)
-        proof = proof_of(build_program(problem, original_order(graph)))
+        fastest = fastest_schedule(problem)
+        proof = proof_of(build_instance(problem, original_order(graph)))
         if fastest is not None:
-            assert proof.again_seconds >= fastest.seconds - once - 1e-6
+            assert proof.recompute_seconds >= fastest.seconds - once - 1e-6
         if fastest is not None and fastest.ops is not None:
-            by_moments = max(least_seconds_again_at(problem).values(), default=0.0)
-            by_cuts = least_seconds_again(problem)
+            by_moments = max(least_recompute_seconds_at(problem).values(), default=0.0)
+            by_cuts = least_recompute_seconds(problem)
             assert by_cuts.seconds - 1e-6 <= by_moments <= fastest.seconds - once + 1e-6
             assert by_cuts.seconds <= exact(problem, by_cuts).seconds <= by_moments + 1e-6
 
@@ -150,20 +150,20 @@ def test_plans_of_any_graph_are_legal_fit_and_are_no_slower_than_the_searchs(gra
             pinned=dict.fromkeys(pins, True),
         )
         found = make_planner("search", iterations=500, threads=1).plan(problem).plan
-        program = build_program(problem, lean_order(graph, GENERIC))
-        proof = proof_of(program)
+        instance = build_instance(problem, peak_reducing_order(graph, GENERIC))
+        proof = proof_of(instance)
         if proof.sequence is not None:
-            schedule = emit(program, proof.sequence)
+            schedule = emit(instance, proof.sequence)
             check(graph, schedule)
             predicted = predict(problem, schedule)
             assert predicted.peak_bytes <= problem.budget_bytes
-            assert predicted.seconds == pytest.approx(once + proof.again_seconds, abs=1e-6)
+            assert predicted.seconds == pytest.approx(once + proof.recompute_seconds, abs=1e-6)
             computed = schedule.operands[schedule.codes == 0].tolist()
             assert all(computed.count(op) == 1 for op in pins)
         if found is not None:
-            by_moments = max(least_seconds_again_at(problem).values(), default=0.0)
+            by_moments = max(least_recompute_seconds_at(problem).values(), default=0.0)
             assert by_moments <= found.predicted.seconds - once + 1e-6
-            assert proof.again_seconds <= found.predicted.seconds - once + 1e-6
+            assert proof.recompute_seconds <= found.predicted.seconds - once + 1e-6
 
 
 def knapsack() -> Graph:
@@ -195,11 +195,10 @@ def knapsack() -> Graph:
 
 def test_what_one_moment_keeps_at_best_is_where_a_search_begins_and_ends() -> None:
     problem = Problem(graph=knapsack(), device=GENERIC, budget_bytes=105)
-    by_cuts = least_seconds_again(problem)
+    by_cuts = least_recompute_seconds(problem)
     assert 2.3 < by_cuts.seconds < 2.6  # 50 bytes, and a fifth of the next 50, for 2 s each
     moment = exact(problem, by_cuts)
     assert moment.seconds == pytest.approx(3.0, abs=1e-6)
-    assert moment.cuts[0].again_seconds == 3.0
     result = make_planner("search", iterations=100_000).plan(problem)
     assert result.plan is not None
     assert result.status is Status.OPTIMAL
@@ -209,64 +208,39 @@ def test_what_one_moment_keeps_at_best_is_where_a_search_begins_and_ends() -> No
 
 def test_an_exact_bound_leaves_alone_what_it_says_nothing_of() -> None:
     problem = Problem(graph=knapsack(), device=GENERIC, budget_bytes=1000)
-    nothing = least_seconds_again(problem)
+    nothing = least_recompute_seconds(problem)
     assert exact(problem, nothing) is nothing
-
-
-def chain() -> Graph:
-    """Three forward ops of 1 s and their backward ops of 2 s, on storages of 100 bytes.
-
-    a = f0(x), b = f1(a), c = f2(b); gc = b2(c), gb = b1(gc, b), ga = b0(gb, a), which is the output.
-    """
-    names = ["x", "a", "b", "c", "gc", "gb", "ga"]
-    storages = [
-        Storage(id=i, name=name, bytes=100, role=Role.OUTPUT if name == "ga" else Role.ACTIVATION, resident=name == "x")
-        for i, name in enumerate(names)
-    ]
-    reads = [(0,), (1,), (2,), (3,), (4, 2), (5, 1)]
-    ops = [
-        Op(
-            id=i,
-            name=f"op{i}",
-            phase=Phase.FORWARD if i < 3 else Phase.BACKWARD,
-            reads=read,
-            writes=(i + 1,),
-            seconds=1.0 if i < 3 else 2.0,
-        )
-        for i, read in enumerate(reads)
-    ]
-    return Graph.build(name="chain", storages=storages, ops=ops)
 
 
 @pytest.mark.parametrize(
     ("budget_bytes", "again"),
     [
-        (500, 0.0),  # x, a, b, c, gc
-        (400, 1.0),  # `a` is dropped in forward, and computed again for op5 beside gb: x, gb, a, ga
-        (399, math.inf),  # op4 alone: x, gc, b, gb
+        (500, 0.0),  # b2 beside what is read later: the input, three outputs and the gradient that it writes
+        (400, 1.0),  # the output of f0 is dropped in forward, and recomputed for b1
+        (399, math.inf),  # b2 alone: the input, its reads and its writes
     ],
 )
 def test_a_chain_solved_by_hand(budget_bytes: int, again: float) -> None:
-    problem = Problem(graph=chain(), device=GENERIC, budget_bytes=budget_bytes)
-    proof = proof_of(build_program(problem, original_order(problem.graph)))
-    assert proof.again_seconds == pytest.approx(again, abs=1e-6)
-    expected = {0.0: (0, 1, 2, 3, 4, 5, 6), 1.0: (0, 1, 2, 3, 4, 0, 5, 6), math.inf: None}
+    problem = Problem(graph=chain(3), device=GENERIC, budget_bytes=budget_bytes)
+    proof = proof_of(build_instance(problem, original_order(problem.graph)))
+    assert proof.recompute_seconds == pytest.approx(again, abs=1e-6)
+    expected = {0.0: (0, 1, 2, 3, 4, 5, 6), 1.0: (0, 1, 2, 3, 0, 4, 5, 6), math.inf: None}
     assert proof.sequence == expected[again]
 
 
 def test_what_is_pinned_to_be_rematerialized_is() -> None:
-    problem = Problem(graph=chain(), device=GENERIC, budget_bytes=1000, pinned={1: False})
-    proof = proof_of(build_program(problem, original_order(problem.graph)))
-    assert proof.again_seconds == pytest.approx(1.0, abs=1e-6)
+    problem = Problem(graph=chain(3), device=GENERIC, budget_bytes=1000, pinned={1: False})
+    proof = proof_of(build_instance(problem, original_order(problem.graph)))
+    assert proof.recompute_seconds == pytest.approx(1.0, abs=1e-6)
     assert proof.sequence is not None
     assert proof.sequence.count(1) == 2
 
 
 def test_the_same_work_gives_the_same_answer() -> None:
     graph = training_chain(14, 2)
-    program = build_program(tight(graph, 0.3), original_order(graph))
+    instance = build_instance(tight(graph, 0.3), original_order(graph))
     ended = [
-        prove(program, known=None, known_again_seconds=math.inf, again_bound_seconds=0.0, limit_work=0.3)
+        prove(instance, known=None, known_recompute_seconds=math.inf, recompute_bound_seconds=0.0, limit_work=0.3)
         for _ in range(2)
     ]
     assert ended[0] == ended[1]
@@ -275,18 +249,18 @@ def test_the_same_work_gives_the_same_answer() -> None:
 def test_a_plan_of_another_order_is_beaten_or_left_alone() -> None:
     graph = training_chain(10, 1)
     problem = tight(graph, 0.3)
-    program = build_program(problem, original_order(graph))
-    best = proof_of(program)
-    for known_again_seconds, found in ((2 * best.again_seconds, True), (0.9 * best.again_seconds, False)):
+    instance = build_instance(problem, original_order(graph))
+    best = proof_of(instance)
+    for known_recompute_seconds, found in ((2 * best.recompute_seconds, True), (0.9 * best.recompute_seconds, False)):
         proof = prove(
-            program,
+            instance,
             known=Schedule.parse("compute 2\ncompute 1\ncompute 0"),
-            known_again_seconds=known_again_seconds,
-            again_bound_seconds=0.0,
+            known_recompute_seconds=known_recompute_seconds,
+            recompute_bound_seconds=0.0,
             limit_work=20.0,
         )
         assert (proof.sequence is not None) == found
-        assert proof.again_seconds == (pytest.approx(best.again_seconds) if found else math.inf)
+        assert proof.recompute_seconds == (pytest.approx(best.recompute_seconds) if found else math.inf)
 
 
 def test_auto_proves_its_plan_in_its_order() -> None:
@@ -296,7 +270,7 @@ def test_auto_proves_its_plan_in_its_order() -> None:
     assert result.plan is not None
     assert result.status is Status.OPTIMAL
     assert not result.plan.is_optimal_in_every_order
-    assert least_seconds_again(problem).seconds < 0.999 * result.bounds.overhead * result.plan.unplanned.seconds
+    assert least_recompute_seconds(problem).seconds < 0.999 * result.bounds.overhead * result.plan.unplanned.seconds
     assert result.bounds.overhead < result.plan.overhead
     assert result.bounds.overhead_in_order == pytest.approx(result.plan.overhead, abs=1e-7)
     assert result.plan.predicted.peak_bytes <= problem.budget_bytes
@@ -313,6 +287,6 @@ def test_ctrl_c_keeps_the_plan_that_the_search_found() -> None:
     problem = replace(tight(graph, 0.3), progress=interrupt)
     result = make_planner("auto", iterations=200_000, threads=1).plan(problem)
     assert result.plan is not None
-    assert result.stats[INTERRUPTED]
+    assert result.interrupted
     assert result.bounds.overhead_in_order is not None
     assert result.bounds.overhead_in_order <= result.plan.overhead + 1e-9

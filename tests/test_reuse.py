@@ -12,14 +12,14 @@ from memfit import TrainingStep
 from memfit.binding import Value
 from memfit.capture.reuse import in_place_form
 from memfit.capture.whole_step import capture_whole_step
-from memfit.cost.recorder import record
 from memfit.device import GENERIC
 from memfit.graph import Graph
 from memfit.plan import Problem
 from memfit.planners import make_planner
-from memfit.runtime.fit import fit_step
-from memfit.runtime.planning import Settings
+from memfit.planning import Settings
+from memfit.runtime.step import fit_step
 from memfit.schedule import Compute
+from memfit.system.recorder import record
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ def graph_of(model: nn.Module) -> Graph:
 
 
 class Twice(nn.Module):
-    """An activation that two ops read: relu may not write over it while the product still wants it."""
+    """An activation that two ops read: relu may not write over it before the product has read it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_an_input_that_is_used_later_is_not_written_over() -> None:
     relu = next(op for op in graph.ops if op.name == "relu_0")
     assert relu.reuses, "its kernel can"
     over = {i.op: i.in_place_of for i in planned.plan.schedule if isinstance(i, Compute)}
-    assert over[relu.id] is None, "its input is wanted again"
+    assert over[relu.id] is None, "its input has a later reader"
     planned(step.batch)
     gradients = [parameter.grad.clone() for parameter in step.model.parameters() if parameter.grad is not None]
     step.model.zero_grad(set_to_none=True)

@@ -18,31 +18,85 @@ ORDER = (
     ("__main__",),
     ("cli",),
     ("commands",),
+    ("baselines",),
     ("workloads",),
     ("report",),
     ("runtime",),
     ("capture",),
     ("cost",),
+    ("planning", "plan_cache"),
     ("planners",),
     ("packing",),
     ("plan",),
-    ("in_place",),
-    ("simulate", "simulate_loop"),
+    ("simulate",),
     ("checker",),
     ("schedule",),
-    ("device", "device_profiles"),
+    ("device",),
     ("graph",),
     ("binding",),
-    ("native",),
-    ("files",),
-    ("budget",),
+    ("torch_private",),
+    ("system",),
     ("errors",),
-    ("compiled",),
 )
+# The same within a room that has rooms or files of its own; files of one level do not import one another.
+INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
+    "planners": (
+        ("compile_ahead",),
+        ("registry",),
+        ("mirror",),
+        ("published",),
+        ("auto",),
+        ("offload",),
+        ("none", "search"),
+        ("protocols",),
+        ("engine",),
+    ),
+    "planners/engine": (
+        ("starts",),
+        ("cpsat", "offloading", "pool"),
+        ("annealing", "results"),
+        ("bounds", "peak_reducing_order", "retention"),
+        ("order", "pace", "parts", "solver", "tables"),
+    ),
+    "packing": (
+        ("strategies",),
+        ("check_parallel", "registry"),
+        ("parallel",),
+        ("portfolio",),
+        ("exact",),
+        ("improve", "published"),
+        ("fitting",),
+        ("check", "from_schedule", "sections", "trace_file"),
+        ("blocks", "parts"),
+    ),
+    "packing/exact": (("exact",), ("branching", "tree")),
+    "packing/improve": (
+        ("tight",),
+        ("ejection", "local_search"),
+        ("beam", "ejecting", "squeaky"),
+        ("searching", "starts", "xorshift"),
+    ),
+    "runtime": (
+        ("step",),
+        ("parts", "variants"),
+        ("compile", "ledger", "step_program"),
+        ("prepare",),
+        ("measure", "program"),
+        ("lowering", "step_memory", "verify"),
+        ("state",),
+        ("arena", "bits", "eager_peak", "first_step", "measured", "signature", "transfers", "uncopied"),
+    ),
+    "runtime/arena": (("arena",), ("cuda",), ("library",), ("layout",)),
+    "runtime/compile": (("backend",), ("halves", "occupancy")),
+}
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
-TORCH_ROOMS = {"capture", "cost", "native", "runtime", "workloads"}
+INNER_LEVEL = {
+    room: {name: level for level, names in enumerate(order) for name in names} for room, order in INNER_ORDER.items()
+}
+TORCH_ROOMS = {"baselines", "capture", "cost", "runtime", "torch_private", "workloads"}
+TORCH_FILES = {"system/recorder.py"}
 TORCH_LATE = {"planners/dqn.py"}  # may import torch inside functions
-PRIVATE_NAMES = "capture/torch_private.py"
+PRIVATE_NAMES = "torch_private.py"
 
 # (file, room above it that it imports inside a function) -> why that is right.
 UPWARD: dict[tuple[str, str], str] = {
@@ -86,14 +140,35 @@ def _upward_imports(path: Path, tree: ast.Module) -> list[str]:
         return []
     room, found = _room(path), []
     for node, name in _imports(tree):
+        where = f"{_relative(path)}:{node.lineno} imports {name}"
+        if name == "memfit":
+            found.append(f"{where}: the package itself stands above all of its rooms")
+            continue
         target = name.split(".")[1] if name.startswith("memfit.") else None
-        if target in LEVEL and LEVEL[target] < LEVEL[room] and (_relative(path), target) not in UPWARD:
-            found.append(f"{_relative(path)}:{node.lineno} imports {name}: {room} is below {target}")
+        if target not in LEVEL:
+            continue
+        if LEVEL[target] < LEVEL[room] and (_relative(path), target) not in UPWARD:
+            found.append(f"{where}: {room} is below {target}")
+        elif target == room:
+            found += [f"{where}: {why}" for why in _upward_inside(path, name)]
     return found
 
 
+def _upward_inside(path: Path, name: str) -> list[str]:
+    """Say which inner rooms an import of the same room climbs over."""
+    here = path.relative_to(PACKAGE).with_suffix("").parts
+    there = name.split(".")[1:]
+    for depth in range(1, min(len(here), len(there))):
+        levels = INNER_LEVEL.get("/".join(here[:depth]), {})
+        mine, other = here[depth], there[depth]
+        if mine != other:
+            is_upward = mine in levels and other in levels and levels[other] <= levels[mine]
+            return [f"{mine} is not above {other}"] if is_upward else []
+    return []
+
+
 def _torch_imports(path: Path, tree: ast.Module) -> list[str]:
-    if _room(path) in TORCH_ROOMS:
+    if _room(path) in TORCH_ROOMS or _relative(path) in TORCH_FILES:
         return []
     top_level = {id(node) for node in tree.body}
     return [
@@ -126,16 +201,37 @@ def test_file_keeps_to_its_room(path: Path) -> None:
     assert _private_torch_names(path, tree) == []
 
 
+@pytest.mark.parametrize(("file", "room"), UPWARD)
+def test_an_import_that_may_point_upward_stands_in_a_function(file: str, room: str) -> None:
+    tree = _tree(PACKAGE / file)
+    found = [node for node, name in _imports(tree) if name.startswith(f"memfit.{room}")]
+    assert found, "nothing imports it: the exception can go"
+    assert not set(map(id, found)) & set(map(id, tree.body))
+
+
+@pytest.mark.parametrize("room", INNER_ORDER)
+def test_every_file_of_a_room_has_its_place(room: str) -> None:
+    files = {path.stem for path in (PACKAGE / room).glob("*.py")} - {"__init__"}
+    rooms = {path.parent.name for path in (PACKAGE / room).glob("*/__init__.py")}
+    named = [name for names in INNER_ORDER[room] for name in names]
+    assert sorted(named) == sorted(files | rooms)
+
+
 @pytest.mark.parametrize(
     ("file", "source", "finder"),
     [
         ("graph.py", "from memfit.plan import Plan", _upward_imports),
-        ("planners/search.py", "def plan():\n    import memfit.runtime.fit", _upward_imports),
+        ("planners/engine/results.py", "from memfit.planners.published import segments", _upward_imports),
+        ("planners/search.py", "from memfit.planners.published.segments import SegmentsPlanner", _upward_imports),
+        ("planners/offload.py", "from memfit.planners.published.segments import SegmentsPlanner", _upward_imports),
+        ("planners/auto.py", "from memfit.planners.published.segments import SegmentsPlanner", _upward_imports),
+        ("planners/engine/pace.py", "from memfit.planners.engine.order import original_order", _upward_imports),
+        ("planners/search.py", "def plan():\n    import memfit.runtime.step", _upward_imports),
         ("plan.py", "def load():\n    import torch", _torch_imports),
         ("planners/dqn.py", "import torch", _torch_imports),
-        ("runtime/fit.py", "from torch._functorch import aot_autograd", _private_torch_names),
-        ("runtime/fit.py", "from torch.utils import _pytree", _private_torch_names),
-        ("cost/flops.py", "import torch\nx = torch._C._get_tracing_state()", _private_torch_names),
+        ("runtime/step.py", "from torch._functorch import aot_autograd", _private_torch_names),
+        ("runtime/step.py", "from torch.utils import _pytree", _private_torch_names),
+        ("cost/rooflines.py", "import torch\nx = torch._C._get_tracing_state()", _private_torch_names),
     ],
 )
 def test_each_rule_can_fail(file: str, source: str, finder: object) -> None:
@@ -147,10 +243,11 @@ def test_each_rule_can_fail(file: str, source: str, finder: object) -> None:
     ("file", "source", "finder"),
     [
         ("plan.py", "from memfit.graph import Graph", _upward_imports),
+        ("planners/published/recursive.py", "from memfit.planners.engine.order import original_order", _upward_imports),
         ("graph.py", "if TYPE_CHECKING:\n    from memfit.plan import Plan", _upward_imports),
         ("planners/dqn.py", "def train():\n    import torch", _torch_imports),
-        ("runtime/fit.py", "import torch\nx = torch.__version__", _private_torch_names),
-        ("capture/torch_private.py", "from torch._functorch import aot_autograd", _private_torch_names),
+        ("runtime/step.py", "import torch\nx = torch.__version__", _private_torch_names),
+        ("torch_private.py", "from torch._functorch import aot_autograd", _private_torch_names),
     ],
 )
 def test_each_rule_lets_right_code_pass(file: str, source: str, finder: object) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from devices import linked
 from small_step import KEEP_EVERYTHING, small_step
 
 from memfit.checker import check
@@ -18,7 +19,7 @@ from memfit.schedule import Compute, Drop, Schedule
 from memfit.simulate import Timeline, arrays_of, simulate
 
 # 64 bytes take 2 s to the host and 4 s back.
-SLOW_LINK = Device(name="slow link", to_host_bytes_per_second=32.0, to_device_bytes_per_second=16.0)
+SLOW_LINK = linked(32.0, 16.0)
 FORWARD = Phase.FORWARD
 
 
@@ -54,13 +55,13 @@ def test_a_drop_frees_at_its_position() -> None:
     assert run("compute 0; compute 1; drop 2; compute 2").device_bytes.tolist() == [414, 428, 364, 444]
 
 
-def test_a_takeover_adds_nothing() -> None:
+def test_an_in_place_reuse_adds_nothing() -> None:
     assert run("compute 0; compute 1 in_place_of 2; compute 2").device_bytes.tolist() == [414, 364, 444]
 
 
 def test_a_second_copy_is_there_while_its_op_runs() -> None:
     timeline = run("compute 0; compute 1; compute 2; drop 4; compute 0; compute 2; drop 5")
-    # compute 0 again: 64 of second copy and 50 of workspace; compute 2 again: mask comes back, dropout twice
+    # recomputing 0: 64 of second copy and 50 of workspace; recomputing 2: the mask, and dropout twice
     assert timeline.device_bytes.tolist() == [414, 428, 508, 492, 492 + 114, 508 + 64, 508 - 64]
 
 
@@ -222,7 +223,7 @@ def test_arrays_are_made_once_for_each_alignment() -> None:
     assert arrays.reuses.tolist() == [2, 3]
 
 
-# Everything at once: takeover, offloads across a mutation, prefetches, a boundary with bytes outside.
+# Everything at once: in-place reuse, offloads across a mutation, prefetches, a boundary with bytes outside.
 EVERYTHING = (
     "compute 0; compute 1 in_place_of 2; offload 3; compute 2; compute 3; wait 3; drop 3; offload 5; wait 5; "
     "compute 4; drop_host 5; offload 5; compute 5; wait 5; drop 5; boundary 0 bytes_outside 7; prefetch 3; "
@@ -236,8 +237,8 @@ def test_simulate_golden(golden: Callable[[str, str], None]) -> None:
     check(graph, schedule)
     timeline = simulate(graph, schedule, SLOW_LINK)
     columns = zip(times(timeline), timeline.device_bytes.tolist(), timeline.host_bytes.tolist(), strict=True)
-    notes = iter([f"{start:g} to {end:g} s, {device} B, host {host} B" for (start, end), device, host in columns])
-    golden("small_step.txt", schedule.text(lambda _: next(notes)))
+    notes = [f"{start:g} to {end:g} s, {device} B, host {host} B" for (start, end), device, host in columns]
+    golden("small_step.txt", "\n".join(f"{line}  # {note}" for line, note in zip(schedule.lines(), notes, strict=True)))
 
 
 # The README beside the graphs gives these.

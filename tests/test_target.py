@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from memfit import Graph, TrainingStep
+from memfit.capture.placement import step_device
 from memfit.capture.step_check import check_step
+from memfit.commands.targets import resolve
 from memfit.errors import (
     InvalidDeviceError,
     InvalidFileError,
@@ -21,7 +23,6 @@ from memfit.errors import (
     UnsupportedStepError,
 )
 from memfit.graph import Op, Phase, Role, Storage
-from memfit.workloads.target import resolve
 
 GOOD = """
 import torch
@@ -117,7 +118,7 @@ def test_a_graph_file_needs_no_torch(tmp_path: Path, ending: str) -> None:
     graph.save(path)
     assert resolve(str(path)) == graph
     code = (
-        "import sys; from memfit.workloads.target import resolve; "
+        "import sys; from memfit.commands.targets import resolve; "
         f"resolve({str(path)!r}); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -247,6 +248,7 @@ def test_a_number_on_the_cpu_goes_with_every_device() -> None:
     model = torch.nn.Linear(4, 2, device="meta")
     batch = (torch.zeros(3, 4, device="meta"), torch.tensor(0.5))
     check_step(TrainingStep(model=model, loss=LOSS, batch=batch), "here")
+    assert step_device(model, batch) == torch.device("meta")
 
 
 @pytest.fixture

@@ -10,17 +10,31 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from memfit.capture import torch_private
-from memfit.capture.torch_private import (
+from memfit import torch_private
+from memfit.torch_private import (
     DATA_DEPENDENT_ERRORS,
+    READS_A_NUMBER,
+    BatchNormBase,
+    DictVersions,
     FakeTensorMode,
+    GlobalState,
+    StorageWeakRef,
+    TensorAddresses,
+    TensorMetadata,
     TorchDispatchMode,
+    answered_as_eager,
+    any_autocast,
+    as_fake,
+    autocast_watched,
     backward_keeps_graph,
     backward_node,
     boxed,
     checkpoints_inlined,
     compile_with_budget,
+    compiled_around_breaks,
+    dict_version,
     dp_knapsack,
+    failing_fakes_unlogged,
     fake_mode_of,
     gradient_hooks,
     greedy_knapsack,
@@ -28,18 +42,36 @@ from memfit.capture.torch_private import (
     has_kernel,
     ilp_knapsack,
     is_fake,
+    is_plain_dense,
+    known_value,
+    leaf_hooks,
     make_boxed_func,
+    module_hooks,
     module_tables,
     next_sequence_number,
+    only_mode,
+    optimizer_hooks,
     real_tensors,
     release_cublas_workspaces,
     runs_under_ddp,
+    stood_for,
     storage_key,
+    tensors_in,
     trace_joint,
     tree_flatten,
     tree_map,
-    tree_unflatten,
+    views_replayed,
 )
+
+
+def test_a_stand_in_is_told_from_what_it_stands_for() -> None:
+    with answered_as_eager():
+        stand_in = torch._subclasses.fake_tensor
+        asked = stand_in.is_fake
+    assert stood_for(stand_in) is torch._subclasses.fake_tensor
+    assert asked is not torch._subclasses.fake_tensor.is_fake
+    assert stood_for(asked) is torch._subclasses.fake_tensor.is_fake
+    assert stood_for(torch.relu) is torch.relu
 
 
 def test_every_public_name_of_the_module_is_tested_here() -> None:
@@ -52,6 +84,83 @@ def test_every_public_name_of_the_module_is_tested_here() -> None:
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     public = {name for name in names if not name.startswith("_")}
     assert public <= set(globals()), public - set(globals())
+
+
+def test_code_outside_of_torch_is_told_that_nothing_is_fake() -> None:
+    mode = FakeTensorMode()
+    fake = mode.from_tensor(torch.ones(3))
+    asked = torch._subclasses.FakeTensor, torch._guards, torch._subclasses.fake_tensor
+    with answered_as_eager(), mode:
+        assert not isinstance(fake, torch._subclasses.FakeTensor)
+        assert not torch._subclasses.fake_tensor.is_fake(fake)
+        assert torch._guards.detect_fake_mode([fake]) is None and torch._guards.active_fake_mode() is None
+        assert is_fake(fake) and is_fake(fake + 1)
+    assert isinstance(fake, torch._subclasses.FakeTensor)
+    assert asked == (torch._subclasses.FakeTensor, torch._guards, torch._subclasses.fake_tensor)
+
+
+def test_a_fake_without_the_gradient_of_its_tensor() -> None:
+    mode = FakeTensorMode()
+    real = torch.ones(3, requires_grad=True)
+    real.grad = torch.ones(3)
+    with mode:
+        fake = as_fake(mode, real)
+    assert is_fake(fake) and not fake.requires_grad and fake.grad is None
+
+
+def test_numbers_are_read_by_one_operator() -> None:
+    read: list[Any] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            read.append(func)
+            return func(*args, **(kwargs or {}))
+
+    tensor = torch.ones(())
+    with Watch():
+        assert tensor.item() == float(tensor) == int(tensor) == bool(tensor) == 1
+    assert read == [READS_A_NUMBER] * 4
+
+
+def test_views_are_replayed() -> None:
+    def nodes() -> list[str]:
+        view = (torch.ones(4, requires_grad=True) * 2).view(2, 2)[0]
+        view.mul_(3)
+        found, node = [], view.grad_fn
+        while node is not None:
+            found.append(node.name())
+            node = node.next_functions[0][0] if node.next_functions else None
+        return found
+
+    with views_replayed():
+        assert "AsStridedBackward0" not in nodes()
+    assert "AsStridedBackward0" in nodes()
+
+
+def test_a_mode_that_runs_alone() -> None:
+    class Refuses(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(func)
+
+    with Refuses(), only_mode(FakeTensorMode()):
+        assert is_fake(torch.empty(2))
+
+
+def test_a_value_that_depends_on_no_tensor_is_known() -> None:
+    with FakeTensorMode():
+        assert known_value(torch.tensor(2.0))
+        assert not known_value(torch.ones(()))
+    assert not known_value(torch.tensor(2.0))
+
+
+def test_a_weak_reference_to_a_storage_reserves_its_key() -> None:
+    tensor = torch.ones(1000)
+    key = storage_key(tensor)
+    reference = StorageWeakRef(tensor.untyped_storage())
+    assert not reference.expired()
+    del tensor
+    assert reference.expired()
+    assert all(storage_key(torch.ones(1000)) != key for _ in range(100))
 
 
 def test_fake_tensors() -> None:
@@ -87,15 +196,52 @@ def test_tables_of_a_module_and_hooks_of_its_parameters() -> None:
     parameters, buffers = module_tables(module)
     assert parameters["weight"] is module.weight
     assert buffers["running_mean"] is module.running_mean
-    assert gradient_hooks(module.weight) == []
+    assert not gradient_hooks(module.weight)
+    assert leaf_hooks(module.weight) == (None, None)
     assert not has_accumulation_hooks(module.weight)
     module.weight.register_hook(torch.neg)
     module.weight.register_hook(torch.abs)
-    assert gradient_hooks(module.weight) == [torch.neg, torch.abs]
+    assert list(gradient_hooks(module.weight).values()) == [torch.neg, torch.abs]
     handle = module.weight.register_post_accumulate_grad_hook(lambda _parameter: None)
     assert has_accumulation_hooks(module.weight)
+    gradient, accumulation = leaf_hooks(module.weight)
+    assert list((gradient or {}).values()) == [torch.neg, torch.abs]
+    assert len(accumulation or {}) == 1
     handle.remove()
     assert not has_accumulation_hooks(module.weight)
+
+
+def test_the_base_of_batch_normalizations() -> None:
+    assert all(issubclass(kind, BatchNormBase) for kind in (torch.nn.BatchNorm1d, torch.nn.SyncBatchNorm))
+    assert not issubclass(torch.nn.InstanceNorm1d, BatchNormBase)
+
+
+def test_failing_fakes_are_not_logged(capfd: pytest.CaptureFixture[str]) -> None:
+    with failing_fakes_unlogged(), FakeTensorMode(), pytest.raises(RuntimeError):
+        torch.empty(2) @ torch.empty(3)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_no_model_compiled_around_breaks_falls_back() -> None:
+    class Breaking(torch.nn.Module):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return values.sin() if values.sum().item() > 1e9 else values.cos()
+
+    graphs: list[int] = []  # for each compiled graph the number of its model
+
+    def backend_of(number: int) -> Any:
+        def backend(module: torch.fx.GraphModule, _inputs: Any) -> Any:
+            graphs.append(number)
+            return module.forward
+
+        return backend
+
+    for number in range(12):
+        run = compiled_around_breaks(Breaking(), backend_of(number))
+        assert torch.equal(run(torch.ones(3)), torch.ones(3).cos())
+    assert graphs == [number for number in range(12) for _ in range(2)]
+    torch.compiler.reset()
 
 
 def test_dispatch_mode_and_pytrees() -> None:
@@ -111,7 +257,8 @@ def test_dispatch_mode_and_pytrees() -> None:
     assert seen == ["aten::ones", "aten::relu_"]
     leaves, structure = tree_flatten({"a": [1, (2, None)]})
     assert leaves == [1, 2, None]
-    assert tree_unflatten(leaves, structure) == {"a": [1, (2, None)]}
+    assert structure == tree_flatten({"a": [3, (4, 5)]})[1]
+    assert tensors_in({"a": [leaves, (None, torch.ones(1))], "b": 2}) == [torch.ones(1)]
     assert tree_map(lambda leaf: leaf or 0, [1, (None,)]) == [1, (0,)]
 
 
@@ -214,6 +361,129 @@ def test_joint_graph_is_partitioned_by_ours_and_compiled_functions_are_boxed() -
     assert seen["outputs"] == 1
     assert "aten.threshold_backward.default" in seen["joint"]
     assert any(target.startswith("tangents") for target in seen["joint"])
+
+
+def test_hooks_of_modules_and_optimizers() -> None:
+    module = torch.nn.Linear(2, 2)
+    registrations: list[Any] = [
+        module.register_forward_pre_hook,
+        module.register_forward_hook,
+        module.register_full_backward_pre_hook,
+        module.register_full_backward_hook,
+    ]
+    for register, hooks in zip(registrations, module_hooks(module), strict=True):
+        assert not hooks
+        register(print)
+        assert list(hooks.values()) == [print]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for register, hooks in zip(
+        (optimizer.register_step_pre_hook, optimizer.register_step_post_hook), optimizer_hooks(optimizer), strict=True
+    ):
+        register(print)
+        assert list(hooks.values()) == [print]
+
+
+def test_versions_of_dictionaries() -> None:
+    class Holder:
+        name = 1
+
+    holder, module = Holder(), torch.nn.Linear(2, 2)
+    holder.value = 1  # pyright: ignore[reportAttributeAccessIssue]
+    changes: list[tuple[dict[Any, Any], Any]] = [
+        (table := {"a": 1}, lambda: table.update(a=2)),
+        (holder.__dict__, lambda: setattr(holder, "value", 2)),
+        (holder.__dict__, lambda: delattr(holder, "value")),
+        (module.__dict__, lambda: setattr(module, "in_features", 5)),
+        (module.__dict__, module.eval),
+        (module._parameters, lambda: setattr(module, "weight", torch.nn.Parameter(torch.ones(2, 2)))),
+        (module._buffers, lambda: module.register_buffer("mean", torch.ones(2))),
+    ]
+    for table_now, change in changes:
+        before, versions = dict_version(table_now), DictVersions([table_now, {}])
+        assert dict_version(table_now) == before
+        assert versions.match()
+        change()
+        assert dict_version(table_now) != before
+        assert not versions.match()
+
+
+def test_global_state_names_what_differs() -> None:
+    state = GlobalState()
+    assert state.difference() is None
+    contexts: list[tuple[Any, str]] = [
+        (torch.no_grad(), "grad_mode"),
+        (torch.autocast("cpu", dtype=torch.bfloat16), "autocast"),
+        (torch.device("meta"), "torch function modes"),
+        (torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), "flash attention"),
+        (torch.backends.cudnn.flags(enabled=not torch.backends.cudnn.enabled), "cudnn"),
+    ]
+    for context, name in contexts:
+        with context:
+            assert name in (state.difference() or "")
+        assert state.difference() is None
+    torch.set_default_dtype(torch.float64)
+    assert "default_dtype" in (state.difference() or "")
+    torch.set_default_dtype(torch.float32)
+
+
+def test_autocast_of_any_device() -> None:
+    assert not any_autocast()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert any_autocast()
+
+
+def test_autocast_is_seen_from_outside_of_a_dispatch_mode() -> None:
+    with autocast_watched() as is_on:
+        assert not is_on("cpu")
+        with torch.autocast("cpu", torch.bfloat16):
+            assert is_on("cpu")
+            with torch.autocast("cpu", enabled=False):
+                assert not is_on("cpu")
+            assert is_on("cpu")
+        assert not is_on("cpu")
+    assert not hasattr(torch.set_autocast_enabled, "__code__"), "torch's own again"
+
+
+def test_metadata_of_tensors() -> None:
+    parameter, buffer = torch.nn.Parameter(torch.ones(3, 4)), torch.ones(2)
+    metadata = TensorMetadata([parameter, buffer], 1)
+    assert metadata.matches((parameter, buffer))
+    assert metadata.matches((torch.nn.Parameter(torch.zeros(3, 4)), torch.zeros(2)))
+    for others in (
+        (parameter.detach(), buffer),
+        (parameter, buffer.double()),
+        (parameter, torch.ones(4)[::2]),
+        (parameter, torch.ones(3)),
+        (parameter, torch.ones(2, requires_grad=True)),
+        (torch.nn.Parameter(torch.ones(4, 3).t()), buffer),
+    ):
+        assert not metadata.matches(others)
+    parameter.grad = torch.zeros(3, 4)
+    assert not metadata.matches((parameter, buffer))
+    with_gradient = TensorMetadata([parameter, buffer], 1)
+    parameter.grad = torch.ones(3, 4)
+    assert with_gradient.matches((parameter, buffer))
+    parameter.grad = torch.zeros(4, 3).t()
+    assert not with_gradient.matches((parameter, buffer))
+
+
+def test_addresses_of_tensors() -> None:
+    tensors = (torch.nn.Parameter(torch.ones(3)), torch.ones(4)[2:], torch.ones(0))
+    addresses = TensorAddresses(tensors)
+    assert addresses.match()
+    tensors[0].data.mul_(2)
+    assert addresses.match()
+    tensors[0].data = torch.ones(3)
+    assert not addresses.match()
+    assert TensorAddresses(()).match()
+
+
+def test_plain_dense_tensors() -> None:
+    plain = torch.ones(2)
+    assert is_plain_dense(plain)
+    assert is_plain_dense(torch.nn.Parameter(plain))
+    others = (1.0, None, FakeTensorMode().from_tensor(plain), plain.to_sparse(), torch.ones(2, device="meta"))
+    assert not any(map(is_plain_dense, others))
 
 
 def test_torch_s_own_budget_recomputes() -> None:

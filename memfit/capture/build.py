@@ -1,6 +1,4 @@
-"""From a Trace to a Graph and its Binding: dead calls go, generator states come, everything gets its name and
-number.
-"""
+"""Building a Graph and its Binding from a Trace: dead calls are removed, generator states added, storages numbered."""
 
 from __future__ import annotations
 
@@ -10,29 +8,57 @@ from typing import Any
 
 import torch
 
-from memfit.binding import Binding, Call, Overwrite, Resident, Value
+from memfit.binding import Binding, Call, InPlaceForm, Value, map_values
 from memfit.capture.fuse import fuse_in_place_writes
 from memfit.capture.generators import STATE_BYTES, SaveGeneratorState
+from memfit.capture.guards import Guards
+from memfit.capture.looks import Look
 from memfit.capture.reuse import in_place_form
-from memfit.capture.torch_private import tree_map
+from memfit.capture.stream import Stream
 from memfit.capture.trace import Trace, TracedCall, TracedStorage
+from memfit.cost.observations import Observation
 from memfit.errors import UnsupportedStepError
 from memfit.graph import Boundary, Graph, Op, Role, Storage
+from memfit.torch_private import tree_flatten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A captured step: the graph to plan, and the binding that runs it. Seconds are 0 until `memfit.cost` fills
-    them in.
+    """A captured step.
+
+    Attributes:
+        graph: the graph to plan. Its seconds are 0 until `memfit.cost` measures them.
+        binding: the calls that run it.
+        observed: what each op was seen to do when it was run by itself, None if it was not run; empty until
+            `memfit.capture.finish` has run.
+        guards: hold later steps against what a whole step took from Python; None for a joint graph.
+        checkpoints: how many regions of `torch.utils.checkpoint` the user's step has, which the graph has inline.
+        looks: the truth values of the batch that the step has asked for; it holds only for batches that answer alike.
+        stream: what the step dispatched, to be compared with eager; None for a joint graph.
     """
 
     graph: Graph
     binding: Binding
+    observed: tuple[Observation | None, ...] = ()
+    guards: Guards | None = None
+    checkpoints: int = 0
+    looks: tuple[Look, ...] = ()
+    stream: Stream | None = None
+
+    def answers(self, batch: Any) -> bool:
+        """Return whether `batch` answers all questions that the step has asked as the captured batch did."""
+        return not self.looks or all(look.ask(tree_flatten(batch)[0]) == look.answer for look in self.looks)
+
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """The generators that the step hands to its ops."""
+        given = (call.kwargs.get("generator") for call in self.binding.calls)
+        return tuple(dict.fromkeys(generator for generator in given if isinstance(generator, torch.Generator)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedBoundary:
-    """Where the forward half ends: before call number `position` of the trace; these values then go to the user."""
+    """The end of the forward half: before call number `position` of the trace, `departures` are given to the user."""
 
     position: int
     departures: Sequence[Value]
@@ -41,7 +67,14 @@ class TracedBoundary:
 def build(
     trace: Trace, *, name: str, outputs: Mapping[str, Value], boundary: TracedBoundary | None = None, source: str = ""
 ) -> Captured:
-    """Return the graph and the binding of a finished trace; `outputs` are required at its end.
+    """Return the graph and the binding of a complete trace.
+
+    Args:
+        trace: all calls of the step.
+        name: of the graph.
+        outputs: values required at the end, by name.
+        boundary: between the halves of a joint graph; None for a whole step.
+        source: says in the graph where it is from.
 
     Raises:
         UnsupportedStepError: the step runs collective operations.
@@ -52,49 +85,50 @@ def build(
     boundary_position = boundary.position if boundary else 0
     boundary_position -= sum(call is None for call in fused[:boundary_position])
     calls, position = _live_calls([call for call in fused if call is not None], kept, boundary_position)
-    for call in calls:
-        if "c10d" in getattr(call.target, "namespace", ""):
-            raise UnsupportedStepError(
-                f"{call.module or 'the step'} runs the collective {call.target}; memfit does not plan across ranks yet"
-            )
+    _refuse_collectives(calls)
     calls, storages, states_before = _with_generator_states(calls, list(trace.storages), position)
     renumbered = _renumbering(trace, storages, calls)
     op_names = _op_names(calls)
     fixed = {storage for storage, traced in enumerate(storages) if traced.resident} | set(trace.arrivals)
-    overwrites = [_overwrites(call, storages, fixed, trace.device.type) for call in calls]
-    ops = tuple(_op(index, call, op_names[index], renumbered, overwrites[index]) for index, call in enumerate(calls))
-    boundaries = ()
+    forms = [_in_place_forms(call, storages, fixed, trace.device.type) for call in calls]
+    ops = tuple(_op(index, call, op_names[index], renumbered, forms[index]) for index, call in enumerate(calls))
+    boundaries: tuple[Boundary, ...] = ()
     if boundary is not None:
-        departures = dict.fromkeys(renumbered[v.storage] for v in boundary.departures)
+        departures = tuple(dict.fromkeys(renumbered[value.storage] for value in boundary.departures))
         arrivals = tuple(renumbered[storage] for storage in trace.arrivals)
-        boundaries = (
-            Boundary(
-                position=position + states_before,
-                arrivals=arrivals,
-                departures=tuple(s for s in departures),
-            ),
-        )
+        boundaries = (Boundary(position=position + states_before, arrivals=arrivals, departures=departures),)
     required = {renumbered[value.storage] for value in outputs.values()}
     graph = Graph.build(
-        name=name,
+        name=_text(name),
         storages=_storages(trace, storages, renumbered, ops, required),
         ops=ops,
         boundaries=boundaries,
         device=str(trace.device),
         source=source,
     )
-    return Captured(graph=graph, binding=_binding(trace, calls, overwrites, renumbered, outputs))
+    return Captured(graph=graph, binding=_binding(trace, calls, forms, renumbered, outputs))
+
+
+def _refuse_collectives(calls: Sequence[TracedCall]) -> None:
+    for call in calls:
+        if "c10d" in getattr(call.target, "namespace", ""):
+            raise UnsupportedStepError(
+                f"{call.module or 'the step'} runs the collective {call.target}; memfit does not plan across ranks yet"
+            )
 
 
 def _live_calls(calls: Sequence[TracedCall], kept: set[int], position: int) -> tuple[list[TracedCall], int]:
-    """Drop the calls whose results nothing needs; random calls stay, for the generator's stream must not change."""
+    """Return the calls whose results are needed, and how many of them stand before `position`.
+
+    Random calls stay, because the generator's stream must not change, and checks, for the errors that they raise.
+    """
     needed = set(kept)
     live: list[TracedCall] = []
     live_before_position = 0
     for index in reversed(range(len(calls))):
         call = calls[index]
         mutates_needed = any(storage in needed for storage in call.mutates)
-        if mutates_needed or call.random or any(storage in needed for storage in call.writes):
+        if mutates_needed or call.random or call.is_check or any(storage in needed for storage in call.writes):
             needed.update(call.reads, call.mutates, call.writes)
             live.append(call)
             live_before_position += index < position
@@ -105,7 +139,11 @@ def _live_calls(calls: Sequence[TracedCall], kept: set[int], position: int) -> t
 def _with_generator_states(
     calls: Sequence[TracedCall], storages: list[TracedStorage], position: int
 ) -> tuple[list[TracedCall], list[TracedStorage], int]:
-    """Before each random call, insert one that saves its generator's state, which a rematerialization replays."""
+    """Insert before each random call one that saves its generator's state, which a rematerialization replays.
+
+    Returns:
+        the calls, the storages, and how many calls were inserted before `position`.
+    """
     extended: list[TracedCall] = []
     inserted_before = 0
     for index, call in enumerate(calls):
@@ -138,7 +176,7 @@ def _with_generator_states(
 
 
 def _renumbering(trace: Trace, storages: Sequence[TracedStorage], calls: Sequence[TracedCall]) -> dict[int, int]:
-    """Old storage number -> new: residents first, then arrivals and written storages in the order they appear."""
+    """Return the new number of each storage: residents first, then arrivals, then written storages in their order."""
     order = [number for number, storage in enumerate(storages) if storage.resident]
     order += trace.arrivals
     for call in calls:
@@ -147,7 +185,7 @@ def _renumbering(trace: Trace, storages: Sequence[TracedStorage], calls: Sequenc
 
 
 def _op_names(calls: Sequence[TracedCall]) -> list[str]:
-    """`convolution_3`: the operator's name and how many came before it."""
+    """Return names such as `convolution_3`: the operator's name, and the count of earlier ops of that name."""
     seen: dict[str, int] = {}
     names: list[str] = []
     for call in calls:
@@ -156,11 +194,12 @@ def _op_names(calls: Sequence[TracedCall]) -> list[str]:
     return names
 
 
-def _overwrites(
+def _in_place_forms(
     call: TracedCall, storages: Sequence[TracedStorage], fixed: set[int], device_type: str
-) -> dict[int, Overwrite]:
-    """The forms of the call that write over a storage which it reads; never over what is `fixed`: a resident, or what
-    autograd hands over at a boundary and may hold on to.
+) -> dict[int, InPlaceForm]:
+    """Return the forms of the call that write over a storage that it reads, by storage.
+
+    None writes over a storage in `fixed`: a resident, or an arrival, which autograd may still hold.
     """
     if len(call.writes) != 1 or call.mutates:
         return {}
@@ -173,14 +212,16 @@ def _overwrites(
     return {read: form for read, form in forms.items() if form is not None}
 
 
-def _op(index: int, call: TracedCall, name: str, renumbered: dict[int, int], overwrites: Mapping[int, Overwrite]) -> Op:
-    promised = [read for read, form in overwrites.items() if form.promised]
+def _op(
+    index: int, call: TracedCall, name: str, renumbered: dict[int, int], in_place_forms: Mapping[int, InPlaceForm]
+) -> Op:
+    promised = [read for read, form in in_place_forms.items() if form.promised]
     return Op(
         id=index,
         name=name,
         target=getattr(call.target, "__name__", "") if not hasattr(call.target, "_schema") else str(call.target),
         phase=call.phase,
-        module=call.module,
+        module=_text(call.module),
         reads=tuple(renumbered[s] for s in call.reads),
         writes=tuple(renumbered[s] for s in call.writes),
         mutates=tuple(renumbered[s] for s in call.mutates),
@@ -190,6 +231,11 @@ def _op(index: int, call: TracedCall, name: str, renumbered: dict[int, int], ove
         random=call.random,
         reuses=tuple((renumbered[read], renumbered[call.writes[0]]) for read in promised),
     )
+
+
+def _text(name: str) -> str:
+    """Return a name as UTF-8 can hold it: Python's strings may have halves of surrogate pairs."""
+    return name.encode(errors="replace").decode()
 
 
 def _storages(
@@ -203,7 +249,7 @@ def _storages(
     return [
         Storage(
             id=new,
-            name=names[old_of[new]],
+            name=_text(names[old_of[new]]),
             bytes=storages[old_of[new]].bytes,
             role=storages[old_of[new]].role,
             resident=storages[old_of[new]].resident,
@@ -216,14 +262,12 @@ def _storages(
 def _binding(
     trace: Trace,
     calls: Sequence[TracedCall],
-    overwrites: Sequence[Mapping[int, Overwrite]],
+    forms: Sequence[Mapping[int, InPlaceForm]],
     renumbered: dict[int, int],
     outputs: Mapping[str, Value],
 ) -> Binding:
     def renumber(tree: Any) -> Any:
-        return tree_map(
-            lambda leaf: replace(leaf, storage=renumbered[leaf.storage]) if isinstance(leaf, Value) else leaf, tree
-        )
+        return map_values(tree, lambda value: replace(value, storage=renumbered[value.storage]))
 
     return Binding(
         device=trace.device,
@@ -233,20 +277,14 @@ def _binding(
                 target=call.target,
                 args=renumber(call.args),
                 kwargs=renumber(call.kwargs),
-                results=tuple(renumber(value) if value is not None else None for value in call.results),
+                results=renumber(call.results),
                 generator_state=None if call.generator_state is None else renumbered[call.generator_state],
-                overwrites={
-                    renumbered[read]: replace(form, extra=renumber(form.extra))
-                    for read, form in overwrites[index].items()
+                in_place_forms={
+                    renumbered[read]: replace(form, extra=renumber(form.extra)) for read, form in forms[index].items()
                 },
             )
             for index, call in enumerate(calls)
         ),
-        residents=tuple(
-            Resident(
-                value=renumber(resident.value), origin=resident.origin, key=resident.key, constant=resident.constant
-            )
-            for resident in trace.residents
-        ),
-        outputs={name: renumber(value) for name, value in outputs.items()},
+        residents=tuple(replace(resident, value=renumber(resident.value)) for resident in trace.residents),
+        outputs=renumber(outputs),
     )

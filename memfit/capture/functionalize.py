@@ -1,7 +1,7 @@
-"""Functional forms of in-place calls: the same kernel's arithmetic, into a storage of its own.
+"""Functional forms of calls that mutate, and corrections of fake kernels that are known to be wrong.
 
-A functional form is used only when it gives a tensor of exactly the metadata that the in-place call leaves; otherwise
-the call stays a mutation.
+A functional form does the arithmetic of the same kernel into a storage of its own. It is used only if its result has
+exactly the metadata that the in-place call leaves; otherwise the call stays a mutation.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from memfit.capture.torch_private import real_tensors
+from memfit.torch_private import fake_mode_of, real_tensors, tensors_in, tree_map
 
-# In-place calls whose result does not depend on what was there before: only their first argument's metadata counts.
+# In-place calls whose result does not depend on the old content: only their first argument's metadata counts.
 _OVERWRITING = frozenset(
     [
         "bernoulli_",
@@ -32,7 +32,7 @@ _OVERWRITING = frozenset(
 )
 
 # Batch normalizations by kernel: the positions of running_mean, running_var, and of `training` (None: always training).
-# native_, cudnn_ and miopen_batch_norm mutate their running statistics though their schemas do not say so.
+# native_, cudnn_ and miopen_batch_norm mutate their running statistics, which their schemas do not say.
 _aten = torch.ops.aten
 BATCH_NORMS: dict[Any, tuple[int, int, int | None]] = {
     _aten.native_batch_norm: (3, 4, 5),
@@ -42,15 +42,15 @@ BATCH_NORMS: dict[Any, tuple[int, int, int | None]] = {
     _aten._batch_norm_with_update: (3, 4, None),
 }
 
-# Their functional forms, which AOTAutograd uses, and which return the statistics by themselves.
+# Their functional forms, used by AOTAutograd: these return the statistics.
 FUNCTIONAL_BATCH_NORMS: dict[Any, tuple[int, int, int | None]] = {
     _aten._native_batch_norm_legit_functional: (3, 4, 5),
     _aten._batch_norm_with_update_functional: (3, 4, None),
 }
 
 # Their gradients: the positions of running_mean, running_var and of `train` (None: always training). In training the
-# statistics are not looked at; without them, no backward pass depends on buffers that a second forward pass changes.
-_BATCH_NORM_GRADIENTS: dict[Any, tuple[int, int, int | None]] = {
+# statistics are not used; left out, they make no backward pass depend on buffers that a second forward pass changes.
+BATCH_NORM_GRADIENTS: dict[Any, tuple[int, int, int | None]] = {
     _aten.native_batch_norm_backward: (3, 4, 7),
     _aten.batch_norm_backward: (4, 5, 8),
     _aten.cudnn_batch_norm_backward: (3, 4, None),
@@ -58,17 +58,26 @@ _BATCH_NORM_GRADIENTS: dict[Any, tuple[int, int, int | None]] = {
 }
 
 
+# Kernels without a cast of their own that call operators which autocast casts. Autocast stays on in them, as no other
+# operator's cast came before; a recorded call runs outside of it. (Found by running all of torch's OpInfo both ways.)
+CAST_INSIDE = (_aten._trilinear,)
+
 # Kernels whose third and fourth results are a seed and an offset on the host, as long as no CUDA graph is captured.
 _HOST_SEEDS = (_aten._scaled_dot_product_efficient_attention.default, _aten._efficient_attention_forward.default)
 
 
 def corrected(func: Any, args: tuple[Any, ...], returned: Any) -> Any:
-    """Return the fake results of a call as the real kernel would give them, where torch's fake kernel is known to err.
+    """Return the fake results of a call, corrected if torch's fake kernel is known to differ from the real one.
 
-    native_batch_norm on a CPU saves its statistics in the dtype of its weight; the fake kernel says the input's.
-    mkldnn_rnn_layer has a workspace whose size only the real kernel knows; the fake kernel says none.
-    Efficient attention on CUDA keeps the seed and the offset of its dropout on the host, where its gradient reads them
-    through plain pointers (attention_backward.cu, Note [Seed and Offset Device]); the fake kernel says on the device.
+    - native_batch_norm on a CPU saves its statistics in the dtype of its weight; the fake one in the input's.
+    - mkldnn_rnn_layer returns a workspace whose size only the real kernel computes; the fake one returns no bytes.
+    - Efficient attention on CUDA keeps the seed and the offset of its dropout on the host, where its gradient reads
+      them through plain pointers (attention_backward.cu, Note [Seed and Offset Device]); the fake one on the device.
+
+    Args:
+        func: the operator overload.
+        args: its arguments.
+        returned: what its fake kernel returned.
     """
     if func in _HOST_SEEDS and args[0].device.type == "cuda":
         seeds = (torch.empty_like(tensor, device="cpu") for tensor in returned[2:4])
@@ -83,8 +92,59 @@ def corrected(func: Any, args: tuple[Any, ...], returned: Any) -> Any:
     return (output, *(torch.empty_like(tensor, dtype=args[1].dtype) for tensor in statistics))
 
 
+def as_the_real_kernel(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return fakes of what a real kernel returns, found by a run on zeros: for a call that its fake kernel refuses.
+
+    Args:
+        func: the operator overload; it mutates nothing and makes no view.
+        args, kwargs: its arguments, with fakes.
+
+    Raises:
+        Exception: the real kernel refuses them too.
+    """
+    mode = fake_mode_of(tensors_in((args, kwargs))[0])
+
+    def zeros(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).zero_()
+
+    with real_tensors():
+        returned = func(*tree_map(zeros, args), **tree_map(zeros, kwargs))
+    return tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, returned)
+
+
+def is_pure(func: Any) -> bool:
+    """Return whether an operator overload writes to no argument, and returns no view of one."""
+    return all(argument.alias_info is None for argument in func._schema.arguments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequireTrue:
+    """Raises ValueError, as a check of arguments in torch.distributions does, unless its argument is true.
+
+    Attributes:
+        line: the user's line that makes the check.
+    """
+
+    line: str
+    measurable = False
+    workspace_bytes = 0
+
+    @property
+    def __name__(self) -> str:
+        return "require_true"
+
+    def __call__(self, checked: torch.Tensor) -> None:
+        if not checked.item():
+            raise ValueError(
+                f"{self.line}: a check of the arguments of a torch.distributions object failed; an eager step names "
+                "the argument"
+            )
+
+
 def _rnn_workspace_bytes(args: tuple[Any, ...]) -> int:
-    """Return the bytes of the workspace that mkldnn_rnn_layer hands to its gradient: run once, on zeros."""
+    """Return the bytes of the workspace that mkldnn_rnn_layer saves for its gradient, by a run on zeros."""
     with real_tensors():
         zeros = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, torch.Tensor) else a for a in args]
         *_, workspace = WithGradients(_aten.mkldnn_rnn_layer.default)(*zeros)
@@ -93,9 +153,9 @@ def _rnn_workspace_bytes(args: tuple[Any, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WithGradients:
-    """A call whose kernel returns what its gradient needs only where gradients are enabled, as they were in the step.
+    """A call that runs with gradients enabled, as it did in the step.
 
-    mkldnn_rnn_layer asks; other kernels do not.
+    mkldnn_rnn_layer saves what its gradient needs only then; no other kernel depends on it.
     """
 
     func: Any
@@ -110,12 +170,36 @@ class WithGradients:
             return self.func(*detached)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnderAutocast:
+    """A call that runs inside autocast, as it did in the step: its kernel calls other operators, which are cast.
+
+    Attributes:
+        func: an operator overload of `CAST_INSIDE`.
+        device_type, dtype: of autocast.
+    """
+
+    func: Any
+    device_type: str
+    dtype: torch.dtype
+
+    @property
+    def __name__(self) -> str:
+        return f"under_autocast.{self.dtype}.{self.func}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.device_type, self.dtype, cache_enabled=False):
+            return self.func(*args, **kwargs)
+
+
 def without_idle_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a batch normalization's gradient without the statistics that it does not look at."""
-    positions = _BATCH_NORM_GRADIENTS.get(func._overloadpacket)
-    if positions is None:
-        return args
-    mean, variance, training = positions
+    """Return the arguments of a batch normalization's gradient, without running statistics that it does not use.
+
+    Args:
+        func: an operator of `BATCH_NORM_GRADIENTS`.
+        args: all that it is called with.
+    """
+    mean, variance, training = BATCH_NORM_GRADIENTS[func._overloadpacket]
     if training is not None and not args[training]:
         return args
     return tuple(None if position in (mean, variance) else arg for position, arg in enumerate(args))
@@ -123,13 +207,21 @@ def without_idle_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchNorm:
-    """Training batch normalization that leaves its running statistics alone and returns updated copies after the
-    rest.
+    """Training batch normalization that returns its results, then updated copies of its running statistics.
+
+    Attributes:
+        func: the operator overload that mutates.
+        mean_position, variance_position: of the running statistics among its arguments.
+        momentum_position: of the weight of the new statistics among its arguments.
+        is_cumulative: whether the count of steps is its last argument, and one by that count the weight, as in a module
+            with momentum=None.
     """
 
     func: Any
     mean_position: int
     variance_position: int
+    momentum_position: int
+    is_cumulative: bool = False
 
     @property
     def __name__(self) -> str:
@@ -137,16 +229,25 @@ class BatchNorm:
 
     @staticmethod
     def of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchNorm | None:
-        """Return the functional form of this call, or None when it updates no running statistics."""
+        """Return the functional form of a call, or None if it updates no running statistics.
+
+        Args:
+            func: an overload of one of `BATCH_NORMS`.
+            args, kwargs: its arguments.
+        """
         mean, variance, training = BATCH_NORMS[func._overloadpacket]
         if kwargs or len(args) <= variance or args[mean] is None or args[variance] is None:
             return None
         if training is not None and not args[training]:
             return None
-        return BatchNorm(func=func, mean_position=mean, variance_position=variance)
+        momentum = (variance if training is None else training) + 1
+        return BatchNorm(func=func, mean_position=mean, variance_position=variance, momentum_position=momentum)
 
     def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
         own = list(args)
+        if self.is_cumulative:
+            count = float(own.pop())
+            own[self.momentum_position] = 1.0 / count if count else 0.0
         own[self.mean_position] = args[self.mean_position].clone()
         own[self.variance_position] = args[self.variance_position].clone()
         return (*self.func(*own), own[self.mean_position], own[self.variance_position])
@@ -154,7 +255,12 @@ class BatchNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overwrite:
-    """An in-place call over a new tensor of the metadata that its first argument had: `Overwrite(copy_)(source)`."""
+    """An in-place call on a new tensor: `Overwrite(copy_)(source)` returns a copy.
+
+    Attributes:
+        func: the in-place overload, whose result does not depend on the old content.
+        shape, stride, dtype, device: of the new tensor; shape and stride in elements.
+    """
 
     func: Any
     shape: tuple[int, ...]
@@ -172,7 +278,12 @@ class Overwrite:
 
 
 def overwrite_like(result: torch.Tensor, func: Any) -> Overwrite:
-    """Return the call of the in-place `func` over a new tensor of `result`'s metadata."""
+    """Return the call of the in-place `func` on a new tensor of `result`'s metadata.
+
+    Args:
+        result: its shape, strides, dtype and device are taken, not its values.
+        func: writes its result into its first argument.
+    """
     return Overwrite(
         func=func,
         shape=tuple(result.shape),
@@ -185,9 +296,17 @@ def overwrite_like(result: torch.Tensor, func: Any) -> Overwrite:
 def functional_variant(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mutated: torch.Tensor
 ) -> tuple[Callable[..., Any], bool] | None:
-    """Return (functional form, whether it takes the mutated tensor as its first argument), or None if there is none.
+    """Return the functional form of an in-place call, or None if there is none.
 
     Only calls that mutate their first argument, and the whole of its storage, have one.
+
+    Args:
+        func: the in-place overload.
+        args, kwargs: its arguments, fakes that it has mutated already.
+        mutated: the only tensor that it mutates.
+
+    Returns:
+        (functional form, whether it takes the mutated tensor as its first argument)
     """
     name = func._schema.name.split("::")[-1]
     if not name.endswith("_") or func.namespace != "aten" or not args or args[0] is not mutated:
@@ -207,9 +326,7 @@ def functional_variant(
 
 
 def _covers_its_storage(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is dense and is all of its storage, so that a new storage can take its place for every
-    view.
-    """
+    """Return whether the tensor is dense and all of its storage, so that a new storage can replace it for each view."""
     if tensor.numel() * tensor.element_size() != _storage_bytes(tensor) or tensor.storage_offset() != 0:
         return False
     if tensor.is_conj() or tensor.is_neg():

@@ -1,8 +1,8 @@
-"""Fusing in-place writes into the call that made what they write to.
+"""Fusing in-place writes into the call that made the storage they write to.
 
-`sigmoid_` on a quarter of an LSTM's gates, or `shifted[:, 1:] = values` over fresh zeros, writes to a part of a
-storage and stays a mutation, which a schedule may compute only once. Where nobody looked at the storage before, the
-call that made it and the writes after it are one call with one result, and can be computed again.
+`sigmoid_` on a quarter of an LSTM's gates, or `shifted[:, 1:] = values` over new zeros, writes to a part of a storage.
+As a mutation, it could be computed only once. If no other call reads the storage before, the call that made it and the
+writes are fused to one call with one result, which can be rematerialized.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 import torch
 
 from memfit.binding import Value
-from memfit.capture.torch_private import tree_map
 from memfit.capture.trace import TracedCall
 from memfit.cost.views import lazy_view
+from memfit.torch_private import tree_map
 
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """Stands for an argument of the fused call."""
+    """Placeholder for an argument of the fused call."""
 
     position: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """Stands for a window on result `result` of the first call."""
+    """Placeholder for a view of result `result` of the first call."""
 
     result: int
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class Fused:
     @property
     def __name__(self) -> str:
         names = "+".join(str(getattr(part.target, "__name__", part.target)) for part in self.parts)
-        digest = hashlib.sha256(repr(self.parts).encode()).hexdigest()[:8]  # tells other scalars and windows apart
+        digest = hashlib.sha256(repr(self.parts).encode()).hexdigest()[:8]  # of the scalars and views, too
         return f"{names}#{digest}"
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
@@ -82,12 +82,20 @@ def _filled(tree: Any, tensors: Sequence[torch.Tensor], results: Sequence[torch.
 
 
 def fuse_in_place_writes(calls: Sequence[TracedCall], residents: set[int]) -> list[TracedCall | None]:
-    """Return the calls with each fusable write merged into the call that made its storage, None in its own place."""
+    """Return the calls with each fusable write merged into the call that made its storage.
+
+    Args:
+        calls: in execution order.
+        residents: storages that exist before the step, or arrive at its boundary.
+
+    Returns:
+        as many entries as `calls`; None in the place of a merged write.
+    """
     fused: list[TracedCall | None] = list(calls)
     parts: dict[int, list[TracedCall]] = {}
     made_at: dict[int, int] = {}
     mutated_at: dict[int, int] = {}
-    seen: set[int] = set()  # storages that a call other than their maker's own writes has read
+    seen: set[int] = set()  # storages that were read, other than by writes merged into their makers
     for position, call in enumerate(calls):
         maker = _maker(call, made_at, mutated_at, seen, calls, residents)
         if maker is not None:
@@ -113,7 +121,7 @@ def _maker(
     calls: Sequence[TracedCall],
     residents: set[int],
 ) -> int | None:
-    """The position of the call that `call` can be merged into, if there is one."""
+    """Return the position of the call that `call` can be merged into, or None."""
     if len(call.mutates) != 1 or call.writes or call.random:
         return None
     (storage,) = call.mutates
@@ -122,7 +130,7 @@ def _maker(
         return None
     own = set(calls[maker].writes)
     for read in call.reads:
-        # What it reads must have been there, in the same version, when the storage was made.
+        # The storages that it reads must have existed, in the same version, when the storage was made.
         was_there = read in residents or made_at.get(read, maker) < maker
         if read not in own and (not was_there or mutated_at.get(read, -1) >= maker):
             return None
@@ -130,7 +138,7 @@ def _maker(
 
 
 def _is_simple(call: TracedCall) -> bool:
-    """Whether every result is a tensor in a storage of its own, of which `Fused` can make windows."""
+    """Return whether every result is a tensor in a storage of its own, of which `Fused` can make views."""
     storages = [value.storage for value in call.results if value is not None]
     return len(storages) == len(call.results) == len(set(storages)) and not call.mutates
 
@@ -144,8 +152,8 @@ def _fuse(together: Sequence[TracedCall]) -> TracedCall:
         if not isinstance(leaf, Value):
             return leaf
         if leaf.storage in results:
-            window = (leaf.dtype, leaf.shape, leaf.stride, leaf.offset, leaf.conjugated, leaf.negated)
-            return _Made(results[leaf.storage], *window)
+            view = (leaf.dtype, leaf.shape, leaf.stride, leaf.offset, leaf.conjugated, leaf.negated)
+            return _Made(results[leaf.storage], *view)
         return _Given(given.setdefault(leaf, len(given)))
 
     parts = tuple(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-# Bytes of a generator: the Mersenne twister of the CPU, the seed and offset of Philox on CUDA.
+from memfit.graph import SAVE_GENERATOR_STATE
+
+# Bytes of a generator's state: the Mersenne Twister on the CPU, the seed and offset of Philox on CUDA.
 STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
 
@@ -20,23 +22,33 @@ class SaveGeneratorState:
 
     @property
     def __name__(self) -> str:
-        return "save_generator_state"
+        return SAVE_GENERATOR_STATE
 
     def __call__(self) -> torch.Tensor:
         return get_state(self.device)
 
 
 def replay(state: torch.Tensor, device: str, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call `target` with a device's default generator in `state`, and leave the generator as it was before.
+    """Return `target(*args, **kwargs)`, run with the default generator in `state`; the generator is reset afterwards.
 
-    `target` may have a keyword `device` of its own, as torch.rand has.
+    The generator's own state waits outside of torch's memory; only while it is read does the device hold it.
+
+    Args:
+        state: what `get_state` returned.
+        device: of the generator, such as "cpu" or "cuda:1".
+        target: may have a keyword `device` of its own, as torch.rand has.
     """
-    now = get_state(device)
+    now = get_state(device).numpy().copy()
     set_state(device, state)
     try:
         return target(*args, **kwargs)
     finally:
-        set_state(device, now)
+        set_state(device, torch.from_numpy(now))
+
+
+def without_generator(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments for a fake kernel: some refuse a generator, and none draws from it."""
+    return {name: None if isinstance(value, torch.Generator) else value for name, value in kwargs.items()}
 
 
 def get_state(device: str) -> torch.Tensor:
@@ -45,7 +57,12 @@ def get_state(device: str) -> torch.Tensor:
 
 
 def set_state(device: str, state: torch.Tensor) -> None:
-    """Set the default generator of a device, such as "cpu" or "cuda:1"."""
+    """Set the default generator of a device, such as "cpu" or "cuda:1".
+
+    Args:
+        device: of the generator.
+        state: uint8, as `get_state` of that generator gave it.
+    """
     if device == "cpu":
         torch.set_rng_state(state)
     else:

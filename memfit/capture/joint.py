@@ -1,8 +1,8 @@
-"""Capture of the joint graph that AOTAutograd hands to a torch.compile backend: forward and backward around a boundary.
+"""Capture of the joint graph that AOTAutograd gives to a torch.compile backend: forward and backward around a boundary.
 
-The joint graph is functional already. Ops that no output of the forward pass needs belong to backward, and only those
-that depend on a tangent keep their place there: the rest (statistics, views, what was hoisted) is computed on demand,
-as late as possible, or it would live through the whole step.
+The joint graph is functional. Ops that no output of the forward pass needs belong to backward. There, only ops that
+depend on a tangent keep their place; the others (statistics, views, hoisted ops) are computed as late as possible,
+because their results would otherwise live through the whole step.
 """
 
 from __future__ import annotations
@@ -16,16 +16,35 @@ from torch.fx import GraphModule, Node
 
 from memfit.binding import Origin, Value
 from memfit.capture.build import Captured, TracedBoundary, build
-from memfit.capture.torch_private import tree_map
 from memfit.capture.trace import Trace
+from memfit.cost.observations import Corrections
 from memfit.graph import Phase, Role
+from memfit.torch_private import tree_map
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BetweenHalves:
+    """Stands for all that runs between the halves: it does nothing, and its op has the bytes that this takes."""
+
+    measurable = False
+    workspace_bytes = 0
+
+    @property
+    def __name__(self) -> str:
+        return "between_halves"
+
+    def __call__(self, *_departing: Any) -> None:
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointCapture:
-    """A captured joint graph. `forward_outputs` and `backward_outputs` are Values, or what stands there instead.
+    """A captured joint graph.
 
-    A value is numbered as in the graph; None stands where an input has no gradient.
+    Attributes:
+        captured: the graph and its binding.
+        forward_outputs, backward_outputs: for each output its Value, or the constant in its place; None for an input
+            without a gradient.
     """
 
     captured: Captured
@@ -33,20 +52,39 @@ class JointCapture:
     backward_outputs: tuple[Any, ...]
 
 
-def capture_joint(joint: GraphModule, *, forward_outputs: int, name: str, device: torch.device) -> JointCapture:
-    """Return the graph of a joint module whose first `forward_outputs` outputs are the forward pass's.
+def capture_joint(
+    joint: GraphModule,
+    *,
+    forward_outputs: int,
+    name: str,
+    device: torch.device,
+    corrections: Corrections | None = None,
+    between: BetweenHalves | None = None,
+) -> JointCapture:
+    """Return the capture of a joint module.
 
-    Its parameters and inputs are residents by their position among the primals; tangents arrive at the boundary.
+    Its parameters and inputs are residents, with their position among the primals for a key. Tangents arrive at the
+    boundary.
+
+    Args:
+        joint: the module that AOTAutograd made.
+        forward_outputs: how many of its outputs belong to the forward pass; these are the first.
+        name: of the graph.
+        device: where the graph runs.
+        corrections: what real kernels return in the place of their fakes' results (see `with_real_results`).
+        between: the last call of the forward half, if there is to be one.
 
     Raises:
-        CaptureError: a tensor memfit cannot plan (sparse).
-        UnsupportedStepError: collectives.
+        CaptureError: a tensor that memfit cannot plan (sparse).
+        UnsupportedStepError: collective operations.
     """
-    return _JointCapture(joint, forward_outputs, device).run(name)
+    return _JointCapture(joint, forward_outputs, device, corrections or {}).run(name, between)
 
 
 class _JointCapture:
-    def __init__(self, joint: GraphModule, forward_outputs: int, device: torch.device) -> None:
+    def __init__(
+        self, joint: GraphModule, forward_outputs: int, device: torch.device, corrections: Corrections
+    ) -> None:
         self.nodes = list(joint.graph.nodes)
         self.joint = joint
         (outputs,) = self.nodes[-1].args
@@ -54,9 +92,10 @@ class _JointCapture:
         self.backward_outputs = list(outputs[forward_outputs:])
         self.phase = Phase.FORWARD
         self.module = ""
-        self.trace = Trace(device=device, scope=lambda: (self.phase, self.module))
+        self.trace = Trace(device=device, scope=lambda: (self.phase, self.module), corrections=corrections)
+        self._results: dict[Node, Any] = {}  # of calls that were run again, because corrections may change them
 
-    def run(self, name: str) -> JointCapture:
+    def run(self, name: str, between: BetweenHalves | None) -> JointCapture:
         primals = [n for n in self.nodes if n.op == "placeholder" and not _is_tangent(n)]
         tangents = [n for n in self.nodes if n.op == "placeholder" and _is_tangent(n)]
         for position, node in enumerate(primals):
@@ -65,8 +104,10 @@ class _JointCapture:
         for node in self.nodes:
             if node in forward:
                 self._call(node)
-        position = len(self.trace.calls)
         departures = [self._value(node) for node in self.forward_outputs]
+        if between is not None:
+            self.trace.add_check("between_halves", between, [v for v in departures if isinstance(v, Value)])
+        position = len(self.trace.calls)
         self.phase = Phase.BACKWARD
         for number, node in enumerate(tangents):
             if isinstance(node.meta.get("val"), torch.Tensor):
@@ -97,7 +138,7 @@ class _JointCapture:
         )
 
     def _enter(self, node: Node, position: int) -> None:
-        value = node.meta.get("val")  # a size that Dynamo made symbolic is a plain number here
+        value = node.meta.get("val")  # a symbolic size of Dynamo is a plain number here
         if not isinstance(value, torch.Tensor):
             return
         is_parameter = isinstance(value, torch.nn.Parameter)
@@ -110,9 +151,9 @@ class _JointCapture:
         )
 
     def _forward_nodes(self) -> set[Node]:
-        """What the forward pass's outputs and the updates of buffers need."""
+        """Return the nodes that the forward pass's outputs and the updates of buffers depend on."""
         waiting = [node for node in self.forward_outputs if isinstance(node, Node)]
-        waiting += [node for node in self.nodes if node.op == "call_function" and _mutates(node)]
+        waiting += [node for node in self.nodes if node.op == "call_function" and _has_effect(node)]
         found: set[Node] = set()
         while waiting:
             node = waiting.pop()
@@ -122,7 +163,7 @@ class _JointCapture:
         return found
 
     def _backward_order(self, forward: set[Node]) -> list[Node]:
-        """Ops that depend on a tangent in their order, each preceded by what it needs and nobody computed yet."""
+        """Return the ops that depend on a tangent in their order, each after the missing ops that it depends on."""
         depends: set[Node] = set()
         for node in self.nodes:
             if (node.op == "placeholder" and _is_tangent(node)) or any(n in depends for n in node.all_input_nodes):
@@ -151,7 +192,11 @@ class _JointCapture:
             return
         self.module = _module_name(node)
         args, kwargs = tree_map(self._argument, (node.args, dict(node.kwargs)))
-        self.trace.add_call(node.target, args, kwargs, node.meta["val"])
+        if not self.trace.corrections:
+            self.trace.add_call(node.target, args, kwargs, node.meta["val"])
+            return
+        returned = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        self._results[node] = self.trace.add_call(node.target, args, kwargs, returned)
 
     def _argument(self, leaf: Any) -> Any:
         if not isinstance(leaf, Node):
@@ -162,10 +207,10 @@ class _JointCapture:
             source, index = leaf.args
             assert isinstance(source, Node)
             return self._argument(source)[index]
-        return leaf.meta["val"]
+        return self._results[leaf] if leaf in self._results else leaf.meta["val"]
 
     def _value(self, leaf: Any) -> Any:
-        """The Value of an output, or the constant that stands in its place."""
+        """Return the Value of an output, or the constant in its place."""
         found = self._argument(leaf)
         return self.trace.value(found) if isinstance(found, torch.Tensor) else found
 
@@ -174,9 +219,10 @@ def _is_tangent(node: Node) -> bool:
     return str(node.target).startswith("tangents")
 
 
-def _mutates(node: Node) -> bool:
+def _has_effect(node: Node) -> bool:
+    """Return whether a call writes to an argument, or is a check, which returns nothing."""
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
+    return schema is not None and (schema.is_mutable or not schema.returns)
 
 
 def _module_name(node: Node) -> str:

@@ -1,31 +1,46 @@
-"""The optimizer's part of a step, as ops whose targets run the optimizer's own code.
+"""The optimizer's updates, as ops whose targets run the optimizer's own code.
 
-What changes between steps (learning rates, step counts, bias corrections) is thereby read where eager reads it, and
-computed by eager's own arithmetic; nothing of it is baked into a graph. An optimizer of torch.optim treats its
-parameters one by one, so each parameter is updated as soon as its gradient is complete. What reads several gradients
-(clipping by the global norm, a GradScaler, an optimizer memfit does not know, one with step hooks) becomes one op at
-the end.
+Learning rates, step counts and bias corrections change between steps. They are read where eager reads them and computed
+by eager's arithmetic; the graph holds none of them. An optimizer of torch.optim treats its parameters one by one, so
+each parameter is updated as soon as its gradient is complete. An update that reads several gradients (clipping by the
+global norm, a GradScaler, an unknown optimizer, one with step hooks) is one op at the end.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from memfit.capture.torch_private import (
+from memfit.capture.training_step import TrainingStep
+from memfit.cost.environment import free_bytes
+from memfit.cost.single_op import undisturbed
+from memfit.errors import UnsupportedStepError
+from memfit.torch_private import (
     DATA_DEPENDENT_ERRORS,
     FakeTensorMode,
     TorchDispatchMode,
     real_tensors,
     storage_key,
-    tree_flatten,
+    tensors_in,
 )
-from memfit.capture.training_step import TrainingStep
-from memfit.errors import UnsupportedStepError
+
+_GRADIENT = 1e-3  # of each element of a copy
+_COPIES = 4  # of the bytes of a parameter and its state: the copy, its gradient, and the update's own tensors
+
+Gradient = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""A gradient, or the indices and the values of a sparse one."""
+
+
+def _as_tensor(gradient: Gradient, parameter: torch.Tensor) -> torch.Tensor:
+    if isinstance(gradient, torch.Tensor):
+        return gradient
+    return torch.sparse_coo_tensor(*gradient, parameter.shape, check_invariants=False)
 
 
 class ParameterUpdate:
@@ -40,37 +55,38 @@ class ParameterUpdate:
         self.optimizer = optimizer
         self.parameter = parameter
         self.group = group
+        self.parameters = (parameter,)
         self.workspace_bytes = workspace_bytes
-        self._alone = _alone(optimizer)
+        self._alone = alone(optimizer)
 
-    def __call__(self, gradient: torch.Tensor) -> None:
-        # The groups and the state are looked up anew: a scheduler writes to them, load_state_dict replaces them.
-        optimizer, alone = self.optimizer, self._alone
-        self.parameter.grad = gradient
-        alone.state = optimizer.state
-        alone.param_groups = [{**optimizer.param_groups[self.group], "params": [self.parameter]}]
+    def __call__(self, gradient: Gradient) -> None:
+        # Groups and state are read at each step: a scheduler writes to them, load_state_dict replaces them.
+        optimizer, mine = self.optimizer, self._alone
+        self.parameter.grad = _as_tensor(gradient, self.parameter)
+        mine.state = optimizer.state
+        mine.param_groups = [{**optimizer.param_groups[self.group], "params": [self.parameter]}]
         try:
-            type(optimizer).step(alone)
+            type(optimizer).step(mine)
         finally:
             self.parameter.grad = None
 
 
 class WholeUpdate:
-    """The update of all parameters at once: unscale, clip, step, as the eager loop would, with the gradients in
-    `.grad`.
-    """
+    """The update of all parameters at once, as in the eager loop: unscale, clip, step, with gradients in `.grad`."""
 
     measurable = False
     __name__ = "optimizer_update"
 
     def __init__(self, step: TrainingStep, parameters: Sequence[torch.nn.Parameter], workspace_bytes: int) -> None:
+        assert step.optimizer is not None
         self.step = step
+        self.optimizer = step.optimizer
         self.parameters = tuple(parameters)
         self.workspace_bytes = workspace_bytes
 
-    def __call__(self, *gradients: torch.Tensor) -> None:
+    def __call__(self, *gradients: Gradient) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = _as_tensor(gradient, parameter)
         try:
             self.step.update()
         finally:
@@ -80,25 +96,45 @@ class WholeUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateCost:
-    """What a parameter's update needs: its state tensors by name (fakes), and the bytes it holds while it runs."""
+    """Cost of a parameter's update: its state tensors by name (fakes), and the bytes that it holds while it runs."""
 
     state: Mapping[str, torch.Tensor]
     workspace_bytes: int
 
 
 def updates_one_by_one(step: TrainingStep) -> bool:
-    """Return whether each parameter may be updated by itself, as soon as its gradient is complete, with the same
-    bits.
-    """
+    """Return whether each parameter may be updated as soon as its gradient is complete, with the same bits."""
     optimizer = step.optimizer
     assert optimizer is not None
     hooks = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
-    known = type(optimizer).__module__.startswith("torch.optim")
-    return known and not hooks and step.clip_norm is None and step.scaler is None
+    return is_of_torch(optimizer) and not hooks and step.clip_norm is None and step.scaler is None
+
+
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer is one of torch.optim, whose code is known, and not a class of the user's."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def is_tried(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an update of copies shows what updates take; SparseAdam's depends on the indices of gradients."""
+    return is_of_torch(optimizer) and not isinstance(optimizer, torch.optim.SparseAdam)
+
+
+def overlap(parameters: Sequence[torch.Tensor]) -> bool:
+    """Return whether two parameters share elements in memory, so that the order of their updates changes bits."""
+    ends: dict[int, int] = {}
+    for tensor in sorted(parameters, key=torch.Tensor.storage_offset):
+        key = storage_key(tensor)
+        start = int(tensor.storage_offset())
+        if start < ends.get(key, 0):
+            return True
+        extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        ends[key] = start + (extent if tensor.numel() else 0)
+    return False
 
 
 def require_supported(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UnsupportedStepError for an optimizer that runs the step itself, several times."""
+    """Raise UnsupportedStepError for an optimizer that evaluates the loss several times in a step."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedStepError(
             "LBFGS evaluates the loss several times in one step; memfit plans one evaluation: use another one, or "
@@ -113,50 +149,109 @@ def update_cost(
     group: Mapping[str, Any],
     mode: FakeTensorMode,
 ) -> UpdateCost:
-    """Return what updating `parameter` takes, found by running the optimizer's code on fakes, which costs no memory.
+    """Return the cost of updating `parameter`, by a run of the optimizer's code on fakes, which takes no memory.
 
-    Where its code cannot run on fakes (it looks at values), two states of the parameter's size are assumed, as Adam
-    has, and as much again for its workspace.
+    If the code cannot run on fakes because it depends on values, an optimizer of torch updates a real copy. For another
+    one, two states of the parameter's size are assumed, as Adam has, and as many bytes of workspace.
+
+    Args:
+        optimizer: the user's.
+        parameter: one of its parameters.
+        fake_parameter: its fake.
+        group: the parameter's group in the optimizer.
+        mode: the mode of the fake.
     """
-    alone = _alone(optimizer)
+    trial = alone(optimizer)
     with mode:
         fake = torch.nn.Parameter(torch.empty_like(fake_parameter), requires_grad=True)
         fake.grad = torch.empty_like(fake)
-        alone.state = {fake: _fake_state(optimizer.state.get(parameter, {}), mode)}
-        alone.state = _DefaultState(alone.state)
-        alone.param_groups = [{**group, "params": [fake]}]
-        before = {storage_key(t) for t in tree_flatten(alone.state[fake])[0] if isinstance(t, torch.Tensor)}
+        trial.state = defaultdict(dict, {fake: _fake_state(optimizer.state.get(parameter, {}), mode)})
+        trial.param_groups = [{**group, "params": [fake]}]
+        before = {storage_key(tensor) for tensor in tensors_in(trial.state[fake])}
+        needs_values = not is_tried(optimizer) and is_of_torch(optimizer)
         try:
             with LiveBytes() as live:
-                type(optimizer).step(alone)
+                if not needs_values:
+                    type(optimizer).step(trial)
         except DATA_DEPENDENT_ERRORS:
-            pair = {name: torch.empty_like(fake) for name in ("assumed_0", "assumed_1")}
-            return UpdateCost(state=pair, workspace_bytes=2 * fake.untyped_storage().nbytes())
-    state = {name: t for name, t in alone.state[fake].items() if isinstance(t, torch.Tensor)}
+            needs_values = True
+        if needs_values:
+            with real_tensors():
+                state = _tried_state(optimizer, parameter, mode)
+            state = state or {name: torch.empty_like(fake) for name in ("assumed_0", "assumed_1")}
+            return UpdateCost(state=state, workspace_bytes=2 * fake.untyped_storage().nbytes())
+    state = {name: t for name, t in trial.state[fake].items() if isinstance(t, torch.Tensor)}
     created = sum(t.untyped_storage().nbytes() for t in state.values() if storage_key(t) not in before)
     return UpdateCost(state=state, workspace_bytes=max(0, live.peak_bytes - created))
 
 
-class _DefaultState(dict[Any, Any]):
-    def __missing__(self, key: Any) -> dict[str, Any]:
-        self[key] = {}
-        return self[key]
+def alone(optimizer: torch.optim.Optimizer) -> Any:
+    """Return a second optimizer object of the same class and settings, without the instance's patched `step`."""
+    second = object.__new__(type(optimizer))
+    second.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
+    return second
 
 
-def _alone(optimizer: torch.optim.Optimizer) -> Any:
-    """A second optimizer object of the same class and settings, without the instance's patched `step`."""
-    alone = object.__new__(type(optimizer))
-    alone.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
-    return alone
+def has_room(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Return whether the devices have room for a trial of these parameters.
+
+    Args:
+        optimizer: keeps their state.
+        parameters: real, on any devices; on a device that does not tell its free bytes there is room.
+    """
+    held: dict[torch.device, int] = defaultdict(int)
+    for tensor in tensors_in((parameters, [optimizer.state.get(parameter, {}) for parameter in parameters])):
+        held[tensor.device] += tensor.untyped_storage().nbytes()
+    free = {device: free_bytes(device) for device in held}
+    return all(free[device] is None or _COPIES * size <= (free[device] or 0) for device, size in held.items())
+
+
+def trial_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> Any:
+    """Return an optimizer of the same class and settings for copies of some parameters, of their states as well.
+
+    The copies have gradients.
+
+    Args:
+        optimizer: one of torch's, whose code touches nothing but its groups and its state.
+        parameters: of the optimizer.
+    """
+    trial = alone(optimizer)
+    trial._optimizer_step_pre_hooks = OrderedDict()  # the user's code
+    trial._optimizer_step_post_hooks = OrderedDict()
+    trial.state = defaultdict(dict)
+    copies: dict[torch.Tensor, torch.nn.Parameter] = {}
+    for parameter in parameters:
+        copies[parameter] = made = torch.nn.Parameter(parameter.detach().clone())
+        made.grad = torch.full_like(made, _GRADIENT)
+        if parameter in optimizer.state:
+            trial.state[made] = copy.deepcopy(optimizer.state[parameter])
+    groups = [
+        {**group, "params": [copies[p] for p in group["params"] if p in copies]} for group in optimizer.param_groups
+    ]
+    trial.param_groups = [group for group in groups if group["params"]]
+    return trial
+
+
+def _tried_state(
+    optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, mode: FakeTensorMode
+) -> dict[str, torch.Tensor] | None:
+    """Return fakes of the states that a real update of a copy makes; None for code that is not torch's, or no room."""
+    if not is_tried(optimizer) or not has_room(optimizer, [parameter]):
+        return None
+    trial = trial_of(optimizer, [parameter])
+    with undisturbed(parameter.device):
+        type(optimizer).step(trial)
+    (state,) = trial.state.values()
+    return {name: mode.from_tensor(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def _fake_state(state: Mapping[str, Any], mode: FakeTensorMode) -> dict[str, Any]:
     def faked(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if value.numel() == 1 and value.device.type == "cpu":  # a step count: the optimizer reads its value
+        if value.numel() == 1 and value.device.type == "cpu":  # maybe a step count, whose value the optimizer uses
             with real_tensors():
-                number = value.item()
+                number = value.tolist()
             return torch.tensor(number, dtype=value.dtype)
         return mode.from_tensor(value)
 
@@ -164,7 +259,7 @@ def _fake_state(state: Mapping[str, Any], mode: FakeTensorMode) -> dict[str, Any
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors made under it that are alive: `peak_bytes` is the most there were at once."""
+    """Counts the bytes of live tensors among those made under it; `peak_bytes` is their maximum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,9 +268,9 @@ class LiveBytes(TorchDispatchMode):
         self._holders: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {storage_key(leaf) for leaf in _tensors((args, kwargs))}
+        inputs = {storage_key(leaf) for leaf in tensors_in((args, kwargs))}
         returned = func(*args, **(kwargs or {}))
-        for tensor in _tensors(returned):
+        for tensor in tensors_in(returned):
             key = storage_key(tensor)
             if key in inputs and key not in self._holders:
                 continue
@@ -193,7 +288,3 @@ class LiveBytes(TorchDispatchMode):
         if self._holders[key] == 0:
             del self._holders[key]
             self.live_bytes -= size
-
-
-def _tensors(tree: Any) -> Iterable[torch.Tensor]:
-    return (leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor))

@@ -1,31 +1,53 @@
-"""Where a step runs."""
+"""The device of a training step."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from memfit.capture.torch_private import tree_flatten
 from memfit.errors import InvalidDeviceError
 
 
-def step_device(model: torch.nn.Module, batch: Any) -> torch.device:
-    """Return the one device that model and batch are on.
+def step_device(model: torch.nn.Module, batch: Any, where: str = "the step") -> torch.device:
+    """Return the one device that a model and its batch are on.
+
+    Args:
+        model: its parameters and buffers count.
+        batch: tensors in nested tuples, lists and dicts. A tensor without dimensions on the CPU may stand beside any
+            device: torch takes it as a number.
+        where: names the step's maker in error messages.
 
     Raises:
         InvalidDeviceError: the model is on several devices, or a tensor of the batch is on another one.
     """
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
-    if len(devices) > 1:
-        raise InvalidDeviceError(
-            f"the model is on several devices ({', '.join(sorted(map(str, devices)))}); memfit plans for one: move it"
-        )
-    device = devices.pop() if devices else (leaves[0].device if leaves else torch.device("cpu"))
-    for number, leaf in enumerate(leaves):
-        if leaf.device != device:
+    own = [("parameter", *named) for named in model.named_parameters()]
+    own += [("buffer", *named) for named in model.named_buffers()]
+    tensors = list(_tensors(batch, "batch"))
+    first = own[0][2] if own else tensors[0][1] if tensors else None
+    device = torch.device("cpu") if first is None else first.device
+    for kind, name, tensor in own:
+        if tensor.device != device:
             raise InvalidDeviceError(
-                f"tensor {number} of the batch is on {leaf.device}, the model is on {device}; move the batch"
+                f"{where}: {kind} {name!r} is on {tensor.device} and {own[0][1]!r} on {device}; "
+                "memfit plans for one device: move the model to one"
+            )
+    for place, tensor in tensors:
+        is_number = tensor.ndim == 0 and tensor.device.type == "cpu"
+        if tensor.device != device and not is_number:
+            raise InvalidDeviceError(
+                f"{where}: {place} is on {tensor.device} and the model on {device}; move the batch to {device}"
             )
     return device
+
+
+def _tensors(tree: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield place, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _tensors(value, f"{place}[{key!r}]")
+    elif isinstance(tree, tuple | list):
+        for number, value in enumerate(tree):
+            yield from _tensors(value, f"{place}[{number}]")

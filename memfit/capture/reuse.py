@@ -1,13 +1,13 @@
-"""Which inputs a kernel can write its result over, and the form of the call that does so.
+"""In-place reuse: the inputs that a kernel may write its result over, and the form of the call that does so.
 
-Torch's schemas tag pointwise operators, whose every element depends on the elements in its own place only, so that the
-result may take the place of an input of the same layout. Their in-place overload (`relu_`) writes over the first
-argument; an overload with an `out` argument (`threshold_backward.grad_input`) over any, where it has a kernel for the
-device: one that is generated from the functional form would copy.
+Torch's schemas tag pointwise operators. Each element of their result depends only on the elements at the same place, so
+the result may be written over an input of the same layout. Their in-place overload (`relu_`) writes over the first
+argument. An overload with an `out` argument (`threshold_backward.grad_input`) writes over any argument, if it has a
+kernel of its own for the device; one generated from the functional form would copy.
 
-Of a few more operators the `out` overload can do the same, and no tag says it: those of `UNPROMISED`. Their form is
-offered as not promised, and `memfit.cost` compares its bits on the device before anything is written over. No other
-operator is offered, whatever its bits: a kernel whose threads read what others write may give the right bits by luck.
+A few more operators have an `out` overload that may write over an input, though no tag says so (`UNPROMISED`). Their
+form is not promised: `memfit.capture.finish` tries it on the device and compares the bits. No other operator has a
+form: a kernel whose threads read what others write may give the right bits by chance.
 
 Source: Chen 2016, section 3 (in-place operation); MXNet's memory note; ATen's native/cpu/SoftMaxKernel.cpp,
 native/cuda/SoftMax.cu and BinaryOps kernels.
@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from memfit.binding import Overwrite, Value
-from memfit.capture.torch_private import has_kernel, tree_flatten
+from memfit.binding import InPlaceForm, Value
+from memfit.torch_private import has_kernel, tree_flatten
 
 ROW_BY_ROW = frozenset(
     f"aten::{name}" for name in ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
 )
-"""One thread or block makes a row, and reads all of it, or each element of the last pass, before it writes there."""
+"""One thread or block computes a row, and reads each element for the last time before it writes there."""
 
 UNTAGGED_POINTWISE = frozenset(
     f"aten::{name}_backward"
@@ -42,7 +42,7 @@ UNTAGGED_POINTWISE = frozenset(
         "smooth_l1_loss",
     )
 )
-"""Pointwise kernels that torch has not tagged as such."""
+"""Pointwise kernels without torch's tag."""
 
 UNPROMISED = ROW_BY_ROW | UNTAGGED_POINTWISE
 
@@ -54,7 +54,7 @@ def in_place_form(
     results: Sequence[Value | None],
     storage: int,
     device_type: str,
-) -> Overwrite | None:
+) -> InPlaceForm | None:
     """Return the form of `target(*args, **kwargs)` that writes its only result over `storage`, or None.
 
         >>> tensor = Value(storage=0, dtype=torch.float32, shape=(4,), stride=(1,))
@@ -62,8 +62,12 @@ def in_place_form(
         >>> in_place_form(torch.ops.aten.relu.default, [tensor], {}, [result], 0, "cpu").target
         <OpOverload(op='aten.relu_', overload='default')>
 
-    The input has to be one argument alone, laid out as the result is, and all of its storage (the caller compares
-    bytes). Where the form is not `promised`, it may be used only on a device that was seen to give the same bits.
+    Args:
+        target, args, kwargs: the call, with Values.
+        results: what it returns; only a call with a single result has such a form.
+        storage: id of the input's storage. It must be used by one argument alone, which has the layout of the result
+            and covers its storage (the caller compares bytes).
+        device_type: of the step's device.
     """
     promised = torch.Tag.pointwise in getattr(target, "tags", ())
     if not (promised or _name(target) in UNPROMISED) or len(results) != 1:
@@ -75,12 +79,12 @@ def in_place_form(
     if args and args[0] == showing[0]:
         in_place = _in_place_overload(target)
         if in_place is not None:
-            return Overwrite(target=in_place, promised=promised)
+            return InPlaceForm(target=in_place, promised=promised)
     for overload in _out_overloads(target):
         if has_kernel(overload, device_type):
             over = replace(result, storage=storage)
             name = next(argument.name for argument in overload._schema.arguments if argument.is_out)
-            return Overwrite(target=overload, extra={name: over}, promised=promised)
+            return InPlaceForm(target=overload, extra={name: over}, promised=promised)
     return None
 
 
@@ -100,7 +104,7 @@ def _in_place_overload(target: Any) -> Any:
 
 
 def _out_overloads(target: Any) -> Iterator[Any]:
-    """The overloads that take what `target` takes, and one tensor to write to."""
+    """Yield the overloads that take the arguments of `target`, and one tensor to write to."""
     for name in target._overloadpacket.overloads():
         overload = getattr(target._overloadpacket, name)
         outs = [argument for argument in overload._schema.arguments if argument.is_out]

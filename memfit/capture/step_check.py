@@ -1,19 +1,23 @@
-"""Whether a TrainingStep that a user made is one: every part of the right kind, and all of it on one device."""
+"""Checks of a TrainingStep that a user made: each part is of the right kind, and all are on one device."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 
+from memfit.capture.placement import step_device
 from memfit.capture.training_step import TrainingStep
-from memfit.errors import InvalidDeviceError, InvalidTargetError, UnsupportedStepError
+from memfit.errors import InvalidTargetError, UnsupportedStepError
+from memfit.torch_private import any_autocast
 
 
 def check_step(step: TrainingStep, where: str) -> None:
-    """Raise the first error that makes `step` unfit for capture; `where` says who made it.
+    """Raise an error if `step` cannot be captured.
+
+    Args:
+        step: made by a user.
+        where: names its maker in error messages.
 
     Raises:
         InvalidTargetError: a part of the wrong kind, or an optimizer of another model's parameters.
@@ -24,11 +28,36 @@ def check_step(step: TrainingStep, where: str) -> None:
     check_not_distributed(step.model, where)
     if step.optimizer is not None:
         _check_optimizer(step.model, step.optimizer, where)
-    _check_devices(step, where)
+    step_device(step.model, step.batch, where)
+
+
+def require_training_context(what: str) -> None:
+    """Refuse to capture or run a step inside a `with` block of torch that changes what a training step computes.
+
+    Args:
+        what: says in the message what was done there.
+
+    Raises:
+        UnsupportedStepError: gradients are off, or autocast is on.
+    """
+    if not torch.is_grad_enabled():
+        raise UnsupportedStepError(
+            f"{what} inside torch.no_grad() or torch.inference_mode(), where nothing is trained; leave that block first"
+        )
+    if any_autocast():
+        raise UnsupportedStepError(
+            f"{what} inside torch.autocast, whose cache outlives a step; autocast belongs in the loss function: `with "
+            "torch.autocast(...)` around the model's call there"
+        )
 
 
 def check_not_distributed(model: torch.nn.Module, where: str) -> None:
-    """Raise UnsupportedStepError where `model`, or a part of it, is wrapped to run on several devices."""
+    """Raise UnsupportedStepError if `model`, or a part of it, is wrapped to run on several devices.
+
+    Args:
+        model: any module.
+        where: begins the message: the file and line, or the name, of what was asked for.
+    """
     wrappers, sharded = _distributed_kinds()
     for name, module in model.named_modules():
         kind = next((word for word, wrapper in wrappers.items() if isinstance(module, wrapper)), None)
@@ -89,35 +118,6 @@ def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, w
                     f"{where}: parameter {place} of the optimizer's group {number}, of shape {tuple(parameter.shape)}, "
                     "is not the model's; make the optimizer from model.parameters(), after the model is complete"
                 )
-
-
-def _check_devices(step: TrainingStep, where: str) -> None:
-    first: tuple[str, torch.device] | None = None
-    for name, parameter in step.model.named_parameters():
-        first = first or (name, parameter.device)
-        if parameter.device != first[1]:
-            raise InvalidDeviceError(
-                f"{where}: parameter {name!r} is on {parameter.device} and {first[0]!r} on {first[1]}; "
-                "memfit plans for one device: move the model to one"
-            )
-    assert first is not None
-    for place, tensor in _tensors(step.batch, "batch"):
-        is_number = tensor.ndim == 0 and tensor.device.type == "cpu"  # torch takes those on every device
-        if tensor.device != first[1] and not is_number:
-            raise InvalidDeviceError(
-                f"{where}: {place} is on {tensor.device} and the model on {first[1]}; move the batch to {first[1]}"
-            )
-
-
-def _tensors(tree: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(tree, torch.Tensor):
-        yield place, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _tensors(value, f"{place}[{key!r}]")
-    elif isinstance(tree, tuple | list):
-        for number, value in enumerate(tree):
-            yield from _tensors(value, f"{place}[{number}]")
 
 
 def _kind(value: object) -> str:

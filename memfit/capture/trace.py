@@ -1,44 +1,47 @@
 """Trace: the calls of one step in execution order, over storages in single-assignment form where mutation allows it.
 
-Both ways in (the whole step and the joint graph) feed tensors and calls to a `Trace`; `memfit.capture.build` turns it
-into a Graph and a Binding. Three things happen here and nowhere else:
+The captures of a whole step and of a joint graph feed tensors and calls to a `Trace`; `memfit.capture.build` turns it
+into a Graph and a Binding. Three things are done here alone:
 
-- Aliasing collapses: a tensor becomes a `Value`, a window on a storage, and a call that only makes views leaves no
-  trace.
+- Aliasing is removed: a tensor becomes a `Value`, a view of a storage. A call that only makes views is not entered.
 - In-place calls are functionalized: `relu_` over the whole of a storage becomes `relu` into a new one, so that it can
-  be computed again. What cannot be (part of a storage, a resident) stays a mutation, which a schedule computes once.
-- Training batch normalization, which updates its running statistics without saying so in its schema, returns them as
-  new storages, copied back once. Its other results do not depend on the statistics, so it does not count as reading
-  them while they are the buffers' own: rematerializing it after the copy is right, and what it then returns for the
-  statistics is read by nobody.
+  be rematerialized. A write to a part of a storage, or to a resident, stays a mutation, which is computed once.
+- Training batch normalization updates its running statistics, though some of its schemas do not say so. It is made to
+  return them as new storages, which are copied back once. Its other results do not depend on the statistics, so it does
+  not count as reading them while they are buffers. It may therefore be rematerialized after the copy; no op reads the
+  statistics that it then returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from memfit.binding import Origin, Resident, Value
+from memfit.binding import Call, Origin, Resident, Value, values_in
 from memfit.capture.functionalize import (
+    BATCH_NORM_GRADIENTS,
     BATCH_NORMS,
+    CAST_INSIDE,
     FUNCTIONAL_BATCH_NORMS,
     BatchNorm,
+    UnderAutocast,
     WithGradients,
     functional_variant,
     overwrite_like,
     without_idle_statistics,
 )
-from memfit.capture.torch_private import is_fake, storage_key, tree_flatten, tree_map
+from memfit.cost.observations import Corrections, RealResult, call_key
 from memfit.errors import CaptureError
 from memfit.graph import Phase, Role
+from memfit.torch_private import is_fake, storage_key, tensors_in, tree_flatten, tree_map
 
 
 @dataclass(slots=True, kw_only=True)
 class TracedStorage:
-    """A storage while it is traced; `bytes` are its bytes on the step's device, 0 when it lives elsewhere."""
+    """A storage while it is traced; `bytes` are those on the step's device, 0 for a storage that lives elsewhere."""
 
     name: str
     bytes: int
@@ -48,7 +51,10 @@ class TracedStorage:
 
 @dataclass(slots=True, kw_only=True)
 class TracedCall:
-    """A call while it is traced: the fields of `Call`, and what `Op` needs beside them."""
+    """A call while it is traced: the fields of `Call`, and what `Op` needs beside them.
+
+    A check returns nothing and writes nothing: it is there for the error that it may raise.
+    """
 
     name: str
     target: Callable[..., Any]
@@ -62,35 +68,99 @@ class TracedCall:
     module: str
     random: str | None = None
     recomputable: bool = True
+    is_check: bool = False
     workspace_bytes: int | None = None
     generator_state: int | None = None
 
 
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    """An operator call that is about to be entered; special cases change all but `func` and `given`.
+
+    Attributes:
+        func: the operator overload that ran.
+        given: its positional arguments, with tensors.
+        target, args, kwargs: the call that computes the op, with Values.
+        outputs: the returned leaves.
+        mutated: the tensors that the call writes to.
+        hidden: storages among the arguments that it does not count as reading.
+    """
+
+    func: Any
+    given: tuple[Any, ...]
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[Any]
+    mutated: list[torch.Tensor]
+    hidden: set[int] = field(default_factory=set[int])
+
+
 @dataclass(kw_only=True)
 class Trace:
-    """Collects the calls of a step that runs on `device`. Feed residents first, then calls as they happen."""
+    """Collects the calls of a step: first its residents, then its calls in execution order.
+
+    Attributes:
+        device: where the step runs.
+        scope: returns the phase and the module's name of the call at hand.
+        step_count: returns the buffer that counts the steps of a batch normalization with momentum=None, if such a
+            module is at hand.
+        has_autocast: says whether the step has autocast on for a device type.
+        corrections: what real kernels return in the place of their fakes' results.
+        storages, calls, residents: what was entered.
+        arrivals: the storages that arrive at the boundary.
+        stands_for: the real tensor for which a fake stands, by the key of the fake's storage: one that the step closes
+            over. Views of it and writes to it are those of its memory.
+    """
 
     device: torch.device
     scope: Callable[[], tuple[Phase, str]]
+    step_count: Callable[[], torch.Tensor | None] = lambda: None
+    has_autocast: Callable[[str], bool] = lambda _device_type: False
+    corrections: Corrections = field(default_factory=dict[str, Mapping[int, RealResult | None]])
     storages: list[TracedStorage] = field(default_factory=list[TracedStorage])
     calls: list[TracedCall] = field(default_factory=list[TracedCall])
     residents: list[Resident] = field(default_factory=list[Resident])
     arrivals: list[int] = field(default_factory=list[int])
+    stands_for: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     _storage_of: dict[int, int] = field(default_factory=dict[int, int])
     _kept_alive: list[Any] = field(default_factory=list[Any])  # a storage's key is good only while the storage lives
+    _sparse: dict[int, tuple[Value, Value]] = field(default_factory=dict[int, tuple[Value, Value]])
     _write_backs: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict[int, tuple[torch.Tensor, int]])
 
-    def add_resident(self, tensor: torch.Tensor, *, role: Role, origin: Origin, key: str | int, name: str) -> Value:
-        """Enter a tensor that is there before the step; two that share a storage (tied parameters) give one storage."""
+    def add_resident(
+        self,
+        tensor: torch.Tensor,
+        *,
+        role: Role,
+        origin: Origin,
+        key: str | int,
+        name: str,
+        constant: torch.Tensor | None = None,
+    ) -> Value:
+        """Enter a tensor that exists before the step, and return its Value.
+
+        Args:
+            tensor: a fake or, for a constant, a real tensor. Tensors that share a storage (tied parameters) give one.
+            role: of its storage.
+            origin, key: where the runtime finds it; see `memfit.binding.Resident`.
+            name: of its storage.
+            constant: the real tensor of a constant.
+        """
         if storage_key(tensor) not in self._storage_of:
             self._new_storage(tensor, name=name, role=role, resident=True)
         value = self.value(tensor)
-        constant = tensor if origin is Origin.CONSTANT else None
         self.residents.append(Resident(value=value, origin=origin, key=key, constant=constant))
         return value
 
     def add_arrival(self, tensor: torch.Tensor, *, key: int, name: str) -> Value:
-        """Enter a tensor that comes at the boundary: a gradient that autograd hands to the backward half."""
+        """Enter a tangent, which autograd passes to the backward half at the boundary, and return its Value.
+
+        Args:
+            tensor: the fake of the tangent.
+            key: its position among the tangents.
+            name: of its storage.
+        """
         if storage_key(tensor) not in self._storage_of:
             self.arrivals.append(self._new_storage(tensor, name=name, role=Role.GRADIENT))
         value = self.value(tensor)
@@ -98,15 +168,18 @@ class Trace:
         return value
 
     def value(self, tensor: torch.Tensor) -> Value:
-        """Return `tensor` as a window on its storage as it is now; a real tensor never seen before is a constant."""
+        """Return `tensor` as a view of its storage as it is now; an unknown real tensor is entered as a constant."""
         check_dense(tensor)
         key = storage_key(tensor)
         if key not in self._storage_of:
-            if is_fake(tensor):
+            real = self.stands_for.get(key, tensor)
+            if is_fake(real):
                 raise CaptureError(f"a tensor of shape {tuple(tensor.shape)} came from outside of the captured step")
             number = sum(resident.origin is Origin.CONSTANT for resident in self.residents)
             name = f"constant_{number}"
-            return self.add_resident(tensor, role=Role.CONSTANT, origin=Origin.CONSTANT, key=name, name=name)
+            return self.add_resident(
+                tensor, role=Role.CONSTANT, origin=Origin.CONSTANT, key=name, name=name, constant=real
+            )
         return Value(
             storage=self._storage_of[key],
             dtype=tensor.dtype,
@@ -117,49 +190,135 @@ class Trace:
             negated=tensor.is_neg(),
         )
 
-    def forward_is_as(self, other: Trace) -> bool:
-        """Whether both forward passes make the same calls of the same values; closures are the same by their names.
+    def maker_of(self, tensor: torch.Tensor) -> TracedCall | None:
+        """Return the call that wrote a tensor last, or None for one from outside of the step."""
+        storage = self._storage_of.get(storage_key(tensor))
+        return next((call for call in reversed(self.calls) if storage in (*call.writes, *call.mutates)), None)
 
-        Not the backward passes: whether autograd copies a gradient to a parameter hangs on who else holds it.
+    def gradient(self, tensor: torch.Tensor) -> Value | tuple[Value, Value]:
+        """Return a gradient's Value, or those of the indices and of the values of a sparse one.
+
+        Raises:
+            CaptureError: a sparse gradient that is more than one embedding's.
+        """
+        sparse = self._sparse.get(id(tensor))
+        return self.value(tensor) if sparse is None else sparse
+
+    def _makes_or_opens_sparse(self, func: Any, args: tuple[Any, ...], returned: Any) -> bool:
+        """Return whether a call puts a sparse tensor together, or takes it apart, which leaves no trace.
+
+        A sparse gradient of an embedding is its indices and values. Nothing writes to them before the update, so that
+        no copy is made where eager makes one.
+        """
+        packet = func._overloadpacket
+        if packet in _SPARSE_MAKERS:
+            indices, values = tensors_in(args)
+            self._sparse[id(returned)] = self.value(indices), self.value(values)
+        elif args and id(args[0]) in self._sparse and packet in _SPARSE_VIEWS:
+            self._sparse[id(returned)] = self._sparse[id(args[0])]
+        elif args and id(args[0]) in self._sparse and packet in _SPARSE_OPENERS:
+            opened = self._sparse[id(args[0])][_SPARSE_OPENERS.index(packet)]
+            self._storage_of[storage_key(returned)] = opened.storage
+            self._kept_alive.append(returned.untyped_storage())
+        else:
+            return False
+        self._kept_alive.append(returned)
+        return True
+
+    def forward_is_as(self, other: Trace) -> bool:
+        """Return whether both forward passes make the same calls of the same Values. Closures are compared by name.
+
+        Backward passes are not compared: whether autograd copies a gradient depends on its other references.
         """
         ours, theirs = ([_described(call) for call in t.calls if call.phase is Phase.FORWARD] for t in (self, other))
         return ours == theirs
 
-    def add_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
-        """Enter one operator call and what it returned; the fakes it ran on are already mutated, their Values not
-        yet.
+    def add_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
+        """Enter one operator call, after it ran on fakes; calls that only make views leave no trace.
+
+        Returns:
+            `returned`, with corrections where the real kernel is known to return something else.
+
+        Args:
+            func: the operator overload.
+            args, kwargs: its arguments, with tensors; those that it mutates still have their old Values here.
+            returned: what it returned.
+
+        Raises:
+            CaptureError: a tensor that is sparse, or from outside of the captured step.
         """
+        if self._makes_or_opens_sparse(func, args, returned):
+            return returned
         outputs = tree_flatten(returned)[0]
-        args = without_idle_statistics(func, args)
-        mutated = _mutated_tensors(func, args, kwargs)
-        if func._overloadpacket in BATCH_NORMS and self._add_batch_norm(func, args, kwargs, outputs):
-            return
-        if not mutated and all(self._is_alias(output) for output in outputs):
-            return
+        mutated = mutated_tensors(func, args, kwargs)
+        if not mutated and func._schema.returns and all(self._is_alias(output) for output in outputs):
+            return returned
         traced_args, traced_kwargs = self._values_of((args, kwargs))
-        target: Callable[..., Any] = func
-        if func is torch.ops.aten.copy.default:
-            # The real kernel keeps its first argument's place in a larger storage, the fake one does not.
-            target = overwrite_like(returned, torch.ops.aten.copy_.default)
-            traced_args = traced_args[1:]
-        elif func is torch.ops.aten.mkldnn_rnn_layer.default:
-            target = WithGradients(func)
-        if len(mutated) == 1 and not self.storages[self.value(mutated[0]).storage].resident:
-            variant = functional_variant(func, args, kwargs, mutated[0])
-            if variant is not None:
-                target, keeps_input = variant
-                self._rename(mutated[0], func)
-                if not keeps_input:
-                    traced_args = traced_args[1:]
-                outputs, mutated = [mutated[0]], []
-        self._append(func, target, traced_args, traced_kwargs, outputs, mutated)
-        if func._overloadpacket in FUNCTIONAL_BATCH_NORMS:
-            mean, variance, training = FUNCTIONAL_BATCH_NORMS[func._overloadpacket]
-            if training is None or args[training]:
-                self._hide_buffers([traced_args[mean], traced_args[variance]])
+        entry = _Entry(
+            func=func,
+            given=args,
+            target=func,
+            args=traced_args,
+            kwargs=traced_kwargs,
+            outputs=outputs,
+            mutated=mutated,
+        )
+        enter = _SPECIAL_CASES.get(func._overloadpacket, Trace._functionalize)
+        enter(self, entry, kwargs)
+        returned = self._corrected(entry, returned)
+        self._append(entry)
+        return returned
+
+    def _corrected(self, entry: _Entry, returned: Any) -> Any:
+        """Return `returned` as the real kernel returns it; the outputs of the entry are corrected too."""
+        if not self.corrections:
+            return returned
+        call = Call(op=0, target=entry.target, args=entry.args, kwargs=entry.kwargs)
+        real = self.corrections.get(call_key(call) or "", {})
+        places = iter(range(len(entry.outputs)))
+
+        def corrected(leaf: Any) -> Any:
+            place = next(places)
+            if place not in real or self._is_alias(leaf):
+                return leaf
+            as_real = real[place]
+            entry.outputs[place] = (
+                None
+                if as_real is None
+                else leaf.new_empty_strided(leaf.shape, as_real.stride, dtype=getattr(torch, as_real.dtype))
+            )
+            return entry.outputs[place]
+
+        return tree_map(corrected, returned) if real else returned
+
+    def add_check(self, name: str, target: Callable[..., Any], values: Sequence[Value]) -> None:
+        """Enter a call that only reads, and is made once.
+
+        Args:
+            name: of the op.
+            target: takes the tensors, and raises an error or returns None.
+            values: the tensors.
+        """
+        phase, module = self.scope()
+        self.calls.append(
+            TracedCall(
+                name=name,
+                target=target,
+                args=tuple(values),
+                kwargs={},
+                results=(None,),
+                reads=tuple(dict.fromkeys(value.storage for value in values)),
+                writes=(),
+                mutates=(),
+                phase=phase,
+                module=module,
+                recomputable=False,
+                is_check=True,
+            )
+        )
 
     def write_back(self) -> None:
-        """Copy the running statistics to their buffers: once a step, when the forward pass is done."""
+        """Enter the copies of the running statistics to their buffers: once a step, after the forward pass."""
         for key, (tensor, resident) in self._write_backs.items():
             newest = self.value(tensor)
             self._storage_of[key] = resident
@@ -180,79 +339,121 @@ class Trace:
             )
         self._write_backs.clear()
 
-    def _append(
-        self,
-        func: Any,
-        target: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        outputs: list[Any],
-        mutated: list[torch.Tensor],
-    ) -> None:
+    def _append(self, entry: _Entry) -> None:
         phase, module = self.scope()
-        mutates = tuple(dict.fromkeys(self.value(tensor).storage for tensor in mutated))
-        reads = dict.fromkeys(v.storage for v in tree_flatten((args, kwargs))[0] if isinstance(v, Value))
-        for storage in mutates:
-            reads.pop(storage, None)
-        written: list[int] = []
+        mutates = tuple(dict.fromkeys(self.value(tensor).storage for tensor in entry.mutated))
+        used = (v.storage for v in values_in((entry.args, entry.kwargs)))
+        reads = [storage for storage in dict.fromkeys(used) if storage not in mutates]
+        results = self._results(entry, {*reads, *mutates}, phase)
+        is_check = not mutates and not entry.func._schema.returns
+        self.calls.append(
+            TracedCall(
+                name=_short_name(entry.func),
+                target=entry.target,
+                args=entry.args,
+                kwargs=entry.kwargs,
+                results=results,
+                reads=tuple(storage for storage in reads if storage not in entry.hidden),
+                writes=tuple(dict.fromkeys(value.storage for value in results if value is not None)),
+                mutates=mutates,
+                phase=phase,
+                module=module,
+                random=_generator_name(entry.func, entry.args, entry.kwargs, self.device),
+                recomputable=entry.kwargs.get("generator") is None
+                and "c10d" not in entry.func.namespace
+                and not is_check,
+                is_check=is_check,
+            )
+        )
+
+    def _results(self, entry: _Entry, aliased: set[int], phase: Phase) -> tuple[Value | None, ...]:
+        """Return the Values of the outputs, None for one that is no tensor or is on a storage in `aliased`."""
         results: list[Value | None] = []
-        for output in outputs:
+        for output in entry.outputs:
             if not isinstance(output, torch.Tensor):
                 results.append(None)
                 continue
             if storage_key(output) not in self._storage_of:
-                role = Role.ACTIVATION if phase is Phase.FORWARD else Role.GRADIENT
-                suffix = f".{len(results)}" if len(outputs) > 1 else ""
-                self._new_storage(output, name=_short_name(func) + suffix, role=role)
+                suffix = f".{len(results)}" if len(entry.outputs) > 1 else ""
+                self._new_storage(output, name=_short_name(entry.func) + suffix, role=_result_role(phase))
             value = self.value(output)
-            is_new = value.storage not in reads and value.storage not in mutates
-            if is_new and value.storage not in written:
-                written.append(value.storage)
-            results.append(value if is_new else None)
-        self.calls.append(
-            TracedCall(
-                name=_short_name(func),
-                target=target,
-                args=args,
-                kwargs=kwargs,
-                results=tuple(results),
-                reads=tuple(reads),
-                writes=tuple(written),
-                mutates=mutates,
-                phase=phase,
-                module=module,
-                random=_generator_name(func, args, kwargs, self.device),
-                recomputable=kwargs.get("generator") is None and "c10d" not in func.namespace,
-            )
-        )
+            results.append(None if value.storage in aliased else value)
+        return tuple(results)
 
-    def _add_batch_norm(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Any]) -> bool:
-        """Enter training batch normalization with running statistics as a call that returns new ones; else False."""
-        norm = BatchNorm.of(func, args, kwargs)
+    def _functionalize(self, entry: _Entry, kwargs: dict[str, Any]) -> None:
+        """Replace an in-place call over the whole of a storage that is not resident by its functional form."""
+        if len(entry.mutated) != 1:
+            return
+        (tensor,) = entry.mutated
+        if self.storages[self.value(tensor).storage].resident:
+            return
+        variant = functional_variant(entry.func, entry.given, kwargs, tensor)
+        if variant is None:
+            return
+        entry.target, keeps_input = variant
+        if not keeps_input:
+            entry.args = entry.args[1:]
+        self._rename(tensor, entry.func)
+        entry.outputs, entry.mutated = [tensor], []
+
+    def _copy(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
+        """Write into a new tensor: the real kernel keeps its first argument's place in a larger storage, the fake one
+        does not.
+        """
+        entry.target = overwrite_like(entry.outputs[0], torch.ops.aten.copy_.default)
+        entry.args = entry.args[1:]
+
+    def _lift(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
+        """Copy a tensor that the step makes of numbers: each step makes it anew, and may write to it."""
+        entry.target = overwrite_like(entry.outputs[0], torch.ops.aten.copy_.default)
+
+    def _recurrent_layer(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
+        """Run the kernel with gradients enabled, as it ran in the step."""
+        entry.target = WithGradients(entry.func)
+
+    def _cast_inside(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
+        """Run the kernel inside autocast if it ran there in the step."""
+        device_type = self.device.type
+        if self.has_autocast(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+            entry.target = UnderAutocast(func=entry.func, device_type=device_type, dtype=dtype)
+
+    def _batch_norm_gradient(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
+        """Leave out the running statistics that the gradient does not use."""
+        entry.args = without_idle_statistics(entry.func, entry.args)
+
+    def _batch_norm(self, entry: _Entry, kwargs: dict[str, Any]) -> None:
+        """Let training batch normalization return new running statistics in place of mutating them."""
+        norm = BatchNorm.of(entry.func, entry.given, kwargs)
         if norm is None:
-            return False
-        traced_args, traced_kwargs = self._values_of((args, kwargs))
-        statistics = [args[norm.mean_position], args[norm.variance_position]]
-        buffers = [self.value(tensor).storage for tensor in statistics]
-        for tensor, storage in zip(statistics, buffers, strict=True):
+            return
+        positions = (norm.mean_position, norm.variance_position)
+        entry.hidden = self._resident_among(entry.args[position] for position in positions)
+        entry.target = norm
+        count = self.step_count()
+        if count is not None:
+            entry.target = replace(norm, is_cumulative=True)
+            entry.args = (*entry.args, self.value(count))
+        statistics = [entry.given[position] for position in positions]
+        for tensor, storage in [(tensor, self.value(tensor).storage) for tensor in statistics]:
             if self.storages[storage].resident:
                 self._write_backs[storage_key(tensor)] = (tensor, storage)
-            self._rename(tensor, func)
-        self._append(func, norm, traced_args, traced_kwargs, [*outputs, *statistics], [])
-        self._hide_buffers([traced_args[norm.mean_position], traced_args[norm.variance_position]])
-        return True
+            self._rename(tensor, entry.func)
+        entry.outputs, entry.mutated = [*entry.outputs, *statistics], []
 
-    def _hide_buffers(self, statistics: list[Any]) -> None:
+    def _functional_batch_norm(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
         """Training batch normalization does not count as reading its running statistics while they are buffers."""
-        call = self.calls[-1]
-        hidden = {v.storage for v in statistics if isinstance(v, Value) and self.storages[v.storage].resident}
-        call.reads = tuple(storage for storage in call.reads if storage not in hidden)
+        mean, variance, training = FUNCTIONAL_BATCH_NORMS[entry.func._overloadpacket]
+        if training is None or entry.given[training]:
+            entry.hidden = self._resident_among((entry.args[mean], entry.args[variance]))
+
+    def _resident_among(self, values: Iterable[Any]) -> set[int]:
+        return {v.storage for v in values if isinstance(v, Value) and self.storages[v.storage].resident}
 
     def _rename(self, tensor: torch.Tensor, func: Any) -> None:
-        """From here on, what the tensor's storage holds is another storage of the graph, of the same bytes."""
+        """Enter a new storage of the graph, of the same bytes, for what the tensor's storage holds from now on."""
         phase, _ = self.scope()
-        role = Role.ACTIVATION if phase is Phase.FORWARD else Role.GRADIENT
-        self._new_storage(tensor, name=_short_name(func), role=role)
+        self._new_storage(tensor, name=_short_name(func), role=_result_role(phase))
 
     def _new_storage(self, tensor: torch.Tensor, *, name: str, role: Role, resident: bool = False) -> int:
         check_dense(tensor)
@@ -275,6 +476,27 @@ class Trace:
         return tree_map(lambda leaf: self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
+_aten = torch.ops.aten
+_SPARSE_MAKERS = (_aten._sparse_coo_tensor_with_dims_and_tensors, _aten._sparse_coo_tensor_unsafe)
+_SPARSE_VIEWS = (_aten.detach, _aten.alias, _aten.clone)
+_SPARSE_OPENERS = (_aten._indices, _aten._values)
+
+# What is entered in another way than its schema says, by operator; all others are made functional where they can be.
+_SPECIAL_CASES: dict[Any, Callable[[Trace, _Entry, dict[str, Any]], None]] = {
+    torch.ops.aten.copy: Trace._copy,
+    torch.ops.aten.lift_fresh: Trace._lift,
+    torch.ops.aten.mkldnn_rnn_layer: Trace._recurrent_layer,
+    **dict.fromkeys(CAST_INSIDE, Trace._cast_inside),
+    **dict.fromkeys(BATCH_NORM_GRADIENTS, Trace._batch_norm_gradient),
+    **dict.fromkeys(BATCH_NORMS, Trace._batch_norm),
+    **dict.fromkeys(FUNCTIONAL_BATCH_NORMS, Trace._functional_batch_norm),
+}
+
+
+def _result_role(phase: Phase) -> Role:
+    return Role.ACTIVATION if phase is Phase.FORWARD else Role.GRADIENT
+
+
 def _described(call: TracedCall) -> tuple[Any, ...]:
     return call.name, str(getattr(call.target, "__name__", call.target)), call.args, call.kwargs, call.mutates
 
@@ -287,24 +509,31 @@ def check_dense(tensor: torch.Tensor) -> None:
     """
     if tensor.layout is not torch.strided:
         raise CaptureError(
-            f"a tensor of shape {list(tensor.shape)} has layout {tensor.layout}, expected a dense one; an embedding "
-            "with sparse=True makes such gradients: make it with sparse=False"
+            f"a tensor of shape {list(tensor.shape)} has layout {tensor.layout}, expected a dense one; of sparse "
+            "tensors only the gradients of nn.Embedding are planned, with an optimizer, and if each embedding is "
+            "called once in a step: make the others with sparse=False"
         )
 
 
-def _mutated_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that the operator's schema says it writes to."""
+def mutated_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that the operator writes to by its schema.
+
+    Args:
+        func: an operator overload.
+        args: its positional arguments.
+        kwargs: its named ones.
+    """
     mutated: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[position] if position < len(args) else kwargs.get(argument.name)
-            mutated += [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, torch.Tensor)]
+            mutated += tensors_in(given)
     return mutated
 
 
 def _generator_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> str | None:
-    """The generator that a call draws from, or None; attention with dropout_p = 0 draws nothing though its tag
-    says so.
+    """Return the generator that a call draws from, or None. Attention with dropout_p = 0 draws nothing, against its
+    tag.
     """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None

@@ -1,4 +1,4 @@
-"""TrainingStep: what a user gives memfit, in place of the loop body they would have written."""
+"""TrainingStep: the user's training step as an object, in place of the body of a training loop."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ class TrainingStep:
     Args:
         model: any module; parameters, buffers and train/eval modes are read from it at every step.
         loss: `loss(model, batch)` returns a scalar; autocast belongs in it. A loss module (`nn.CrossEntropyLoss()`), or
-            a function of torch.nn.functional (a partial one, too), is called as `loss(model(inputs), target)` with
+            a function of torch.nn.functional (also a partial one), is called as `loss(model(inputs), target)` with
             `inputs, target = batch`.
-        batch: any nesting of tuples, lists and dicts of tensors, numbers and texts; an example of what later steps
-            will be given.
+        batch: tensors, numbers and texts in nested tuples, lists and dicts; an example of the later batches.
         optimizer: updates the model's parameters; None leaves the gradients in `.grad`.
         clip_norm: the largest global gradient norm, as `torch.nn.utils.clip_grad_norm_` takes it; None clips nothing.
         scaler: a `torch.amp.GradScaler` that scales the loss and guards the update.
@@ -50,17 +49,25 @@ class TrainingStep:
     name: str = ""
 
     def compute_loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        """Return the loss of `model` on `batch`, by whichever convention `loss` follows."""
+        """Return the loss of `model` on `batch`: `loss(model, batch)`, or `loss(model(inputs), target)`.
+
+        Args:
+            model: the step's own, or a compiled form of it.
+            batch: nested like the step's own.
+        """
         if _takes_outputs(self.loss):
             inputs, target = batch
             return self.loss(model(inputs), target)
         return self.loss(model, batch)
 
     def run_eager(self, batch: Any, *, model: torch.nn.Module | None = None) -> torch.Tensor:
-        """Run the step as plain PyTorch would, the reference of every comparison; return the loss, detached.
+        """Run the step as plain PyTorch does, and return the loss, detached. All comparisons refer to this run.
 
-        With an optimizer the gradients are None afterwards; without one they are added to `.grad`. `model` is called
-        in place of the step's own: a compiled form of it.
+        With an optimizer the gradients are None afterwards; without one they are added to `.grad`.
+
+        Args:
+            batch: nested like the step's own.
+            model: called in place of the step's own: a compiled form of it.
         """
         loss = self.compute_loss(self.model if model is None else model, batch)
         self.scaled(loss).backward()
@@ -70,29 +77,42 @@ class TrainingStep:
         return loss.detach()
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return what backward starts from: the loss, times the scaler's factor where there is one."""
+        """Return the tensor that backward starts from: the loss, times the scaler's factor if there is a scaler."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def update(self) -> None:
-        """Clip and update from the gradients in `.grad`, with or without a scaler."""
+        """Clip the gradients in `.grad` and update the parameters, with or without a scaler."""
         assert self.optimizer is not None
-        if self.clip_norm is not None:
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm)
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
+        clip_and_step(self.optimizer, self.clip_norm, self.scaler)
+
+
+def clip_and_step(
+    optimizer: torch.optim.Optimizer, clip_norm: float | None, scaler: torch.amp.GradScaler | None
+) -> None:
+    """Clip the gradients of an optimizer's parameters, and update the parameters.
+
+    Args:
+        optimizer: with its parameters' gradients in `.grad`.
+        clip_norm: the largest global gradient norm; None clips nothing.
+        scaler: guards the update, if there is one.
+    """
+    if clip_norm is not None:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+    if scaler is not None:
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.step()
 
 
 def plain(leaf: Any) -> Any:
-    """Return a leaf of a batch that is no tensor, and is the same thing where it looks the same.
+    """Return a leaf of a batch that is not a tensor, if its text says all about it.
 
     Raises:
-        InvalidOptionError: it may hold numbers that a plan would take for the same in every step.
+        InvalidOptionError: it may hold numbers that change between steps unnoticed.
     """
     if isinstance(leaf, _PLAIN):
         return leaf

@@ -1,8 +1,7 @@
-"""Capture of a whole step: forward, loss, backward and update run once on fake tensors, and every call is written down.
+"""Capture of a whole step: forward, loss, backward and update run once on fake tensors, and every call is recorded.
 
-Autograd itself runs, so what is recorded are the very kernels, in the very order, that eager PyTorch would call.
-Parameters, buffers and batch are fakes meanwhile: no memory is used, no generator advances, nothing of the user's
-changes.
+Autograd itself runs, so the recorded kernels and their order are those of eager PyTorch. Parameters, buffers and batch
+are fakes meanwhile: no memory is used, no generator advances, and no tensor of the user's changes.
 """
 
 from __future__ import annotations
@@ -10,35 +9,39 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from memfit.binding import Origin, Value
-from memfit.capture.borrowed import Attributes, Place, host_randomness_refused, replaced, swapped
+from memfit.binding import Origin, Value, values_in
 from memfit.capture.build import Captured, build
-from memfit.capture.functionalize import corrected
-from memfit.capture.generators import all_states, set_state
-from memfit.capture.optimizer import ParameterUpdate, WholeUpdate, require_supported, update_cost, updates_one_by_one
-from memfit.capture.placement import step_device
-from memfit.capture.step_check import check_not_distributed
-from memfit.capture.torch_private import (
-    DATA_DEPENDENT_ERRORS,
-    FakeTensorMode,
-    TorchDispatchMode,
-    backward_node,
-    checkpoints_inlined,
-    gradient_hooks,
-    has_accumulation_hooks,
-    is_fake,
-    next_sequence_number,
-    tree_map,
+from memfit.capture.copies import ATOMS, MISSING, is_same
+from memfit.capture.draws import host_draws_refused, seeding_refused
+from memfit.capture.functionalize import RequireTrue, as_the_real_kernel, corrected, is_pure
+from memfit.capture.generators import all_states, set_state, without_generator
+from memfit.capture.guards import Guards
+from memfit.capture.looks import Look, look_at
+from memfit.capture.optimizer import (
+    ParameterUpdate,
+    WholeUpdate,
+    is_of_torch,
+    overlap,
+    require_supported,
+    update_cost,
+    updates_one_by_one,
 )
+from memfit.capture.placement import step_device
+from memfit.capture.reads import Reads
+from memfit.capture.side_effects import Place, replaced, swapped, with_a_momentum
+from memfit.capture.step_check import check_not_distributed, require_training_context
+from memfit.capture.stream import Stream
 from memfit.capture.trace import Trace, TracedCall
 from memfit.capture.training_step import TrainingStep, plain
+from memfit.cost.observations import Corrections
 from memfit.errors import (
     CaptureError,
     GraphBreakError,
@@ -47,81 +50,232 @@ from memfit.errors import (
     UnsupportedStepError,
 )
 from memfit.graph import Phase, Role
+from memfit.torch_private import (
+    DATA_DEPENDENT_ERRORS,
+    READS_A_NUMBER,
+    FakeTensorMode,
+    TorchDispatchMode,
+    answered_as_eager,
+    as_fake,
+    autocast_watched,
+    backward_node,
+    checkpoints_inlined,
+    failing_fakes_unlogged,
+    gradient_hooks,
+    has_accumulation_hooks,
+    is_fake,
+    known_value,
+    next_sequence_number,
+    only_mode,
+    storage_key,
+    tensors_in,
+    tree_flatten,
+    tree_map,
+)
+
+_aten = torch.ops.aten
+_META = torch.device("meta")
+_CONSTRAINTS = str(Path(torch.__file__).parent / "distributions" / "constraints.py")
+_UPDATE = "optimizer_update"  # the name of its calls
+_CHECK_FRAMES = 8  # from a reading of a value out to the constraint that asked for it
 
 
-def capture_whole_step(step: TrainingStep, batch: Any = None) -> Captured:
-    """Return the graph of one step on `batch` (the step's own where it is None), and its binding.
+def capture_whole_step(step: TrainingStep, batch: Any = None, corrections: Corrections | None = None) -> Captured:
+    """Return the graph of one step, and its binding.
 
     Gradients already in `.grad` are residents that the step adds to. Without an optimizer the gradients are outputs
     named `grad:<parameter>`; the loss is the output `loss`.
 
+    Args:
+        step: the training step.
+        batch: the batch to capture it on; None stands for the step's own.
+        corrections: what real kernels return in the place of their fakes' results (see `with_real_results`).
+
     Raises:
-        CaptureError: the step looks at a tensor's value, or its model raises; names the user's line.
+        GraphBreakError: the step depends on a tensor's value; names the user's line.
+        CaptureError: the step's code raises; names the user's line.
         InvalidDeviceError: the batch is on another device than the model.
         UnsupportedStepError: LBFGS, collectives.
     """
     batch = step.batch if batch is None else batch
-    attributes = Attributes(step.model)
+    require_training_context("the step was captured")
+    reads = Reads(step)
     try:
-        with host_randomness_refused():
-            first = _WholeStepCapture(step, batch)
-            captured = first.run()
-            _require_unread(step, batch, first.trace, attributes)
+        with host_draws_refused(lambda: _WholeStepCapture(step, batch, corrections).run()):
+            first = _WholeStepCapture(step, batch, corrections)
+            with reads.tracked():
+                captured = first.run()
+            _require_unread(step, batch, first.trace, reads)
     finally:
-        attributes.put_back()
-    return captured
+        reads.put_back()
+    return replace(captured, guards=Guards(step, reads))
 
 
-def _require_unread(step: TrainingStep, batch: Any, trace: Trace, attributes: Attributes) -> None:
-    """Refuse a step that reads what it has set in its model: a second capture, made where it set anything, differs.
+def capture_with_checkpoints(step: TrainingStep, corrections: Corrections | None = None) -> Captured:
+    """Return the graph of one step as eager runs it: regions of `torch.utils.checkpoint` are computed twice.
+
+    Args:
+        step: a training step that `capture_whole_step` has captured, on its own batch.
+        corrections: as for `capture_whole_step`.
 
     Raises:
-        UnsupportedStepError: names the attributes.
+        MemfitError: as `capture_whole_step`.
     """
-    names = sorted(attributes.changes())
-    if not names:
+    reads = Reads(step)
+    try:
+        with reads.tracked():
+            return _WholeStepCapture(step, step.batch, corrections, inlines=False).run()
+    finally:
+        reads.put_back()
+
+
+def _require_unread(step: TrainingStep, batch: Any, trace: Trace, reads: Reads) -> None:
+    """Refuse a step that reads what it has itself set in the step before, unless the next step's ops are the same.
+
+    They are the same in all later steps if a second capture, which starts with what the first one set, makes the same
+    calls and leaves the same values.
+
+    Raises:
+        UnsupportedStepError: names what the step sets.
+    """
+    carried = reads.carried()
+    if not carried:
         return
-    second = _WholeStepCapture(step, batch)
+    second = _WholeStepCapture(step, batch, trace.corrections)
     try:
         second.run()
         same = second.trace.forward_is_as(trace)
-    except Exception:  # noqa: BLE001 - a fake of the first capture is of no use in the second, whatever that raises
+    except MemfitError:  # what the step raised, for example for a fake of the first capture among its attributes
         same = False
-    if not same:
-        raise UnsupportedStepError(
-            f"the step sets {', '.join(map(repr, names[:3]))}{' and more' if len(names) > 3 else ''} in its model and "
-            "reads it in the next step, but a planned step runs no Python: keep what goes from step to step in a "
-            "buffer (register_buffer before memfit.fit) or in the batch; what is made once, let one eager forward make"
-        )
+    later = reads.carried()
+    moving = [
+        name
+        for name, value in carried.items()
+        if isinstance(value, ATOMS) and not is_same(value, later.get(name, MISSING))
+    ]
+    if same and not moving:
+        reads.accept_present()
+        return
+    names = sorted(name.removeprefix("model.") for name in (moving if same else carried))
+    where = " in its model" if all(name.startswith("model.") for name in carried) else ""
+    raise UnsupportedStepError(
+        f"the step sets {', '.join(map(repr, names[:3]))}{' and more' if len(names) > 3 else ''}{where} and "
+        "reads it in the next step, but a planned step runs no Python: keep what later steps read in a "
+        "buffer (register_buffer before memfit.fit) or in the batch; if it is made only "
+        "once, run one eager forward first"
+    )
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, trace: Trace) -> None:
+    """Enters each call into the trace and the stream. Real tensors, over which the step closes, become fakes."""
+
+    def __init__(self, capture: _WholeStepCapture) -> None:
         super().__init__()
-        self.trace = trace
+        self.capture = capture
+        self.trace = capture.trace
+        self.records_stream = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        returned = corrected(func, args, func(*args, **kwargs))
-        if torch.Tag.inplace_view not in func.tags:
-            self.trace.add_call(func, args, kwargs, returned)
+        if func is not _aten.lift_fresh.default:  # its argument is a tensor that the step has just made
+            args, kwargs = tree_map(self._faked, (args, kwargs))
+        if func is _aten._to_copy.default and kwargs.get("device") == _META and args[0].device != _META:
+            # Forward-mode derivatives that are known to be zero have the device of the fakes' own metadata.
+            kwargs = {**kwargs, "device": args[0].device}
+        if func is READS_A_NUMBER and not known_value(args[0]):
+            returned = self._number(func, args)
+        else:
+            returned = self._run(func, args, kwargs)
+            if torch.Tag.inplace_view not in func.tags:
+                returned = self.trace.add_call(func, args, kwargs, returned)
+        if self.records_stream:
+            self.capture.stream.add(func, args, kwargs, returned)
         return returned
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return corrected(func, args, func(*args, **without_generator(kwargs)))
+        except DATA_DEPENDENT_ERRORS:
+            raise
+        except Exception:  # fake kernels raise all kinds of errors
+            if not is_pure(func) or not tensors_in((args, kwargs)):
+                raise
+            return as_the_real_kernel(func, args, kwargs)
+
+    def _number(self, func: Any, args: tuple[Any, ...]) -> Any:
+        if self._is_checked(args[0]):
+            self.trace.add_check("check", RequireTrue(line=calling_line()), [self.trace.value(args[0])])
+            return True
+        return self._looked_at(func, args)
+
+    def _is_checked(self, tensor: torch.Tensor) -> bool:
+        """Return whether a value is read to check arguments of a distribution: what is false there raises an error."""
+        call = self.trace.maker_of(tensor)
+        if call is None:
+            return False
+        if call.target is _aten._is_all_true.default:
+            return True
+        return call.name == "all" and any(
+            frame.filename == _CONSTRAINTS for frame in traceback.extract_stack(limit=_CHECK_FRAMES)
+        )
+
+    def _faked(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or is_fake(leaf) or leaf.layout is not torch.strided:
+            return leaf
+        key = storage_key(leaf)
+        whole = self.capture.fake_of_storage.get(key)  # a parameter's too, that the step's code holds itself
+        if whole is None:
+            fake = self.capture.fake_of_storage[key] = as_fake(self.capture.mode, leaf)
+            self.trace.stands_for[storage_key(fake)] = leaf
+            self.capture.stream.contents[self.capture.stream.key(fake)] = leaf
+            return fake
+        with torch.no_grad(), only_mode(self.capture.mode):
+            return torch.as_strided(whole.view(leaf.dtype), leaf.shape, leaf.stride(), leaf.storage_offset())
+
+    def _looked_at(self, func: Any, args: Any) -> Any:
+        (tensor,) = args
+        look = look_at(tensor, self.trace, self.capture.leaves) if tensor.dtype == torch.bool else None
+        if look is None:
+            return func(*args)  # raises one of DATA_DEPENDENT_ERRORS
+        if look.residents:  # another batch, or a tensor changed between steps, may answer otherwise
+            self.capture.looks.append(look)
+        return look.answer
+
+
+class _Update(NamedTuple):
+    """How the optimizer updates a parameter: by its group's number, with the storages of its state."""
+
+    parameter: torch.nn.Parameter
+    group: int
+    states: tuple[int, ...]
+    workspace_bytes: int
 
 
 class _WholeStepCapture:
-    def __init__(self, step: TrainingStep, batch: Any) -> None:
+    def __init__(
+        self, step: TrainingStep, batch: Any, corrections: Corrections | None = None, *, inlines: bool = True
+    ) -> None:
         self.step = step
+        self.inlines = inlines
         self.batch = batch
         self.device = step_device(step.model, batch)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.trace = Trace(device=self.device, scope=self._scope)
+        self.trace = Trace(
+            device=self.device, scope=self._scope, step_count=self._step_count, corrections=corrections or {}
+        )
+        self.stream = Stream()
+        self.leaves = tree_flatten(batch)[0]
+        self.looks: list[Look] = []
+        self.fake_of_storage: dict[int, torch.Tensor] = {}
         self.outputs: dict[str, Value] = {}
         self._modules = {module: name for name, module in step.model.named_modules()}
         self._module_stack: list[str] = []
         self._module_of_node: dict[int, str] = {}
+        self._cumulative: dict[str, torch.Tensor] = {}
         self._raised_in = ""
         self._names = {parameter: name for name, parameter in step.model.named_parameters()}
         self._fakes: dict[torch.Tensor, torch.Tensor] = {}
+        self._hooks: list[Any] = []
 
     def run(self) -> Captured:
         step = self.step
@@ -140,34 +294,42 @@ class _WholeStepCapture:
         try:
             with (
                 swapped(step.model, self._fakes) as places,
+                with_a_momentum(step.model) as self._cumulative,
                 self._module_names(),
-                checkpoints_inlined(),
+                checkpoints_inlined() if self.inlines else nullcontext(lambda: 0) as checkpoints,
+                failing_fakes_unlogged(),
+                autocast_watched() as self.trace.has_autocast,
                 torch.enable_grad(),
             ):
                 self._enter_parameters()
                 updates = self._enter_optimizer()
-                with self.mode, _Recorder(self.trace):
+                recorder = _Recorder(self)
+                with seeding_refused() if self.inlines else nullcontext(), self.mode, answered_as_eager(), recorder:
                     self._forward_and_backward(fake_batch, updates)
+                    recorder.records_stream = False
                     self._require_gradients_found()
                     self._write_replaced(places)
                 self._collect_gradients(updates)
         except DATA_DEPENDENT_ERRORS as error:
             line = user_line(error)
             raise GraphBreakError(
-                f"{line}: the step looks at the value of a tensor ({type(error).__name__}: {error}), so it "
-                "cannot be one graph; with a budget in bytes memfit plans the graphs around that line",
+                f"{line}: the step depends on the value of a tensor ({type(error).__name__}: {error}), so it "
+                "cannot be one graph; memfit.fit and `memfit fit` plan the graphs around that line",
                 line=line,
             ) from error
         except MemfitError:
             raise
-        except Exception as error:
+        except Exception as error:  # the user's code runs here, and may raise anything
             where = f" in module {self._raised_in}" if self._raised_in else ""
             raise CaptureError(f"{user_line(error)}: the step raised{where} {type(error).__name__}: {error}") from error
         finally:
             for device, state in generator_states.items():
                 set_state(device, state)
+            for hook in self._hooks:  # the collector does not see them: the model would stay alive with its fakes
+                hook.remove()
         name = step.name or type(step.model).__name__
-        return build(self.trace, name=name, outputs=self.outputs, source=f"whole step, torch {torch.__version__}")
+        captured = build(self.trace, name=name, outputs=self.outputs, source=f"whole step, torch {torch.__version__}")
+        return replace(captured, checkpoints=checkpoints(), looks=tuple(self.looks), stream=self.stream)
 
     def _enter_batch(self) -> Any:
         position = iter(range(1 << 30))
@@ -183,7 +345,7 @@ class _WholeStepCapture:
         return tree_map(enter, self.batch)
 
     def _fake_input(self, leaf: torch.Tensor) -> torch.Tensor:
-        """A fake with a storage of its own: a batch may be cut out of a larger tensor, at another place each step."""
+        """Return a fake with a storage of its own: batches may be slices of a larger tensor, different in each step."""
         with self.mode:
             fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
         return fake.requires_grad_(leaf.requires_grad)
@@ -197,13 +359,15 @@ class _WholeStepCapture:
                     "(register_post_accumulate_grad_hook), which a planned step would not run: remove it; memfit "
                     "itself updates each parameter as soon as its gradient is there, where it is given the optimizer"
                 )
-            for hook in gradient_hooks(tensor):
-                fake.register_hook(hook)
-            fake.grad = None if tensor.grad is None else self.mode.from_tensor(tensor.grad)
+            for hook in gradient_hooks(tensor).values():
+                self._hooks.append(fake.register_hook(hook))
+            # as no view: `module.double()` gives a view that is a gradient another dtype than its base has
+            fake.grad = None if tensor.grad is None else self.mode.from_tensor(tensor.grad.data)
             self._fakes[tensor] = fake
+            self.fake_of_storage.setdefault(storage_key(tensor), fake)
 
     def _enter_parameters(self) -> None:
-        """Enter the fakes as residents: every name of a tied parameter, so that each finds its tensor at run time."""
+        """Enter the fakes as residents, a tied parameter under each of its names: the runtime finds all of them."""
         for parameter, name in self._names.items():
             fake = self._fakes[parameter]
             self.trace.add_resident(fake, role=Role.PARAMETER, origin=Origin.PARAMETER, key=name, name=name)
@@ -216,7 +380,7 @@ class _WholeStepCapture:
             self.trace.add_resident(buffer, role=Role.STATE, origin=Origin.BUFFER, key=name, name=name)
 
     def _enter_optimizer(self) -> dict[torch.Tensor, _Update]:
-        """Enter the optimizer's state as residents; return what each parameter's update takes."""
+        """Enter the optimizer's state as residents, and return the update of each parameter's fake."""
         optimizer = self.step.optimizer
         updates: dict[torch.Tensor, _Update] = {}
         if optimizer is None:
@@ -238,62 +402,88 @@ class _WholeStepCapture:
         return updates
 
     def _forward_and_backward(self, batch: Any, updates: dict[torch.Tensor, _Update]) -> None:
-        if updates and updates_one_by_one(self.step):
-            for fake in updates:
-                fake.register_post_accumulate_grad_hook(lambda done: self._update_one(done, updates[done]))
-        loss = self.step.compute_loss(self.step.model, batch)
+        with self._no_backward():
+            loss = self.step.compute_loss(self.step.model, batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(type(loss))
             raise CaptureError(f"loss returned {found}, expected a scalar tensor that depends on the parameters")
         self.trace.write_back()
         self.outputs["loss"] = self.trace.value(loss)
         self.trace.storages[self.outputs["loss"].storage].role = Role.OUTPUT
+        if updates and updates_one_by_one(self.step) and not overlap(tuple(updates)):
+            for fake in updates:
+                self._hooks.append(
+                    fake.register_post_accumulate_grad_hook(lambda done: self._update_one(done, updates[done]))
+                )
         self.step.scaled(loss).backward()
 
+    @contextmanager
+    def _no_backward(self) -> Iterator[None]:
+        """Refuse a backward pass inside the block that leaves gradients in `.grad`: the update would come twice."""
+
+        def refuse(_fake: torch.Tensor) -> None:
+            raise UnsupportedStepError(
+                "the loss function calls backward() itself; a step has one backward pass, which memfit makes: return "
+                "the sum of the losses, or use torch.autograd.grad for gradients that the loss is made of"
+            )
+
+        trained = [fake for fake in self._fakes.values() if fake.requires_grad and fake.is_leaf]
+        handles = [fake.register_post_accumulate_grad_hook(refuse) for fake in trained]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def _require_gradients_found(self) -> None:
-        """Refuse a gradient of a tensor that is not the model's: nothing would update it, and nobody would see it.
+        """Refuse a gradient of a tensor that is not the model's: the planned step would not compute it.
 
         Raises:
             UnsupportedStepError: gives the tensor's shape.
         """
-        for resident in self.trace.residents:
-            tensor = resident.constant
+        constants = [resident.constant for resident in self.trace.residents]
+        for tensor in (*constants, *self._names):
             if isinstance(tensor, torch.Tensor) and tensor.is_leaf and is_fake(tensor.grad):
                 tensor.grad = None
                 raise UnsupportedStepError(
                     f"the loss has a gradient for a tensor of shape {tuple(tensor.shape)} that is no parameter of the "
-                    "model, so that a planned step would not train it; make it one (of a module that holds model and "
-                    "loss, say), or set requires_grad_(False) on it"
+                    "model, or that the step does not take from the model, so that a planned step would not train it; "
+                    "make it one (of a module that holds model and loss, say), or set requires_grad_(False) on it"
                 )
 
     def _write_replaced(self, places: list[Place]) -> None:
-        """A buffer that the step replaced gets the new values in place, which is what the next step reads."""
+        """Write the values of each replaced buffer into the buffer, from which the next step reads them."""
         with torch.no_grad():
             for place, tensor in replaced(places, self._fakes):
                 self._fakes[place.tensor].copy_(tensor)
 
     def _update_one(self, fake: torch.Tensor, update: _Update) -> None:
         assert fake.grad is not None and self.step.optimizer is not None
-        gradient = self.trace.value(fake.grad)
+        gradient = self.trace.gradient(fake.grad)
         target = ParameterUpdate(self.step.optimizer, update.parameter, update.group, update.workspace_bytes)
         self._add_update(target, (gradient,), (fake,), (update,))
         fake.grad = None
 
     def _add_update(
-        self, target: Any, gradients: tuple[Value, ...], fakes: tuple[torch.Tensor, ...], updates: tuple[_Update, ...]
+        self,
+        target: Any,
+        gradients: tuple[Value | tuple[Value, Value], ...],
+        fakes: tuple[torch.Tensor, ...],
+        updates: tuple[_Update, ...],
     ) -> None:
         parameters = [self.trace.value(fake).storage for fake in fakes]
         states = [storage for update in updates for storage in update.states]
         names = {self._names[update.parameter].rpartition(".")[0] for update in updates}
-        resident = {value.storage for value in gradients if self.trace.storages[value.storage].resident}
+        read = dict.fromkeys(value.storage for value in values_in(gradients))
+        resident = {storage for storage in read if self.trace.storages[storage].resident}
         self.trace.calls.append(
             TracedCall(
-                name="optimizer_update",
+                name=_UPDATE,
                 target=target,
                 args=gradients,
                 kwargs={},
                 results=(None,),
-                reads=tuple(dict.fromkeys(value.storage for value in gradients if value.storage not in resident)),
+                reads=tuple(storage for storage in read if storage not in resident),
                 writes=(),
                 mutates=tuple(dict.fromkeys([*parameters, *states, *resident])),
                 phase=Phase.UPDATE,
@@ -303,14 +493,17 @@ class _WholeStepCapture:
         )
 
     def _collect_gradients(self, updates: dict[torch.Tensor, _Update]) -> None:
-        """What is left in `.grad`: for one update of all parameters at once, or for the user."""
+        """Enter one update of all gradients that are left in `.grad`, or make them outputs for the user."""
         waiting = [fake for fake in updates if fake.grad is not None]
-        if waiting:
-            gradients = tuple(self.trace.value(fake.grad) for fake in waiting if fake.grad is not None)
+        if waiting and self.step.optimizer is not None:
+            gradients = tuple(self.trace.gradient(fake.grad) for fake in waiting if fake.grad is not None)
             own = tuple(updates[fake] for fake in waiting)
-            workspace = sum(update.workspace_bytes for update in own)
+            # torch's optimizers may update many parameters at once, others are assumed to loop over them
+            join = sum if is_of_torch(self.step.optimizer) else max
+            workspace = join(update.workspace_bytes for update in own)
             target = WholeUpdate(self.step, [update.parameter for update in own], workspace)
             self._add_update(target, gradients, tuple(waiting), own)
+        self._forget_states_never_made(updates)
         for parameter, name in self._names.items():
             fake = self._fakes[parameter]
             if fake.grad is not None and fake not in updates:
@@ -318,14 +511,27 @@ class _WholeStepCapture:
                 self.outputs[f"grad:{name}"] = value
                 self.trace.storages[value.storage].role = Role.GRADIENT
 
+    def _forget_states_never_made(self, updates: dict[torch.Tensor, _Update]) -> None:
+        """Leave out the states of parameters that get no gradient, unless the optimizer has made them before."""
+        assert self.step.optimizer is not None or not updates
+        made = {storage for call in self.trace.calls if call.name == _UPDATE for storage in call.mutates}
+        for update in updates.values():
+            if made.isdisjoint(update.states) and not self.step.optimizer.state.get(update.parameter):
+                for storage in update.states:
+                    self.trace.storages[storage].resident = False
+        self.trace.residents[:] = [r for r in self.trace.residents if self.trace.storages[r.value.storage].resident]
+
     def _scope(self) -> tuple[Phase, str]:
         node = backward_node()
         if node is not None:
             return Phase.BACKWARD, self._module_of_node.get(node[1], "")
         module = self._module_stack[-1] if self._module_stack else ""
-        # The node of the op at hand was made just before the op was dispatched here.
+        # Autograd makes an op's node just before it dispatches the op here.
         self._module_of_node.setdefault(next_sequence_number() - 1, module)
         return Phase.FORWARD, module
+
+    def _step_count(self) -> torch.Tensor | None:
+        return self._cumulative.get(self._module_stack[-1]) if self._module_stack else None
 
     @contextmanager
     def _module_names(self) -> Iterator[None]:
@@ -336,7 +542,7 @@ class _WholeStepCapture:
         def leave(module: torch.nn.Module, _inputs: Any, output: Any) -> None:
             name = self._module_stack.pop()
             raised = output is None and sys.exc_info()[0] is not None
-            if raised and name and not self._raised_in:  # the innermost comes first
+            if raised and name and not self._raised_in:  # the hook of the innermost module runs first
                 self._raised_in = f"{name!r} ({type(module).__name__})"
 
         handles = [
@@ -350,18 +556,17 @@ class _WholeStepCapture:
                 handle.remove()
 
 
-class _Update:
-    __slots__ = ("group", "parameter", "states", "workspace_bytes")
-
-    def __init__(self, parameter: torch.Tensor, group: int, states: tuple[int, ...], workspace_bytes: int) -> None:
-        self.parameter = parameter
-        self.group = group
-        self.states = states
-        self.workspace_bytes = workspace_bytes
-
-
 def user_line(error: BaseException) -> str:
     """Return `file:line` of the innermost frame of an error that is neither torch's nor memfit's."""
+    return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def calling_line() -> str:
+    """Return `file:line` of the innermost frame of the present call that is neither torch's nor memfit's."""
+    return _innermost(traceback.extract_stack())
+
+
+def _innermost(stack: traceback.StackSummary) -> str:
     own = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*own, "<"))]
+    frames = [f for f in stack if not f.filename.startswith((*own, "<"))]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "the training step"

@@ -1,4 +1,4 @@
-"""What a command answers: one JSON object or a text for people, and an exit status. Only this writes to stdout."""
+"""The answer of a command: one JSON object or text, and an exit status. Nothing else writes to standard output."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-import memfit
-from memfit.errors import InfeasibleBudgetError, MemfitError
-from memfit.report.words import printable
+from memfit.errors import MemfitError, NoPlanError, TimeLimitError
+from memfit.plan import Status
+from memfit.report.formatting import printable
+from memfit.system.version import __version__
 
 DONE = 0
 BAD_INPUT = 2
 VERIFICATION_FAILED = 4
 INTERRUPTED = 130
 
-_PIPED_WIDTH = 160  # columns where nobody says how wide the terminal is: rich's 80 would break names in two
+_PIPED_WIDTH = 160  # columns of output that is no terminal: at rich's default of 80, names would be broken in two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a command found.
+    """The answer of a command.
 
-    `keys` are the command's own JSON keys, beside those that every command has; `parts` is the same for people, from
-    top to bottom.
+    Attributes:
+        target: as the user wrote it.
+        device: the name of the device.
+        keys: the command's own JSON keys, beside those of every command.
+        parts: the same as text and tables, from top to bottom.
+        exit_status: of the process.
     """
 
     target: str | None
@@ -42,7 +47,12 @@ class Answer:
 
 
 def deliver(answer: Answer, *, as_json: bool) -> int:
-    """Write the answer to standard output and return its exit status."""
+    """Write the answer to standard output and return its exit status.
+
+    Args:
+        answer: what is written.
+        as_json: whether it is written as one JSON object, and not as text.
+    """
     if as_json:
         write_json({"target": answer.target, "device": answer.device} | dict(answer.keys))
     else:
@@ -57,13 +67,13 @@ def deliver(answer: Answer, *, as_json: bool) -> int:
 
 
 def write_json(keys: Mapping[str, Any]) -> None:
-    """Write one JSON object to standard output; what is not a number there (nan, inf) becomes null."""
-    document = {**keys, "memfit_version": memfit.__version__}
+    """Write one JSON object to standard output; nan and inf become null."""
+    document = {**keys, "memfit_version": __version__}
     _write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")
 
 
 def _write(text: str) -> None:
-    """Write to standard output; a reader that has seen enough and closed the pipe is no error."""
+    """Write to standard output; a pipe that its reader has closed is no error."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -72,13 +82,21 @@ def _write(text: str) -> None:
 
 
 def deliver_error(error: MemfitError | str, *, as_json: bool, exit_status: int) -> int:
-    """Write one line to standard error, and under --json an object with the key `error`; return the exit status."""
+    """Write one line to standard error, and under --json an object with the key `error`; return the exit status.
+
+    An error about a budget adds `status` and both least budgets.
+
+    Args:
+        error: the error, or its message.
+        as_json: whether the object is written.
+        exit_status: of the process.
+    """
     message = printable(" ".join(str(error).split()))
     sys.stderr.write(f"memfit: error: {message}\n")
     if as_json:
         keys: dict[str, Any] = {"error": message, "exit_status": exit_status}
-        if isinstance(error, InfeasibleBudgetError):
-            keys["status"] = "infeasible"
+        if isinstance(error, NoPlanError):
+            keys["status"] = Status.TIMED_OUT if isinstance(error, TimeLimitError) else Status.INFEASIBLE
             keys["least_budget_found_bytes"] = error.least_budget_found_bytes
             keys["least_budget_bound_bytes"] = error.least_budget_bound_bytes
         write_json(keys)
@@ -86,7 +104,7 @@ def deliver_error(error: MemfitError | str, *, as_json: bool, exit_status: int) 
 
 
 class WarningLines(logging.Handler):
-    """Writes what memfit logs as lines on standard error, whatever that is at the moment: progress may stand on it."""
+    """Writes memfit's log records as lines on standard error: on the `sys.stderr` of that time, which tests replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
@@ -94,16 +112,25 @@ class WarningLines(logging.Handler):
         sys.stderr.write(f"memfit: {record.levelname.lower()}: {message}\n")
 
 
-def rows_table(rows: Mapping[str, str], title: str | None = None) -> Table:
-    """Return a table of two columns, what and how much, that takes names from anywhere as plain text."""
-    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def rows_table(rows: Mapping[str, str]) -> Table:
+    """Return a table of names and values; both are shown as plain text, never as markup.
+
+    Args:
+        rows: name -> value.
+    """
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name, value in rows.items():
         table.add_row(Text(printable(name), style="dim"), Text(printable(value)))
     return table
 
 
 def columns_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
-    """Return a table with a header; the texts are taken as they are, never as markup."""
+    """Return a table with a header; all texts are shown as plain text, never as markup.
+
+    Args:
+        columns: the header; it is left out if all are empty.
+        rows: a text for each column.
+    """
     has_header = any(columns)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_header=has_header)
     for column in columns:

@@ -1,4 +1,4 @@
-"""`memfit calibrate`: measure this device and its link to the host."""
+"""`memfit calibrate`: measure this device and its link to the host, and compile what plans need."""
 
 from __future__ import annotations
 
@@ -24,10 +24,19 @@ def calibrate(
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="As torch names it: cpu, cuda:0.")] = "cpu",
     as_json: options.Json = False,
 ) -> int:
-    """Measure compute, memory and link rates of a device that is here, and keep them for later plans."""
-    from memfit.cost import calibrate as measure_device
+    """Measure compute, memory and link rates of a device that is here, and keep them for later plans.
+
+    Also compiles searches, packers and the recorder, which the first plan on a machine would wait for.
+    """
+    from memfit.cost.calibration import calibrate as measure_device
+    from memfit.planners.compile_ahead import compile_ahead
+    from memfit.system.recorder import record
 
     with working() as work:
+        work.stage("compiling")
+        compile_ahead()
+        with record(device):
+            pass
         work.stage(f"measuring {device}")
         profile = measure_device(device)
     keys: dict[str, Any] = msgspec.to_builtins(profile)

@@ -1,22 +1,25 @@
-"""`memfit check`: replay a plan on a graph with the checker, which knows no planner."""
+"""`memfit check`: replay a plan on a graph with the checker, which shares no code with the planners."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memfit.budget import format_bytes
 from memfit.checker import check as check_schedule
 from memfit.commands import options
-from memfit.commands.answer import DONE, VERIFICATION_FAILED, Answer, deliver, rows_table
-from memfit.commands.planning import load_target
+from memfit.commands.answer import VERIFICATION_FAILED, Answer, deliver, rows_table
+from memfit.commands.targets import resolve
 from memfit.errors import InvalidScheduleError
 from memfit.graph import Graph
 from memfit.plan import Plan
-from memfit.report.words import count_text, seconds_text
+from memfit.report.formatting import count_text, seconds_text
 from memfit.simulate import Timeline, simulate
+from memfit.system.budget import format_bytes
+
+if TYPE_CHECKING:
+    from memfit.capture.training_step import TrainingStep
 
 EXAMPLES = """
 Examples:
@@ -29,17 +32,14 @@ memfit check resnet50 resnet50.plan.json --json
 
 def check(
     graph: Annotated[
-        str,
-        typer.Argument(
-            metavar="GRAPH", show_default=False, help="A graph file, or any other TARGET, which is then captured."
-        ),
+        str, typer.Argument(metavar="GRAPH", help="A graph file, or any other TARGET, which is then captured.")
     ],
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", show_default=False, help="A file that `--save` wrote.")],
-    set_: options.Settings = None,
+    plan: options.PlanFile,
+    set_: options.WorkloadOptions = None,
     as_json: options.Json = False,
 ) -> int:
     """Replay PLAN on GRAPH instruction by instruction. Exit status 4 says that the plan is not valid."""
-    resolved = load_target(graph, options.read_settings(set_, "--set"))
+    resolved = resolve(graph, options.read_settings(set_, "--set"))
     try:
         loaded = _load(plan, resolved)
         timeline = _replay(loaded, resolved)
@@ -48,18 +48,22 @@ def check(
     return deliver(_valid(graph, loaded, timeline), as_json=as_json)
 
 
-def _load(path: Path, resolved: Any) -> Plan:
+def _load(path: Path, resolved: TrainingStep | Graph) -> Plan:
     """Return the plan, which was made for this very graph."""
     if isinstance(resolved, Graph):
         return Plan.load(path, graph=resolved)
-    from memfit.capture import capture  # torch's rooms
-    from memfit.cost.overwriting import with_every_form
+    from memfit.capture import capture, finish, with_real_results  # torch's rooms
+    from memfit.capture.finish import with_every_form
 
     captured = capture(resolved)
-    return Plan.load(path, graph=with_every_form(captured.graph, captured.binding))
+    plan = Plan.load(path)
+    if plan.fingerprint != captured.graph.fingerprint:  # it may be for the real bytes of the device at hand
+        captured = with_real_results(lambda corrections: finish(capture(resolved, corrections=corrections)))
+    plan.require_graph(with_every_form(captured.graph, captured.binding))
+    return plan
 
 
-def _replay(plan: Plan, resolved: Any) -> Timeline:
+def _replay(plan: Plan, resolved: TrainingStep | Graph) -> Timeline:
     """Replay the plan on the graph of the command line where that is a file: its workspace and seconds may differ."""
     graph = resolved if isinstance(resolved, Graph) else plan.graph
     check_schedule(graph, plan.schedule)
@@ -80,7 +84,7 @@ def _valid(target: str, plan: Plan, timeline: Timeline) -> Answer:
         "peak": f"{format_bytes(timeline.peak_bytes)} of a budget of {format_bytes(plan.budget_bytes)}",
         "time": f"{seconds_text(timeline.makespan_seconds)} a step (predicted)",
     }
-    return Answer(target=target, device=plan.device.name, keys=keys, parts=(rows_table(rows),), exit_status=DONE)
+    return Answer(target=target, device=plan.device.name, keys=keys, parts=(rows_table(rows),))
 
 
 def _invalid(target: str, error: InvalidScheduleError) -> Answer:

@@ -1,4 +1,4 @@
-"""`memfit compare`: what every planner reaches at the same budgets, and what torch offers beside them."""
+"""`memfit compare`: the plans of every planner at the same budgets, beside torch's own ways to save memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from memfit.budget import format_bytes
 from memfit.commands import options
-from memfit.commands.answer import DONE, INTERRUPTED, Answer, columns_table, deliver, rows_table
-from memfit.commands.comparing import Comparison, Grid, compare_step
-from memfit.commands.planning import graph_with_costs, load_target
+from memfit.commands.answer import Answer, columns_table, deliver, rows_table
+from memfit.commands.compare_points import Comparison, Grid, compare_step
+from memfit.commands.graph_with_costs import graph_with_costs
+from memfit.commands.targets import resolve
 from memfit.commands.work import working
+from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS
 from memfit.report.comparison import ComparedPoint, write_comparison
-from memfit.report.words import change_text, seconds_text
+from memfit.report.formatting import change_text, seconds_text, status_text
+from memfit.system.budget import format_bytes
 
 EXAMPLES = """
 Examples:
@@ -27,7 +29,10 @@ memfit compare gpt2 --planners sublinear,division_tree,search --budgets 5 --meas
 
 memfit compare step.graph.json.gz --json
 """
-
+_POINT_KEYS = ("planner", "budget_bytes", "status", "peak_bytes", "overhead", "plan_seconds")
+_MEASURED_KEYS = (
+    "peak_bytes", "step_seconds", "overhead", "bitwise_equal", "baseline_peak_bytes", "baseline_step_seconds",
+)  # fmt: skip
 
 _Planners = Annotated[
     str,
@@ -49,6 +54,7 @@ def compare(
         typer.Option(
             "--budgets",
             metavar="N",
+            min=1,
             help="Points, evenly from the unplanned peak down to the bound (for torch: shares from 1 to 0).",
         ),
     ] = 10,
@@ -56,78 +62,46 @@ def compare(
         bool, typer.Option("--measure", help="Run every plan too, check its bits, and measure it beside eager.")
     ] = False,
     host_budget: options.HostBudget = None,
-    time_limit: options.TimeLimit = 5.0,
+    time_limit: options.TimeLimit = DEFAULT_TIME_LIMIT_SECONDS,
     seed: options.Seed = 0,
-    set_: options.Settings = None,
+    set_: options.WorkloadOptions = None,
     device_profile: options.DeviceProfile = None,
     report: options.Report = None,
-    repeats: Annotated[int, typer.Option("--repeats", metavar="N", help="Steps to measure; medians are shown.")] = 3,
+    repeats: options.Repeats = 3,
     as_json: options.Json = False,
 ) -> int:
-    """Plan TARGET with every planner at a grid of budgets, and lay what they reach side by side."""
+    """Plan TARGET with every planner at the same budgets, and show peaks and overheads side by side."""
     options.require_writable(report)
-    options.require_count(budgets, "--budgets", least=1)
-    options.require_count(repeats, "--repeats", least=1)
-    settings = options.read_settings(set_, "--set")
-    grid = Grid(
-        planners=planners,
-        budgets=budgets,
-        time_limit_seconds=options.require_time_limit(time_limit),
-        seed=seed,
-        repeats=repeats if measure else 0,
-        host_budget_bytes=options.read_host_budget(host_budget),
-    )
+    asked = options.plan_settings("100%", DEFAULT_PLANNER, None, time_limit, seed, host_budget=host_budget)
+    of_workload = options.read_settings(set_, "--set")
     with working() as work:
-        resolved = load_target(target, settings)
+        grid = Grid(planners=planners, budgets=budgets, repeats=repeats if measure else 0, settings=work.follow(asked))
+        resolved = resolve(target, of_workload)
         grid.require_known(resolved)
-        graph, device = graph_with_costs(resolved, device_profile, work)
+        graph, device, *_ = graph_with_costs(resolved, device_profile, work)
         comparison = compare_step(resolved, graph, device, grid, work)
         if report and not work.interrupted:
             work.stage("writing the report")
             write_comparison(comparison.graph, comparison.device, comparison.points, report)
-        status = INTERRUPTED if work.interrupted else DONE
-    return deliver(_answer(target, comparison, report, status), as_json=as_json)
+    return deliver(_answer(target, comparison, report, work.exit_status), as_json=as_json)
 
 
 def _answer(target: str, comparison: Comparison, report: Path | None, exit_status: int) -> Answer:
+    unplanned, parts = comparison.unplanned, _parts(comparison, report)
     keys: dict[str, Any] = {
-        "unplanned": {
-            "peak_bytes": comparison.unplanned.peak_bytes,
-            "seconds": comparison.unplanned.seconds,
-        },
+        "unplanned": {"peak_bytes": unplanned.peak_bytes, "seconds": unplanned.seconds},
         "least_budget_bound_bytes": comparison.bound_bytes,
         "points": [_point_keys(point) for point in comparison.points],
     }
-    return Answer(
-        target=target,
-        device=comparison.device.name,
-        keys=keys,
-        parts=_parts(comparison, report),
-        exit_status=exit_status,
-    )
+    return Answer(target=target, device=comparison.device.name, keys=keys, parts=parts, exit_status=exit_status)
 
 
 def _point_keys(point: ComparedPoint) -> dict[str, Any]:
-    keys: dict[str, Any] = {
-        "planner": point.planner,
-        "budget_bytes": point.budget_bytes,
-        "status": point.status,
-        "peak_bytes": point.peak_bytes,
-        "overhead": point.overhead,
-        "plan_seconds": point.plan_seconds,
-    }
+    keys = {name: getattr(point, name) for name in _POINT_KEYS}
     if point.setting is not None:
         keys["setting"] = point.setting
     if point.measured is not None:
-        measured = point.measured
-        keys["measured"] = {
-            "peak_bytes": measured.peak_bytes,
-            "step_seconds": measured.step_seconds,
-            "overhead": measured.overhead,
-            "bitwise_equal": measured.bitwise_equal,
-            "baseline_peak_bytes": measured.baseline_peak_bytes,
-            "baseline_step_seconds": measured.baseline_step_seconds,
-        }
+        keys["measured"] = {name: getattr(point.measured, name) for name in _MEASURED_KEYS}
     return keys
 
 
@@ -151,11 +125,11 @@ def _row(point: ComparedPoint) -> list[str]:
     return [
         point.planner,
         setting if point.budget_bytes is None else format_bytes(point.budget_bytes),
-        point.status,
+        status_text(point.status),
         "-" if point.peak_bytes is None else format_bytes(point.peak_bytes),
         "-" if point.overhead is None else change_text(point.overhead),
         "-" if point.plan_seconds is None else seconds_text(point.plan_seconds),
         "-" if measured is None else format_bytes(measured.peak_bytes),
-        "-" if measured is None or measured.overhead is None else change_text(measured.overhead),
+        "-" if measured is None else change_text(measured.overhead),
         "-" if measured is None else "yes" if measured.bitwise_equal else "no",
     ]

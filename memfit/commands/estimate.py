@@ -10,19 +10,19 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from memfit.budget import format_bytes
 from memfit.commands import options
 from memfit.commands.answer import Answer, columns_table, deliver, rows_table
-from memfit.commands.planning import load_target
-from memfit.commands.work import Work, working
-from memfit.device import GENERIC, Device
+from memfit.commands.graph_with_costs import graph_with_costs
+from memfit.commands.targets import resolve
+from memfit.commands.work import working
 from memfit.errors import InvalidOptionError, InvalidTargetError
 from memfit.graph import Graph, Op, Phase, Role, Storage
-from memfit.packing.strategies import STRATEGIES, strategy_bytes
+from memfit.packing.strategies import STRATEGIES, ParallelBytes, parallel_bytes, strategy_bytes
 from memfit.plan import Problem
-from memfit.planners.result import unplanned_schedule
+from memfit.planners.engine.results import unplanned_schedule
+from memfit.report.formatting import count_text, printable, share_text
 from memfit.report.live import Run, play
-from memfit.report.words import count_text, printable, share_text
+from memfit.system.budget import format_bytes
 
 EXAMPLES = """
 Examples:
@@ -32,9 +32,17 @@ memfit estimate resnet50 --set batch=256
 memfit estimate train.py:make_step --json
 
 memfit estimate gpt2 --forward-only --device-profile h100
+
+memfit estimate inceptionv3 --forward-only --parallel-safe
 """
 
 _STRATEGY_ROWS = {"none": "each storage apart", "inplace": "and in place", "sharing": "and shared, packed"}
+_PARALLEL_ROWS = {
+    "apart": "each storage apart",
+    "ancestors": "shared where the graph orders the ops",
+    "paths": "shared along the 8 longest paths",
+    "series": "shared as in series",
+}
 _MODULES_SHOWN = 10
 _STORAGES_SHOWN = 10
 _MODULE_DEPTH = 3  # `features.stage1.unit1.body.conv1` is counted under `features.stage1.unit1`
@@ -50,29 +58,41 @@ def estimate(
         typer.Option(
             "--strategy",
             metavar="none|inplace|sharing",
-            show_default=False,
             help="How memory is given out: each storage apart, in place where an input dies, one packed arena. "
             "May be repeated; all three unless given.",
         ),
     ] = None,
-    set_: options.Settings = None,
-    device_profile: options.EstimatedDevice = None,
+    parallel_safe: Annotated[
+        bool,
+        typer.Option("--parallel-safe", help="Also compare sharing that stays safe when ops run at the same time."),
+    ] = False,
+    set_: options.WorkloadOptions = None,
+    device_profile: Annotated[
+        str | None,
+        typer.Option(
+            "--device-profile",
+            metavar="NAME|FILE",
+            help="Round sizes up as this device does (see `memfit devices`) instead of the one here.",
+        ),
+    ] = None,
     as_json: options.Json = False,
 ) -> int:
-    """Say how much memory TARGET needs unplanned, and what holds it. Runs nothing and allocates no activations.
+    """Say how much memory TARGET needs unplanned, and which storages hold it. No op runs, no activation is allocated.
 
-    Workspace of kernels is not known without running them, and is left out unless TARGET is a graph file that has it.
+    The workspace of kernels, and the real bytes of what they return, are not known without running them: workspace is
+    left out unless TARGET is a graph file that has it, and bytes are those of fake tensors.
     """
     settings = options.read_settings(set_, "--set")
     strategies = _read_strategies(strategy)
     with working() as work:
-        graph, device = _graph_of(target, settings, device_profile, work)
+        graph, device, *_ = graph_with_costs(resolve(target, settings), device_profile, work, costs=False)
         graph = forward_part(graph) if forward_only else graph
         schedule = unplanned_schedule(Problem(graph=graph, device=device, budget_bytes=0))
         run = play(graph, schedule, device)
         work.stage("packing")
         needs = strategy_bytes(graph, schedule, device, strategies=strategies)
-    return deliver(_answer(target, run, needs), as_json=as_json)
+        parallel = parallel_bytes(graph, device) if parallel_safe else None
+    return deliver(_answer(target, run, needs, parallel), as_json=as_json)
 
 
 def _read_strategies(names: list[str] | None) -> list[str]:
@@ -80,21 +100,6 @@ def _read_strategies(names: list[str] | None) -> list[str]:
         if name not in STRATEGIES:
             raise InvalidOptionError(f"--strategy is {name!r}, expected one of {', '.join(STRATEGIES)}")
     return list(dict.fromkeys(names or STRATEGIES))
-
-
-def _graph_of(target: str, settings: dict[str, str], device_profile: str | None, work: Work) -> tuple[Graph, Device]:
-    from memfit.device_profiles import load_device
-
-    resolved = load_target(target, settings)
-    profile = load_device(device_profile) if device_profile else None
-    if isinstance(resolved, Graph):
-        return resolved, profile or GENERIC
-    from memfit.capture import capture
-    from memfit.cost import local_device
-
-    work.stage("capturing the step with fake tensors")
-    captured = capture(resolved)
-    return captured.graph, profile or local_device(captured.binding.device)
 
 
 def forward_part(graph: Graph) -> Graph:
@@ -134,10 +139,11 @@ def _renumbered(op: Op, index: int, number: dict[int, int]) -> Op:
     )
 
 
-def _answer(target: str, run: Run, needs: dict[str, int]) -> Answer:
+def _answer(target: str, run: Run, needs: dict[str, int], parallel: ParallelBytes | None) -> Answer:
     graph, position = run.graph, run.timeline.peak_position
     live = [graph.storages[storage] for storage in run.live_at(position)]
-    by_role = {layer.value: int(sizes[position]) for layer, sizes in run.layers.items() if sizes[position]}
+    layers = run.layers.items() if graph.ops else ()
+    by_role = {layer.value: int(sizes[position]) for layer, sizes in layers if sizes[position]}
     op = run.op_at(position)
     keys: dict[str, Any] = {
         "peak_bytes": run.timeline.peak_bytes,
@@ -148,6 +154,8 @@ def _answer(target: str, run: Run, needs: dict[str, int]) -> Answer:
         ],
         "strategies": needs,
     }
+    if parallel is not None:
+        keys["parallel"] = {**parallel.needed_bytes, "series_dependences": parallel.series_dependences}
     return Answer(target=target, device=run.device.name, keys=keys, parts=_parts(run, keys, op))
 
 
@@ -171,6 +179,7 @@ def _parts(run: Run, keys: dict[str, Any], op: int | None) -> tuple[RenderableTy
     ]
     return (
         rows_table(head),
+        *(_parallel_parts(keys["parallel"]) if "parallel" in keys else ()),
         Text(),
         columns_table(("role", "bytes at the peak", "share"), roles),
         Text(),
@@ -178,6 +187,12 @@ def _parts(run: Run, keys: dict[str, Any], op: int | None) -> tuple[RenderableTy
         Text(),
         columns_table(("largest storages", "bytes", "role", "module"), storages),
     )
+
+
+def _parallel_parts(needs: dict[str, int]) -> tuple[RenderableType, ...]:
+    added = f"with {count_text(needs['series_dependences'], 'dependence')} beside the graph's own"
+    rows = [(row, format_bytes(needs[way]), added if way == "series" else "") for way, row in _PARALLEL_ROWS.items()]
+    return Text(), columns_table(("safe when ops run at the same time", "bytes", ""), rows)
 
 
 def module_of(graph: Graph, storage: Storage) -> str:

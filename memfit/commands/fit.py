@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,29 +10,24 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from memfit.budget import format_bytes, parse_budget
 from memfit.commands import options
 from memfit.commands.answer import Answer, columns_table, deliver, rows_table
-from memfit.commands.planning import (
-    Search,
-    bounds_of,
-    host_of,
-    load_target,
-    make_search,
-    write_report,
-)
+from memfit.commands.curves import write_report
+from memfit.commands.plan_keys import bounds_of, host_of
+from memfit.commands.targets import require_step, resolve
 from memfit.commands.work import Work, working
-from memfit.errors import InvalidOptionError, InvalidTargetError, VerificationError
-from memfit.graph import Graph
-from memfit.plan import Plan, Prediction
-from memfit.report import Measured
-from memfit.report.words import change_text, seconds_text
+from memfit.errors import InvalidOptionError, VerificationError
+from memfit.plan import Bounds, Plan, Prediction
+from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Settings
+from memfit.report.formatting import change_text, seconds_text
+from memfit.runtime.measured import Measured
+from memfit.system.budget import format_bytes, parse_budget
 
 if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
-    from memfit.runtime.fit import Correction, PlannedStep
-    from memfit.runtime.measure import Measurement
+    from memfit.runtime.first_step import Correction
     from memfit.runtime.parts import PartlyPlannedStep
+    from memfit.runtime.step import PlannedStep
 
 EXAMPLES = """
 Examples:
@@ -46,74 +41,82 @@ memfit fit gpt2 --set batch=2 --set layers=6 --budget 500MB --json
 memfit fit resnet50 --plan resnet50.plan.json
 """
 
-# What holds for one graph of a step, and not for all together; a bound on the budget of one is a bound for all.
-_UNKNOWN_FOR_PARTS = {"least_budget_found_bytes": None, "overhead": 0.0, "overhead_in_order": None}
-
 
 def fit(
     target: options.Target,
     budget: options.OptionalBudget = None,
     plan: Annotated[
-        Path | None,
-        typer.Option("--plan", metavar="PLAN", show_default=False, help="Use this plan instead of searching one."),
+        Path | None, typer.Option("--plan", metavar="PLAN", help="Use this plan instead of searching one.")
     ] = None,
     host_budget: options.HostBudget = None,
-    planner: options.Planner = "auto",
+    planner: options.Planner = DEFAULT_PLANNER,
     option: options.PlannerOptions = None,
-    time_limit: options.TimeLimit = 5.0,
+    time_limit: options.TimeLimit = DEFAULT_TIME_LIMIT_SECONDS,
     seed: options.Seed = 0,
-    set_: options.Settings = None,
+    set_: options.WorkloadOptions = None,
     device_profile: options.DeviceProfile = None,
+    no_cache: options.NoCache = False,
     save: options.Save = None,
     report: options.Report = None,
     curve: options.CurvePoints = 10,
-    repeats: Annotated[int, typer.Option("--repeats", metavar="N", help="Steps to measure; medians are shown.")] = 3,
+    repeats: options.Repeats = 3,
     as_json: options.Json = False,
 ) -> int:
     """Plan TARGET within a budget, run it, prove that its results are the same bits as eager's, and measure both."""
     options.require_writable(save, report)
-    options.require_count(curve, "--curve")
-    options.require_count(repeats, "--repeats", least=1)
     given = _given_plan(budget, plan)
-    settings = options.read_settings(set_, "--set")
-    search = make_search(planner, option, time_limit, seed, host_budget)
+    asked = options.plan_settings(
+        given.budget_bytes if given else str(budget),
+        planner,
+        option,
+        time_limit,
+        seed,
+        host_budget=host_budget,
+        no_cache=no_cache,
+    )
+    of_workload = options.read_settings(set_, "--set")
     with working() as work:
-        step = _step(target, load_target(target, settings))
-        planned = _plan(step, given if given else str(budget), search, device_profile, work)
+        settings = work.follow(asked)
+        refusal = f"{target} is a graph file, which can be planned but not run; use `memfit plan`"
+        step = require_step(resolve(target, of_workload), refusal)
+        planned = _plan(step, given, settings, device_profile)
         work.keep(planned.plan, save)
         work.stop_if_interrupted()
         fitted = _run(planned, repeats, work)
         if fitted.corrections:
             work.keep(fitted.plan, save)
         if report:
-            write_report(fitted.plan, report, curve, search, work, fitted.measured)
+            write_report(fitted.plan, report, curve, settings, work, fitted.measured)
     return deliver(_answer(target, fitted, save, report), as_json=as_json)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """What came out: the plan, or of a step in several graphs the one with the highest peak, and the measurement.
+    """The plan that was run, and the measurement.
 
-    `prediction` is None for a step in several graphs: nothing predicts them together. `corrections` say that the plan
-    is a second one, made after the first step of the first one had taken more than the budget.
+    Attributes:
+        plan: of a step in several graphs, the plan with the highest peak.
+        budget_bytes: the user's budget; a corrected plan was made for less.
+        plan_seconds: of all plans of the step together.
+        bounds: of the step.
+        prediction: None for a step in several graphs, which nothing predicts together.
+        measurement: planned and eager steps.
+        corrections: made where the first step took more than the budget; `plan` is then the corrected one.
     """
 
     plan: Plan
     budget_bytes: int
     plan_seconds: float
+    bounds: Bounds
     prediction: Prediction | None
-    measurement: Measurement
+    measurement: Measured
     corrections: tuple[Correction, ...] = ()
 
     @property
     def measured(self) -> Measured:
         """The measurement as the report takes it."""
-        return Measured(
-            peak_bytes=self.measurement.peak_bytes,
-            step_seconds=self.measurement.step_seconds,
-            baseline_peak_bytes=self.measurement.baseline_peak_bytes,
-            baseline_step_seconds=self.measurement.baseline_step_seconds,
-            overhead=self.measurement.overhead,
+        return replace(
+            self.measurement,
             bitwise_equal=True,
             machine=f"{self.plan.device.name}, torch {self.plan.versions.get('torch', 'unknown')}",
             note=" ".join(_sentence(correction) for correction in self.corrections),
@@ -123,41 +126,18 @@ class Fitted:
 def _given_plan(budget: str | None, plan: Path | None) -> Plan | None:
     if (budget is None) == (plan is None):
         raise InvalidOptionError("give either --budget or --plan: a plan has a budget of its own")
-    if budget is not None:
-        options.require_budget(budget)
     return Plan.load(plan) if plan else None
 
 
-def _step(target: str, resolved: TrainingStep | Graph) -> TrainingStep:
-    if isinstance(resolved, Graph):
-        raise InvalidTargetError(f"{target} is a graph file, which can be planned but not run; use `memfit plan`")
-    return resolved
-
-
 def _plan(
-    step: TrainingStep, given: Plan | str, search: Search, device_profile: str | None, work: Work
+    step: TrainingStep, given: Plan | None, settings: Settings, device_profile: str | None
 ) -> PlannedStep | PartlyPlannedStep:
-    """Return the planned step, by the plan that is given or by one within the budget that is given."""
-    from memfit.device_profiles import load_device
-    from memfit.runtime.fit import fit_step
-    from memfit.runtime.planning import Settings
+    """Return the planned step, by the given plan or by one that the settings ask for."""
+    from memfit.cost.device_profiles import load_device
+    from memfit.runtime.step import fit_step
 
-    def on_stage(title: str) -> None:
-        searching = title == "searching a plan"
-        work.stage(title, expected_seconds=search.time_limit_seconds if searching else None)
-
-    settings = Settings(
-        budget=given.budget_bytes if isinstance(given, Plan) else given,
-        planner=search.planner,
-        options=search.options,
-        time_limit_seconds=search.time_limit_seconds,
-        seed=search.seed,
-        host_budget_bytes=search.host_budget_bytes,
-        device=load_device(device_profile) if device_profile else None,
-        on_stage=on_stage,
-        progress=work.on_search,
-    )
-    return fit_step(step, settings, plan=given if isinstance(given, Plan) else None)
+    device = load_device(device_profile) if device_profile else None
+    return fit_step(step, replace(settings, device=device), plan=given)
 
 
 def _run(planned: PlannedStep | PartlyPlannedStep, repeats: int, work: Work) -> Fitted:
@@ -178,7 +158,6 @@ def _run(planned: PlannedStep | PartlyPlannedStep, repeats: int, work: Work) -> 
     work.stage("measuring eager and planned steps")
     measurement = planned.measure(repeats=repeats)
     plan = planned.plan
-    # The user's: a corrected plan was made for less.
     budget_bytes = parse_budget(planned.settings.budget, plan.unplanned.peak_bytes)
     if measurement.peak_bytes > budget_bytes:
         raise VerificationError(
@@ -189,6 +168,7 @@ def _run(planned: PlannedStep | PartlyPlannedStep, repeats: int, work: Work) -> 
         plan=plan,
         budget_bytes=budget_bytes,
         plan_seconds=sum(part.plan_seconds for part in planned.plans),
+        bounds=planned.bounds if in_parts else plan.bounds,
         prediction=None if in_parts else plan.predicted,
         measurement=measurement,
         corrections=corrections,
@@ -220,7 +200,7 @@ def _answer(target: str, fitted: Fitted, save: Path | None, report: Path | None)
         "overhead": measurement.overhead,
         "bitwise_equal": True,
         **host_of(plan),
-        "bounds": bounds_of(plan) if prediction else {**bounds_of(plan), **_UNKNOWN_FOR_PARTS},
+        "bounds": bounds_of(fitted.bounds),
     }
     if fitted.corrections:
         keys["corrections"] = [asdict(correction) for correction in fitted.corrections]

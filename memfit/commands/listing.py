@@ -1,21 +1,22 @@
-"""`memfit planners`, `packers`, `workloads`, `devices`: what there is, with options and sources; no torch."""
+"""`memfit planners`, `packers`, `workloads`, `devices`: lists with options and sources; imports no torch."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memfit.budget import format_bytes
 from memfit.commands import options
 from memfit.commands.answer import Answer, columns_table, deliver
 from memfit.device import Device
 from memfit.packing import PACKERS
 from memfit.planners import PLANNERS
-from memfit.report.words import printable
+from memfit.report.formatting import printable
+from memfit.system.budget import format_bytes
 from memfit.workloads import WORKLOADS
 
 _MORE = {
@@ -29,20 +30,12 @@ EXAMPLES = {noun: f"\nExamples:\n\nmemfit {noun}\n\n{more}\n" for noun, more in 
 
 def planners(as_json: options.Json = False) -> int:
     """List the planners, with their options and sources."""
-    entries: list[dict[str, Any]] = [
-        {"name": name, "description": _first_line(kind), "source": kind.source, "options": _options(kind)}
-        for name, kind in PLANNERS.items()
-    ]
-    return _deliver("planners", entries, "--option", as_json)
+    return _deliver("planners", _entries(PLANNERS), "--option", as_json)
 
 
 def packers(as_json: options.Json = False) -> int:
     """List the packers, with their options and sources."""
-    entries: list[dict[str, Any]] = [
-        {"name": name, "description": _first_line(kind), "source": kind.source, "options": _options(kind)}
-        for name, kind in PACKERS.items()
-    ]
-    return _deliver("packers", entries, "--option", as_json)
+    return _deliver("packers", _entries(PACKERS), "--option", as_json)
 
 
 def workloads(as_json: options.Json = False) -> int:
@@ -54,13 +47,8 @@ def workloads(as_json: options.Json = False) -> int:
             "source": workload.source,
             "requires": workload.requires,
             "options": [
-                {
-                    "name": option.name,
-                    "default": option.default,
-                    "description": option.what,
-                    "choices": list(option.choices),
-                }
-                for option in workload.options
+                {"name": o.name, "default": o.default, "description": o.what, "choices": list(o.choices)}
+                for o in workload.options
             ],
         }
         for workload in WORKLOADS.values()
@@ -70,7 +58,7 @@ def workloads(as_json: options.Json = False) -> int:
 
 def devices(as_json: options.Json = False) -> int:
     """List the device profiles that a plan can be made for."""
-    from memfit.device_profiles import DEVICES
+    from memfit.cost.device_profiles import DEVICES
 
     rows = [_device_row(name, device) for name, device in DEVICES.items()]
     columns = ("name", "memory", "float32", "bfloat16", "memory rate", "link")
@@ -80,15 +68,27 @@ def devices(as_json: options.Json = False) -> int:
     return deliver(Answer(target=None, device=None, keys=keys, parts=parts), as_json=as_json)
 
 
+def _entries(classes: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the description, the source and the options of each planner or packer."""
+    return [
+        {
+            "name": name,
+            "description": (kind.__doc__ or "").strip().partition("\n")[0],
+            "source": kind.source,
+            "options": [
+                {"name": option.name, "default": option.default, "description": option.metadata.get("help", "")}
+                for option in dataclasses.fields(kind)
+            ],
+        }
+        for name, kind in classes.items()
+    ]
+
+
 def _device_row(name: str, device: Device) -> tuple[str, ...]:
     def rate(figure: float | None, unit: str) -> str:
-        return (
-            "-"
-            if figure is None
-            else f"{figure / 1e12:.3g} T{unit}"
-            if figure >= 1e12
-            else f"{figure / 1e9:.3g} G{unit}"
-        )
+        if figure is None:
+            return "-"
+        return f"{figure / 1e12:.3g} T{unit}" if figure >= 1e12 else f"{figure / 1e9:.3g} G{unit}"
 
     return (
         name,
@@ -120,15 +120,3 @@ def _meaning(option: dict[str, Any]) -> str:
 
 def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _options(kind: type) -> list[dict[str, Any]]:
-    """Return the fields of a planner's dataclass: what `--option` takes."""
-    return [
-        {"name": entry.name, "default": entry.default, "description": entry.metadata.get("help", "")}
-        for entry in dataclasses.fields(kind)
-    ]
-
-
-def _first_line(kind: type) -> str:
-    return (kind.__doc__ or "").strip().partition("\n")[0]

@@ -1,4 +1,4 @@
-"""The arguments and options that commands share, and how their texts become values."""
+"""The arguments and options that commands share, and the reading of their texts."""
 
 from __future__ import annotations
 
@@ -10,51 +10,37 @@ from typing import Annotated, get_type_hints
 import msgspec
 import typer
 
-from memfit.budget import parse_budget
 from memfit.errors import InvalidFileError, InvalidOptionError
+from memfit.planners import PLANNERS, make_planner
+from memfit.planning import Settings
+from memfit.system.budget import parse_budget
 
-_ANY_PEAK_BYTES = 1 << 50  # what a percentage is taken of while only its form is looked at
+_ANY_PEAK_BYTES = 1 << 50  # the peak that a percentage is taken of while only its form is checked
 
-Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="TARGET",
-        show_default=False,
-        help="A built-in workload (see `memfit workloads`), path/to/file.py:function that returns a "
-        "memfit.TrainingStep, or a graph file.",
-    ),
-]
-StepTarget = Annotated[
-    str,
-    typer.Argument(
-        metavar="TARGET",
-        show_default=False,
-        help="A built-in workload (see `memfit workloads`), or path/to/file.py:function that returns a "
-        "memfit.TrainingStep.",
-    ),
-]
+_STEP = "A built-in workload (see `memfit workloads`), {}path/to/file.py:function that returns a memfit.TrainingStep{}."
+
+Target = Annotated[str, typer.Argument(metavar="TARGET", help=_STEP.format("", ", or a graph file"))]
+StepTarget = Annotated[str, typer.Argument(metavar="TARGET", help=_STEP.format("or ", ""))]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A file that `--save` wrote.")]
 Budget = Annotated[
     str,
     typer.Option(
         "--budget",
         "-b",
         metavar="BUDGET",
-        show_default=False,
         help="6GiB, 500MB, a whole number of bytes, or 60% of the unplanned peak. It covers parameters and inputs too.",
     ),
 ]
 OptionalBudget = Annotated[
-    str | None,
-    typer.Option("--budget", "-b", metavar="BUDGET", show_default=False, help="As for `memfit plan`; or give --plan."),
+    str | None, typer.Option("--budget", "-b", metavar="BUDGET", help="As for `memfit plan`; or give --plan.")
 ]
 HostBudget = Annotated[
     str | None,
     typer.Option(
         "--host-budget",
         metavar="SIZE",
-        show_default=False,
-        help="Storages may go to the host's memory, up to this size, where the device has a link to it: 64GiB. "
-        "None by default: what is copied there is pinned, and taken from all that runs on the host.",
+        help="Storages may be copied to the host's memory, up to this size, if the device has a link to it: 64GiB. "
+        "None by default: host copies are pinned memory, which nothing else on the host can use.",
     ),
 ]
 Planner = Annotated[str, typer.Option("--planner", "-p", metavar="NAME", help="See `memfit planners`.")]
@@ -62,42 +48,77 @@ PlannerOptions = Annotated[
     list[str] | None,
     typer.Option("--option", metavar="NAME=VALUE", help="An option of the planner; may be given several times."),
 ]
-TimeLimit = Annotated[float, typer.Option("--time-limit", "-t", metavar="SECONDS", help="For the search of a plan.")]
+TimeLimit = Annotated[
+    float, typer.Option("--time-limit", "-t", metavar="SECONDS", help="Most seconds for the search of a plan.")
+]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Of the search: the same seed gives the same plan.")]
-Settings = Annotated[
+WorkloadOptions = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="An option of the workload, such as batch=4; may be repeated."),
 ]
-Save = Annotated[
-    Path | None,
-    typer.Option("--save", "-s", metavar="PLAN", show_default=False, help="Write the plan to this file (JSON)."),
+NoCache = Annotated[
+    bool,
+    typer.Option("--no-cache", help="Search a new plan even if one of the same step and settings was kept on disk."),
 ]
+Save = Annotated[Path | None, typer.Option("--save", "-s", metavar="PLAN", help="Write the plan to this file (JSON).")]
 Report = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="FILE.html", show_default=False, help="Write an HTML report to this file."),
+    Path | None, typer.Option("--report", metavar="FILE.html", help="Write an HTML report to this file.")
 ]
 DeviceProfile = Annotated[
     str | None,
     typer.Option(
         "--device-profile",
         metavar="NAME|FILE",
-        show_default=False,
         help="Plan for this device instead of the one here (see `memfit devices`); times then come from a roofline.",
     ),
 ]
-EstimatedDevice = Annotated[
-    str | None,
-    typer.Option(
-        "--device-profile",
-        metavar="NAME|FILE",
-        show_default=False,
-        help="Round sizes up as this device does (see `memfit devices`) instead of the one here.",
-    ),
-]
 CurvePoints = Annotated[
-    int, typer.Option("--curve", metavar="N", help="Points of the report's trade-off curve; 0 leaves it out.")
+    int, typer.Option("--curve", metavar="N", min=0, help="Points of the report's trade-off curve; 0 leaves it out.")
 ]
+Repeats = Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Steps to measure; medians are shown.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on standard output.")]
+
+
+def plan_settings(
+    budget: str | int,
+    planner: str,
+    option: list[str] | None,
+    time_limit: float,
+    seed: int,
+    *,
+    host_budget: str | None = None,
+    no_cache: bool = False,
+) -> Settings:
+    """Return the settings of a plan that the options of a command give, checked before any work is done.
+
+    >>> plan_settings("6GiB", "search", ["iterations=100"], 5.0, 0).options
+    {'iterations': 100}
+
+    Args:
+        budget: text such as `6GiB` or `60%`, or bytes.
+        planner: a planner's name.
+        option: `NAME=VALUE` texts of the planner's options.
+        time_limit: seconds.
+        seed: a whole number from 0 on.
+        host_budget: text such as `64GiB`; None allows no offloading.
+        no_cache: whether kept plans are left unread.
+
+    Raises:
+        InvalidBudgetError: a budget that cannot be read.
+        InvalidOptionError: no such planner, no such option, or a value that it cannot have.
+    """
+    parse_budget(budget, unplanned_peak_bytes=_ANY_PEAK_BYTES)
+    settings = Settings(
+        budget=budget,
+        planner=planner,
+        options=typed_options("planner", planner, PLANNERS, read_settings(option, "--option")),
+        time_limit_seconds=require_time_limit(time_limit),
+        seed=seed,
+        host_budget_bytes=read_host_budget(host_budget),
+        reads_kept_plans=not no_cache,
+    )
+    make_planner(planner, **settings.options)
+    return settings
 
 
 def read_settings(texts: Iterable[str] | None, option: str) -> dict[str, str]:
@@ -105,29 +126,42 @@ def read_settings(texts: Iterable[str] | None, option: str) -> dict[str, str]:
 
     >>> read_settings(["batch=4", "size=128"], "--set")
     {'batch': '4', 'size': '128'}
+
+    Args:
+        texts: what the user gave; None is nothing.
+        option: the name of the option, for the message.
+
+    Raises:
+        InvalidOptionError: a text of another form, or a name twice.
     """
-    settings: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     for text in texts or ():
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
             raise InvalidOptionError(f"{option} {text!r} is not a setting: expected NAME=VALUE, such as batch=4")
-        if name.strip() in settings:
+        if name.strip() in pairs:
             raise InvalidOptionError(f"{option} gives {name.strip()!r} twice; give it once")
-        settings[name.strip()] = value.strip()
-    return settings
+        pairs[name.strip()] = value.strip()
+    return pairs
 
 
 def typed_options(kind: str, name: str, classes: Mapping[str, type], texts: Mapping[str, str]) -> dict[str, object]:
-    """Return the options of a planner or packer read from text, each as the type of its own field.
+    """Return the options of a planner or packer, each converted from text to the type of its field.
 
-    What is not in `classes`, and options that its class does not have, are left for the registry to refuse.
+    A name that is not in `classes`, and an option that its class lacks, stay as they are: the registry refuses them.
 
     >>> from memfit.planners import PLANNERS
     >>> typed_options("planner", "search", PLANNERS, {"iterations": "100"})
     {'iterations': 100}
 
+    Args:
+        kind: `planner` or `packer`, for the message.
+        name: of the planner or packer.
+        classes: name -> class with the options as fields.
+        texts: option -> value.
+
     Raises:
-        InvalidOptionError: a value that the option cannot take.
+        InvalidOptionError: a value that the option cannot have.
     """
     hints = get_type_hints(classes[name]) if name in classes else {}
     values: dict[str, object] = {}
@@ -139,16 +173,14 @@ def typed_options(kind: str, name: str, classes: Mapping[str, type], texts: Mapp
     return values
 
 
-def require_budget(text: str) -> None:
-    """Refuse, before any work is done, a budget that could not be read later."""
-    parse_budget(text, unplanned_peak_bytes=_ANY_PEAK_BYTES)
-
-
 def read_host_budget(text: str | None) -> int:
-    """Return the bytes of `--host-budget`; none is 0, which allows no offloading.
+    """Return the bytes of `--host-budget`; without it 0, which allows no offloading.
 
     >>> read_host_budget("2GiB"), read_host_budget(None)
     (2147483648, 0)
+
+    Raises:
+        InvalidBudgetError, InvalidOptionError: not a size.
     """
     if text is not None and text.strip().endswith("%"):
         raise InvalidOptionError(f"--host-budget is {text!r}, expected a size such as 64GiB")
@@ -156,21 +188,14 @@ def read_host_budget(text: str | None) -> int:
 
 
 def require_time_limit(seconds: float) -> float:
-    """Return `seconds` where it is a time limit that can be kept."""
+    """Return `seconds`, or raise InvalidOptionError unless it is a finite number above 0."""
     if not (math.isfinite(seconds) and seconds > 0):
         raise InvalidOptionError(f"--time-limit is {seconds}, expected a number of seconds above 0")
     return seconds
 
 
-def require_count(count: int, option: str, least: int = 0) -> int:
-    """Return `count` where it is at least `least`."""
-    if count < least:
-        raise InvalidOptionError(f"{option} is {count}, expected {least} or more")
-    return count
-
-
 def require_writable(*paths: Path | None) -> None:
-    """Refuse, before any work is done, a file to be written whose folder is not there or that is a folder itself."""
+    """Raise InvalidFileError, before any work is done, for a file whose folder is missing, or that is a folder."""
     for path in paths:
         if path is None:
             continue

@@ -1,4 +1,4 @@
-"""`memfit pack`: offsets for any allocation trace, checked, with a picture; `memfit packers` lists who can."""
+"""`memfit pack`: checked offsets for an allocation trace, or parallel-safe ones for a graph, with a picture."""
 
 from __future__ import annotations
 
@@ -6,20 +6,29 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
+import numpy as np
 import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from memfit.budget import format_bytes
 from memfit.commands import options
-from memfit.commands.answer import DONE, INTERRUPTED, Answer, deliver, rows_table
+from memfit.commands.answer import Answer, deliver, rows_table
+from memfit.commands.targets import GRAPH_ENDINGS
 from memfit.commands.work import Work, working
+from memfit.device import GENERIC, Device
 from memfit.errors import InvalidOptionError
-from memfit.packing import PACKERS, Blocks, Layout, Packer, PackingProblem, Progress, check_layout, make_packer
+from memfit.graph import Graph
+from memfit.packing import PACKERS, Blocks, Layout, Packer, PackingProblem, check_layout, make_packer
+from memfit.packing.blocks import make_layout
+from memfit.packing.check_parallel import check_parallel
+from memfit.packing.parallel import WAYS, pack_parallel, serial_blocks
 from memfit.packing.trace_file import read_trace, write_offsets
-from memfit.report.layout_page import write_layout_html
-from memfit.report.layout_picture import layout_text, write_layout_png
-from memfit.report.words import seconds_text
+from memfit.report.formatting import count_text, seconds_text
+from memfit.report.layout_page import write_layout_html, write_layout_png
+from memfit.report.layout_text import layout_text
+from memfit.report.picture import find_chrome
+from memfit.system.budget import format_bytes
 
 EXAMPLES = """
 Examples:
@@ -29,93 +38,159 @@ memfit pack trace.csv
 memfit pack trace.csv --packer exact --time-limit 60 --output offsets.csv
 
 memfit pack trace.csv --ends inclusive --align 512 --picture layout.html --timeline
+
+memfit pack step.graph.json.gz --parallel-safe ancestors --picture layout.html
 """
 
 _HTML, _PNG = (".html", ".htm"), (".png",)
 
 
+_File = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE",
+        help="A CSV file, or gzip of it, with one block a row: id,lower,upper,size. Or a graph file.",
+    ),
+]
+_Packer = Annotated[str, typer.Option("--packer", "-p", metavar="NAME", help="See `memfit packers`.")]
+_PackerOptions = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="NAME=VALUE", help="An option of the packer; may be given several times."),
+]
+_TimeLimit = Annotated[
+    float, typer.Option("--time-limit", "-t", metavar="SECONDS", help="When packers that improve have to answer.")
+]
+_Ends = Annotated[
+    str, typer.Option("--ends", metavar="exclusive|inclusive", help="Whether a block is live in its `upper` step.")
+]
+_Align = Annotated[int, typer.Option("--align", metavar="N", min=1, help="Every offset is a multiple of N.")]
+_Seed = Annotated[int, typer.Option("--seed", metavar="N", help="The same seed gives the same layout.")]
+_Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="OUT.csv", help="Write blocks with their offsets."),
+]
+_Picture = Annotated[
+    Path | None,
+    typer.Option("--picture", metavar="FILE.html|.png", help="Draw address over time."),
+]
+_Timeline = Annotated[bool, typer.Option("--timeline", help="Draw the layout as text.")]
+_ParallelSafe = Annotated[
+    str | None,
+    typer.Option(
+        "--parallel-safe",
+        metavar="|".join(WAYS),
+        help="Pack the storages of a graph file so that its ops may run at the same time: share where the graph "
+        "orders the ops, or along its longest paths only, or as in series, with the dependences that this needs.",
+    ),
+]
+
+
 def pack(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE.csv", show_default=False, help="One block a row: id,lower,upper,size; or gzip."),
-    ],
-    packer: Annotated[str, typer.Option("--packer", "-p", metavar="NAME", help="See `memfit packers`.")] = "auto",
-    option: Annotated[
-        list[str] | None,
-        typer.Option("--option", metavar="NAME=VALUE", help="An option of the packer; may be given several times."),
-    ] = None,
-    time_limit: Annotated[
-        float, typer.Option("--time-limit", "-t", metavar="SECONDS", help="When packers that improve have to answer.")
-    ] = 10.0,
-    ends: Annotated[
-        str,
-        typer.Option("--ends", metavar="exclusive|inclusive", help="Whether a block is live in its `upper` step."),
-    ] = "exclusive",
-    align: Annotated[int, typer.Option("--align", metavar="N", help="Every offset is a multiple of N.")] = 1,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The same seed gives the same layout.")] = 0,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="OUT.csv", show_default=False, help="Write blocks with their offsets."),
-    ] = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option("--picture", metavar="FILE.html|.png", show_default=False, help="Draw address over time."),
-    ] = None,
-    timeline: Annotated[bool, typer.Option("--timeline", help="Draw the layout as text.")] = False,
+    file: _File,
+    packer: _Packer = "auto",
+    option: _PackerOptions = None,
+    time_limit: _TimeLimit = 10.0,
+    ends: _Ends = "exclusive",
+    align: _Align = 1,
+    seed: _Seed = 0,
+    output: _Output = None,
+    picture: _Picture = None,
+    timeline: _Timeline = False,
+    parallel_safe: _ParallelSafe = None,
     as_json: options.Json = False,
 ) -> int:
-    """Give every block of FILE.csv an address, as low as can be. Steps are half-open, [lower, upper)."""
+    """Give every block of FILE an address, as low as possible. Steps are half-open, [lower, upper)."""
     options.require_writable(output, picture)
     _require_picture(picture)
+    _require_kind(file, parallel_safe, packer, option)
     settings = options.read_settings(option, "--option")
     chosen = make_packer(packer, **options.typed_options("packer", packer, PACKERS, settings))
     limit = options.require_time_limit(time_limit)
     with working() as work:
-        work.stage("reading the trace")
-        blocks = read_trace(file, ends=_read_ends(ends), alignment_bytes=align)
-        layout, seconds = _packed(blocks, chosen, limit, seed, work)
+        work.stage("reading the file")
+        if parallel_safe is None:
+            blocks = read_trace(file, ends=ends, alignment_bytes=align)
+            layout, seconds = _packed(blocks, chosen, limit, seed, work)
+            extra: dict[str, Any] = {}
+        else:
+            device = msgspec.structs.replace(GENERIC, alignment_bytes=align)
+            graph = Graph.load(file)
+            blocks, layout, seconds, extra = _packed_in_parallel(graph, parallel_safe, device, limit, seed, work)
         if output is not None:
             write_offsets(output, blocks, layout)
         if picture is not None:
-            _draw(picture, blocks, layout, file.name)
-    status = INTERRUPTED if work.interrupted else DONE
-    return deliver(_answer(file, blocks, layout, seconds, timeline, status), as_json=as_json)
+            draw = write_layout_png if picture.suffix.lower() in _PNG else write_layout_html
+            draw(blocks, layout, picture, name=file.name)
+    return deliver(_answer(file, blocks, layout, seconds, extra, timeline, work.exit_status), as_json=as_json)
 
 
 def _packed(blocks: Blocks, packer: Packer, limit: float, seed: int, work: Work) -> tuple[Layout, float]:
     """Return a layout that the checker has passed, and the seconds that the packer took for it."""
     work.stage("packing", expected_seconds=limit)
-
-    def tell(progress: Progress) -> None:
-        work.done(progress.seconds, limit)
-
+    problem = PackingProblem(
+        blocks=blocks,
+        time_limit_seconds=limit,
+        seed=seed,
+        progress=lambda progress: work.done(progress.seconds, limit),
+    )
     started = time.perf_counter()
-    layout = packer.pack(PackingProblem(blocks=blocks, time_limit_seconds=limit, seed=seed, progress=tell))
+    layout = packer.pack(problem)
     seconds = time.perf_counter() - started
     work.stage("checking")
     check_layout(blocks, layout)
     return layout, seconds
 
 
-def _read_ends(text: str) -> Any:
-    if text not in ("exclusive", "inclusive"):
-        raise InvalidOptionError(f"--ends is {text!r}, expected exclusive (half-open ranges) or inclusive")
-    return text
+def _packed_in_parallel(
+    graph: Graph, way: str, device: Device, limit: float, seed: int, work: Work
+) -> tuple[Blocks, Layout, float, dict[str, Any]]:
+    """Return the storages as blocks of the graph's own order, their layout, the seconds it took, and more JSON keys."""
+    work.stage("packing", expected_seconds=limit)
+    started = time.perf_counter()
+    found = pack_parallel(graph, way, device, seconds=limit, seed=seed)
+    seconds = time.perf_counter() - started
+    work.stage("checking")
+    check_parallel(graph, found, device)
+    storages = list(found.offsets_bytes)
+    blocks = serial_blocks(graph, storages, device)
+    layout = make_layout(blocks, np.array([found.offsets_bytes[s] for s in storages], np.int64), packer=way)
+    check_layout(blocks, layout)
+    return blocks, layout, seconds, {"parallel_safe": way, "dependences": found.dependences}
+
+
+def _require_kind(file: Path, way: str | None, packer: str, option: list[str] | None) -> None:
+    """Refuse a graph without `--parallel-safe`, and what cannot be packed with it."""
+    is_graph = file.name.endswith(GRAPH_ENDINGS)
+    if way is None:
+        if is_graph:
+            raise InvalidOptionError(
+                f"{file} is a graph file: give --parallel-safe ({'|'.join(WAYS)}) to pack its storages, or use "
+                "`memfit plan`, whose plans have their layout"
+            )
+        return
+    if way not in WAYS:
+        raise InvalidOptionError(f"--parallel-safe is {way!r}, expected one of {', '.join(WAYS)}")
+    if not is_graph:
+        raise InvalidOptionError(
+            f"--parallel-safe needs the dependences of ops, and {file} has none; give a graph file (*.graph.json)"
+        )
+    if packer != "auto" or option:
+        raise InvalidOptionError("--parallel-safe has its own way of packing; leave out --packer and --option")
 
 
 def _require_picture(path: Path | None) -> None:
-    if path is not None and path.suffix.lower() not in (*_HTML, *_PNG):
+    """Refuse a picture that cannot be drawn, before any work is done."""
+    if path is None:
+        return
+    if path.suffix.lower() not in (*_HTML, *_PNG):
         raise InvalidOptionError(f"--picture {str(path)!r} ends in {path.suffix!r}, expected .html or .png")
-
-
-def _draw(path: Path, blocks: Blocks, layout: Layout, name: str) -> None:
     if path.suffix.lower() in _PNG:
-        write_layout_png(blocks, layout, path)
-    else:
-        write_layout_html(blocks, layout, path, name=name)
+        find_chrome()
 
 
-def _answer(file: Path, blocks: Blocks, layout: Layout, seconds: float, timeline: bool, status: int) -> Answer:
+def _answer(
+    file: Path, blocks: Blocks, layout: Layout, seconds: float, extra: dict[str, Any], timeline: bool, status: int
+) -> Answer:
     keys: dict[str, Any] = {
         "blocks": len(blocks),
         "height": layout.height_bytes,
@@ -124,6 +199,7 @@ def _answer(file: Path, blocks: Blocks, layout: Layout, seconds: float, timeline
         "proven": layout.proven,
         "packer": layout.packer,
         "pack_seconds": seconds,
+        **extra,
     }
     proof = "no layout is lower" if layout.proven else "a lower layout may exist"
     rows = {
@@ -131,8 +207,10 @@ def _answer(file: Path, blocks: Blocks, layout: Layout, seconds: float, timeline
         "height": f"{layout.height_bytes} ({format_bytes(layout.height_bytes)})",
         "lower bound": f"{layout.lower_bound_bytes} ({format_bytes(layout.lower_bound_bytes)}), the most live bytes",
         "ratio": f"{layout.ratio:.4f}; {proof}",
-        "packer": f"{layout.packer}, {seconds_text(seconds)}",
+        "shared by" if extra else "packer": f"{layout.packer}, {seconds_text(seconds)}",
     }
+    if extra:
+        rows["added"] = f"{count_text(len(extra['dependences']), 'dependence')} beside those of the graph"
     parts: list[RenderableType] = [rows_table(rows)]
     if timeline:
         parts += [Text(), *layout_text(blocks, layout)]

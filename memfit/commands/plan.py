@@ -1,4 +1,4 @@
-"""`memfit plan`: find a plan and say what it would cost; nothing is run."""
+"""`memfit plan`: find a plan and show its cost; nothing is run."""
 
 from __future__ import annotations
 
@@ -9,25 +9,19 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from memfit.budget import format_bytes
 from memfit.commands import options
-from memfit.commands.answer import DONE, INTERRUPTED, Answer, columns_table, deliver, rows_table
-from memfit.commands.planning import (
-    bounds_of,
-    counts_of,
-    find_plan,
-    graph_with_costs,
-    host_of,
-    load_target,
-    make_search,
-    trade_off,
-    write_report,
-)
+from memfit.commands.answer import INTERRUPTED, Answer, columns_table, deliver, rows_table
+from memfit.commands.curves import trade_off, write_report
+from memfit.commands.graph_with_costs import graph_with_costs
+from memfit.commands.plan_keys import bounds_of, counts_of, host_of
+from memfit.commands.targets import resolve
 from memfit.commands.work import working
 from memfit.plan import Plan
+from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, make_plan
 from memfit.report import text_summary
-from memfit.report.figures import CurvePoint
-from memfit.report.words import change_text
+from memfit.report.curve import CurvePoint
+from memfit.report.formatting import change_text, status_text
+from memfit.system.budget import format_bytes
 
 EXAMPLES = """
 Examples:
@@ -50,37 +44,41 @@ def plan(
     target: options.Target,
     budget: options.Budget,
     host_budget: options.HostBudget = None,
-    planner: options.Planner = "auto",
+    planner: options.Planner = DEFAULT_PLANNER,
     option: options.PlannerOptions = None,
-    time_limit: options.TimeLimit = 5.0,
+    time_limit: options.TimeLimit = DEFAULT_TIME_LIMIT_SECONDS,
     seed: options.Seed = 0,
-    set_: options.Settings = None,
+    set_: options.WorkloadOptions = None,
     device_profile: options.DeviceProfile = None,
+    no_cache: options.NoCache = False,
     save: options.Save = None,
     report: options.Report = None,
     curve: options.CurvePoints = 10,
     frontier: Annotated[
         int,
-        typer.Option("--frontier", metavar="N", help="Plan N more budgets, from the unplanned peak to the bound."),
+        typer.Option(
+            "--frontier",
+            metavar="N",
+            min=0,
+            help="Plan N more budgets with planner auto, from the unplanned peak down to the bound.",
+        ),
     ] = 0,
     as_json: options.Json = False,
 ) -> int:
-    """Find a plan for TARGET within a budget, and say what it would cost. Nothing is run."""
+    """Find a plan for TARGET within a budget, and show its cost. Nothing is run."""
     options.require_writable(save, report)
-    options.require_count(curve, "--curve")
-    options.require_count(frontier, "--frontier")
-    options.require_budget(budget)
-    settings = options.read_settings(set_, "--set")
-    search = make_search(planner, option, time_limit, seed, host_budget)
+    asked = options.plan_settings(budget, planner, option, time_limit, seed, host_budget=host_budget, no_cache=no_cache)
+    of_workload = options.read_settings(set_, "--set")
     with working() as work:
-        graph, device = graph_with_costs(load_target(target, settings), device_profile, work)
-        found = find_plan(graph, device, budget, search, work)
+        settings = work.follow(asked)
+        resolved = resolve(target, of_workload)
+        costed = graph_with_costs(resolved, device_profile, work)
+        found = make_plan(costed.graph, costed.device, costed.with_shares(settings))
         work.keep(found, save)
-        points = trade_off(found, frontier, time_limit, search, work) if not work.interrupted else []
+        points = trade_off(found, frontier, time_limit, settings, work) if not work.interrupted else []
         if report and not work.interrupted:
-            write_report(found, report, curve, search, work)
-    status = INTERRUPTED if work.interrupted else DONE
-    return deliver(_answer(target, found, points, save, report, status), as_json=as_json)
+            write_report(found, report, curve, settings, work)
+    return deliver(_answer(target, found, points, save, report, work.exit_status), as_json=as_json)
 
 
 def _answer(
@@ -94,7 +92,7 @@ def _answer(
         "predicted": {"peak_bytes": plan.predicted.peak_bytes, "seconds": plan.predicted.seconds},
         "unplanned": {"peak_bytes": plan.unplanned.peak_bytes, "seconds": plan.unplanned.seconds},
         "overhead": plan.overhead,
-        "bounds": bounds_of(plan),
+        "bounds": bounds_of(plan.bounds),
         "counts": counts_of(plan),
         **host_of(plan),
     }
@@ -117,4 +115,5 @@ def _answer(
 
 
 def _frontier_row(point: CurvePoint) -> tuple[str, str]:
-    return format_bytes(point.budget_bytes), point.status if point.overhead is None else change_text(point.overhead)
+    reached = status_text(point.status) if point.overhead is None else change_text(point.overhead)
+    return format_bytes(point.budget_bytes), reached

@@ -1,4 +1,4 @@
-"""`memfit report`: a plan as a page, a picture, a trace, or an explanation on the terminal."""
+"""`memfit report`: a plan as a page, a picture, a trace, or an explanation in text."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from rich.console import RenderableType
 
 from memfit.commands import options
 from memfit.commands.answer import Answer, deliver, rows_table
-from memfit.commands.planning import Search, larger_budgets, trade_off, write_report
+from memfit.commands.curves import report_curve, write_report
 from memfit.commands.work import Work, working
 from memfit.errors import InvalidOptionError
 from memfit.plan import Plan
+from memfit.planning import DEFAULT_TIME_LIMIT_SECONDS, Settings
 from memfit.report import write_png, write_trace
 from memfit.report.explanation import explained, explanation_keys
 from memfit.report.text import explanation_text
@@ -31,7 +32,7 @@ memfit report step.plan.json -o step.png -o step.trace.json --curve 0
 
 
 def report(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", show_default=False, help="A file that `--save` wrote.")],
+    plan: options.PlanFile,
     output: Annotated[
         list[Path] | None,
         typer.Option(
@@ -42,7 +43,7 @@ def report(
         ),
     ] = None,
     curve: options.CurvePoints = 10,
-    time_limit: options.TimeLimit = 5.0,
+    time_limit: options.TimeLimit = DEFAULT_TIME_LIMIT_SECONDS,
     seed: options.Seed = 0,
     as_json: options.Json = False,
 ) -> int:
@@ -50,32 +51,30 @@ def report(
     files = output or []
     writers = [(path, _writer(path)) for path in files]
     options.require_writable(*files)
-    options.require_count(curve, "--curve")
     loaded = Plan.load(plan)
-    search = Search(planner=loaded.planner, time_limit_seconds=options.require_time_limit(time_limit), seed=seed)
+    asked = Settings(budget=loaded.budget_bytes, time_limit_seconds=options.require_time_limit(time_limit), seed=seed)
     with working() as work:
+        settings = work.follow(asked)
         for path, write in writers:
-            write(loaded, path, curve, search, work)
+            write(loaded, path, curve, settings, work)
         keys: dict[str, Any] = {"files": [str(path) for path in files]}
         parts: tuple[RenderableType, ...] = (rows_table({str(path): "written" for path in files}),)
         if not files:
-            each_seconds = search.time_limit_seconds / max(curve, 1)
-            points = trade_off(loaded, curve, each_seconds, search, work, also=larger_budgets(loaded))
-            work.stage("pricing the fates of storages")
+            points = report_curve(loaded, curve, settings, work)
             explanation = explained(loaded, points)
             parts = () if as_json else (explanation_text(explanation),)
             keys |= {"explanation": explanation_keys(explanation)} if as_json else {}
     return deliver(Answer(target=str(plan), device=loaded.device.name, keys=keys, parts=parts), as_json=as_json)
 
 
-Writer = Callable[[Plan, Path, int, Search, Work], None]
+Writer = Callable[[Plan, Path, int, Settings, Work], None]
 
 
 def _writer(path: Path) -> Writer:
-    """Return what writes a file of this suffix.
+    """Return the function that writes a file of this suffix.
 
     Raises:
-        InvalidOptionError: none of the suffixes that there are.
+        InvalidOptionError: an unknown suffix.
     """
     if path.suffix not in _WRITERS:
         raise InvalidOptionError(
@@ -84,12 +83,12 @@ def _writer(path: Path) -> Writer:
     return _WRITERS[path.suffix]
 
 
-def _write_picture(plan: Plan, path: Path, _curve: int, _search: Search, work: Work) -> None:
+def _write_picture(plan: Plan, path: Path, _curve: int, _settings: Settings, work: Work) -> None:
     work.stage("drawing the picture")
     write_png(plan, path)
 
 
-def _write_trace(plan: Plan, path: Path, _curve: int, _search: Search, _work: Work) -> None:
+def _write_trace(plan: Plan, path: Path, _curve: int, _settings: Settings, _work: Work) -> None:
     write_trace(plan, path)
 
 

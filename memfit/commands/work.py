@@ -1,10 +1,11 @@
-"""While a command works: progress on standard error that goes away in the end, and a Ctrl-C that is remembered."""
+"""Progress of a command on standard error, removed at its end, and whether Ctrl-C was pressed."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -12,25 +13,25 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from memfit import plan
-from memfit.budget import format_bytes
+from memfit.commands.answer import DONE, INTERRUPTED
 from memfit.errors import MemfitError
-from memfit.report.words import change_text
+from memfit.planning import SEARCHING, Settings
+from memfit.report.formatting import change_text
+from memfit.system.budget import format_bytes
 
 
 class CommandInterrupted(MemfitError):  # noqa: N818 - nothing went wrong
-    """Ctrl-C ended a command; the message says what is kept."""
+    """Ctrl-C ended a command; the message names the file of the best plan so far."""
 
-    exit_status = 130
+    exit_status = INTERRUPTED
 
 
 class Work:
-    """What a command is doing, shown on a terminal, and whether Ctrl-C was pressed meanwhile.
-
-    A planner that is interrupted still answers, so that only this can tell an interrupted search from a finished one.
+    """The stage that a command is in, shown on a terminal, and whether Ctrl-C was pressed.
 
     Attributes:
-        interrupted: whether Ctrl-C was pressed.
-        kept: the file that holds the best plan so far, once a command has written it.
+        interrupted: whether Ctrl-C was pressed; a planner returns its best plan so far then.
+        kept: the file with the best plan so far, once a command has written it.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -40,17 +41,30 @@ class Work:
         self.interrupted = False
         self.kept: Path | None = None
 
+    @property
+    def exit_status(self) -> int:
+        """The exit status of a command that answers with what it has after Ctrl-C."""
+        return INTERRUPTED if self.interrupted else DONE
+
     def stage(self, title: str, *, expected_seconds: float | None = None) -> None:
-        """Say what is done from now on, and how long it may take where that is known."""
+        """Show the name of a new stage; `expected_seconds`, if known, is how long it may take."""
         self._expected_seconds = expected_seconds
         self._progress.reset(self._task, description=title, total=None, detail="", visible=True)
 
     def done(self, done: float, total: float) -> None:
-        """Say how much of the present stage is done."""
+        """Show how much of the present stage is done."""
         self._progress.update(self._task, completed=min(done, total), total=total)
 
+    def follow(self, settings: Settings) -> Settings:
+        """Return the settings with the stages and the progress of each search shown here."""
+
+        def on_stage(title: str) -> None:
+            self.stage(title, expected_seconds=settings.time_limit_seconds if title == SEARCHING else None)
+
+        return replace(settings, on_stage=on_stage, progress=self.on_search)
+
     def on_search(self, progress: plan.Progress) -> None:
-        """Show how the search for a plan goes; this is Problem's `progress`."""
+        """Show the progress of a search; this is the `progress` of a Problem."""
         detail = progress.message
         if progress.best_overhead is not None and progress.best_peak_bytes is not None:
             best = f"best {change_text(progress.best_overhead)} at {format_bytes(progress.best_peak_bytes)}"
@@ -60,13 +74,13 @@ class Work:
             self.done(progress.elapsed_seconds, self._expected_seconds)
 
     def keep(self, found: plan.Plan, path: Path | None) -> None:
-        """Save the best plan so far where the user wants it saved."""
+        """Save the best plan so far to `path`; None saves nothing."""
         if path is not None:
             found.save(path)
             self.kept = path
 
     def stop_if_interrupted(self) -> None:
-        """Raise CommandInterrupted where Ctrl-C was pressed."""
+        """Raise CommandInterrupted if Ctrl-C was pressed."""
         if self.interrupted:
             raise CommandInterrupted(
                 f"interrupted; the best plan so far is in {self.kept}"
@@ -77,7 +91,7 @@ class Work:
 
 @contextmanager
 def working() -> Generator[Work]:
-    """Show the work, and turn what a Ctrl-C breaks off into CommandInterrupted; the handler before is put back."""
+    """Show the work of a command, and turn Ctrl-C into CommandInterrupted; the signal handler is restored after it."""
     console = Console(stderr=True)
     progress = Progress(
         SpinnerColumn(),
@@ -100,7 +114,7 @@ def working() -> Generator[Work]:
         with progress:
             yield work
     except (KeyboardInterrupt, MemfitError):
-        work.stop_if_interrupted()  # an interrupted planner answers that its time is up: say what really happened
+        work.stop_if_interrupted()  # the error may only be that an interrupted planner had found no plan yet
         raise
     finally:
         signal.signal(signal.SIGINT, previous)

@@ -1,8 +1,7 @@
-"""The rates of a device that is here: computation by dtype, memory, launch, and the link to the host."""
+"""Calibration: measured rates of a device at hand: computation by dtype, memory, launch, link to the host."""
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -11,24 +10,18 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from memfit.cost.disk import environment_path, keep
 from memfit.cost.environment import environment, find_device, hardware_name
 from memfit.device import Device
-from memfit.errors import InvalidFileError
-from memfit.files import decode, read_bytes
-
-CPU_ALIGNMENT_BYTES = 64  # c10/core/alignment.h, gAlignment
-CUDA_ALIGNMENT_BYTES = 512  # c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize
+from memfit.system.cache import environment_path, keep, read_kept
+from memfit.system.recorder import CPU_ALIGNMENT_BYTES, CUDA_ALIGNMENT_BYTES
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SMALLEST_PRODUCT, _LARGEST_PRODUCT = 256, 8192  # rows of the square matrices that are multiplied
-_SATURATED_SECONDS = 0.02  # a product that takes this long shows the rate of long ones
+_SATURATED_SECONDS = 0.02  # a product of this length runs at the rate of long ones
 _COPY_BYTES = 256 << 20  # well beyond every cache
-_COPY_SHARE = 8  # of the device's free memory, at most one part in so many is copied
-_LEAST_RUNS, _MOST_RUNS, _ENOUGH_SECONDS = 3, 50, 0.2
+_COPY_SHARE = 8  # a copy takes at most this part of the free memory: one eighth
+_LEAST_RUNS, _MOST_RUNS, _ENOUGH_SECONDS = 3, 50, 0.1
 _LAUNCHES = 200
-
-_log = logging.getLogger(__name__)
 
 
 def calibrate(device: torch.device | str, *, clock: Callable[[], float] = time.perf_counter) -> Device:
@@ -37,12 +30,16 @@ def calibrate(device: torch.device | str, *, clock: Callable[[], float] = time.p
         profile = calibrate("cuda")
         profile.memory_bytes_per_second, profile.to_host_bytes_per_second
 
-    Compute rates are those of square matrix products by dtype, the memory rate that of a copy (bytes read plus bytes
-    written), the link's that of copies from and to pinned memory, and `launch_seconds` what the smallest op takes. A
-    CPU has no link: its host is itself. Takes a few seconds.
+    Compute rates are those of square matrix products by dtype. The memory rate is that of a copy (bytes read plus bytes
+    written), the link's rates are those of copies from and to pinned memory, and `launch_seconds` is the time of the
+    smallest op. A CPU has no link: its host is itself. Calibration takes a few seconds.
+
+    Args:
+        device: a CPU or CUDA device.
+        clock: gives seconds.
 
     Raises:
-        InvalidDeviceError: no such device here.
+        InvalidDeviceError: there is no such device.
     """
     device = find_device(device)
     probe = _Probe(device=device, clock=clock)
@@ -66,26 +63,22 @@ def calibrate(device: torch.device | str, *, clock: Callable[[], float] = time.p
 
 
 def local_device(device: torch.device | str) -> Device:
-    """Return the profile that predictions for `device` use: the calibrated one where there is one, else bare sizes.
+    """Return the profile that predictions for `device` use: the calibrated one, or without calibration only sizes.
 
         >>> local_device("cpu").alignment_bytes
         64
 
     Raises:
-        InvalidDeviceError: no such device here.
+        InvalidDeviceError: there is no such device.
     """
     device = find_device(device)
     path = environment_path("devices", environment(device))
-    if path.exists():
-        try:
-            return decode(read_bytes(path), Device, path)
-        except InvalidFileError as error:
-            _log.warning("the calibrated rates are not used: %s; run `memfit calibrate` again", error)
-    return _bare_device(device)
+    warning = "the calibrated rates are not used: %s; run `memfit calibrate` again"
+    return read_kept(path, Device, warning) or _bare_device(device)
 
 
 def _bare_device(device: torch.device) -> Device:
-    """What is known of a device without measuring it."""
+    """Return the sizes of a device, without rates."""
     is_cuda = device.type == "cuda"
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device(
@@ -99,25 +92,29 @@ def _bare_device(device: torch.device) -> Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Probe:
-    """Runs the few operations that rates are read from."""
+    """Measures rates by running a few operations."""
 
     device: torch.device
     clock: Callable[[], float]
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
-        """Multiply ever larger matrices until two sizes have taken long enough; the best rate seen counts.
+        """Return the best rate over products of growing size, until one has taken long enough, twice.
 
-        Two, because a first one may be long only for what else the machine is doing.
+        Once is not enough: it may only have been slowed down by other processes.
         """
         best, size, long_ones = 0.0, _SMALLEST_PRODUCT, 0
         while True:
             left = torch.rand(size, size, device=self.device).to(dtype)
             seconds = self._seconds(lambda left=left: torch.mm(left, left))
             best = max(best, 2 * size**3 / seconds)
-            long_ones += seconds >= _SATURATED_SECONDS
-            if long_ones == 2 or size >= _LARGEST_PRODUCT:
+            if seconds >= _SATURATED_SECONDS:
+                long_ones += 1
+            elif size < _LARGEST_PRODUCT:
+                size *= 2
+            else:
                 return best
-            size *= 2
+            if long_ones == 2:
+                return best
 
     def tf32_flops_per_second(self) -> float:
         settings = torch.backends.cuda.matmul
@@ -157,7 +154,7 @@ class _Probe:
         return min(_COPY_BYTES, torch.cuda.mem_get_info(self.device)[0] // _COPY_SHARE)
 
     def _seconds(self, run: Callable[[], object]) -> float:
-        """Return the shortest of several runs: a rate is what the device can do, whatever else it was doing."""
+        """Return the shortest of several runs: other processes can only slow a run down."""
         run()
         seconds: list[float] = []
         while len(seconds) < _LEAST_RUNS or (len(seconds) < _MOST_RUNS and sum(seconds) < _ENOUGH_SECONDS):

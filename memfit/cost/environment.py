@@ -1,4 +1,4 @@
-"""What a measurement depends on besides the op: the device, the torch, and the switches that change kernels."""
+"""The device at hand: its name, its free memory, and the environment that measurements on it depend on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 
 from memfit.errors import InvalidDeviceError
 
+_MEMINFO = Path("/proc/meminfo")  # man 5 proc_meminfo; MemAvailable is in KiB
+_CGROUP = Path("/sys/fs/cgroup")  # of the process, as a container sees it: cgroup v2, Memory Interface Files
+
 
 def find_device(name: str | torch.device) -> torch.device:
     """Return the CPU or CUDA device called `name`, with its index where it is CUDA.
@@ -18,7 +21,7 @@ def find_device(name: str | torch.device) -> torch.device:
     device(type='cpu')
 
     Raises:
-        InvalidDeviceError: not a device's name, or no such device here.
+        InvalidDeviceError: not a device's name, or there is no such device.
     """
     try:
         device = torch.device(name)
@@ -33,7 +36,7 @@ def find_device(name: str | torch.device) -> torch.device:
 
 
 def hardware_name(device: torch.device) -> str:
-    """Return the model name of a processor or a GPU, as its maker gives it."""
+    """Return the maker's model name of a processor or a GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     described = Path("/proc/cpuinfo")
@@ -45,8 +48,34 @@ def hardware_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that this process can still allocate on a device; None if the system does not say.
+
+    On a CPU this is the memory that Linux counts as available, or the rest of the process's cgroup limit if that is
+    less. On CUDA it is the driver's free memory, and the unused memory that torch's allocator holds.
+    """
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    if not _MEMINFO.exists():
+        return None
+    free = _field_bytes(_MEMINFO, "MemAvailable:") * 1024
+    limit = _CGROUP / "memory.max"
+    if not limit.exists() or limit.read_text().strip() == "max":
+        return free
+    reclaimable = _field_bytes(_CGROUP / "memory.stat", "inactive_file")  # cached files that the kernel drops first
+    used = int((_CGROUP / "memory.current").read_text()) - reclaimable
+    return max(0, min(free, int(limit.read_text()) - used))
+
+
+def _field_bytes(path: Path, name: str) -> int:
+    """Return the number that stands beside `name` in a file of /proc or of a cgroup."""
+    fields = (line.split() for line in path.read_text().splitlines())
+    return next(int(field[1]) for field in fields if field[0] == name)
+
+
 def environment(device: torch.device) -> dict[str, str]:
-    """Return all that makes the same op on the same inputs take another time or another workspace."""
+    """Return the settings under which the same op on the same inputs takes the same time and workspace."""
     cudnn = torch.backends.cudnn
     return {
         "hardware": hardware_name(device),

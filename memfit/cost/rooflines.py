@@ -1,25 +1,36 @@
-"""Seconds of each op on a device that is not here: the longest of its computation, its traffic and its launch."""
+"""Rooflines: least seconds of each op on a device, from its floating point operations, its traffic, or its launch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from memfit.binding import Binding, Call
-from memfit.cost.flops import bytes_moved, dtype_of, flops_of, is_convolution
+from memfit.binding import Binding, Call, Value, map_values, values_in
 from memfit.device import Device
 from memfit.errors import InvalidDeviceError
 from memfit.graph import Graph, Op, Storage
 
+_aten = torch.ops.aten
+_CONVOLUTIONS = (_aten.convolution, _aten.convolution_backward, _aten.cudnn_convolution, _aten._convolution)
+
+# torch.utils.flop_counter has only CUDA's attention kernels: (its formula, how many shapes it takes) for the CPU's
+_CPU_ATTENTION: dict[Any, Any] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4),
+}
+
 
 def roofline(graph: Graph, binding: Binding, device: Device) -> Graph:
-    """Return `graph` with the seconds that each op takes at least on `device`.
+    """Return `graph` with the least seconds of each op on `device`.
 
         graph = roofline(captured.graph, captured.binding, load_device("h100"))
 
-    seconds = max(flops / rate of the dtype, bytes / memory rate, launch): no kernel reaches its roofline, but what an
-    op costs beside another, which is what a plan weighs, is near. float32 runs as TF32 where torch's settings allow it
-    and the device has it. Workspace stays as it is: unknown, in a graph that was captured.
+    seconds = max(flops / rate of the dtype, bytes / memory rate, launch). No kernel reaches its roofline, but a plan
+    depends on the ratios between ops, and these are near the real ones. float32 counts as TF32 if torch's settings
+    allow it and the device has it. Workspace bytes do not change: in a captured graph they are unknown.
 
     Args:
         graph: a captured graph.
@@ -39,10 +50,15 @@ def roofline(graph: Graph, binding: Binding, device: Device) -> Graph:
 
 
 def roofline_seconds(call: Call, op: Op, storages: tuple[Storage, ...], device: Device) -> float:
-    """Return the seconds that one op takes at least on `device`.
+    """Return the least seconds of one op on `device`.
+
+    Args:
+        call, op: the op, as called and as in the graph.
+        storages: those of the graph.
+        device: a profile with rates.
 
     Raises:
-        InvalidDeviceError: the profile lacks a rate that it needs.
+        InvalidDeviceError: the profile lacks a rate that the op needs.
     """
     if device.memory_bytes_per_second is None:
         raise InvalidDeviceError(
@@ -67,5 +83,59 @@ def _flops_per_second(call: Call, op: Op, device: Device) -> float:
 
 
 def _allows_tf32(call: Call) -> bool:
-    backend = torch.backends.cudnn.conv if is_convolution(call) else torch.backends.cuda.matmul
+    is_convolution = getattr(call.target, "overloadpacket", None) in _CONVOLUTIONS
+    backend = torch.backends.cudnn.conv if is_convolution else torch.backends.cuda.matmul  # each has its own setting
     return backend.fp32_precision == "tf32"
+
+
+def flops_of(call: Call) -> int:
+    """Return the floating point operations of matrix products, convolutions and attention; 0 for all else.
+
+    The formulas are those of torch.utils.flop_counter; a multiplication and an addition count as two.
+    """
+    packet = getattr(call.target, "overloadpacket", None)
+    if packet in _CPU_ATTENTION:
+        count, tensors = _CPU_ATTENTION[packet]
+        return int(count(*[value.shape for value in values_in(call.args)][:tensors]))
+    if packet not in flop_registry:
+        return 0
+    results = tuple(None if value is None else _meta(value) for value in call.results)
+    returned: Any = results[0] if len(results) == 1 else results
+    return int(flop_registry[packet](*map_values(call.args, _meta), **map_values(call.kwargs, _meta), out_val=returned))
+
+
+def dtype_of(call: Call) -> torch.dtype:
+    """Return the dtype that a call computes in: that of its first argument, or else result, of floating point."""
+    for value in (*values_in(call.args), *values_in(call.kwargs), *(r for r in call.results if r is not None)):
+        if value.dtype.is_floating_point or value.dtype.is_complex:
+            return value.dtype
+    return torch.float32
+
+
+def bytes_moved(call: Call, op: Op, storages: tuple[Storage, ...]) -> int:
+    """Return the least bytes that a call reads and writes: each element once, mutated ones twice.
+
+    Args:
+        call, op: the op, as called and as in the graph.
+        storages: those of the graph.
+    """
+    if not getattr(call.target, "measurable", True):
+        # an optimizer's update uses storages that are not among its arguments: its state
+        touched = sum(storages[s].bytes for s in {*op.reads, *op.writes} - {*op.mutates})
+        return touched + 2 * sum(storages[s].bytes for s in set(op.mutates))
+    arguments = {*values_in(call.args), *values_in(call.kwargs)}
+    mutated = [value for value in arguments if value.storage in op.mutates]
+    results = [value for value in call.results if value is not None]
+    return sum(_elements(value) * value.dtype.itemsize for value in (*arguments, *mutated, *results))
+
+
+def _elements(value: Value) -> int:
+    """Return the number of different elements of a view: an expanded dimension (stride 0) counts once."""
+    count = 1
+    for size, stride in zip(value.shape, value.stride, strict=True):
+        count *= min(size, 1) if stride == 0 else size
+    return count
+
+
+def _meta(value: Value) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")

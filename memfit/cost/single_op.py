@@ -1,4 +1,4 @@
-"""One op run by itself: its seconds, its workspace bytes, and whether its results are what the capture said."""
+"""Running one op by itself: its seconds, its workspace bytes, and the check of its results."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from typing import Any
 
 import torch
 
-from memfit.binding import Call
-from memfit.cost.kept_costs import OpCost
-from memfit.cost.made_inputs import InputMaker, values_in
-from memfit.cost.recorder import record
+from memfit.binding import Call, values_in
+from memfit.cost.environment import free_bytes
+from memfit.cost.observations import Observation
+from memfit.cost.op_inputs import InputMaker
 from memfit.cost.result_check import check_results, result_bytes
 from memfit.errors import CaptureError
 from memfit.graph import Graph, Op
+from memfit.system.recorder import record
 
 Clock = Callable[[], float]
 
 _MOST_RUNS = 15
-_ENOUGH_SECONDS = 0.03  # of runs as short as the shortest: what other processes take does not count
+_ENOUGH_SECONDS = 0.03  # the shortest run times the number of runs, so that delays by other processes do not count
 _MOST_SECONDS = 0.3
-_CUDA_LAUNCHES = 5  # between two events, so that the events' own resolution (0.5 us) does not count
+_CUDA_LAUNCHES = 5  # between two events, whose resolution is 0.5 us
 
 
 @contextmanager
 def undisturbed(device: torch.device) -> Generator[None]:
-    """Measure without gradients and autocast, and leave the caller's random generators as they were."""
+    """Disable gradients and autocast inside the block, and restore the caller's random generators at its end."""
     generators = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=generators), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
@@ -36,54 +37,76 @@ def undisturbed(device: torch.device) -> Generator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurer:
-    """Measures single ops of one graph."""
+    """Measures single ops of one graph.
+
+    Attributes:
+        graph: the ops' graph.
+        device: where they run.
+        inputs: makes their inputs.
+        clock: gives seconds; CUDA devices are timed by events.
+    """
 
     graph: Graph
     device: torch.device
     inputs: InputMaker
     clock: Clock
-    budget_bytes: int | None
 
-    def measure(self, op: Op, call: Call) -> OpCost | str:
-        """Return the cost of `op`, or why it cannot be had by running it (nothing where that is as it should be).
+    def measure(self, op: Op, call: Call) -> Observation | str:
+        """Return the observation of `op`, or the reason why it cannot be run by itself.
+
+        The reason is empty for an op that is never run by itself: an optimizer's update.
+
+        Args:
+            op: of the graph.
+            call: its call.
 
         Raises:
-            CaptureError: its results are not what the capture said.
+            CaptureError: its results differ from the captured ones in number, shape or offset.
         """
         if not getattr(call.target, "measurable", True):
             return ""
         if not self.has_room(op, call):
-            return f"it needs {self._needed_bytes(op, call)} bytes with the residents, of {self.budget_bytes}"
+            return f"its inputs and results take {self._needed_bytes(op, call)} bytes, more than {self.device} has free"
         try:
             return self._cost(op, call, *self.inputs.make(call, self.graph.storages))
+        except CaptureError:
+            raise
         except (RuntimeError, ValueError, IndexError) as error:
-            if isinstance(error, CaptureError):
-                raise
             return f"it refuses inputs made for it: {str(error).strip().splitlines()[0]}"
 
     def has_room(self, op: Op, call: Call) -> bool:
-        """Whether what `call` takes and gives stays within the budget, beside the residents."""
-        return self.budget_bytes is None or self._needed_bytes(op, call) <= self.budget_bytes
+        """Return whether the inputs and results of `call` fit into the memory that is free on the device.
+
+        Inputs are copies even of residents. The workspace, which only running the op tells, is not counted.
+
+        Args:
+            op: of the graph; gives the storages that are written.
+            call: its call; gives the inputs.
+        """
+        free = free_bytes(self.device)
+        return free is None or self._needed_bytes(op, call) <= free
 
     def _needed_bytes(self, op: Op, call: Call) -> int:
         touched = {value.storage for value in values_in((call.args, call.kwargs))} | set(op.writes)
-        return self.graph.resident_bytes + sum(self.graph.storages[storage].bytes for storage in touched)
+        return sum(self.graph.storages[storage].bytes for storage in touched)
 
-    def _cost(self, op: Op, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpCost:
+    def _cost(self, op: Op, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Observation:
         if self.device.type == "cuda":
             call.target(*args, **kwargs)  # libraries take workspaces of their own at their first call, and keep them
         with record(self.device) as usage:
             started = self.clock()
             returned = call.target(*args, **kwargs)
             first_seconds = self.clock() - started
-        storage_bytes = check_results(op, call, returned, self.graph.storages, self.device)
+        storage_bytes, results = check_results(op, call, returned, self.graph.storages, self.device)
         workspace_bytes = max(0, usage.peak_bytes - result_bytes(returned, args, kwargs, self.device))
         del returned
         seconds = self._seconds(call, args, kwargs, first_seconds)
-        return OpCost(seconds=seconds, workspace_bytes=workspace_bytes, storage_bytes=storage_bytes)
+        return Observation(
+            seconds=seconds, workspace_bytes=workspace_bytes, storage_bytes=storage_bytes, results=results
+        )
 
     def _seconds(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], first_seconds: float) -> float:
-        """Return the median of several runs; of two, the shorter one. A first run that is long needs no second."""
+        """Return the median of several runs; of two, the shorter one. A long first run counts alone."""
         is_cuda = self.device.type == "cuda"
         run = self._cuda_run if is_cuda else self._cpu_run
         seconds = [run(call, args, kwargs)] if is_cuda else [first_seconds]

@@ -1,11 +1,11 @@
-"""The words of packing: blocks with live ranges, a problem, and the layout that gives every block its address.
+"""The objects of packing: blocks with live ranges, the problem, and the layout that gives every block its address.
 
     >>> blocks = Blocks.of([Block(id=0, bytes=64, start=0, end=2), Block(id=1, bytes=32, start=2, end=3)])
     >>> len(blocks), lower_bound_bytes(blocks)
     (2, 64)
 
-A block is live in the steps `[start, end)`, half-open; two blocks overlap in time where both are live in one step.
-Blocks are held as arrays, so that a million of them cost what four million integers cost.
+A block is live in the steps `[start, end)`, half-open. Two blocks overlap in time if both are live in some step.
+Blocks are held as arrays: a million blocks take the memory of four million integers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import msgspec
 import numpy as np
@@ -36,18 +36,18 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Blocks:
-    """Immutable blocks, held as arrays; `Blocks.of` makes them of `Block`s.
+    """Immutable blocks, held as arrays; `Blocks.of` makes them of `Block`s. Arrays that can be written to are copied.
 
     Args:
-        ids: a name for each block, all different: integers, or texts.
-        sizes_bytes: 1 or more; rounded up to `alignment_bytes`.
-        starts: the first step in which each block is live.
-        ends: the first step in which it is no longer live.
+        ids: [n], a name for each block, all different: integers, or texts.
+        sizes_bytes: [n], 1 or more; rounded up to `alignment_bytes`.
+        starts: [n], the first step in which each block is live.
+        ends: [n], the first step after it, in which the block is no longer live.
         alignment_bytes: every offset has to be a multiple of it.
 
     Raises:
         InvalidBlocksError: arrays of different lengths, an empty live range, a size below 1, an id twice, sums too
-        large.
+            large.
     """
 
     __slots__ = ("__dict__", "alignment_bytes", "ends", "ids", "sizes_bytes", "starts")
@@ -68,18 +68,23 @@ class Blocks:
         alignment_bytes: int = 1,
     ) -> None:
         _require_alignment(alignment_bytes)
-        self.ids = np.array(ids, dtype=None if len(ids) else np.int64)
+        self.ids = ids if _is_frozen(ids) else np.array(ids, dtype=None if len(ids) else np.int64)
         self.starts, self.ends = _integers(starts, "starts"), _integers(ends, "ends")
         sizes = _integers(sizes_bytes, "sizes_bytes")
         self.alignment_bytes = alignment_bytes
         _require_blocks(self.ids, sizes, self.starts, self.ends, alignment_bytes)
-        self.sizes_bytes = -(-sizes // alignment_bytes) * alignment_bytes
+        self.sizes_bytes = sizes if alignment_bytes == 1 else -(-sizes // alignment_bytes) * alignment_bytes
         for array in (self.ids, self.sizes_bytes, self.starts, self.ends):
             array.setflags(write=False)
 
     @staticmethod
     def of(blocks: Iterable[Block], *, alignment_bytes: int = 1) -> Blocks:
-        """Return these blocks as arrays."""
+        """Return blocks as arrays.
+
+        Args:
+            blocks: in any order, which is kept.
+            alignment_bytes: every offset has to be a multiple of it.
+        """
         rows = list(blocks)
         return Blocks(
             ids=cast("Sequence[str]", [block.id for block in rows]),
@@ -117,11 +122,11 @@ class Layout:
     """An address for every block.
 
     Attributes:
-        offsets_bytes: int64[n], where each block begins, from 0, in the order of the blocks.
+        offsets_bytes: int64[n], the first byte of each block, from 0, in the order of the blocks.
         height_bytes: the highest used byte.
         lower_bound_bytes: no layout of these blocks is lower.
         packer: the name of the packer that found it.
-        proven: whether it is known that no layout is lower: it meets the lower bound, or a search was exhausted.
+        proven: whether no layout is lower: the height is the lower bound, or a search was exhausted.
     """
 
     offsets_bytes: NDArray[np.int64]
@@ -132,44 +137,57 @@ class Layout:
 
     @property
     def ratio(self) -> float:
-        """The height over the lower bound; 1 where there is nothing to pack."""
+        """The height over the lower bound; 1 if there is nothing to pack."""
         return self.height_bytes / self.lower_bound_bytes if self.lower_bound_bytes else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """What a packer says now and then: how long it has worked, and the least height found so far."""
+class PackingProgress:
+    """What a packer reports when it has found a lower layout.
+
+    Attributes:
+        seconds: since the packer began.
+        height_bytes: the least height so far.
+        packer: the name of the part that found it.
+    """
 
     seconds: float
     height_bytes: int
     packer: str
 
 
-def _report_nothing(_progress: Progress) -> None:
+def _report_nothing(_progress: PackingProgress) -> None:
     return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingProblem:
-    """Give every block an address, so that the highest used byte is as low as can be.
+    """Give every block an address, so that the highest used byte is as low as possible.
 
     Args:
         blocks: what to pack.
-        time_limit_seconds: when a packer that improves its answer has to give the best it has.
-        seed: of all that is random; the same seed gives the same layout, unless time runs out first.
-        clock: gives seconds. It and `progress` come from outside so that a packer stays pure.
+        time_limit_seconds: after it, a packer that improves its answer returns the best layout so far.
+        seed: of all random numbers; the same seed gives the same layout, unless time runs out first.
+        clock: returns seconds. A packer reads no other clock.
+        progress: called with each lower layout.
     """
 
     blocks: Blocks
     time_limit_seconds: float = 10.0
     seed: int = 0
     clock: Callable[[], float] = time.monotonic
-    progress: Callable[[Progress], None] = _report_nothing
+    progress: Callable[[PackingProgress], None] = _report_nothing
 
 
 def make_layout(blocks: Blocks, offsets_bytes: NDArray[np.int64], *, packer: str, proven: bool = False) -> Layout:
-    """Return the layout of these offsets; its height and its bound are computed, and with them whether it is
-    optimal."""
+    """Return the layout of these offsets; its height and its lower bound are computed.
+
+    Args:
+        blocks: what is packed.
+        offsets_bytes: int64[n], the first byte of each block.
+        packer: the name of the packer that found it.
+        proven: whether no layout is lower; a layout at the lower bound is proven anyway.
+    """
     height = int((offsets_bytes + blocks.sizes_bytes).max(initial=0))
     bound = blocks.lower_bound_bytes
     frozen = np.array(offsets_bytes, np.int64)
@@ -189,7 +207,7 @@ def lower_bound_bytes(blocks: Blocks) -> int:
 
 
 def live_bytes(blocks: Blocks) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (steps, bytes): the steps at which something begins or ends, and the bytes live from each to the next."""
+    """Return (steps, bytes): the steps at which a block begins or ends, and the bytes live from each to the next."""
     steps = np.concatenate([blocks.starts, blocks.ends])
     changes = np.concatenate([blocks.sizes_bytes, -blocks.sizes_bytes])
     order = np.argsort(steps, kind="stable")
@@ -203,7 +221,14 @@ def _require_alignment(alignment_bytes: int) -> None:
         raise InvalidBlocksError(f"alignment is {alignment_bytes}, expected 1 to {1 << 40}; 1 aligns nothing")
 
 
+def _is_frozen(values: NDArray[Any] | Sequence[Any]) -> TypeGuard[NDArray[Any]]:
+    """Return whether values are an array that nobody can write to."""
+    return isinstance(values, np.ndarray) and values.flags.owndata and not values.flags.writeable
+
+
 def _integers(values: NDArray[np.int64] | Sequence[int], name: str) -> NDArray[np.int64]:
+    if _is_frozen(values) and values.dtype == np.int64:
+        return values
     try:
         array = np.array(values if len(values) else np.zeros(0, np.int64))
         if array.dtype.kind not in "iu":
@@ -239,16 +264,21 @@ def _require_blocks(
     total = int(sizes.astype(np.float64).sum()) + alignment_bytes * len(sizes)
     if total > MOST_BYTES:
         raise InvalidBlocksError(f"all blocks together have about {total} bytes, expected at most {MOST_BYTES}")
-    _require_different(ids)
-
-
-def _require_different(ids: NDArray[Any]) -> None:
-    if len(ids) < 2 or (ids.dtype.kind in "iu" and bool((ids[1:] > ids[:-1]).all())):
-        return
-    order = np.argsort(ids, kind="stable")
-    same = np.flatnonzero(ids[order][1:] == ids[order][:-1])
-    if len(same):
-        first, second = int(order[same[0]]), int(order[same[0] + 1])
+    pair = first_duplicate(ids)
+    if pair is not None:
+        first, second = pair
         raise InvalidBlocksError(
             f"block {second} has id {ids[second]}, which block {first} has already; give every block its own"
         )
+
+
+def first_duplicate(ids: NDArray[Any]) -> tuple[int, int] | None:
+    """Return (first, second), the places of the first id that stands there twice; None if all differ."""
+    if len(ids) < 2 or (ids.dtype.kind in "iu" and bool((ids[1:] > ids[:-1]).all())):
+        return None
+    order = np.argsort(ids, kind="stable")
+    same = ids[order][1:] == ids[order][:-1]
+    if not same.any():
+        return None
+    second = int(order[1:][same].min())
+    return int(np.flatnonzero(ids == ids[second])[0]), second

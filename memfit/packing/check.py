@@ -1,7 +1,7 @@
-"""The judge of layouts: no two live blocks over each other. It knows no packer and shares no code with one.
+"""The checker of layouts: no two live blocks share bytes. It shares no code with any packer.
 
 A sweep over time keeps the live blocks in a tree ordered by offset. As long as no two of them overlap, a block that
-comes can only meet the one below it or the one above it, so that each event costs O(log n).
+begins can only overlap its two neighbours in the tree, so each event costs O(log n).
 """
 
 # Numba infers the types in here; those that pyright sees for elements of arrays are not the ones at work.
@@ -22,7 +22,11 @@ _NONE = -1
 
 
 def check_layout(blocks: Blocks, layout: Layout) -> None:
-    """Return if every block has its own bytes whenever it is live; O(n log n) in the number of blocks.
+    """Return if every block has its own bytes in every step in which it is live; O(n log n) for n blocks.
+
+    Args:
+        blocks: what was packed.
+        layout: its offsets, its height and its lower bound are checked.
 
     >>> from memfit.packing.blocks import Block, make_layout
     >>> blocks = Blocks.of([Block(id="a", bytes=64, start=0, end=5), Block(id="b", bytes=64, start=4, end=9)])
@@ -33,8 +37,8 @@ def check_layout(blocks: Blocks, layout: Layout) -> None:
     layout of packer 'hand': blocks a and b overlap in bytes [32, 64) during steps [4, 5)
 
     Raises:
-        InvalidLayoutError: two blocks overlap in address and in time, an offset is negative or not aligned, the height
-            or the lower bound is not what the blocks and offsets give. The message names the blocks and the steps.
+        InvalidLayoutError: two blocks overlap in address and in time, an offset is negative or not aligned, or the
+            height or the lower bound is wrong. The message names the blocks and the steps.
     """
     offsets = layout.offsets_bytes
     if offsets.shape != (len(blocks),):
@@ -74,7 +78,7 @@ def _fail_overlap(blocks: Blocks, layout: Layout, tops: NDArray[np.int64], first
 
 
 def _events(blocks: Blocks) -> NDArray[np.int64]:
-    """Return what happens, in order: block i for its start, `~i` for its end; at one step ends come first."""
+    """Return int64[2n], sorted by step: i is the start of block i, `~i` its end. In a step, ends precede starts."""
     count = len(blocks)
     times = np.concatenate([blocks.ends, blocks.starts])
     numbers = np.arange(count, dtype=np.int64)

@@ -1,6 +1,8 @@
-"""The judge of layouts for ops that run at the same time; it shares no code with what makes them."""
+"""The judge of layouts for ops that run at the same time; it shares no code with the ways to make them."""
 
 from __future__ import annotations
+
+from collections import defaultdict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,15 +14,19 @@ from memfit.packing.parallel import ParallelLayout
 
 
 def check_parallel(graph: Graph, layout: ParallelLayout, device: Device = GENERIC) -> None:
-    """Return if no two ops that may run at the same time, or in either order, can meet in the same bytes.
+    """Return if no two ops that may run at the same time, or in either order, use the same bytes.
 
-    What may run at the same time is what neither the data of the graph nor `layout.dependences` orders.
+    Two ops may run at the same time if neither the data of the graph nor `layout.dependences` order them.
+
+    Args:
+        graph: what runs in parallel.
+        layout: offsets of all storages that its ops write, except those that outlive the step.
+        device: gives the alignment.
 
     Raises:
-        InvalidLayoutError: two storages share bytes, and the ops that touch them are not ordered; names both storages
-        and
-            two such ops. Also: an offset that is negative or not aligned, a storage without one, a height that is
-            wrong, a dependence that runs against the graph.
+        InvalidLayoutError: two storages share bytes, and the ops that touch them are not ordered; the message names
+            both storages and two such ops. Also: an offset that is negative or not aligned, a storage without one, a
+            wrong height, a dependence that runs against the graph's order.
     """
     for storage, offset in layout.offsets_bytes.items():
         if offset < 0 or offset % device.alignment_bytes:
@@ -28,69 +34,68 @@ def check_parallel(graph: Graph, layout: ParallelLayout, device: Device = GENERI
                 f"storage {storage} {graph.storages[storage].name!r} has offset {offset}, expected a multiple of "
                 f"{device.alignment_bytes} from 0"
             )
-    missing = [s.id for s in graph.storages if _in_arena(graph, s.id) and s.id not in layout.offsets_bytes]
-    if missing:
-        name = graph.storages[missing[0]].name
-        raise InvalidLayoutError(f"storage {missing[0]} {name!r} has no offset, expected one: an op writes it")
-    _require_height(graph, layout, device)
-    reaches = _reachable(graph, layout)
-    sharing = sorted((offset, offset + device.aligned(graph.storages[s].bytes), s) for s, offset in _offsets(layout))
+    writers = {storage: op.id for op in graph.ops for storage in op.writes}
+    for storage in graph.storages:
+        inside = storage.id in writers and storage.bytes > 0 and not storage.required_at_end and not storage.resident
+        if inside and storage.id not in layout.offsets_bytes:
+            name = f"{storage.id} {storage.name!r}"
+            raise InvalidLayoutError(f"storage {name} has no offset, expected one: an op writes it")
+    sharing = sorted((at, at + device.aligned(graph.storages[s].bytes), s) for s, at in layout.offsets_bytes.items())
+    height = max((top for _, top, _ in sharing), default=0)
+    if layout.height_bytes != height:
+        raise InvalidLayoutError(f"height is {layout.height_bytes}, expected {height}, the highest byte")
+    _require_orders(graph, layout, sharing, writers)
+
+
+def _require_orders(
+    graph: Graph, layout: ParallelLayout, sharing: list[tuple[int, int, int]], writers: dict[int, int]
+) -> None:
+    """Require an order of every two storages that share bytes; `sharing` has (offset, top, storage), sorted."""
+    before = _reachable(graph, layout)
+    touching: defaultdict[int, set[int]] = defaultdict(set)
+    for op in graph.ops:
+        for storage in (*op.reads, *op.writes, *op.mutates):
+            touching[storage].add(op.id)
+    over = {s: np.logical_and.reduce(before[:, sorted(touching[s])], axis=1) for _, _, s in sharing}
     for place, (_, top, first) in enumerate(sharing):
         for base, _, second in sharing[place + 1 :]:
             if base >= top:
                 break
-            _require_order(graph, first, second, reaches)
-
-
-def _offsets(layout: ParallelLayout) -> list[tuple[int, int]]:
-    return list(layout.offsets_bytes.items())
-
-
-def _in_arena(graph: Graph, storage: int) -> bool:
-    known = graph.storages[storage]
-    written = any(storage in op.writes for op in graph.ops)
-    return written and known.bytes > 0 and not known.required_at_end and not known.resident
-
-
-def _require_height(graph: Graph, layout: ParallelLayout, device: Device) -> None:
-    tops = [offset + device.aligned(graph.storages[s].bytes) for s, offset in _offsets(layout)]
-    if layout.height_bytes != max(tops, default=0):
-        raise InvalidLayoutError(f"height is {layout.height_bytes}, expected {max(tops, default=0)}, the highest byte")
+            if over[first][writers[second]] or over[second][writers[first]]:
+                continue
+            names = [graph.storages[storage].name for storage in (first, second)]
+            late = writers[second]
+            early = next(op for op in sorted(touching[first]) if not before[late, op])
+            raise InvalidLayoutError(
+                f"storages {first} {names[0]!r} and {second} {names[1]!r} share bytes, but ops {early} "
+                f"{graph.ops[early].name!r} and {late} {graph.ops[late].name!r} may run at the same time; expected an "
+                "order, or addresses apart"
+            )
 
 
 def _reachable(graph: Graph, layout: ParallelLayout) -> NDArray[np.bool_]:
-    """Return a matrix: whether op j can only begin when op i is over; in order of j, so that what is before is
-    known."""
+    """Return bool[op, op]: whether the first can only begin when the second is over."""
     count = len(graph.ops)
-    after = np.zeros((count, count), np.bool_)
-    for before, later in layout.dependences:
-        if not 0 <= before < later < count:
-            raise InvalidLayoutError(f"dependence of op {later} on op {before}, expected an op before it")
-        after[before, later] = True
-    for j, op in enumerate(graph.ops):
-        for i, other in enumerate(graph.ops[:j]):
-            touches = {*op.reads, *op.mutates}
-            gives = touches & {*other.writes, *other.mutates}
-            changes = {*op.mutates} & {*other.reads, *other.mutates}
-            draws = op.random is not None and op.random == other.random
-            if gives or changes or draws:
-                after[i, j] = True
-        for i in np.flatnonzero(after[:, j]).tolist():
-            after[:, j] |= after[:, i]
-    return after
-
-
-def _require_order(graph: Graph, first: int, second: int, reaches: NDArray[np.bool_]) -> None:
-    def loose(early: int, late: int) -> tuple[int, int] | None:
-        writer = next(op.id for op in graph.ops if late in op.writes)
-        touching = [op.id for op in graph.ops if early in (*op.reads, *op.writes, *op.mutates)]
-        return next(((op, writer) for op in touching if not reaches[op, writer]), None)
-
-    one, other = loose(first, second), loose(second, first)
-    if one is not None and other is not None:
-        names = [graph.storages[storage].name for storage in (first, second)]
-        before, after = (graph.ops[op].name for op in one)
-        raise InvalidLayoutError(
-            f"storages {first} {names[0]!r} and {second} {names[1]!r} share bytes, but ops {one[0]} {before!r} and "
-            f"{one[1]} {after!r} may run at the same time; expected an order, or addresses apart"
-        )
+    before = np.zeros((count, count), np.bool_)
+    for earlier, later in layout.dependences:
+        if not 0 <= earlier < later < count:
+            raise InvalidLayoutError(f"dependence of op {later} on op {earlier}, expected an op before it")
+        before[later, earlier] = True
+    changed: defaultdict[int, set[int]] = defaultdict(set)  # storage -> earlier ops that wrote or mutated it
+    used: defaultdict[int, set[int]] = defaultdict(set)  # storage -> earlier ops that read or mutated it
+    drawn: defaultdict[str, set[int]] = defaultdict(set)
+    for op in graph.ops:
+        for storage in (*op.reads, *op.mutates):
+            before[op.id, list(changed[storage])] = True
+        for storage in op.mutates:
+            before[op.id, list(used[storage])] = True
+        if op.random is not None:
+            before[op.id, list(drawn[op.random])] = True
+            drawn[op.random].add(op.id)
+        for other in np.flatnonzero(before[op.id]).tolist():
+            before[op.id] |= before[other]
+        for storage in (*op.reads, *op.mutates):
+            used[storage].add(op.id)
+        for storage in (*op.writes, *op.mutates):
+            changed[storage].add(op.id)
+    return before

@@ -1,8 +1,8 @@
-"""First fit in any order, over a million blocks: the loop that several packers share.
+"""First fit in any order, fast enough for a million blocks: the loop that several packers share.
 
-Time is cut into windows of a few sections. Each window keeps the placed blocks that are live in it, sorted by offset; a
-block is fitted by walking up the lists of its windows in turn until all agree on one offset. Offsets only go up, so
-that each list is walked once for each block.
+Time is cut into windows of a few sections. Each window has a list of the placed blocks that are live in it, sorted by
+offset. To place a block, its offset is raised along the lists of its windows in turn, until it is free in all of them.
+The offset only rises, so each list is read once for each block.
 """
 
 # Numba infers the types in here; those that pyright sees for elements of arrays are not the ones at work.
@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from memfit.compiled import compiled, entry_point
 from memfit.packing.blocks import Blocks
 from memfit.packing.sections import Sections
+from memfit.system.compiled import compiled, entry_point
 
-_WINDOWS_A_RANGE = 4  # of mean length: fewer make lists longer, more make blocks stand in more lists
+_WINDOWS_A_RANGE = 4  # of mean length: with fewer, lists are longer; with more, blocks are in more lists
 _PLACED = np.dtype([("offset", np.int64), ("top", np.int64), ("first", np.int32), ("last", np.int32)])
 
 
 class Shelf(NamedTuple):
-    """Blocks as arrays and room for the windows' lists: made once, filled anew by each run of first fit.
+    """Blocks as arrays, and the windows' lists: made once, refilled by each run of first fit.
 
     `fixed[i]` is the offset that block i has to have, or -1.
     """
@@ -40,18 +40,15 @@ class Shelf(NamedTuple):
     placed: NDArray[Any]
 
 
-def shelf_of(blocks: Blocks, sections: Sections) -> Shelf:
-    """Return an empty shelf for these blocks."""
-    return make_shelf(blocks.sizes_bytes, sections.firsts, sections.lasts)
+def make_shelf(blocks: Blocks, sections: Sections, fixed: NDArray[np.int64] | None = None) -> Shelf:
+    """Return an empty shelf.
 
-
-def make_shelf(
-    sizes_bytes: NDArray[np.int64],
-    firsts: NDArray[np.int32],
-    lasts: NDArray[np.int32],
-    fixed: NDArray[np.int64] | None = None,
-) -> Shelf:
-    """Return an empty shelf; `firsts` and `lasts` are in sections, half-open."""
+    Args:
+        blocks: what is placed.
+        sections: those of the blocks.
+        fixed: int64[n], the offset that a block has to have, or -1; none fixes no block.
+    """
+    firsts, lasts = sections.firsts, sections.lasts
     lengths = lasts - firsts
     width = max(1, int(lengths.mean() / _WINDOWS_A_RANGE)) if len(lengths) else 1
     windows = int(lasts.max(initial=1) - 1) // width + 1
@@ -60,10 +57,10 @@ def make_shelf(
     heads = np.zeros(windows + 1, np.int64)
     np.cumsum(np.cumsum(begins - ends)[:windows], out=heads[1:])
     return Shelf(
-        sizes_bytes=sizes_bytes,
+        sizes_bytes=blocks.sizes_bytes,
         firsts=firsts,
         lasts=lasts,
-        fixed=np.full(len(sizes_bytes), -1, np.int64) if fixed is None else fixed,
+        fixed=np.full(len(blocks), -1, np.int64) if fixed is None else fixed,
         window_sections=width,
         heads=heads,
         counts=np.zeros(windows, np.int64),
@@ -73,7 +70,14 @@ def make_shelf(
 
 
 def fit_in_order(shelf: Shelf, order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the offset of each block when the blocks of `order` take, one by one, the lowest place that is free."""
+    """Return int64[n], the offset in bytes of each block if one after the other takes the lowest free place.
+
+    Args:
+        shelf: the blocks; its windows' lists are filled anew.
+        order: int64[n], the blocks in the order in which they are placed.
+
+    Source: first fit in any order; by decreasing size Pisarchyk & Lee 2020.
+    """
     offsets = np.zeros(len(shelf.sizes_bytes), np.int64)
     _fit_once(order, shelf, offsets)
     return offsets
@@ -121,7 +125,13 @@ def _put(block: int, offset: int, shelf: Any) -> None:
 
 @compiled
 def fit_blocks(order: Any, shelf: Any, offsets: Any) -> None:
-    """Empty the shelf, and place the blocks of `order` one by one: at their fixed offsets, or as low as they go."""
+    """Empty the shelf, and place the blocks of `order` one by one, at their fixed offset or the lowest free place.
+
+    Args:
+        order: int64[n], numbers of blocks.
+        shelf: from `make_shelf`.
+        offsets: int64[n], gets the offset of each block.
+    """
     sizes, firsts, lasts, fixed, width, heads, counts, cursors, placed = shelf
     counts[:] = 0
     for at in range(len(order)):

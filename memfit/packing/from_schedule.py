@@ -1,7 +1,7 @@
-"""From a schedule to blocks: one for every stay of a storage on the device, and for every workspace.
+"""From a schedule to blocks: one for each live range of a storage, and one for each workspace.
 
-Steps are positions of the schedule, so live ranges are exact: a block is there from its Compute or Prefetch on, and
-gone at its Drop. A write that takes over the memory of an input goes on in the input's block.
+Steps are positions of the schedule, so live ranges are exact: a block begins at a Compute or Prefetch and ends at a
+Drop. A write that reuses the memory of an input in place shares the input's block.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from memfit.device import GENERIC, Device
 from memfit.graph import Graph
 from memfit.packing.blocks import Blocks
-from memfit.schedule import Boundary, Compute, Drop, Prefetch, Schedule
+from memfit.schedule import Code, Schedule
+from memfit.simulate.live_ranges import LiveRange, live_ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +23,14 @@ class StepBlocks:
     """The blocks of a step, and which instruction begins which.
 
     Attributes:
-        blocks: what an arena has to hold; ids count up from 0.
-        names: what each block is, for people.
-        block_of: (position, storage) -> block, where the instruction at that position allocates the storage, or takes
-            memory over for it. What outlives the step, comes from the user, or has no bytes is in no block.
-        copy_of: (position, storage) -> block of the second copy of a write that is still live; gone right after.
+        blocks: the arena's contents; ids count up from 0.
+        names: a readable name of each block.
+        block_of: (position, storage) -> block, where the instruction at that position allocates the storage or reuses
+            memory for it. Storages that are required at the end, arrive from the user, or are empty have no block.
+        copy_of: (position, storage) -> block of the second copy of a live write; it lives for that instruction.
         workspace_of: position -> block of the workspace of the op computed there.
         outside_bytes: int64[n], bytes on the device that are neither resident nor in a block while each instruction
-            runs: arrivals, what is still there at the end because it is required, what user code holds.
+            runs: arrivals, storages required at the end, and bytes held by user code.
     """
 
     blocks: Blocks
@@ -41,13 +42,16 @@ class StepBlocks:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Stay:
-    """One stay in memory; `begins` are the places where a storage gets it, several after taking over."""
+class _Piece:
+    """A future block: a live range with the ranges that reuse its memory in place, a second copy, or a workspace.
+
+    `begins` are (position, storage) of each live range in it; one of them `outside` keeps the piece out of the arena.
+    """
 
     name: str
     size_bytes: int
     start: int
-    end: int | None = None
+    end: int
     outside: bool = False
     begins: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
@@ -78,101 +82,56 @@ def blocks_of(graph: Graph, schedule: Schedule, device: Device = GENERIC) -> Ste
     Guarantees: live blocks, `outside_bytes` and residents add up to what `memfit.simulate` says, at each position; it
     does not round workspaces up, blocks do.
     """
-    replay = _Replay(graph)
-    for position, instruction in enumerate(schedule):
-        if isinstance(instruction, Compute):
-            replay.compute(position, instruction)
-        elif isinstance(instruction, Drop):
-            replay.live.pop(instruction.storage).end = position
-        elif isinstance(instruction, Prefetch):
-            replay.begin(position, instruction.storage)
-        elif isinstance(instruction, Boundary):
-            replay.cross(position, instruction)
-    return replay.finish(len(schedule), device)
-
-
-class _Replay:
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.live: dict[int, _Stay] = {}
-        self.stays: list[_Stay] = []
-        self.copies: list[tuple[tuple[int, int], _Stay]] = []
-        self.workspaces: list[tuple[int, _Stay]] = []
-        self.held: list[tuple[int, int]] = []  # (position, bytes) that user code holds from there on
-
-    def begin(self, position: int, storage: int, *, outside: bool = False) -> None:
-        known = self.graph.storages[storage]
-        stay = _Stay(name=known.name, size_bytes=known.bytes, start=position, outside=outside)
-        stay.begins.append((position, storage))
-        self.live[storage] = stay
-        self.stays.append(stay)
-
-    def compute(self, position: int, instruction: Compute) -> None:
-        op = self.graph.ops[instruction.op]
-        taker = self._take_over(position, instruction)
-        for storage in op.writes:
-            if storage not in self.live:
-                self.begin(position, storage)
-            elif storage != taker:
-                self.copies.append(((position, storage), self._brief(position, storage)))
-        if op.workspace_bytes:
-            name = f"workspace of {op.name}"
-            stay = _Stay(name=name, size_bytes=op.workspace_bytes, start=position, end=position + 1)
-            self.workspaces.append((position, stay))
-
-    def cross(self, position: int, instruction: Boundary) -> None:
-        for storage in self.graph.boundaries[instruction.boundary].arrivals:
-            self.begin(position, storage, outside=True)
-        self.held.append((position, instruction.bytes_outside))
-
-    def finish(self, count: int, device: Device) -> StepBlocks:
-        for storage, stay in self.live.items():
-            stay.end = count
-            stay.outside |= self.graph.storages[storage].required_at_end
-        inside = [stay for stay in self.stays if not stay.outside and stay.size_bytes]
-        copies = [entry for entry in self.copies if entry[1].size_bytes]
-        every = [*inside, *(stay for _, stay in copies), *(stay for _, stay in self.workspaces)]
-        blocks = Blocks(
+    found = live_ranges(graph, schedule)
+    pieces = _joined(graph, found.ranges, len(schedule))
+    inside = [piece for piece in pieces if not piece.outside and piece.size_bytes]
+    copies = [(position, s) for position, s in found.second_copies if graph.storages[s].bytes]
+    brief = [(f"second copy of {graph.storages[s].name}", graph.storages[s].bytes, at) for at, s in copies]
+    for at, op in found.workspaces:
+        brief.append((f"workspace of {graph.ops[op].name}", graph.ops[op].workspace_bytes or 0, at))
+    every = [*inside, *(_Piece(name=name, size_bytes=size, start=at, end=at + 1) for name, size, at in brief)]
+    first_copy, first_workspace = len(inside), len(inside) + len(copies)
+    return StepBlocks(
+        blocks=Blocks(
             ids=np.arange(len(every)),
-            sizes_bytes=[stay.size_bytes for stay in every],
-            starts=[stay.start for stay in every],
-            ends=[count if stay.end is None else stay.end for stay in every],
+            sizes_bytes=[piece.size_bytes for piece in every],
+            starts=[piece.start for piece in every],
+            ends=[piece.end for piece in every],
             alignment_bytes=device.alignment_bytes,
-        )
-        first_copy, first_workspace = len(inside), len(inside) + len(copies)
-        return StepBlocks(
-            blocks=blocks,
-            names=tuple(stay.name for stay in every),
-            block_of={begin: number for number, stay in enumerate(inside) for begin in stay.begins},
-            copy_of={place: first_copy + number for number, (place, _) in enumerate(copies)},
-            workspace_of={place: first_workspace + number for number, (place, _) in enumerate(self.workspaces)},
-            outside_bytes=self._outside(count, device),
-        )
+        ),
+        names=tuple(piece.name for piece in every),
+        block_of={begin: number for number, piece in enumerate(inside) for begin in piece.begins},
+        copy_of={place: number for number, place in enumerate(copies, first_copy)},
+        workspace_of={at: number for number, (at, _) in enumerate(found.workspaces, first_workspace)},
+        outside_bytes=_outside_bytes(schedule, device, [piece for piece in pieces if piece.outside]),
+    )
 
-    def _take_over(self, position: int, instruction: Compute) -> int | None:
-        """Let a write go on in the stay of the input it takes over; return that write."""
-        taken = instruction.in_place_of
-        if taken is None:
-            return None
-        op = self.graph.ops[instruction.op]
-        taker = next(new for old, new in op.reuses if old == taken and new not in self.live)
-        stay = self.live.pop(taken)
-        stay.begins.append((position, taker))
-        stay.name = f"{stay.name}, {self.graph.storages[taker].name}"
-        self.live[taker] = stay
-        return taker
 
-    def _brief(self, position: int, storage: int) -> _Stay:
-        known = self.graph.storages[storage]
-        name = f"second copy of {known.name}"
-        return _Stay(name=name, size_bytes=known.bytes, start=position, end=position + 1)
+def _joined(graph: Graph, ranges: tuple[LiveRange, ...], count: int) -> list[_Piece]:
+    """Return the pieces of all storages that are not resident; ranges that share memory in place are one piece."""
+    pieces: list[_Piece] = []
+    piece_of: dict[int, _Piece] = {}  # index of a live range -> its piece
+    for index, stay in enumerate(ranges):
+        storage = graph.storages[stay.storage]
+        if storage.resident:
+            continue
+        if stay.memory_of is None:
+            piece = _Piece(name=storage.name, size_bytes=storage.bytes, start=stay.first, end=stay.last)
+            pieces.append(piece)
+        else:
+            piece = piece_of[stay.memory_of]
+            piece.name, piece.end = f"{piece.name}, {storage.name}", stay.last
+        piece_of[index] = piece
+        piece.begins.append((stay.first, stay.storage))
+        piece.outside |= stay.begun_by == Code.BOUNDARY or (stay.last == count and storage.required_at_end)
+    return pieces
 
-    def _outside(self, count: int, device: Device) -> NDArray[np.int64]:
-        changes = np.zeros(count + 1, np.int64)
-        for stay in self.stays:
-            if stay.outside:
-                changes[stay.start] += device.aligned(stay.size_bytes)
-                changes[count if stay.end is None else stay.end] -= device.aligned(stay.size_bytes)
-        for position, held_bytes in self.held:
-            changes[position] += held_bytes
-        return np.cumsum(changes)[:count]
+
+def _outside_bytes(schedule: Schedule, device: Device, pieces: list[_Piece]) -> NDArray[np.int64]:
+    changes = np.zeros(len(schedule) + 1, np.int64)
+    for piece in pieces:
+        changes[piece.start] += device.aligned(piece.size_bytes)
+        changes[piece.end] -= device.aligned(piece.size_bytes)
+    is_boundary = schedule.codes == Code.BOUNDARY
+    changes[:-1][is_boundary] += schedule.extras[is_boundary]
+    return np.cumsum(changes)[:-1]

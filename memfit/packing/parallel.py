@@ -1,8 +1,12 @@
-"""Layouts that stay safe when ops run at the same time: who may share memory is read off the graph, not off an order.
+"""Layouts that stay safe when ops run at the same time: the graph says which storages may share bytes, not an order.
 
-Two storages may share bytes only if every op that touches the one is ordered, by the graph, before the op that writes
-the other. The graph's order is known in full (`ancestors`), or along a few long paths only (`paths`); or a layout for
-one serial order is kept, and the order that it needs is added to the graph (`implicit_dependences`).
+Two storages may share bytes only if every op that touches one of them is ordered, by the graph, before the op that
+writes the other. `WAYS` names three ways to make such a layout: the graph's order is used in full (`ancestors`), or
+along a few long paths only (`paths`), or the layout is that of one serial order (`series`), and the dependences that
+it needs are added to the graph's own.
+
+Workspaces and in-place reuse are left out: a storage has the bytes that it was given from the op that writes it to the
+last op that touches it.
 
 Source: mxnet 1.0, "Optimizing Memory Consumption", memory allocation for parallel operations.
 """
@@ -18,11 +22,13 @@ from numpy.typing import NDArray
 from memfit.device import GENERIC, Device
 from memfit.errors import InvalidOptionError
 from memfit.graph import Graph
-from memfit.packing.auto import Auto
 from memfit.packing.blocks import Blocks, PackingProblem
-from memfit.packing.first_fit import FirstFit
+from memfit.packing.portfolio import Portfolio
+from memfit.packing.published.first_fit import FirstFit
 
 Edges = tuple[tuple[int, int], ...]
+WAYS = ("ancestors", "paths", "series")
+_PATHS = 8  # of the note's "first k paths": most graphs of vision models have fewer branches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +36,9 @@ class ParallelLayout:
     """Addresses for the storages of a graph whose ops may run at the same time.
 
     Attributes:
-        offsets_bytes: storage -> where it begins. Residents, arrivals and what outlives the step are not in it.
+        offsets_bytes: storage -> its first byte. Residents, arrivals and storages that outlive the step are left out.
         height_bytes: the highest used byte.
-        dependences: pairs (op, later op) that have to be kept beside the graph's own; they come from sharing.
+        dependences: pairs (op, later op) that have to be kept beside the graph's own, because their storages share.
     """
 
     offsets_bytes: Mapping[int, int]
@@ -40,18 +46,36 @@ class ParallelLayout:
     dependences: Edges = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Users:
-    """Which op writes a storage, and which touch it in all, the writer included."""
+def pack_parallel(
+    graph: Graph, way: str, device: Device = GENERIC, *, paths: int = _PATHS, seconds: float = 1.0, seed: int = 0
+) -> ParallelLayout:
+    """Return a layout of `graph` that is safe when its ops run at the same time.
 
-    writer: int
-    ops: tuple[int, ...]
+    Args:
+        graph: the part that runs in parallel, such as a forward pass.
+        way: one of `WAYS`.
+        device: gives the alignment.
+        paths: how many paths the way `paths` shares along.
+        seconds: time limit of the packing in the way `series`.
+        seed: of the packing in the way `series`.
+
+    Raises:
+        InvalidOptionError: there is no such way, or `paths` is below 1.
+    """
+    if way == "ancestors":
+        return pack_by_ancestors(graph, device)
+    if way == "paths":
+        return pack_by_paths(graph, device, paths=paths)
+    if way == "series":
+        return pack_in_series(graph, device, seconds=seconds, seed=seed)
+    raise InvalidOptionError(f"no way of parallel-safe sharing is called {way!r}, expected one of {', '.join(WAYS)}")
 
 
 def predecessors_of(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """Return for each op the ops that have to be over before it: writers of what it needs, and those that draw before.
+    """Return for each op the ops that have to end before it begins.
 
-    An op that mutates waits for all that touched the storage before it, and all that come after wait for it.
+    They are the writers of what it reads, and the last op before it that draws from the same generator. An op that
+    mutates a storage follows all earlier ops that touch it, and is followed by all later ones.
     """
     needed: list[set[int]] = [set() for _ in graph.ops]
     last_change: dict[int, int] = {}
@@ -74,30 +98,33 @@ def predecessors_of(graph: Graph) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(ops - {number})) for number, ops in enumerate(needed))
 
 
-def users_of(graph: Graph) -> dict[int, Users]:
-    """Return the users of each storage that the arena holds."""
+def users_of(graph: Graph) -> dict[int, tuple[int, ...]]:
+    """Return the ops that touch each storage of the arena, in the graph's order; the first is the op that writes it.
+
+    The arena holds the storages that an op writes, that have bytes, and that are not left at the end.
+    """
     touching: dict[int, list[int]] = {}
     for op in graph.ops:
         for storage in dict.fromkeys((*op.writes, *op.reads, *op.mutates)):
             touching.setdefault(storage, []).append(op.id)
     return {
-        storage.id: Users(writer=graph.writer_of[storage.id], ops=tuple(touching[storage.id]))
+        storage.id: tuple(touching[storage.id])
         for storage in graph.storages
         if storage.id in graph.writer_of and not storage.required_at_end and storage.bytes
     }
 
 
 def pack_by_ancestors(graph: Graph, device: Device = GENERIC) -> ParallelLayout:
-    """Share wherever the graph orders two storages; O(n^2) bits for the relation.
+    """Share wherever the graph orders two storages, the largest placed first; O(n^2) time, n^2 bits for the relation.
 
     Args:
-        graph: of the part that runs in parallel, such as a forward pass.
+        graph: the part that runs in parallel.
         device: gives the alignment.
     """
     users, before = users_of(graph), _ancestors(graph)
     storages = list(users)
-    touching = [sum(1 << op for op in users[storage].ops) for storage in storages]
-    earlier = [before[users[storage].writer] for storage in storages]
+    touching = [sum(1 << op for op in users[storage]) for storage in storages]
+    earlier = [before[users[storage][0]] for storage in storages]
     meets = np.ones((len(storages), len(storages)), np.bool_)
     for i in range(len(storages)):
         for j in range(i):
@@ -106,12 +133,17 @@ def pack_by_ancestors(graph: Graph, device: Device = GENERIC) -> ParallelLayout:
     return _first_fit(graph, device, storages, meets)
 
 
-def pack_by_paths(graph: Graph, device: Device = GENERIC, *, paths: int = 8) -> ParallelLayout:
-    """Share only along the longest `paths` paths of the graph; O(n) for each path, and a sort.
+def pack_by_paths(graph: Graph, device: Device = GENERIC, *, paths: int = _PATHS) -> ParallelLayout:
+    """Share only along the longest paths of the graph; O(n) for each path, and a sort.
 
-    Ops of one colour are ordered by their path, so that two storages which only ops of that colour touch are ordered.
-    They are packed as in a series, one colour above the other: bytes of two colours are never shared. All other
-    storages share with none.
+    Ops of one colour are ordered by their path, so two storages that only ops of that colour touch are ordered. They
+    are packed as in a series, one colour above the other: two colours never share bytes. A storage that ops of two
+    colours touch, or an op without one, shares with none.
+
+    Args:
+        graph: the part that runs in parallel.
+        device: gives the alignment.
+        paths: how many paths are coloured.
 
     Raises:
         InvalidOptionError: `paths` is below 1.
@@ -123,7 +155,7 @@ def pack_by_paths(graph: Graph, device: Device = GENERIC, *, paths: int = 8) -> 
     alone: list[int] = []
     together: dict[int, list[int]] = {}
     for storage in users:
-        seen = {colours[op] for op in users[storage].ops}
+        seen = {colours[op] for op in users[storage]}
         colour = seen.pop() if len(seen) == 1 else None
         (alone if colour is None else together.setdefault(colour, [])).append(storage)
     offsets: dict[int, int] = {}
@@ -132,14 +164,19 @@ def pack_by_paths(graph: Graph, device: Device = GENERIC, *, paths: int = 8) -> 
         offsets[storage] = height_bytes
         height_bytes += device.aligned(graph.storages[storage].bytes)
     for storages in together.values():
-        layout = FirstFit().pack(PackingProblem(blocks=_serial_blocks(graph, users, storages, device)))
+        layout = FirstFit().pack(PackingProblem(blocks=serial_blocks(graph, storages, device)))
         offsets.update(zip(storages, (layout.offsets_bytes + height_bytes).tolist(), strict=True))
         height_bytes += layout.height_bytes
     return ParallelLayout(offsets_bytes=offsets, height_bytes=height_bytes)
 
 
 def colour_paths(graph: Graph, paths: int) -> list[int | None]:
-    """Return the colour of each op: 0 for the longest path, 1 for the longest in what is left, and so on; else None."""
+    """Return the colour of each op: 0 on the longest path, 1 on the longest path of the remaining ops, and so on.
+
+    Args:
+        graph: the part that runs in parallel.
+        paths: how many paths are coloured; ops on none of them have the colour None.
+    """
     needed = predecessors_of(graph)
     colours: list[int | None] = [None] * len(graph.ops)
     for colour in range(paths):
@@ -160,15 +197,20 @@ def colour_paths(graph: Graph, paths: int) -> list[int | None]:
     return colours
 
 
-def pack_in_series(graph: Graph, device: Device = GENERIC, *, seconds: float = 1.0) -> ParallelLayout:
-    """Share as the graph's own order lets it, and keep the dependences which that makes.
+def pack_in_series(graph: Graph, device: Device = GENERIC, *, seconds: float = 1.0, seed: int = 0) -> ParallelLayout:
+    """Share as the graph's own order allows, and add the dependences that this sharing needs.
 
-    The arena is as small as that of a serial step; how much can still run at the same time depends on the sharing.
+    The arena is as small as that of a serial step. The added dependences limit what can run at the same time.
+
+    Args:
+        graph: the part that runs in parallel.
+        device: gives the alignment.
+        seconds: time limit of the packing.
+        seed: of the packing.
     """
-    users = users_of(graph)
-    storages = list(users)
-    blocks = _serial_blocks(graph, users, storages, device)
-    layout = Auto().pack(PackingProblem(blocks=blocks, time_limit_seconds=seconds))
+    storages = list(users_of(graph))
+    problem = PackingProblem(blocks=serial_blocks(graph, storages, device), time_limit_seconds=seconds, seed=seed)
+    layout = Portfolio().pack(problem)
     offsets = dict(zip(storages, layout.offsets_bytes.tolist(), strict=True))
     return ParallelLayout(
         offsets_bytes=offsets,
@@ -177,20 +219,34 @@ def pack_in_series(graph: Graph, device: Device = GENERIC, *, seconds: float = 1
     )
 
 
-def _serial_blocks(graph: Graph, users: Mapping[int, Users], storages: Sequence[int], device: Device) -> Blocks:
-    """Return a block for each storage: live from the op that writes it to the last that touches it."""
+def serial_blocks(graph: Graph, storages: Sequence[int], device: Device = GENERIC) -> Blocks:
+    """Return a block for each storage in the graph's own order: live from its writer to the last op that touches it.
+
+    Args:
+        graph: its ops are the steps.
+        storages: among those of `users_of`; they are the ids of the blocks.
+        device: gives the alignment.
+    """
+    users = users_of(graph)
     return Blocks(
         ids=storages,
         sizes_bytes=[graph.storages[s].bytes for s in storages],
-        starts=[users[s].writer for s in storages],
-        ends=[max(users[s].ops) + 1 for s in storages],
+        starts=[users[s][0] for s in storages],
+        ends=[users[s][-1] + 1 for s in storages],
         alignment_bytes=device.alignment_bytes,
     )
 
 
 def implicit_dependences(graph: Graph, offsets_bytes: Mapping[int, int], device: Device = GENERIC) -> Edges:
-    """Return the pairs (op, later op) that a layout for the graph's own order needs: users of a storage before the
-    writer of one that has its bytes next."""
+    """Return the pairs (op, later op) that a layout for the graph's own order needs, sorted.
+
+    Where two storages share bytes, every op that touches the earlier one comes before the writer of the later one.
+
+    Args:
+        graph: its own order is that of the layout.
+        offsets_bytes: storage -> its first byte.
+        device: gives the alignment.
+    """
     users = users_of(graph)
     edges: set[tuple[int, int]] = set()
     by_offset = sorted(offsets_bytes, key=lambda storage: offsets_bytes[storage])
@@ -199,8 +255,8 @@ def implicit_dependences(graph: Graph, offsets_bytes: Mapping[int, int], device:
         for second in by_offset[place + 1 :]:
             if offsets_bytes[second] >= top:
                 break
-            early, late = sorted((users[first], users[second]), key=lambda user: user.writer)
-            edges.update((op, late.writer) for op in early.ops)
+            early, late = sorted((users[first], users[second]))
+            edges.update((op, late[0]) for op in early)
     return tuple(sorted(edges))
 
 
@@ -216,19 +272,23 @@ def _ancestors(graph: Graph) -> list[int]:
 
 
 def _first_fit(graph: Graph, device: Device, storages: Sequence[int], meets: NDArray[np.bool_]) -> ParallelLayout:
-    """Place storages, largest first, each as low as those it meets let it."""
-    sizes = [device.aligned(graph.storages[storage].bytes) for storage in storages]
-    offsets = [0] * len(storages)
-    placed: list[int] = []
-    for i in sorted(range(len(storages)), key=lambda i: (-sizes[i], i)):
+    """Place storages, largest first, each as low as those that it meets allow.
+
+    `meets` is bool[n, n]: whether two storages must not share bytes.
+    """
+    sizes = np.array([device.aligned(graph.storages[storage].bytes) for storage in storages], np.int64)
+    offsets = np.zeros(len(storages), np.int64)
+    placed = np.zeros(len(storages), np.bool_)
+    for i in np.argsort(-sizes, kind="stable").tolist():
+        others = np.flatnonzero(meets[i] & placed)
+        others = others[np.argsort(offsets[others], kind="stable")]
         at = 0
-        for j in sorted((j for j in placed if meets[i, j]), key=lambda j: offsets[j]):
-            if offsets[j] >= at + sizes[i]:
+        for base, size in zip(offsets[others].tolist(), sizes[others].tolist(), strict=True):
+            if base >= at + sizes[i]:
                 break
-            at = max(at, offsets[j] + sizes[j])
-        offsets[i] = at
-        placed.append(i)
+            at = max(at, base + size)
+        offsets[i], placed[i] = at, True
     return ParallelLayout(
-        offsets_bytes=dict(zip(storages, offsets, strict=True)),
-        height_bytes=max((at + size for at, size in zip(offsets, sizes, strict=True)), default=0),
+        offsets_bytes=dict(zip(storages, offsets.tolist(), strict=True)),
+        height_bytes=int((offsets + sizes).max(initial=0)),
     )

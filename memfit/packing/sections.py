@@ -1,8 +1,7 @@
-"""Time cut into as few sections as there can be: one for each largest set of blocks that are live together.
+"""Time cut into as few sections as possible: one for each maximal set of blocks that are live together.
 
-Steps matter to packing only in who meets whom. Between two sections some block ends before another begins; starts that
-no end separates share one section. Live ranges become short ranges of small integers, which the packers' loops run
-over.
+Packing depends on steps only through the pairs of blocks that overlap in time. Starts without an end between them
+share one section. Live ranges become short ranges of small integers, over which the loops of the packers run.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def sections_of(blocks: Blocks) -> Sections:
     ([0, 0, 1, 1], [2, 1, 2, 2])
     """
     starts, ends = np.unique(blocks.starts), np.sort(blocks.ends)
-    ended = np.searchsorted(ends, starts, side="right")  # blocks that are over when each start comes
+    ended = np.searchsorted(ends, starts, side="right")  # blocks that have ended by each start
     begins_section = np.append(ended[1:] != ended[:-1], True) if len(starts) else np.zeros(0, bool)
     last_starts = starts[begins_section]  # of each section; an end separates it from the next start
     return Sections(
@@ -46,7 +45,12 @@ def sections_of(blocks: Blocks) -> Sections:
 
 
 def live_in_sections(blocks: Blocks, sections: Sections) -> NDArray[np.int64]:
-    """Return the bytes that are live in each section."""
+    """Return int64[sections.count], the bytes that are live in each section.
+
+    Args:
+        blocks: what is packed.
+        sections: those of the blocks.
+    """
     live = np.zeros(sections.count + 1, np.int64)
     np.add.at(live, sections.firsts, blocks.sizes_bytes)
     np.subtract.at(live, sections.lasts, blocks.sizes_bytes)
@@ -54,12 +58,15 @@ def live_in_sections(blocks: Blocks, sections: Sections) -> NDArray[np.int64]:
 
 
 def most_live_bytes(blocks: Blocks, sections: Sections) -> NDArray[np.int64]:
-    """Return for each block the most bytes that are live together at any moment of its live range."""
+    """Return int64[n], for each block the most bytes that are live in any section of its live range.
+
+    Args:
+        blocks: what is packed.
+        sections: those of the blocks.
+    """
     if len(blocks) == 0:
         return np.zeros(0, np.int64)
-    most = live_in_sections(
-        blocks, sections
-    )  # over spans of 1, 2, 4 ... sections from each; any range is two such spans
+    most = live_in_sections(blocks, sections)  # maxima over 1, 2, 4 ... sections; any range is two such spans
     spans = np.frexp(sections.lasts - sections.firsts)[1] - 1
     result = np.zeros(len(blocks), np.int64)
     for span in range(int(spans.max()) + 1):

@@ -1,4 +1,7 @@
-"""The user's mirror attribute: which results may be computed again, and how often (Chen 2016, sections 4.1 and 4.5)."""
+"""The user's marks, and planner `mirror`, which carries them out (Chen et al. 2016, sections 4.1 and 4.5).
+
+A mark says how often the results of a module or an op may be recomputed. The paper calls it the mirror attribute.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +11,33 @@ from difflib import get_close_matches
 from typing import Any, ClassVar
 
 from memfit.errors import InvalidOptionError
-from memfit.graph import Graph, Phase
-from memfit.plan import Problem, Result
-from memfit.planners.answer import answer
-from memfit.planners.mirrored import counts_of, evaluate_mirror
-from memfit.planners.order import update_at_once_order
-from memfit.planners.program import build_program
+from memfit.graph import Graph, Op, Phase
+from memfit.plan import Problem
+from memfit.planners.engine.retention.instance import Instance
+from memfit.planners.published.recompute_counts import CountPlanner, Counts, counts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mirror:
-    """A mark on all forward ops of a module, or on one op: `count` is the mirror count m(v); 0 keeps."""
+    """A mark on all forward ops of a module, or on one op.
+
+    Attributes:
+        where: the name of the module or op.
+        count: how often results may be recomputed (m(v) in the paper); 0 keeps them.
+    """
 
     where: str
     count: int
 
     def counts(self, graph: Graph) -> dict[int, int]:
-        """Return op id -> count of the ops that are marked. Those that can never be computed again are left out.
+        """Return op id -> count of the marked ops. Ops that can never be recomputed are left out.
 
         Raises:
-            InvalidOptionError: nothing in the forward part of the graph has that name, or none of it can be computed
-                again.
+            InvalidOptionError: nothing in the forward part of the graph has that name, or none of it can be recomputed.
         """
-        inside = f"{self.where}." if self.where else ""
-        forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
-        marked = [op for op in forward if self.where in (op.module, op.name) or op.module.startswith(inside)]
+        marked = self.marked(graph)
         if not marked:
+            forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
             names = list(dict.fromkeys(name for op in forward for name in (op.module, op.name) if name))
             near = get_close_matches(self.where, names, n=3)
             hint = f"; near it are {', '.join(near)}" if near else ""
@@ -43,14 +47,20 @@ class Mirror:
         able = [op for op in marked if not op.computed_once and not any(graph.last_version[s] for s in op.writes)]
         if self.count and not able:
             raise InvalidOptionError(
-                f"mirror wants {self.where!r} computed again {self.count} times, but none of its {len(marked)} ops can "
-                f"be computed more than once; expected a count of 0"
+                f"mirror has {self.where!r} recomputed {self.count} times, but none of its {len(marked)} ops can be "
+                f"computed more than once; expected a count of 0"
             )
         return {op.id: self.count for op in (able if self.count else marked)}
 
+    def marked(self, graph: Graph) -> list[Op]:
+        """Return the forward ops of a graph that bear the mark's name, or lie in a module of that name."""
+        inside = f"{self.where}." if self.where else ""
+        forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
+        return [op for op in forward if self.where in (op.module, op.name) or op.module.startswith(inside)]
+
 
 def mirror(where: Any, count: int = 1, *, of: Any = None) -> Mirror:
-    """Mark a module or an op: 0 keeps its results, a higher count lets them be computed again that many times.
+    """Mark a module or an op: 0 keeps its results, a higher count allows that many recomputations of each.
 
         >>> import memfit
         >>> memfit.mirror("features.stage1", 1)
@@ -58,14 +68,13 @@ def mirror(where: Any, count: int = 1, *, of: Any = None) -> Mirror:
 
     Give it to any planner as the option `mirror`: `memfit.fit(..., options={"mirror": memfit.mirror("encoder.0", 1)})`,
     or on the command line `--option mirror=encoder.0:1,head:0`. Results with a count of 0 are kept to their last use;
-    the others are dropped after the forward pass and computed again. Planners that work by mirror counts (`mirror`,
-    `segments`, `sublinear`, `recursive`, `drop_cheap`) take counts above one as they stand, for the others they are as
-    good as 1.
+    the others are dropped after the forward pass and recomputed. The planners `mirror`, `segments`, `sublinear`,
+    `recursive` and `drop_cheap` use counts above 1 as they are; all others treat them as 1.
 
     Args:
-        where: the name of a module (all that is inside it counts) or of an op; or a module of the model `of`.
-        count: the mirror count, 0 or more.
-        of: the model that `where` is a module of, where it is not a name.
+        where: the name of a module (with all modules inside it) or of an op; or a module of the model `of`.
+        count: recomputations of each result, 0 or more.
+        of: the model with the module `where`, if that is not a name.
 
     Raises:
         InvalidOptionError: a negative count, or a module that is not one of `of`.
@@ -78,13 +87,13 @@ def mirror(where: Any, count: int = 1, *, of: Any = None) -> Mirror:
         return Mirror(where=where, count=count)
     names = {id(module): name for name, module in of.named_modules()} if of is not None else {}
     if id(where) not in names:
-        wanted = "expected a module of the model given as `of`" if of is not None else "give its model as `of`"
-        raise InvalidOptionError(f"mirror got a {type(where).__name__} whose name is not known; {wanted}, or its name")
+        remedy = "expected a module of the model given as `of`" if of is not None else "give its model as `of`"
+        raise InvalidOptionError(f"mirror got a {type(where).__name__} whose name is not known; {remedy}, or its name")
     return Mirror(where=names[id(where)], count=count)
 
 
 def read_mirrors(given: Any) -> tuple[Mirror, ...]:
-    """Return the marks of the option `mirror`: a Mirror, several of them, or text such as `encoder.0:1,head:0`.
+    """Return the marks that the option `mirror` holds: a Mirror, several of them, or text like `encoder.0:1,head:0`.
 
     Raises:
         InvalidOptionError: anything else.
@@ -98,7 +107,7 @@ def read_mirrors(given: Any) -> tuple[Mirror, ...]:
         if all(isinstance(each, Mirror) for each in several):
             return tuple(several)
     raise InvalidOptionError(
-        f"option mirror is {given!r}, expected what memfit.mirror returns, or text like encoder.0:1"
+        f"option mirror is {given!r}, expected the result of memfit.mirror, or text like encoder.0:1"
     )
 
 
@@ -110,7 +119,12 @@ def _read(text: str) -> Mirror:
 
 
 def with_mirrors(problem: Problem, mirrors: Sequence[Mirror]) -> Problem:
-    """Return the problem with these marks as constraints; where two meet, the later one counts."""
+    """Return the problem with these marks as constraints; of two marks on one op, the later one is used.
+
+    Args:
+        problem: what to plan.
+        mirrors: the marks, in the order in which they were given.
+    """
     counts = dict(problem.mirror_counts)
     for mark in mirrors:
         counts |= mark.counts(problem.graph)
@@ -119,8 +133,8 @@ def with_mirrors(problem: Problem, mirrors: Sequence[Mirror]) -> Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MirrorPlan:
-    """Carry out the mirror counts that the user gave (option `mirror`), and keep everything else.
+class MirrorPlan(CountPlanner):
+    """Recompute the results that the user marked (option `mirror`), and keep all others.
 
     Source: Chen et al. 2016, Algorithm 2: "the user specify a function m".
     """
@@ -128,13 +142,6 @@ class MirrorPlan:
     name: ClassVar[str] = "mirror"
     source: ClassVar[str] = "Chen et al. 2016, Algorithm 2"
 
-    def plan(self, problem: Problem) -> Result:
-        """Return the plan of the mirror construction, with status infeasible where it does not fit.
-
-        Raises:
-            InvalidOptionError: a pin that cannot be honoured.
-        """
-        started_seconds = problem.clock()
-        program = build_program(problem, update_at_once_order(problem.graph))
-        found = [evaluate_mirror(program, counts_of(program, problem.mirror_counts))]
-        return answer(program, found, planner=self.name, started_seconds=started_seconds)
+    def counts(self, instance: Instance) -> list[Counts]:
+        """Return the counts that the user gave."""
+        return [counts_of(instance, instance.problem.mirror_counts)]

@@ -6,11 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from memfit.plan import Problem, Result
-from memfit.planners.emit import emit
-from memfit.planners.order import original_order
-from memfit.planners.program import build_program
-from memfit.planners.result import make_result
-from memfit.planners.windows import evaluate, keep_everything, simulated
+from memfit.planners.engine.results import Ending, keeping_schedule, make_result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +22,12 @@ class KeepEverything:
     source: ClassVar[str] = "Chen et al. 2016, section 3: liveness"
 
     def plan(self, problem: Problem) -> Result:
-        """Return the schedule that keeps everything, with status infeasible where it does not fit.
+        """Return the schedule that keeps everything, or no plan if it does not fit the budget.
 
         Raises:
             InvalidOptionError: a pin that cannot be honoured.
         """
         started_seconds = problem.clock()
-        program = build_program(problem, original_order(problem.graph))
-        evaluation = evaluate(program, simulated(program, keep_everything(program)))
-        schedule = emit(program, evaluation.sequence)
-        return make_result(problem, schedule, planner=self.name, started_seconds=started_seconds)
+        schedule = keeping_schedule(problem)
+        ending = Ending(planner=self.name, started_seconds=started_seconds, schedule=schedule, tried_all=True)
+        return make_result(problem, ending)

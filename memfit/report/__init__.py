@@ -1,5 +1,7 @@
 """Reports: a plan as one HTML file, as a picture, as a trace for Perfetto, and as plain text.
 
+A report is given data and searches nothing: the points of its trade-off curve are planned by the caller.
+
 >>> import tempfile
 >>> from pathlib import Path
 >>> from memfit.device import GENERIC
@@ -29,10 +31,11 @@ True
 
 from __future__ import annotations
 
-from memfit.report.figures import CurvePoint, Measured
+from memfit.report.curve import CurvePoint
 from memfit.report.page import write_html
+from memfit.report.perfetto import write_trace
 from memfit.report.picture import write_png
 from memfit.report.text import explain, text_summary
-from memfit.report.trace import write_trace
+from memfit.runtime.measured import Measured
 
 __all__ = ["CurvePoint", "Measured", "explain", "text_summary", "write_html", "write_png", "write_trace"]

@@ -1,4 +1,4 @@
-"""The page of `memfit batch`: samples a second and the price of fitting, against the batch size."""
+"""The HTML page of `memfit batch`: samples a second and overhead against the batch size."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Any
 
 import msgspec
 
-from memfit.budget import format_bytes
 from memfit.device import Device
-from memfit.files import write_atomically
-from memfit.report.frame import fill
-from memfit.report.words import change_text, printable
+from memfit.report.formatting import change_text, printable
+from memfit.report.html_template import fill_template
+from memfit.system.budget import format_bytes
+from memfit.system.files import write_atomically
 
 
 class BatchPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One batch size: its plan's peak, overhead and speed, all predicted; None where no plan fits."""
+    """One batch size: its plan's peak, overhead and speed, all predicted; None where there is no plan.
+
+    `least_bytes` is the proved least budget: no plan of this size fits less.
+    """
 
     batch: int
     least_bytes: int
@@ -27,16 +30,26 @@ class BatchPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def keys(self) -> dict[str, Any]:
         """The point as JSON."""
-        return {
-            "batch": self.batch,
-            "peak_bytes": self.peak_bytes,
-            "overhead": self.overhead,
-            "samples_per_second": self.samples_per_second,
-        }
+        shown = ("batch", "peak_bytes", "overhead", "samples_per_second")
+        return {name: getattr(self, name) for name in shown}
+
+    def no_plan_text(self, budget_bytes: int) -> str:
+        """Return why there is no plan for this size: it is proved that none fits, or the planner found none."""
+        return "no plan fits" if self.least_bytes > budget_bytes else "no plan found"
 
 
 def write_batch_page(name: str, budget_bytes: int, device: Device, points: list[BatchPoint], path: Path) -> None:
     """Write one self-contained HTML file with the curve of samples a second against batch, and a table.
+
+    Args:
+        name: of the step.
+        budget_bytes: for which all batch sizes were planned.
+        device: whose times were used.
+        points: one for each batch size.
+        path: where the page is written.
+
+    Raises:
+        InvalidFileError: the file cannot be written.
 
     Guarantees: as `write_html`: no text can become markup or script, and the page loads nothing.
     """
@@ -45,9 +58,9 @@ def write_batch_page(name: str, budget_bytes: int, device: Device, points: list[
         "title": escape(f"memfit batch: {title}"),
         "name": escape(title),
         "lead": _lead(device, points),
-        "rows": "".join(_row(point) for point in points),
+        "rows": "".join(_row(point, budget_bytes) for point in points),
     }
-    write_atomically(path, fill("batch.html", parts, {"points": [point.keys() for point in points]}).encode())
+    write_atomically(path, fill_template("batch.html", parts, {"points": [point.keys() for point in points]}).encode())
 
 
 def _lead(device: Device, points: list[BatchPoint]) -> str:
@@ -55,7 +68,7 @@ def _lead(device: Device, points: list[BatchPoint]) -> str:
     speeds = {point.batch: point.samples_per_second for point in points if point.samples_per_second is not None}
     where = f"All times are predicted, for {escape(printable(device.name))}."
     if not speeds:
-        return f"No batch that was tried fits. {where}"
+        return f"No plan was found for any batch size that was tried. {where}"
     largest, fastest = max(speeds), max(speeds, key=lambda batch: (speeds[batch], -batch))
     said = f"The largest batch that fits is <b>{largest:,}</b>, at {speeds[largest]:,.1f} samples a second."
     if fastest == largest:
@@ -63,9 +76,10 @@ def _lead(device: Device, points: list[BatchPoint]) -> str:
     return f"{said} The fastest is <b>{fastest:,}</b>, at {speeds[fastest]:,.1f}. {where}"
 
 
-def _row(point: BatchPoint) -> str:
+def _row(point: BatchPoint, budget_bytes: int) -> str:
     if point.overhead is None or point.peak_bytes is None or point.unplanned_bytes is None:
-        return f'<tr><td class="number">{point.batch:,}</td><td colspan="4">no plan fits</td></tr>'
+        why = point.no_plan_text(budget_bytes)
+        return f'<tr><td class="number">{point.batch:,}</td><td colspan="4">{why}</td></tr>'
     cells = (
         f"{point.batch:,}",
         format_bytes(point.peak_bytes),

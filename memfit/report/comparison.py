@@ -1,4 +1,4 @@
-"""The HTML page of `memfit compare`: curves, a table, and what two chosen plans keep that the other does not."""
+"""The HTML page of `memfit compare`: curves, a table, and the storages that only one of two chosen plans keeps."""
 
 from __future__ import annotations
 
@@ -8,26 +8,37 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from memfit.budget import format_bytes
 from memfit.device import Device
-from memfit.files import write_atomically
 from memfit.graph import Graph
 from memfit.plan import Plan
-from memfit.report.fates import Kind, fates
-from memfit.report.figures import Measured
-from memfit.report.frame import fill
+from memfit.report.formatting import count_text, module_text, printable, status_text
+from memfit.report.html_template import fill_template
 from memfit.report.live import play
-from memfit.report.words import count_text, printable
+from memfit.report.storage_fates import Kind, fates
+from memfit.runtime.measured import Measured
+from memfit.system.budget import format_bytes
+from memfit.system.files import write_atomically
 
 _KINDS = tuple(Kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedPoint:
-    """What one planner reached at one budget; `setting` is what stands in place of a budget for those that take none.
+    """The result of one planner or baseline at one budget.
 
     >>> ComparedPoint(planner="torch:dp", setting=0.5, status="feasible", peak_bytes=1 << 20, overhead=0.1).setting
     0.5
+
+    Attributes:
+        planner: the name of a planner or of a baseline.
+        budget_bytes: None for a baseline that takes no bytes.
+        setting: what a baseline takes in place of a budget.
+        status: of the result, or why there is none.
+        peak_bytes: predicted.
+        overhead: predicted, against the unplanned step.
+        plan_seconds: how long planning took.
+        measured: None where nothing was run.
+        plan: None where none was found.
     """
 
     planner: str
@@ -44,16 +55,17 @@ class ComparedPoint:
 def write_comparison(graph: Graph, device: Device, points: Sequence[ComparedPoint], path: Path | str) -> None:
     """Write the page to `path`: one HTML file that needs no network, atomically.
 
+    Args:
+        graph: of the step.
+        device: whose times were used.
+        points: of all planners and baselines.
+        path: where the page is written.
+
     Raises:
         InvalidFileError: the file cannot be written.
 
     Guarantees: as `write_html`: no text of the graph can become markup or script, and the page loads nothing.
     """
-    write_atomically(Path(path), render_comparison(graph, device, points).encode())
-
-
-def render_comparison(graph: Graph, device: Device, points: Sequence[ComparedPoint]) -> str:
-    """Return the page's text."""
     planners = list(dict.fromkeys(point.planner for point in points))
     parts = {
         "title": f"memfit compare: {escape(printable(graph.name))}",
@@ -63,20 +75,20 @@ def render_comparison(graph: Graph, device: Device, points: Sequence[ComparedPoi
             f"{format_bytes(graph.resident_bytes)} resident, times of {printable(device.name)}."
         ),
     }
-    return fill("comparison.html", parts, _data(graph, device, points, planners))
+    page = fill_template("comparison.html", parts, _data(graph, device, points, planners))
+    write_atomically(Path(path), page.encode())
 
 
 def _data(graph: Graph, device: Device, points: Sequence[ComparedPoint], planners: list[str]) -> dict[str, Any]:
     managed = [storage.id for storage in graph.storages if not storage.resident]
     managed.sort(key=lambda storage: (-graph.storages[storage].bytes, storage))
-    writers = graph.writer_of
     return {
         "planners": planners,
         "kinds": list(_KINDS),
         "points": [_point(point, device, managed) for point in points],
         "storages": {
             "name": [printable(graph.storages[s].name) for s in managed],
-            "module": [printable(graph.ops[writers[s]].module) if s in writers else "" for s in managed],
+            "module": [module_text(graph, s) for s in managed],
             "bytes": [graph.storages[s].bytes for s in managed],
         },
     }
@@ -92,7 +104,7 @@ def _point(point: ComparedPoint, device: Device, managed: list[int]) -> dict[str
         "planner": point.planner,
         "budget_bytes": point.budget_bytes,
         "setting": point.setting,
-        "status": point.status.replace("_", " "),
+        "status": status_text(point.status),
         "peak_bytes": point.peak_bytes,
         "overhead": point.overhead,
         "plan_seconds": point.plan_seconds,

@@ -1,4 +1,4 @@
-"""Why no plan can go lower: the ops that make the least budget what it is, and what each of them holds."""
+"""The ops that set the least budget, with the bytes that each of them holds."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from dataclasses import dataclass
 
 from memfit.graph import Graph
 from memfit.plan import Plan
-from memfit.planners.bounds import op_bytes
+from memfit.planners.engine.bounds.bounds import op_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldingOp:
-    """What must be on the device while one op runs, beside the residents; aligned bytes.
+    """The bytes on the device while one op runs, residents left out; aligned.
 
     Attributes:
+        op: its id.
         reads, writes: storages that are not resident, largest first.
-        workspace_bytes: what the op needs for itself; None where that is not known.
-        written_over_bytes: what is saved by writing over a read.
-        total_bytes: all of it together.
-        kept_bytes: what has to be there beside that for the end of the step, where that holds the bound too.
+        workspace_bytes: memory that the op needs only while it runs; None if it is not known.
+        written_over_bytes: saved by in-place reuse of a read.
+        total_bytes: reads, writes and workspace together, less `written_over_bytes`.
+        kept_bytes: on the device beside that because the end of the step needs them, if that is part of the bound.
     """
 
     op: int
@@ -32,10 +33,15 @@ class HoldingOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastBudget:
-    """The bound on the budget taken apart: what is there all along, and the ops that need the most beside it.
+    """The bound on the budget, and its parts.
 
-    `ops` is empty where the bound is held up by what is handed over: at the end of the step, if that is `at_end_bytes`,
-    else at a boundary.
+    Attributes:
+        bound_bytes: no plan needs less.
+        resident_bytes: on the device for the whole step.
+        outside_bytes: of user code, for the whole step.
+        at_end_bytes: handed over at the end of the step.
+        ops: those that need the most beside the residents. Empty if storages that are handed over set the bound: at the
+            end of the step, or else at a boundary.
     """
 
     bound_bytes: int
@@ -46,12 +52,12 @@ class LeastBudget:
 
     @property
     def is_held_by_the_end(self) -> bool:
-        """Whether what the step hands over at its end is what holds the bound."""
+        """Whether the storages that the step hands over at its end set the bound."""
         return self.resident_bytes + self.outside_bytes + self.at_end_bytes >= self.bound_bytes
 
 
 def least_budget(plan: Plan) -> LeastBudget:
-    """Return what makes the plan's `least_budget_bound_bytes` what it is."""
+    """Return the parts of the plan's `least_budget_bound_bytes`, from the ops that its bounds name."""
     graph, device = plan.graph, plan.device
     resident_bytes = sum(device.aligned(storage.bytes) for storage in graph.storages if storage.resident)
     outside_bytes = 0 if graph.boundaries else plan.bytes_outside

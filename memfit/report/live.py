@@ -1,4 +1,4 @@
-"""What lives on the device at each instruction of a schedule: the simulator's totals, by role and by storage."""
+"""The live bytes of a schedule at each instruction: the simulator's totals, by role and by storage."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.device import Device
-from memfit.graph import Graph, Role
-from memfit.report.words import printable
+from memfit.graph import Graph
+from memfit.report.formatting import printable
 from memfit.schedule import Code, Schedule
 from memfit.simulate import Timeline, simulate
+from memfit.simulate.live_ranges import LiveRange, LiveRanges, live_ranges
 
 
 class Layer(enum.StrEnum):
-    """What a live byte is counted under: the roles of storages, and two that are not storages of the graph."""
+    """The classes of live bytes: the roles of storages, and two for bytes that are in no storage of the graph."""
 
     OUTSIDE = "outside"
     PARAMETER = "parameter"
@@ -29,34 +30,17 @@ class Layer(enum.StrEnum):
     WORKSPACE = "workspace"
 
 
-LAYER_OF = {role: Layer(role.value) for role in Role}
-
-
-@dataclass(slots=True, kw_only=True)
-class LiveRange:
-    """One stay of a storage on the device: `[first, last)` in schedule positions.
-
-    `begun_by` is the code of the instruction that brought it, None where it was there from the start. `first_read` and
-    `last_read` are the positions of the first and last Compute in the stay that read or mutated it.
-    """
-
-    storage: int
-    first: int
-    last: int
-    begun_by: Code | None
-    first_read: int | None = None
-    last_read: int | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One schedule of a graph, simulated and taken apart.
+    """One schedule of a graph of n instructions, simulated, with its live bytes by role and by storage.
 
     Attributes:
-        ranges: every stay of every storage, in the order in which they begin.
-        second_copy_bytes: i64[n], what a Compute writes beside live copies of the same storages.
-        layers: i64[n] for each layer; their sum is `timeline.device_bytes`.
-        clock_seconds: f64[n + 1], when the compute stream reaches each instruction, and the end of the step.
+        graph, device, schedule: as given.
+        timeline: of the simulator.
+        stays: the live ranges of each storage, by its id, in the order in which they begin.
+        layers: int64[n] for each layer; their sum is `timeline.device_bytes`. Second copies, which a Compute writes
+            beside live copies of the same storages, count as workspace.
+        clock_seconds: float64[n + 1], when the compute stream reaches each instruction, and the end of the step.
         computations: for each op, the positions at which it is computed.
     """
 
@@ -64,15 +48,14 @@ class Run:
     device: Device
     schedule: Schedule
     timeline: Timeline
-    ranges: tuple[LiveRange, ...]
-    second_copy_bytes: NDArray[np.int64]
+    stays: tuple[tuple[LiveRange, ...], ...]
     layers: dict[Layer, NDArray[np.int64]]
     clock_seconds: NDArray[np.float64]
     computations: tuple[tuple[int, ...], ...]
 
     def live_at(self, position: int) -> list[int]:
         """Return the storages on the device while the instruction at `position` runs, largest first."""
-        live = {stay.storage for stay in self.ranges if stay.first <= position < stay.last}
+        live = {stay.storage for stays in self.stays for stay in stays if stay.first <= position < stay.last}
         return sorted(live, key=lambda storage: (-self.graph.storages[storage].bytes, storage))
 
     def op_at(self, position: int) -> int | None:
@@ -81,7 +64,7 @@ class Run:
         return int(self.schedule.operands[position + following[0]]) if len(following) else None
 
     def doing_at(self, position: int) -> str:
-        """Say what runs at a position: `while conv1 runs (forward, in net.conv1)`; nothing after the last op."""
+        """Return the op at a position in words: `while conv1 runs (forward, in net.conv1)`; empty after the last op."""
         number = self.op_at(position)
         if number is None:
             return ""
@@ -91,96 +74,49 @@ class Run:
 
 
 def play(graph: Graph, schedule: Schedule, device: Device) -> Run:
-    """Simulate `schedule` and take its live bytes apart.
+    """Simulate a schedule, and return it with its live bytes by role and by storage.
 
-    The schedule must be legal (`memfit.checker`). Time is linear in its instructions and in what its ops touch.
+    Args:
+        graph: the step.
+        schedule: legal on it (see `memfit.checker.check`).
+        device: gives the alignment of allocations and the rates of copies.
+
+    Time is linear in the instructions and in the storages that their ops read and write.
     """
-    walk = _Walk(graph, len(schedule), device)
-    rows = zip(schedule.codes.tolist(), schedule.operands.tolist(), schedule.extras.tolist(), strict=True)
-    for position, (code, operand, extra) in enumerate(rows):
-        walk.step(position, code, operand, extra)
-    walk.finish()
+    found = live_ranges(graph, schedule)
     timeline = simulate(graph, schedule, device)
+    stays: list[list[LiveRange]] = [[] for _ in graph.storages]
+    for stay in found.ranges:
+        stays[stay.storage].append(stay)
+    computations: list[list[int]] = [[] for _ in graph.ops]
+    for position in np.flatnonzero(schedule.codes == Code.COMPUTE).tolist():
+        computations[int(schedule.operands[position])].append(position)
     return Run(
         graph=graph,
         device=device,
         schedule=schedule,
         timeline=timeline,
-        ranges=tuple(walk.ranges),
-        second_copy_bytes=walk.second_copy_bytes,
-        layers=_layers(graph, schedule, walk),
+        stays=tuple(tuple(each) for each in stays),
+        layers=_layers(graph, schedule, device, found),
         clock_seconds=_clock_seconds(schedule, timeline),
-        computations=tuple(tuple(positions) for positions in walk.computations),
+        computations=tuple(tuple(positions) for positions in computations),
     )
 
 
-class _Walk:
-    """Opens and closes live ranges, instruction by instruction."""
-
-    def __init__(self, graph: Graph, length: int, device: Device) -> None:
-        self.graph = graph
-        self.length = length
-        self.aligned_bytes = [device.aligned(storage.bytes) for storage in graph.storages]
-        self.ranges: list[LiveRange] = []
-        self.open: dict[int, LiveRange] = {}
-        self.second_copy_bytes = np.zeros(length, np.int64)
-        self.computations: list[list[int]] = [[] for _ in graph.ops]
-        for storage in graph.storages:
-            if storage.resident:
-                self._begin(storage.id, 0, None)
-
-    def step(self, position: int, code: int, operand: int, extra: int) -> None:
-        if code == Code.COMPUTE:
-            self._compute(position, operand, extra)
-        elif code == Code.DROP:
-            self._end(operand, position)
-        elif code == Code.PREFETCH:
-            self._begin(operand, position, Code.PREFETCH)
-        elif code == Code.BOUNDARY:
-            for storage in self.graph.boundaries[operand].arrivals:
-                self._begin(storage, position, Code.BOUNDARY)
-
-    def finish(self) -> None:
-        for storage in list(self.open):
-            self._end(storage, self.length)
-
-    def _compute(self, position: int, op_id: int, in_place_of: int) -> None:
-        op = self.graph.ops[op_id]
-        self.computations[op_id].append(position)
-        for storage in dict.fromkeys(op.reads + op.mutates):
-            stay = self.open[storage]
-            stay.first_read = position if stay.first_read is None else stay.first_read
-            stay.last_read = position
-        if in_place_of in self.open:
-            self._end(in_place_of, position)
-        for storage in dict.fromkeys(op.writes):
-            if storage in self.open:
-                self.second_copy_bytes[position] += self.aligned_bytes[storage]
-            else:
-                self._begin(storage, position, Code.COMPUTE)
-
-    def _begin(self, storage: int, position: int, begun_by: Code | None) -> None:
-        stay = LiveRange(storage=storage, first=position, last=self.length, begun_by=begun_by)
-        self.open[storage] = stay
-        self.ranges.append(stay)
-
-    def _end(self, storage: int, position: int) -> None:
-        self.open.pop(storage).last = position
-
-
-def _layers(graph: Graph, schedule: Schedule, walk: _Walk) -> dict[Layer, NDArray[np.int64]]:
+def _layers(graph: Graph, schedule: Schedule, device: Device, found: LiveRanges) -> dict[Layer, NDArray[np.int64]]:
+    sizes = [device.aligned(storage.bytes) for storage in graph.storages]
     changes = {layer: np.zeros(len(schedule) + 1, np.int64) for layer in Layer}
-    for stay in walk.ranges:
-        change = changes[LAYER_OF[graph.storages[stay.storage].role]]
-        change[stay.first] += walk.aligned_bytes[stay.storage]
-        change[stay.last] -= walk.aligned_bytes[stay.storage]
+    for stay in found.ranges:
+        change = changes[Layer(graph.storages[stay.storage].role)]
+        change[stay.first] += sizes[stay.storage]
+        change[stay.last] -= sizes[stay.storage]
     is_boundary = schedule.codes == Code.BOUNDARY
     changes[Layer.OUTSIDE][:-1][is_boundary] += schedule.extras[is_boundary]
     layers = {layer: np.cumsum(change[:-1]) for layer, change in changes.items()}
-    workspace_bytes = np.array([op.workspace_bytes or 0 for op in graph.ops] or [0], np.int64)
-    is_compute = schedule.codes == Code.COMPUTE
-    layers[Layer.WORKSPACE][is_compute] += workspace_bytes[schedule.operands[is_compute]]
-    layers[Layer.WORKSPACE] += walk.second_copy_bytes
+    for position, op in found.workspaces:
+        layers[Layer.WORKSPACE][position] += graph.ops[op].workspace_bytes or 0
+    for position, storage in found.second_copies:
+        layers[Layer.WORKSPACE][position] += sizes[storage]
     return layers
 
 

@@ -2,41 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from memfit.budget import format_bytes
-from memfit.files import write_atomically
 from memfit.graph import Role
 from memfit.plan import Plan, Problem
-from memfit.planners.result import unplanned_schedule
-from memfit.report import story
+from memfit.planners.engine.results import unplanned_schedule
+from memfit.report import page_sections
+from memfit.report.chart_points import chart_points
+from memfit.report.curve import Curve, CurvePoint
 from memfit.report.explanation import Explanation, explained
-from memfit.report.fates import Kind
-from memfit.report.figures import Curve, CurvePoint, Measured
-from memfit.report.frame import fill
-from memfit.report.live import Layer, Run, play
-from memfit.report.series import series
-from memfit.report.storage_table import storage_columns
-from memfit.report.words import change_text, printable
+from memfit.report.formatting import change_text, module_text, printable, seconds_text, status_text
+from memfit.report.html_template import fill_template
+from memfit.report.live import Layer, LiveRange, Run, play
+from memfit.report.storage_fates import Kind
+from memfit.runtime.measured import Measured
+from memfit.system.budget import format_bytes
+from memfit.system.files import write_atomically
+
+_STAYS_SHOWN = 2  # of a storage in the table
 
 
 def write_html(plan: Plan, path: Path | str, *, curve: Curve = (), measured: Measured | None = None) -> None:
     """Write the report of `plan` to `path`: one HTML file that needs no network, atomically.
 
-    `write_html(plan, "report.html", curve=[(6 << 30, 0.115, "feasible")])`; the package's docstring has all around it.
+    `write_html(plan, "report.html", curve=[(6 << 30, 0.115, "feasible")])`; `memfit.report` has a whole example.
 
     Args:
-        curve: points (budget in bytes, predicted overhead or None, status) of the trade-off curve; this plan is drawn
-            among them.
-        measured: figures that a machine measured; they stand in columns of their own.
+        plan: checked.
+        path: where the page is written.
+        curve: points (budget in bytes, predicted overhead or None, status) of the trade-off curve, planned by the
+            caller; this plan is drawn among them.
+        measured: figures of a run; they have columns of their own.
 
     Raises:
         InvalidOptionError: a malformed point of the curve.
         InvalidFileError: the file cannot be written.
 
     Guarantees: no text of the graph or the plan can become markup or script; a content security policy allows the two
-    scripts of the page by their hashes, and no loads at all. Charts of more than 1,500 moments keep the largest of each
+    scripts of the page by their hashes, and no loads. Charts of more than 1,500 instructions show the largest of each
     bin exactly.
     """
     write_atomically(Path(path), render(plan, curve=curve, measured=measured).encode())
@@ -45,30 +50,40 @@ def write_html(plan: Plan, path: Path | str, *, curve: Curve = (), measured: Mea
 def render(
     plan: Plan, *, curve: Curve = (), measured: Measured | None = None, picture_height_pixels: int | None = None
 ) -> str:
-    """Return the page's text; with a height, a page of that height that holds only the picture of `write_png`."""
+    """Return the HTML of the page.
+
+    Args:
+        plan, curve, measured: as in `write_html`.
+        picture_height_pixels: where given, the page has this height and holds only the picture of `write_png`.
+
+    Raises:
+        InvalidOptionError: a malformed point of the curve.
+    """
     explanation = explained(plan, curve)
     of_storage = explanation.fates
+    fits = plan.predicted.peak_bytes <= plan.budget_bytes
+    verdict, verdict_class = ("fits the budget", "good") if fits else ("over the budget", "bad")
     unplanned = play(plan.graph, unplanned_schedule(_problem(plan)), plan.device)
-    return fill(
+    return fill_template(
         "page.html",
         {
-            "title": f"memfit: {story.text(plan.graph.name)} in {format_bytes(plan.budget_bytes)}",
-            "name": story.text(plan.graph.name),
+            "title": f"memfit: {page_sections.text(plan.graph.name)} in {format_bytes(plan.budget_bytes)}",
+            "name": page_sections.text(plan.graph.name),
             "mode": "report" if picture_height_pixels is None else "picture",
-            "verdict": "fits the budget" if story.fits(plan) else "over the budget",
-            "verdict_class": "good" if story.fits(plan) else "bad",
-            "lead": story.lead(plan, of_storage),
-            "key_figures": story.key_figures(plan) + story.figures_table(plan, measured),
+            "verdict": verdict,
+            "verdict_class": verdict_class,
+            "lead": page_sections.lead(plan, of_storage),
+            "key_figures": page_sections.key_figures(plan) + page_sections.figures_table(plan, measured),
             "picture_caption": _picture_caption(plan),
             "live_label": (
                 f"Live bytes over the step: up to {format_bytes(plan.unplanned.peak_bytes)} unplanned, "
                 f"up to {format_bytes(plan.predicted.peak_bytes)} with the plan"
             ),
-            "more": story.more_section(explanation),
-            "least": story.least_section(explanation),
-            "curve": story.curve_section(bool(explanation.points)),
-            "fates": story.fates_table(plan, of_storage),
-            "made": story.made(plan),
+            "more": page_sections.more_section(explanation),
+            "least": page_sections.least_section(explanation),
+            "curve": page_sections.curve_section(bool(explanation.points)),
+            "fates": page_sections.fates_table(plan, of_storage),
+            "made": page_sections.made(plan),
         },
         _data(explanation, unplanned, picture_height_pixels),
     )
@@ -90,9 +105,9 @@ def _picture_caption(plan: Plan) -> str:
 
 def _data(explanation: Explanation, unplanned: Run, picture_height_pixels: int | None) -> dict[str, Any]:
     plan, planned = explanation.plan, explanation.run
-    # With boundaries, the schedule says when it comes.
+    # With boundaries, the schedule itself has the bytes outside.
     outside_bytes = 0 if plan.graph.boundaries else plan.bytes_outside
-    runs = {"unplanned": series(unplanned, outside_bytes), "planned": series(planned, outside_bytes)}
+    runs = {"unplanned": chart_points(unplanned, outside_bytes), "planned": chart_points(planned, outside_bytes)}
     shown_ops = {op for run in runs.values() for op in run["ops"] if op is not None}
     strings: dict[str, int] = {}
     return {
@@ -106,7 +121,7 @@ def _data(explanation: Explanation, unplanned: Run, picture_height_pixels: int |
         "peaks": {"unplanned": _peak(unplanned, outside_bytes), "planned": _peak(planned, outside_bytes)},
         "roles": list(Role),
         "kinds": list(Kind),
-        "storages": storage_columns(explanation, strings),
+        "storages": _storage_columns(explanation, strings),
         "strings": list(strings),
         "curve": [_curve_point(point) for point in explanation.points],
         "this_point": _curve_point(CurvePoint(plan.budget_bytes, plan.overhead, plan.status)),
@@ -126,13 +141,47 @@ def _peak(run: Run, outside_bytes: int) -> dict[str, Any]:
     others[Layer.OUTSIDE] = others.get(Layer.OUTSIDE, 0) + outside_bytes
     moment = f"{format_bytes(timeline.peak_bytes + outside_bytes)} {run.doing_at(position)}".rstrip()
     return {
-        "note": f"All that is on the device at the fullest moment: {moment}.",
+        "note": f"All storages on the device at the peak: {moment}.",
         "rows": rows,
         "others": [(layer, size) for layer, size in others.items() if size],
     }
 
 
 def _curve_point(point: CurvePoint) -> dict[str, Any]:
-    reached = point.status.replace("_", " ")
+    reached = status_text(point.status)
     text = f"no plan ({reached})" if point.overhead is None else f"{change_text(point.overhead)} time ({reached})"
     return {"budget_bytes": point.budget_bytes, "overhead": point.overhead, "text": text}
+
+
+def _storage_columns(explanation: Explanation, strings: dict[str, int]) -> dict[str, list[Any]]:
+    """Return the storages as columns; `strings` gathers the texts that many storages share: text -> its number."""
+    plan, of_storage = explanation.plan, explanation.fates
+    graph, seconds = plan.graph, plan.predicted.seconds
+    modules = [module_text(graph, storage.id) for storage in graph.storages]
+    roles, kinds = list(Role), list(Kind)
+    return {
+        "name": [printable(storage.name) for storage in graph.storages],
+        "module": [strings.setdefault(module, len(strings)) for module in modules],
+        "role": [roles.index(storage.role) for storage in graph.storages],
+        "bytes": [storage.bytes for storage in graph.storages],
+        "fate": [strings.setdefault(fate.text, len(strings)) for fate in of_storage],
+        "kind": [kinds.index(fate.kind) for fate in of_storage],
+        "held": [round(fate.held_seconds / seconds, 4) if seconds else None for fate in of_storage],
+        "live": [_live_text(explanation, stays) for stays in explanation.run.stays],
+        "extra_seconds": [round(fate.extra_seconds, 9) or None for fate in of_storage],
+        "why": [printable(fate.why) for fate in of_storage],
+    }
+
+
+def _live_text(explanation: Explanation, stays: Sequence[LiveRange]) -> str:
+    """Return the stays of a storage on the device: in time, or in instructions where ops have no times."""
+    run = explanation.run
+    clock, timed = run.clock_seconds, run.timeline.makespan_seconds > 0
+    spans = [
+        f"{seconds_text(float(clock[stay.first]))} – {seconds_text(float(clock[stay.last]))}"
+        if timed
+        else f"{stay.first} – {stay.last}"
+        for stay in stays
+    ]
+    shown = spans if len(spans) <= _STAYS_SHOWN + 1 else [*spans[:_STAYS_SHOWN], f"{len(spans) - _STAYS_SHOWN} more"]
+    return ", ".join(shown)

@@ -1,4 +1,4 @@
-"""Measurement of a planned step beside eager: peak bytes and seconds, both sides interleaved in one run."""
+"""Measurement of planned and eager steps: peak bytes and seconds, interleaved in one run."""
 
 from __future__ import annotations
 
@@ -11,61 +11,46 @@ from typing import Any, Protocol
 import torch
 
 from memfit.capture import TrainingStep
-from memfit.capture.torch_private import tree_flatten
-from memfit.cost.recorder import Usage, record
-from memfit.runtime.state import StepState
+from memfit.runtime.measured import Measured
+from memfit.runtime.state import left_as_it_was
+from memfit.runtime.verify import RunsStep
+from memfit.system.recorder import Usage, record, taken_bytes
+from memfit.torch_private import tree_flatten
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """What was measured. Peaks include the residents; `overhead` is the median of paired ratios of seconds, minus one.
+class MeasurableStep(RunsStep, Protocol):
+    """A planned step on a device."""
 
-    `baseline` is eager PyTorch. `reserved_bytes` is what the allocator on CUDA held at most, None on a CPU. `source`
-    names the instrument.
-    """
-
-    baseline_peak_bytes: int
-    baseline_step_seconds: float
-    peak_bytes: int
-    step_seconds: float
-    overhead: float
-    resident_bytes: int
-    reserved_bytes: int | None
-    source: str
-
-
-class MeasurableStep(Protocol):
-    """A planned way to run a step on a device."""
-
-    step: TrainingStep
     device: torch.device
 
     @property
     def held_bytes(self) -> int:
-        """What it holds on the device between calls, beside the residents."""
+        """The bytes that it holds on the device between calls, beside the residents."""
         ...
 
-    def __call__(self, batch: Any) -> torch.Tensor: ...
 
-
-def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Measurement:
-    """Measure `planned` and eager on `batch`, interleaved, medians of `repeats`; the state is put back at the end.
+def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Measured:
+    """Measure planned and eager steps on `batch`, interleaved; the state is put back at the end.
 
     The first step of each is not counted: it creates the optimizer's state and fills caches.
+
+    Args:
+        planned: the planned step.
+        batch: the batch of every step.
+        repeats: how many steps of each count; seconds are medians of them, peaks are maxima.
     """
     step, device = planned.step, planned.device
-    before = StepState.take(step)
     run: Callable[[Any], Any]
     usages: dict[str, list[Usage]] = {"eager": [], "planned": []}
-    peaks: dict[str, list[int]] = {"eager": [], "planned": []}  # without what is there before each step
+    peaks: dict[str, list[int]] = {"eager": [], "planned": []}  # without the bytes that are there before each step
     seconds: dict[str, list[float]] = {"eager": [], "planned": []}
-    try:
+    with left_as_it_was(step, planned.generators):
         for number in range(repeats + 1):
             for name, run in (("eager", step.run_eager), ("planned", planned)):
                 if step.optimizer is None:
                     for parameter in step.model.parameters():
                         parameter.grad = None
-                # the instruments count from here on, so that an arena made before is not seen by them
+                # the instrument counts from here on, so that it does not see an arena made before
                 held_bytes = planned.held_bytes if name == "planned" else 0
                 with record(device) as usage:
                     elapsed = _timed(run, batch, device)
@@ -74,11 +59,9 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
                     peaks[name].append(held_bytes + usage.peak_bytes)
                     seconds[name].append(elapsed)
         resident = resident_bytes(planned, batch)  # while the optimizer's state is there
-    finally:
-        before.put_back(step)
     ratios = [mine / eager for mine, eager in zip(seconds["planned"], seconds["eager"], strict=True)]
     reserved = [usage.reserved_bytes for usage in usages["planned"] if usage.reserved_bytes is not None]
-    return Measurement(
+    return Measured(
         baseline_peak_bytes=resident + max(peaks["eager"]),
         baseline_step_seconds=statistics.median(seconds["eager"]),
         peak_bytes=resident + max(peaks["planned"]),
@@ -91,17 +74,58 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
 
 
 def resident_bytes(planned: MeasurableStep, batch: Any) -> int:
-    """Return the bytes of all that is there before a step: parameters, buffers, optimizer state, batch; each once."""
+    """Return the bytes on the device before a step, each storage once: parameters, buffers, optimizer state, batch.
+
+    Args:
+        planned: the planned step; its arena is not counted.
+        batch: the batch that the step will run on.
+    """
+    return sum(resident_storages(planned, batch).values())
+
+
+def resident_storages(planned: MeasurableStep, batch: Any) -> dict[int, int]:
+    """Return the storages on the device before a step: data pointer -> bytes. The arguments are those of
+    `resident_bytes`."""
     step, device = planned.step, planned.device
     tensors = [*step.model.parameters(), *step.model.buffers(), *tree_flatten(batch)[0]]
     if step.optimizer is not None:
+        tensors += [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
         tensors += [value for state in step.optimizer.state.values() for value in state.values()]
     storages: dict[int, int] = {}
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.device.type == device.type:
             storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+            storages[storage.data_ptr()] = taken_bytes(storage.nbytes(), device)
+    return storages
+
+
+def measured_eager_peak(step: TrainingStep, device: torch.device) -> int:
+    """Return the peak in bytes of an eager step on the step's own batch, residents included; the state is put back.
+
+    Args:
+        step: the training step.
+        device: where it runs.
+    """
+    eager = _Eager(step=step, device=device)
+    with left_as_it_was(step):
+        step.run_eager(step.batch)  # makes the optimizer's state
+        if step.optimizer is None:
+            for parameter in step.model.parameters():
+                parameter.grad = None
+        resident = resident_bytes(eager, step.batch)
+        with record(device) as usage:
+            step.run_eager(step.batch)
+    return resident + usage.peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Eager:
+    step: TrainingStep
+    device: torch.device
+    held_bytes: int = 0
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        return self.step.run_eager(batch)
 
 
 def _timed(run: Callable[[Any], Any], batch: Any, device: torch.device) -> float:

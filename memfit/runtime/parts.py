@@ -1,58 +1,135 @@
-"""A step that is not one graph: the graphs around the break are planned, the rest runs as eager would run it."""
+"""A step with graph breaks: the graphs around each break are planned, the rest runs as eager does."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 
-from memfit.budget import format_bytes
 from memfit.capture import TrainingStep
+from memfit.capture.joint import BetweenHalves, JointCapture
 from memfit.capture.placement import step_device
-from memfit.errors import GraphBreakError
-from memfit.plan import Plan
-from memfit.runtime.backend import PlannedGraph, memfit_backend
-from memfit.runtime.planning import Settings
-from memfit.runtime.state import StepState
-
-if TYPE_CHECKING:
-    from memfit.runtime.measure import Measurement
+from memfit.errors import (
+    CaptureError,
+    GraphBreakError,
+    InvalidOptionError,
+    MemfitError,
+    NoPlanError,
+    UnsupportedStepError,
+)
+from memfit.plan import Bounds, Plan
+from memfit.planners.mirror import read_mirrors
+from memfit.planners.registry import MIRROR_OPTION
+from memfit.planning import Settings
+from memfit.runtime.compile.backend import CompiledGraph, GraphSettings, PlannedGraph, settings_of
+from memfit.runtime.ledger import Ledger, Part, StepSeen
+from memfit.runtime.measure import measure_step, measured_eager_peak, resident_bytes, resident_storages
+from memfit.runtime.measured import Measured
+from memfit.runtime.prepare import Prepared, require_use_of_host, with_costs
+from memfit.runtime.program import make_program
+from memfit.runtime.state import PythonState, StepState
+from memfit.runtime.uncopied import Uncopied
+from memfit.runtime.verify import difference_of_eager, first_difference, require_same
+from memfit.system.budget import format_bytes, parse_budget
+from memfit.system.recorder import empty_cache
+from memfit.torch_private import DATA_DEPENDENT_ERRORS, compiled_around_breaks
 
 _log = logging.getLogger("memfit")
+_MOST_STEPS = 6  # until nothing is compiled any more; the first makes the optimizer's state, too
 
 
-class PartlyPlannedStep:
+class PartlyPlannedStep(Uncopied):
     """A training step whose model breaks into several graphs; called like a `PlannedStep`.
 
-    Each graph's forward and backward are planned inside what the budget leaves. The loss outside of the model and the
-    optimizer's update run as eager does, so that all gradients are there at once at the end of backward.
+    Each graph's forward and backward are planned, with all of the settings, inside the bytes that the others and the
+    code between them leave (`memfit.runtime.ledger`). The loss outside of the model and the optimizer's update run as
+    eager does, so that all gradients exist together at the end of backward.
+
+    A step that takes another way through the graphs than any before (another branch, a batch of another shape) is
+    followed by new plans.
+
+    Args:
+        step: the training step.
+        settings: a budget, of which a percentage is a share of the measured peak of an eager step, and how plans are
+            searched.
+        broken: the error that names the graph break.
 
     Attributes:
-        step: the TrainingStep it carries out.
+        step: the TrainingStep that is carried out.
         settings: the budget, in bytes, and how plans are searched.
         line: the user's line that broke the graph.
+        generators: torch's generators that model and loss hold.
+        device: the device that the step runs on.
+
+    Raises:
+        InvalidOptionError: a mirror mark names nothing in any of the graphs.
+        InfeasibleBudgetError, TimeLimitError: even the leanest plans that were found take more than the budget.
+        UnsupportedStepError: there is no graph to plan, or the settings have a host budget.
+        CaptureError: PyTorch cannot compile the graphs.
     """
 
     def __init__(self, step: TrainingStep, settings: Settings, broken: GraphBreakError) -> None:
         self.step = step
-        self.settings = settings
         self.line = broken.line
         self.device = step_device(step.model, step.batch)
-        self._graphs: list[PlannedGraph] = []
-        self._model: Any = torch.compile(step.model, backend=self._backend)
-        before = StepState.take(step)
+        eager_bytes = 0 if settings.is_in_bytes else measured_eager_peak(step, self.device)
+        self.settings = settings.within(parse_budget(settings.budget, eager_bytes))
+        self._has_reported = False
+        self._ledger = ledger = Ledger(self.device)
+        residents = resident_storages(self, step.batch)
+        options = GraphSettings(settings=self.settings, reserve_bytes=0, is_part=True)
+        # The backend must not hold the step: Dynamo keeps it with the code of the model's class.
+        self._model: Any = compiled_around_breaks(
+            step.model, lambda module, _inputs: _PartGraph(module, options, ledger, residents)
+        )
+        python = PythonState(step)
+        self.generators = python.handed
+        before = StepState.take(step, self.generators)
         try:
-            self(step.batch)
+            self._plan_parts(before, python)
+        except MemfitError:
+            raise
+        except Exception as error:  # Dynamo, AOTAutograd and the user's code run here, and may raise anything
+            raise CaptureError(
+                f"{self.line}: the step depends on the value of a tensor, and the graphs around that line cannot be "
+                f"planned: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            ) from error
         finally:
             before.put_back(step)
+            python.put_back()
+        self._require_eagers_bits()
         gradients = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
         _log.warning(
-            "memfit: %s; %d graphs around that line are planned, the loss and the update run unplanned, and the "
-            "gradients (%s) are held together to the end of backward",
-            broken,
-            len(self._graphs),
+            "memfit: %s: the step depends on the value of a tensor, so that %d graphs around that line are planned; "
+            "the loss and the update run unplanned, and the gradients (%s) are held together to the end of backward",
+            self.line,
+            len(ledger.parts),
             format_bytes(gradients),
+        )
+
+    def _require_eagers_bits(self) -> None:
+        """Refuse a step whose graphs give other bits than eager, as far as the device has room to look.
+
+        PyTorch adds gradients of a parameter in another order than eager if several graphs use it, and tells the code
+        that it compiles so (`torch.compiler.is_compiling`).
+        """
+        try:
+            difference = first_difference(self, self.step.batch)
+            if difference is None:
+                return
+            eager_difference = difference_of_eager(self, self.step.batch)
+        except torch.OutOfMemoryError:
+            _log.warning("memfit: the graphs around %s are not compared with eager: there is no room for it", self.line)
+            return
+        if eager_difference is not None:
+            _log.warning("memfit: two eager steps differ in %s, so that nothing can be compared", eager_difference)
+            return
+        raise UnsupportedStepError(
+            f"{self.line}: the step depends on the value of a tensor, and the graphs that PyTorch compiles around that "
+            f"line give other bits than eager, first in {difference}: a parameter that is used on both sides of the "
+            "line, or code that asks whether it is compiled; move that line out of the model, or run without memfit"
         )
 
     @property
@@ -63,37 +140,198 @@ class PartlyPlannedStep:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plans of all graphs."""
-        return tuple(plan for graph in self._graphs for plan in graph.plans)
+        return tuple(part.plan for part in self._ledger.parts)
+
+    @property
+    def bounds(self) -> Bounds:
+        """The least budget that the leanest plans so far reach, and the least that any plans could."""
+        return Bounds(
+            least_budget_found_bytes=self._ledger.least_bytes, least_budget_bound_bytes=self._ledger.bound_bytes
+        )
 
     @property
     def held_bytes(self) -> int:
-        """None: there is no arena."""
+        """The bytes that are held between calls: 0, because there is no arena."""
         return 0
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Run one step on `batch`; return the loss, detached."""
-        return self.step.run_eager(batch, model=self._model)
+        seen = self._run(batch)
+        if seen.is_new:
+            try:
+                self._ledger.share(int(self.settings.budget), self.line)
+            except NoPlanError as error:
+                _log.warning("memfit: from now on the plans may exceed the budget: %s", error)
+        elif seen.peak_bytes is not None and not self._has_reported:
+            self._report(seen.peak_bytes)
+        return seen.loss
 
     def verify(self, batch: Any = None) -> None:
-        """As `PlannedStep.verify`."""
-        from memfit.runtime.verify import require_same
+        """As `PlannedStep.verify`, from the present state alone."""
+        require_same(self, self.step.batch if batch is None else batch, is_recorded=False)
 
-        require_same(self, self.step.batch if batch is None else batch)
-
-    def measure(self, batch: Any = None, *, repeats: int = 3) -> Measurement:
+    def measure(self, batch: Any = None, *, repeats: int = 3) -> Measured:
         """As `PlannedStep.measure`."""
-        from memfit.runtime.measure import measure_step
-
         return measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
 
-    def _backend(self, module: torch.fx.GraphModule, example_inputs: Any) -> PlannedGraph:
-        options: dict[str, Any] = {
-            "budget": self.settings.budget,
-            "planner": self.settings.planner,
-            "time_limit_seconds": self.settings.time_limit_seconds,
-            "seed": self.settings.seed,
-        }
-        if self.step.optimizer is None:
-            options["reserve"] = 0
-        self._graphs.append(memfit_backend(module, example_inputs, options))
-        return self._graphs[-1]
+    def _run(self, batch: Any) -> StepSeen:
+        return self._ledger.run(lambda: self.step.run_eager(batch, model=self._model), resident_bytes(self, batch))
+
+    def _plan_parts(self, before: StepState, python: PythonState) -> None:
+        """Run the first steps with the leanest plans, share the budget, and run a step with the plans in use."""
+        self._settled_peak(before, python)
+        if not self._ledger.parts:
+            raise UnsupportedStepError(
+                f"{self.line}: the step depends on the value of a tensor, and no graph with a backward pass is left "
+                "around that line, so that there is nothing to plan: run the step without memfit"
+            )
+        self._require_marks_used()
+        budget_bytes = int(self.settings.budget)
+        try:
+            self._ledger.share(budget_bytes, self.line)
+        except NoPlanError as error:
+            more_bytes = self._settled_peak(before, python) - self._ledger.least_bytes
+            raise self._ledger.no_plan(budget_bytes, self.line, max(0, more_bytes)) from error
+        more_bytes = self._settled_peak(before, python) - budget_bytes
+        if more_bytes <= 0:
+            return
+        try:
+            self._ledger.share(budget_bytes - more_bytes, self.line)
+        except NoPlanError as error:  # the leanest plans are in use
+            leanest_bytes = self._settled_peak(before, python)
+            if leanest_bytes > budget_bytes:
+                more_bytes = leanest_bytes - self._ledger.least_bytes
+                raise self._ledger.no_plan(budget_bytes, self.line, max(0, more_bytes)) from error
+            return
+        self._report(self._settled_peak(before, python))
+
+    def _settled_peak(self, before: StepState, python: PythonState) -> int:
+        """Run steps with the same random numbers until one compiles nothing; return its peak in bytes.
+
+        Raises:
+            CaptureError: each step compiles a graph anew.
+        """
+        for _ in range(_MOST_STEPS):
+            empty_cache(self.device)
+            before.put_back_generators()
+            python.put_back()
+            peak_bytes = self._run(self.step.batch).peak_bytes
+            if peak_bytes is not None:
+                return peak_bytes
+        raise CaptureError(
+            f"{self.line}: the step depends on the value of a tensor, and PyTorch compiles the graphs around that line "
+            f"anew in each of {_MOST_STEPS} steps: what it depends on besides changes from step to step"
+        )
+
+    def _report(self, peak_bytes: int) -> None:
+        """Warn once of a step that took more than the budget."""
+        budget_bytes = int(self.settings.budget)
+        if peak_bytes > budget_bytes:
+            self._has_reported = True
+            _log.warning(
+                "memfit: a step took %s, more than its budget of %s; the graphs around %s are planned for less, but "
+                "what runs between them is not",
+                format_bytes(peak_bytes),
+                format_bytes(budget_bytes),
+                self.line,
+            )
+
+    def _require_marks_used(self) -> None:
+        for mark in read_mirrors(self.settings.options.get(MIRROR_OPTION, ())):
+            if not any(mark.marked(plan.graph) for plan in self.plans):
+                raise InvalidOptionError(
+                    f"mirror names {mark.where!r}, which is no module and no op of the "
+                    f"{len(self._ledger.parts)} graphs around {self.line}"
+                )
+
+
+class _PartGraph(PlannedGraph):
+    """A graph of Dynamo's that shares the ledger's budget."""
+
+    def __init__(
+        self, module: torch.fx.GraphModule, options: GraphSettings, ledger: Ledger, residents: dict[int, int]
+    ) -> None:
+        super().__init__(module, lambda: options)
+        self.ledger = ledger
+        self.residents = residents
+
+    def compile(self, inputs: Sequence[Any], before: CompiledGraph | None) -> CompiledGraph:
+        """As `PlannedGraph.compile`. A graph that reads a number of Python's, which changes, runs as eager does."""
+        try:
+            return _CompiledPart(self, inputs, before)
+        except DATA_DEPENDENT_ERRORS:
+            _log.warning(
+                "memfit: a graph at a graph break reads a number that changes between steps: it is not planned"
+            )
+            return cast("CompiledGraph", _UnplannedPart(self.module))
+
+
+class _UnplannedPart:
+    """A graph that runs as eager does."""
+
+    prepared = None
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        self.function = module.forward
+
+    def should_plan_again(self, inputs: Sequence[Any]) -> bool:
+        """Never."""
+        del inputs
+        return False
+
+    def check_gradients(self, gradients: Sequence[Any]) -> None:
+        """Nothing was assumed of them."""
+
+
+class _CompiledPart(CompiledGraph):
+    """A graph at concrete sizes, with the plan that its part has in the ledger."""
+
+    graph: _PartGraph
+    between = BetweenHalves()
+
+    def __init__(self, graph: _PartGraph, inputs: Sequence[Any], before: CompiledGraph | None) -> None:
+        graph.ledger.compiled += 1
+        self.part: Part | None = before.part if isinstance(before, _CompiledPart) else None
+        self.beside_bytes = 0
+        super().__init__(graph, inputs, before)
+
+    def count_bytes(self) -> None:
+        """Count the step's residents that are not the graph's."""
+        own = {tensor.untyped_storage().data_ptr() for tensor in self.inputs}
+        self.beside_bytes = sum(size for pointer, size in self.graph.residents.items() if pointer not in own)
+
+    def should_plan_again(self, inputs: Sequence[Any]) -> bool:
+        """Return whether the ledger has made another plan."""
+        del inputs
+        return self.part is not None and self.prepared is not None and self.prepared.plan is not self.part.plan
+
+    def prepare(self, capture: JointCapture) -> Prepared:
+        """Return the program of the part's plan; of its leanest one if it is new."""
+        settings = self.graph.options.settings
+        captured = with_costs(capture.captured, settings)
+        require_use_of_host(captured, settings.host_budget_bytes)
+        if self.part is None:
+            self.part = Part(
+                captured=captured,
+                settings=settings_of(self.graph.options, captured.graph),
+                beside_bytes=self.beside_bytes,
+            )
+        plan = self.part.plan
+        program = make_program(captured, plan.schedule, [capture.forward_outputs, capture.backward_outputs])
+        return Prepared(captured=captured, plan=plan, program=program, seconds={})
+
+    def run_forward(self, arguments: list[Any]) -> list[Any]:
+        """As `CompiledGraph.run_forward`."""
+        return self._run(self.halves.forward, arguments, is_forward=True)
+
+    def run_backward(self, arguments: list[Any]) -> list[Any]:
+        """As `CompiledGraph.run_backward`."""
+        return self._run(self.halves.backward, arguments, is_forward=False)
+
+    def _run(self, half: Any, arguments: list[Any], *, is_forward: bool) -> list[Any]:
+        assert self.part is not None
+        self.graph.ledger.begin(self.part, is_forward=is_forward)
+        try:
+            return half(arguments)
+        finally:
+            self.graph.ledger.end()

@@ -1,4 +1,4 @@
-"""Program: the lowered schedule of a captured step as Python functions that can be called."""
+"""`Program`: the schedule of a captured step, compiled to Python functions."""
 
 from __future__ import annotations
 
@@ -20,46 +20,52 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Half:
-    """One function of a program: it takes a list of tensors, which it empties, and returns a list.
+    """One function of a program.
 
-    `takes` are the storages of its arguments in order. It returns the tensors of `outputs` (Values), then those of the
-    `saved` storages.
+    Attributes:
+        function: takes a list of tensors, which it empties, and returns a list: the values for the user, then the
+            tensors of `saved`.
+        takes: the storages of its arguments, in order.
+        saved: the storages that the next half takes.
     """
 
     function: Callable[[list[Any]], list[Any]]
     takes: tuple[int, ...]
-    outputs: tuple[Value, ...]
     saved: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The functions of a schedule: one for a whole step, two around a boundary; `source` is their code."""
+    """The functions of a schedule: one for a whole step, two around a forward/backward boundary.
+
+    Attributes:
+        halves: the functions, in the order of their calls.
+        source: their Python code.
+    """
 
     halves: tuple[Half, ...]
     source: str
 
 
 def make_program(captured: Captured, schedule: Schedule, outputs: Sequence[Sequence[Value]]) -> Program:
-    """Compile `schedule`; `outputs` are the values that each half hands to the user. Call `check` on the schedule
-    first.
+    """Compile a schedule that `check` has accepted.
+
+    Args:
+        captured: the step that the schedule is of.
+        schedule: the instructions.
+        outputs: for each half, the values that it returns to the user.
     """
-    lowered = lower(captured.graph, captured.binding, schedule, outputs)
-    later: set[int] = set()
-    saved: list[tuple[int, ...]] = []
-    for half in reversed(lowered.halves):
-        saved.append(tuple(storage for storage in half.gives if storage in later))
-        later = set(half.takes)
-    saved.reverse()
-    functions: list[Half] = []
+    lowered, namespace = lower(captured.graph, captured.binding, schedule, outputs)
+    names = ("step",) if len(lowered) == 1 else ("forward", "backward")
+    halves: list[Half] = []
     sources: list[str] = []
-    for number, half in enumerate(lowered.halves):
-        name = "step" if len(lowered.halves) == 1 else ("forward", "backward")[number]
-        source = _source(name, half, saved[number])
-        sources.append(source)
-        function = _compile(captured.graph.name, name, source, lowered.namespace)
-        functions.append(Half(function=function, takes=half.takes, outputs=tuple(outputs[number]), saved=saved[number]))
-    return Program(halves=tuple(functions), source="\n".join(sources))
+    for number, (name, half) in enumerate(zip(names, lowered, strict=True)):
+        later = {storage for following in lowered[number + 1 :] for storage in following.takes}
+        saved = tuple(sorted(half.live & later))
+        sources.append(_source(name, half, saved))
+        function = _compile(captured.graph.name, name, sources[-1], namespace)
+        halves.append(Half(function=function, takes=half.takes, saved=saved))
+    return Program(halves=tuple(halves), source="\n".join(sources))
 
 
 def _source(name: str, half: LoweredHalf, saved: tuple[int, ...]) -> str:
@@ -75,8 +81,8 @@ def _source(name: str, half: LoweredHalf, saved: tuple[int, ...]) -> str:
 
 
 def _compile(graph_name: str, name: str, source: str, namespace: dict[str, Any]) -> Callable[[list[Any]], list[Any]]:
-    filename = f"<memfit {name} of {graph_name} #{next(_numbers)}>"
+    filename = f"<memfit {name} of {ascii(graph_name)[1:-1]} #{next(_numbers)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     scope = dict(namespace)
-    exec(compile(source, filename, "exec"), scope)  # the source is ours: it is made from a checked schedule
+    exec(compile(source, filename, "exec"), scope)  # only ever source that `lower` made
     return torch.no_grad()(scope[name])

@@ -1,23 +1,33 @@
-"""The state that a training step changes: taken, compared, put back. Verification and measurement leave no trace
-by it.
-"""
+"""The state that a training step changes: copied, compared, put back, so that verification leaves no trace."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from memfit.capture import TrainingStep
+from memfit.capture.draws import HostGenerators
 from memfit.capture.generators import all_states, set_state
+from memfit.capture.reads import Reads
+from memfit.runtime.bits import same_bits, same_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepState:
-    """Copies of everything a step changes: parameters, buffers, gradients, optimizer, scaler, generators; the
-    optimizer's by number.
+    """Copies of everything that a step changes.
+
+    Attributes:
+        tensors: parameters and buffers, by name.
+        gradients: `.grad` of each parameter, by the parameter's name.
+        optimizer: the optimizer's state of each parameter, by the parameter's number in the optimizer's groups.
+        scaler: the gradient scaler's state, if there is one.
+        generators: the state of each device's default random generator, by device.
+        handed: the state of each generator that the step's code hands to torch.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -25,10 +35,16 @@ class StepState:
     optimizer: dict[int, dict[str, Any]]
     scaler: dict[str, Any] | None
     generators: dict[str, torch.Tensor]
+    handed: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
 
     @staticmethod
-    def take(step: TrainingStep) -> StepState:
-        """Return copies of the step's state as it is now."""
+    def take(step: TrainingStep, handed: Sequence[torch.Generator] = ()) -> StepState:
+        """Return copies of the step's state as it is now.
+
+        Args:
+            step: the step.
+            handed: generators that its code hands to torch.
+        """
         states = step.optimizer.state if step.optimizer is not None else {}
         return StepState(
             tensors={name: tensor.detach().clone() for name, tensor in _tensors(step).items()},
@@ -43,6 +59,7 @@ class StepState:
             },
             scaler=copy.deepcopy(step.scaler.state_dict()) if step.scaler is not None else None,
             generators=all_states(),
+            handed=tuple((generator, generator.get_state()) for generator in handed),
         )
 
     def put_back(self, step: TrainingStep) -> None:
@@ -60,8 +77,14 @@ class StepState:
                 step.optimizer.state[optimized[number]] = {key: _copied(value) for key, value in state.items()}
         if step.scaler is not None and self.scaler is not None:
             step.scaler.load_state_dict(self.scaler)
+        self.put_back_generators()
+
+    def put_back_generators(self) -> None:
+        """Set the random generators back."""
         for device, state in self.generators.items():
             set_state(device, state)
+        for generator, state in self.handed:
+            generator.set_state(state)
 
     def first_difference(self, other: StepState) -> str | None:
         """Return the name of the first thing whose bits differ in `other`, or None."""
@@ -70,40 +93,65 @@ class StepState:
                 return name
         for name, gradient in self.gradients.items():
             theirs = other.gradients[name]
-            both = gradient is not None and theirs is not None
-            if (gradient is None) != (theirs is None) or (both and not same_bits(gradient, theirs)):
+            if not same_value(gradient, theirs):
                 return f"the gradient of {name}"
-        for number, state in self.optimizer.items():
-            theirs = other.optimizer.get(number, {})
-            for key, value in state.items():
-                if key not in theirs or not _same(value, theirs[key]):
+        for number in sorted(self.optimizer.keys() | other.optimizer.keys()):
+            mine, theirs = self.optimizer.get(number, {}), other.optimizer.get(number, {})
+            for key in {**mine, **theirs}:
+                if key not in mine or key not in theirs or not same_value(mine[key], theirs[key]):
                     return f"optimizer state {key!r} of parameter {number}"
-        if self.scaler != other.scaler:
+        if not same_value(self.scaler, other.scaler):
             return "the gradient scaler"
         for device in self.generators.keys() & other.generators.keys():
             if not torch.equal(self.generators[device], other.generators[device]):
                 return f"the state of the random generator of {device}"
+        for number, ((_, mine), (_, theirs)) in enumerate(zip(self.handed, other.handed, strict=False)):
+            if not torch.equal(mine, theirs):
+                return f"the state of generator {number} that the step hands to torch"
         return None
 
 
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether two tensors have the same shape, dtype and bits; NaNs of equal bits are the same."""
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    if torch.equal(left, right):
-        return not _has_zeros_of_other_sign(left, right)
-    left, right = left.detach().contiguous().view(-1), right.detach().contiguous().view(-1)
-    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+class PythonState:
+    """What the Python code of model and loss can change: attributes, containers, and the generators of the host.
+
+    Args:
+        step: all that its model and its loss can reach is copied.
+
+    Attributes:
+        handed: torch's generators among it.
+    """
+
+    def __init__(self, step: TrainingStep) -> None:
+        self._reads = Reads(step)
+        self._reads.look_everywhere()
+        self._host = HostGenerators()
+        self.handed = tuple(self._reads.generators)
+
+    def put_back(self) -> None:
+        """Reset all that was copied; torch's generators are put back by `StepState`."""
+        self._reads.put_back()
+        self._host.put_back(self._host.changed())
 
 
-def _has_zeros_of_other_sign(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left.is_floating_point() and bool((torch.signbit(left) != torch.signbit(right)).any())
+@contextmanager
+def left_as_it_was(step: TrainingStep, handed: Sequence[torch.Generator] = ()) -> Iterator[Callable[[], None]]:
+    """Put all that a step changes back at the end of the block, which is given a function that does so at once.
 
+    Args:
+        step: the step.
+        handed: generators that its code hands to torch.
+    """
+    python = PythonState(step)
+    before = StepState.take(step, tuple(dict.fromkeys((*handed, *python.handed))))
 
-def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return same_bits(left, right)
-    return type(left) is type(right) and left == right
+    def put_back() -> None:
+        before.put_back(step)
+        python.put_back()
+
+    try:
+        yield put_back
+    finally:
+        put_back()
 
 
 def _copied(value: Any) -> Any:

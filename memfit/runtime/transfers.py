@@ -1,7 +1,7 @@
-"""Copies between device and host, as a program's Offload, Wait and Prefetch call them.
+"""Copies between device and host, for the Offload, Wait and Prefetch instructions of a program.
 
-On CUDA both directions have a stream of their own, the host's copy is pinned, and compute waits for events, never the
-host for the device. On a CPU the copies are plain and done when the call returns.
+On CUDA each direction has a stream of its own, and the host's copy is pinned. The compute stream waits for events; the
+host waits for nothing. On a CPU a copy has ended when the call returns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream
 
 
 class HostCopy:
-    """A storage's copy on the host, and the copies to and from it that are under way."""
+    """A storage's copy on the host, and the transfers to and from it that are under way."""
 
     __slots__ = ("_done", "_host", "_returned", "_source", "device")
 
@@ -40,13 +40,13 @@ class HostCopy:
             self._done = to_host.record_event()
 
     def wait(self) -> None:
-        """Make compute wait for the copy to the host; after that the device's copy may go."""
+        """Make the compute stream wait for the copy to the host, and release the device's tensor."""
         if self._done is not None:
             torch.cuda.current_stream(self.device).wait_event(self._done)
         self._source = None
 
     def prefetch(self) -> torch.Tensor:
-        """Allocate on the device at once, start the copy back, return the tensor; read it only after `arrived`."""
+        """Allocate on the device, start the copy back, and return the tensor, to be read after `arrived` only."""
         tensor = torch.empty_strided(self._host.shape, self._host.stride(), dtype=self._host.dtype, device=self.device)
         if not tensor.is_cuda:
             return tensor.copy_(self._host)
@@ -58,11 +58,11 @@ class HostCopy:
         return tensor
 
     def arrived(self) -> None:
-        """Make compute wait for the copy back."""
+        """Make the compute stream wait for the copy back."""
         if self._returned is not None:
             torch.cuda.current_stream(self.device).wait_event(self._returned)
 
 
 def offload(source: torch.Tensor) -> HostCopy:
-    """Start the copy of a storage to the host."""
+    """Start the copy of a storage to the host, and return that copy."""
     return HostCopy(source)

@@ -1,54 +1,123 @@
-"""Verification: a planned and an eager step from the same state, compared bit by bit."""
+"""Verification: planned and eager steps from the same states, compared bit by bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from memfit.capture import TrainingStep
+from memfit.capture import TrainingStep, capture
+from memfit.capture.compare import require_as_eager
 from memfit.errors import VerificationError
-from memfit.runtime.state import StepState, same_bits
+from memfit.runtime.bits import same_bits
+from memfit.runtime.state import StepState, left_as_it_was
+
+# Added to each parameter after it is scaled: the second state differs in all values, and in no sign of a large one.
+_SCALE, _SHIFT = 1.0625, 2.0**-10
 
 
 class RunsStep(Protocol):
-    """What can be verified and measured: a step, and another way to run it."""
+    """A step, and another way to run it that can be verified."""
 
     step: TrainingStep
+
+    @property
+    def generators(self) -> Sequence[torch.Generator]:
+        """The generators that the step's code hands to torch, beside the default ones."""
+        ...
 
     def __call__(self, batch: Any) -> torch.Tensor: ...
 
 
-def require_same(planned: RunsStep, batch: Any) -> None:
-    """Raise VerificationError where the planned step's bits are not eager's, naming the first tensor that differs."""
-    difference = first_difference(planned, batch)
-    if difference is not None:
-        raise VerificationError(
-            f"the planned step differs from eager in {difference}; its kernels may not be deterministic: try "
-            "torch.use_deterministic_algorithms(True), or compare with planner 'none'"
-        )
+def require_same(planned: RunsStep, batch: Any, *, is_recorded: bool = True) -> None:
+    """Compare the bits of planned and eager steps on `batch`, from the present state and from perturbed parameters.
+
+    A value that was frozen at capture shows only in the second pair. The state is put back at the end.
+
+    Args:
+        planned: the planned step.
+        batch: the batch of all steps.
+        is_recorded: whether the planned step runs what was recorded once. If the user's Python code runs in each step,
+            nothing can be frozen, and one pair is enough.
+
+    Raises:
+        VerificationError: the bits differ; the message names the first tensor that does. It blames kernels that are not
+            deterministic only if two eager steps differ too.
+        CaptureError, UnsupportedStepError: the bits differ because the captured step dispatches other calls than eager;
+            names the line.
+    """
+    difference, where = first_difference(planned, batch), ""
+    before = StepState.take(planned.step, planned.generators)
+    try:
+        if difference is None and is_recorded:
+            perturb(planned.step)
+            difference, where = first_difference(planned, batch), ", after the parameters were changed"
+        if difference is None:
+            return
+        eager_difference = difference_of_eager(planned, batch)
+        if eager_difference is not None:
+            raise VerificationError(
+                f"two eager steps from the same state differ in {eager_difference}, so the kernels are not "
+                "deterministic and nothing can be compared: try torch.use_deterministic_algorithms(True)"
+            )
+        if is_recorded:
+            _require_same_calls(planned.step, batch)
+    finally:
+        before.put_back(planned.step)
+    raise VerificationError(
+        f"the planned step differs from eager in {difference}{where}; two eager steps from the same state are equal: "
+        "report this, with the step"
+    )
 
 
 def first_difference(planned: RunsStep, batch: Any) -> str | None:
-    """Return the first thing that differs between the planned step and eager, or None.
+    """Return the name of the first value that differs between the planned step and eager, or None.
 
-    Compared are the loss, parameters, buffers, gradients, the optimizer's and the scaler's state, and the generators.
-    Both steps start from the state at hand, which is put back at the end.
+    Loss, parameters, buffers, gradients, the states of the optimizer and the scaler, and the random generators are
+    compared. Both steps start from the present state, which is put back at the end.
+
+    Args:
+        planned: the planned step.
+        batch: the batch of both steps.
     """
+    return _difference(planned, batch, planned)
+
+
+def difference_of_eager(planned: RunsStep, batch: Any) -> str | None:
+    """Return the name of the first value that differs between two eager steps from the present state, or None.
+
+    Args:
+        planned: its step is run as eager does.
+        batch: the batch of both steps.
+    """
+    return _difference(planned, batch, planned.step.run_eager)
+
+
+def perturb(step: TrainingStep) -> None:
+    """Change all values of all parameters that are trained."""
+    with torch.no_grad():
+        for parameter in step.model.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(_SCALE).add_(_SHIFT)
+
+
+def _difference(planned: RunsStep, batch: Any, run: Callable[[Any], torch.Tensor]) -> str | None:
+    """Return the first difference between an eager step and `run`."""
     step = planned.step
-    before = StepState.take(step)
-    try:
+    with left_as_it_was(step, planned.generators) as put_back:
         expected_loss, expected = _outcome(step.run_eager, planned, batch)
-        before.put_back(step)
-        loss, outcome = _outcome(planned, planned, batch)
-    finally:
-        before.put_back(step)
+        put_back()
+        loss, outcome = _outcome(run, planned, batch)
     if not same_bits(expected_loss, loss):
-        return f"the loss ({expected_loss.item()!r} eager, {loss.item()!r} planned)"
+        return f"the loss ({expected_loss.item()!r} and {loss.item()!r})"
     return expected.first_difference(outcome)
 
 
 def _outcome(run: Callable[[Any], Any], planned: RunsStep, batch: Any) -> tuple[torch.Tensor, StepState]:
     loss = run(batch)
-    return loss, StepState.take(planned.step)
+    return loss, StepState.take(planned.step, planned.generators)
+
+
+def _require_same_calls(step: TrainingStep, batch: Any) -> None:
+    require_as_eager(step, batch, capture(step, batch).stream)

@@ -1,9 +1,9 @@
-"""From a workload's name and options to its TrainingStep, and to the same step with checkpoints placed by hand."""
+"""Building a workload's TrainingStep from its name and options, and running it with hand-placed checkpoints."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -22,17 +22,26 @@ from memfit.workloads.registry import OptionValue, Workload
 GRANULARITIES = ("block", "stage")
 
 _LEARNING_RATE = 1e-3  # small enough that no workload diverges in the steps that tests and benchmarks take
-_MOMENTUM = 0.9
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
 
-# pytorchcv asks for torchvision, which no workload needs and which may bring another torch
+# pytorchcv requires torchvision, which no workload needs and which may install another torch
 _INSTALL = {"pytorchcv": "--no-deps pytorchcv requests", "transformers": "transformers"}
 
 
 def build_workload(name: str, given: Mapping[str, OptionValue]) -> TrainingStep:
-    """Do what `memfit.workloads.build` says."""
+    """Return a built-in workload; `memfit.workloads.build` documents arguments and errors.
+
+    Args:
+        name: one of `WORKLOADS`.
+        given: option -> value, or its text.
+    """
     workload = registry.find(name)
     options = workload.read_options(given)
-    device = _device(str(options["device"]))
+    device = torch.device("meta") if options["device"] == "meta" else find_device(str(options["device"]))
     parts = _make(workload, options)
     model = parts.model.to(device)
     batch = _moved(parts.batch, device)
@@ -40,36 +49,46 @@ def build_workload(name: str, given: Mapping[str, OptionValue]) -> TrainingStep:
         model = model.to(memory_format=torch.channels_last)
         batch = (batch[0].contiguous(memory_format=torch.channels_last), *batch[1:])
     model.train()
-    return TrainingStep(
-        model=model, loss=parts.loss, batch=batch, optimizer=_optimizer(model, str(options["optimizer"])), name=name
-    )
+    make_optimizer = _OPTIMIZERS.get(str(options["optimizer"]))
+    optimizer = None if make_optimizer is None else make_optimizer(model.parameters(), lr=_LEARNING_RATE)
+    return TrainingStep(model=model, loss=parts.loss, batch=batch, optimizer=optimizer, name=name)
 
 
-def with_checkpoints(step: TrainingStep, granularity: str) -> TrainingStep:
-    """Do what `memfit.workloads.checkpointed` says."""
+@contextmanager
+def checkpoints_placed(step: TrainingStep, granularity: str = "block") -> Generator[None]:
+    """Run a built-in step with `torch.utils.checkpoint` at the usual hand-placed positions, inside the block only.
+
+        >>> from memfit.workloads import build
+        >>> step = build("lstm", batch=2, steps=3, width=8)
+        >>> with checkpoints_placed(step, "stage"):
+        ...     step.compute_loss(step.model, step.batch).backward()
+
+    Args:
+        step: a step that `memfit.workloads.build` returned.
+        granularity: "block" for every residual block, unit, layer or time step; "stage" for every group of them.
+
+    Raises:
+        InvalidOptionError: another granularity.
+        InvalidTargetError: not a built-in step.
+    """
     if granularity not in GRANULARITIES:
         raise InvalidOptionError(f"granularity is {granularity!r}, expected one of {', '.join(GRANULARITIES)}")
     if step.name not in registry.WORKLOADS:
         raise InvalidTargetError(
             f"step {step.name!r} is not a built-in workload, so its blocks are not known; give what build() returned"
         )
-    # one copy of both, so that the copied optimizer holds the copied parameters
-    model, optimizer = copy.deepcopy((step.model, step.optimizer))
-    for module in _module(registry.WORKLOADS[step.name]).places(model, granularity):
+    modules: list[torch.nn.Module] = _module(registry.WORKLOADS[step.name]).places(step.model, granularity)
+    for module in modules:
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
-    return TrainingStep(
-        model=model,
-        loss=step.loss,
-        batch=step.batch,
-        optimizer=optimizer,
-        clip_norm=step.clip_norm,
-        scaler=step.scaler,
-        name=f"{step.name}, checkpoint every {granularity}",
-    )
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward  # the class's own is visible again
 
 
 def _make(workload: Workload, options: Options) -> Parts:
-    """Make model and batch on the CPU from the seed alone, whatever the device, and leave the caller's generators."""
+    """Make model and batch on the CPU for every device, so that they depend on the seed alone."""
     module = _module(workload)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(options["seed"]))
@@ -88,21 +107,7 @@ def _module(workload: Workload) -> ModuleType:
         ) from error
 
 
-def _device(name: str) -> torch.device:
-    return torch.device("meta") if name == "meta" else find_device(name)
-
-
 def _moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, dict):
         return {key: tensor.to(device) for key, tensor in batch.items()}
     return tuple(tensor.to(device) for tensor in batch)
-
-
-def _optimizer(model: torch.nn.Module, name: str) -> torch.optim.Optimizer | None:
-    if name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
-    if name == "adam":
-        return torch.optim.Adam(model.parameters(), lr=_LEARNING_RATE)
-    if name == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
-    return None

@@ -1,4 +1,4 @@
-"""torch.nn.TransformerEncoder with dropout, on tokens that are vectors already."""
+"""Workload encoder: torch.nn.TransformerEncoder with dropout, on tokens given as vectors."""
 
 from __future__ import annotations
 
@@ -7,26 +7,23 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from memfit.errors import InvalidOptionError
-from memfit.workloads.parts import AUTOCAST_DTYPES, Options, Parts, SupervisedLoss
+from memfit.workloads.parts import Options, Parts, SupervisedLoss, autocast_dtype, head_count
 
 
 def make(name: str, options: Options) -> Parts:
     """Return an encoder, mean squared error, and a batch of noise with noise to predict."""
-    batch, tokens, width, head_width = (int(options[key]) for key in ("batch", "tokens", "width", "head_width"))
-    if width % head_width:
-        raise InvalidOptionError(f"workload {name}: width {width} is not a multiple of head_width {head_width}")
+    shape = [options[key] for key in ("batch", "tokens", "width")]
     layer = nn.TransformerEncoderLayer(
-        d_model=width,
-        nhead=width // head_width,
-        dim_feedforward=int(options["feedforward"]),
-        dropout=float(options["dropout"]),
+        d_model=options["width"],
+        nhead=head_count(name, options),
+        dim_feedforward=options["feedforward"],
+        dropout=options["dropout"],
         batch_first=True,
     )
     return Parts(
-        model=nn.TransformerEncoder(layer, num_layers=int(options["layers"]), enable_nested_tensor=False),
-        loss=SupervisedLoss(criterion=_mean_square_error, autocast=AUTOCAST_DTYPES[str(options["autocast"])]),
-        batch=(torch.randn(batch, tokens, width), torch.randn(batch, tokens, width)),
+        model=nn.TransformerEncoder(layer, num_layers=options["layers"], enable_nested_tensor=False),
+        loss=SupervisedLoss(criterion=_mean_square_error, autocast=autocast_dtype(options)),
+        batch=(torch.randn(shape), torch.randn(shape)),
     )
 
 

@@ -1,4 +1,4 @@
-"""GPT-2 from a config, with random weights: nothing is asked of the hub."""
+"""Workload gpt2: GPT-2 from a config, with random weights; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from memfit.errors import InvalidOptionError
-from memfit.workloads.parts import AUTOCAST_DTYPES, Options, Parts, autocast
+from memfit.workloads.parts import Options, Parts, autocast, autocast_dtype, head_count
 
 _LEAST_POSITIONS = 1024  # GPT-2's own
 
@@ -28,16 +27,13 @@ class LanguageLoss:
 
 def make(name: str, options: Options) -> Parts:
     """Return GPT2LMHeadModel and a batch of random tokens."""
-    tokens, width, head_width = (int(options[key]) for key in ("tokens", "width", "head_width"))
-    if width % head_width:
-        raise InvalidOptionError(f"workload {name}: width {width} is not a multiple of head_width {head_width}")
-    dropout = float(options["dropout"])
+    tokens, dropout = options["tokens"], options["dropout"]
     config = GPT2Config(
-        vocab_size=int(options["vocabulary"]),
+        vocab_size=options["vocabulary"],
         n_positions=max(_LEAST_POSITIONS, tokens),
-        n_embd=width,
-        n_layer=int(options["layers"]),
-        n_head=width // head_width,
+        n_embd=options["width"],
+        n_layer=options["layers"],
+        n_head=head_count(name, options),
         resid_pdrop=dropout,
         embd_pdrop=dropout,
         attn_pdrop=dropout,
@@ -45,12 +41,12 @@ def make(name: str, options: Options) -> Parts:
         bos_token_id=0,
         eos_token_id=0,
     )
-    identifiers = torch.randint(config.vocab_size, (int(options["batch"]), tokens))
+    identifiers = torch.randint(config.vocab_size, (options["batch"], tokens))
     model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # what transformers falls back on; said here, it does not warn
+    model.loss_type = "ForCausalLM"  # the default of transformers, which warns if it is not set
     return Parts(
         model=model,
-        loss=LanguageLoss(autocast=AUTOCAST_DTYPES[str(options["autocast"])]),
+        loss=LanguageLoss(autocast=autocast_dtype(options)),
         batch={"input_ids": identifiers, "labels": identifiers.clone()},
     )
 

@@ -1,6 +1,6 @@
-"""Convolutional networks on images, from pytorchcv: resnet50, vgg16, densenet121, inceptionv3.
+"""Workloads on images, with networks of pytorchcv: resnet50, vgg16, densenet121, inceptionv3.
 
-pytorchcv's model_provider imports every model there is, and torchvision with some; one module at a time does neither.
+The modules of the networks are imported one by one: pytorchcv's model_provider imports all models, and torchvision.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _INCEPTION_DEPTH = 48  # inceptionv3 has no option of its own for it
 
 def make(name: str, options: Options) -> Parts:
     """Return the network `name`, cross entropy, and a batch of noise with random labels."""
-    classes, size = int(options["classes"]), int(options["size"])
-    model = _MAKERS[name][int(options.get("depth", _INCEPTION_DEPTH))](num_classes=classes)
+    batch, classes, size = (options[key] for key in ("batch", "classes", "size"))
+    model = _MAKERS[name][options.get("depth", _INCEPTION_DEPTH)](num_classes=classes)
     if size != model.in_size[0]:
         _resize(model, name, size)
-    images = torch.randn(int(options["batch"]), 3, size, size)
-    labels = torch.randint(classes, (int(options["batch"]),))
+    images = torch.randn(batch, 3, size, size)
+    labels = torch.randint(classes, (batch,))
     return Parts(model=model, loss=cross_entropy(options), batch=(images, labels))
 
 
@@ -51,7 +51,7 @@ def places(model: Any, granularity: str) -> list[torch.nn.Module]:
 
 
 def _resize(model: Any, name: str, size: int) -> None:
-    """Fit the layers between features and classifier, which pytorchcv makes for one size only, to another one."""
+    """Replace the layers between features and classifier, which pytorchcv makes for one image size only."""
     features = model.features
     if name != "vgg16":
         features = torch.nn.Sequential(*list(model.features.children())[:-1])  # without the final pooling

@@ -1,4 +1,4 @@
-"""LSTM cells, stacked in layers and unrolled over time; every time step is classified."""
+"""Workload lstm: LSTM cells, stacked in layers and unrolled over time; every time step is classified."""
 
 from __future__ import annotations
 
@@ -64,9 +64,7 @@ class UnrolledLSTM(nn.Module):
 
 def make(_name: str, options: Options) -> Parts:
     """Return an unrolled LSTM, cross entropy over time steps, and a batch of noise with random labels."""
-    batch, steps, layers, width, classes = (
-        int(options[key]) for key in ("batch", "steps", "layers", "width", "classes")
-    )
+    batch, steps, layers, width, classes = (options[key] for key in ("batch", "steps", "layers", "width", "classes"))
     return Parts(
         model=UnrolledLSTM(layers=layers, width=width, classes=classes),
         loss=cross_entropy(options),

@@ -1,9 +1,9 @@
-"""The built-in workloads by name: what each is, its options, where it comes from. Imports no torch."""
+"""Registry of the built-in workloads: description, source and options of each. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from memfit.errors import InvalidOptionError, InvalidTargetError
@@ -16,7 +16,15 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One option of a workload; a value given as text is read as the default's type."""
+    """One option of a workload.
+
+    Attributes:
+        name: of the option.
+        default: its value if it is not given; a value given as text is read as the default's type.
+        what: description for the command line.
+        choices: the allowed values; empty allows all.
+        least: the lowest allowed number, or None.
+    """
 
     name: str
     default: OptionValue
@@ -27,31 +35,37 @@ class Option:
     def read(self, given: OptionValue, workload: str) -> OptionValue:
         """Return `given` as this option's type.
 
+        Args:
+            given: the value, or its text.
+            workload: names the workload in errors.
+
         Raises:
             InvalidOptionError: not of that type, not one of the choices, or below the least value.
         """
         value = _as_type_of(self.default, given)
+        expected = None
         if value is None:
             expected = _KINDS[type(self.default)]
+        elif self.choices and value not in self.choices:
+            expected = f"one of {', '.join(map(str, self.choices))}"
+        elif self.least is not None and not isinstance(value, str) and value < self.least:
+            expected = f"{self.least:g} or more"
+        if value is None or expected is not None:
             raise InvalidOptionError(f"workload {workload}: option {self.name} is {given!r}, expected {expected}")
-        if self.choices and value not in self.choices:
-            expected = ", ".join(map(str, self.choices))
-            raise InvalidOptionError(
-                f"workload {workload}: option {self.name} is {given!r}, expected one of {expected}"
-            )
-        if self.least is not None and not isinstance(value, str) and value < self.least:
-            raise InvalidOptionError(
-                f"workload {workload}: option {self.name} is {given!r}, expected {self.least:g} or more"
-            )
         return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A training step that memfit brings along.
+    """A built-in training step.
 
-    `module` is the module under `memfit.workloads` that makes it: `make(name, options) -> Parts`, and
-    `places(model, granularity)`, the modules where a person would put `torch.utils.checkpoint`.
+    Attributes:
+        name: of the workload.
+        description, source: of its model.
+        module: the module under `memfit.workloads` with `make(name, options) -> Parts` and
+            `places(model, granularity)`, the modules for hand-placed `torch.utils.checkpoint`.
+        options: those that the command line and `build` accept.
+        requires: the package of its model, or None.
     """
 
     name: str
@@ -62,7 +76,7 @@ class Workload:
     requires: str | None = None
 
     def read_options(self, given: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
-        """Return every option of this workload, those in `given` read and checked, the others at their defaults.
+        """Return the values of all options: those in `given`, read and checked, and the defaults of the others.
 
         Raises:
             InvalidOptionError: an option that does not exist, or a value that it cannot take.
@@ -70,7 +84,7 @@ class Workload:
         known = {option.name: option for option in self.options}
         for name in given:
             if name not in known:
-                listed = f"{', '.join(known)}{_did_you_mean(name, known)}"
+                listed = f"{', '.join(known)}{did_you_mean(name, known)}"
                 raise InvalidOptionError(f"workload {self.name} has no option {name!r}; it has {listed}")
         return {
             name: option.read(given[name], self.name) if name in given else option.default
@@ -82,16 +96,22 @@ def find(name: str) -> Workload:
     """Return the workload called `name`.
 
     Raises:
-        InvalidTargetError: there is none; lists those that there are.
+        InvalidTargetError: no workload has that name; lists all of them.
     """
     if name not in WORKLOADS:
         raise InvalidTargetError(
-            f"no workload is called {name!r}; there are {', '.join(WORKLOADS)}{_did_you_mean(name, WORKLOADS)}"
+            f"no workload is called {name!r}; there are {', '.join(WORKLOADS)}{did_you_mean(name, WORKLOADS)}"
         )
     return WORKLOADS[name]
 
 
-def _did_you_mean(name: str, known: Mapping[str, object]) -> str:
+def did_you_mean(name: str, known: Mapping[str, object]) -> str:
+    """Return a hint at the known name that is closest to an unknown one; empty if none is close.
+
+    Args:
+        name: as given.
+        known: has the names that exist as keys.
+    """
     near = get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -110,45 +130,40 @@ def _as_type_of(default: OptionValue, given: OptionValue) -> OptionValue | None:
         return None
 
 
-def _batch(default: int) -> Option:
-    return Option(name="batch", default=default, what="samples in a batch", least=1)
-
-
-def _size(default: int) -> Option:
-    return Option(name="size", default=default, what="height and width of the images, in pixels", least=1)
-
-
-def _layers(default: int) -> Option:
-    return Option(name="layers", default=default, what="layers", least=1)
-
-
-def _width(default: int) -> Option:
-    return Option(name="width", default=default, what="features of a token, or of the first level", least=1)
-
-
-def _classes(default: int) -> Option:
-    return Option(name="classes", default=default, what="classes to tell apart", least=2)
-
-
+_KNOWN = {
+    option.name: option
+    for option in (
+        Option(name="batch", default=1, what="samples in a batch", least=1),
+        Option(name="size", default=1, what="height and width of the images, in pixels", least=1),
+        Option(name="classes", default=2, what="number of classes", least=2),
+        Option(name="depth", default=1, what="layers with weights"),
+        Option(name="channels_last", default=False, what="store images with channels innermost"),
+        Option(name="levels", default=2, what="resolutions", least=2),
+        Option(name="tokens", default=1, what="tokens in a sample", least=1),
+        Option(name="steps", default=1, what="time steps", least=1),
+        Option(name="layers", default=1, what="layers", least=1),
+        Option(name="width", default=1, what="features of a token, or of the first level", least=1),
+        Option(name="head_width", default=64, what="features of an attention head; divides the width", least=1),
+        Option(name="feedforward", default=1, what="features inside the feed-forward part", least=1),
+        Option(name="vocabulary", default=2, what="different tokens", least=2),
+        Option(name="dropout", default=0.1, what="dropout probability", least=0.0),
+    )
+}
 _COMMON = (
     Option(
-        name="optimizer", default="none", what="who updates the parameters", choices=("none", "sgd", "adam", "adamw")
+        name="optimizer", default="none", what="optimizer of the parameters", choices=("none", "sgd", "adam", "adamw")
     ),
     Option(name="autocast", default="none", what="dtype of torch.autocast", choices=("none", "bf16", "fp16")),
-    Option(name="device", default="cpu", what="where model and batch are, as torch names it"),
+    Option(name="device", default="cpu", what="device of model and batch, as torch names it"),
     Option(name="seed", default=0, what="seed of the parameters and of the batch", least=0),
 )
-_CHANNELS_LAST = Option(name="channels_last", default=False, what="store images with channels innermost")
-_DROPOUT = Option(name="dropout", default=0.1, what="dropout probability", least=0.0)
-_HEAD_WIDTH = Option(name="head_width", default=64, what="features of an attention head; divides the width", least=1)
 
 
-def _depth(default: int, *choices: int) -> Option:
-    return Option(name="depth", default=default, what="layers with weights", choices=choices)
-
-
-def _tokens(default: int) -> Option:
-    return Option(name="tokens", default=default, what="tokens in a sample", least=1)
+def _options(*, depths: tuple[int, ...] = (), **defaults: OptionValue) -> tuple[Option, ...]:
+    """Return the options of a workload, those that all share last; `depths` are the choices of option `depth`."""
+    choices = {"depth": depths}
+    own = (replace(_KNOWN[name], default=value, choices=choices.get(name, ())) for name, value in defaults.items())
+    return (*own, *_COMMON)
 
 
 WORKLOADS: dict[str, Workload] = {
@@ -159,13 +174,8 @@ WORKLOADS: dict[str, Workload] = {
             description="ResNet on images: bottleneck blocks, batch normalization",
             source="He et al. 2015, arXiv:1512.03385; model from pytorchcv",
             module="images",
-            options=(
-                _batch(8),
-                _size(224),
-                _classes(1000),
-                _depth(50, 18, 34, 50, 101, 152),
-                _CHANNELS_LAST,
-                *_COMMON,
+            options=_options(
+                depths=(18, 34, 50, 101, 152), batch=8, size=224, classes=1000, depth=50, channels_last=False
             ),
             requires="pytorchcv",
         ),
@@ -174,7 +184,7 @@ WORKLOADS: dict[str, Workload] = {
             description="VGG on images: a straight line of convolutions, 528 MiB of parameters, dropout 0.5",
             source="Simonyan and Zisserman 2014, arXiv:1409.1556; model from pytorchcv",
             module="images",
-            options=(_batch(4), _size(224), _classes(1000), _depth(16, 11, 13, 16, 19), _CHANNELS_LAST, *_COMMON),
+            options=_options(depths=(11, 13, 16, 19), batch=4, size=224, classes=1000, depth=16, channels_last=False),
             requires="pytorchcv",
         ),
         Workload(
@@ -182,7 +192,9 @@ WORKLOADS: dict[str, Workload] = {
             description="DenseNet on images: every unit reads all before it in its stage",
             source="Huang et al. 2016, arXiv:1608.06993; model from pytorchcv",
             module="images",
-            options=(_batch(4), _size(224), _classes(1000), _depth(121, 121, 161, 169, 201), _CHANNELS_LAST, *_COMMON),
+            options=_options(
+                depths=(121, 161, 169, 201), batch=4, size=224, classes=1000, depth=121, channels_last=False
+            ),
             requires="pytorchcv",
         ),
         Workload(
@@ -190,7 +202,7 @@ WORKLOADS: dict[str, Workload] = {
             description="Inception v3 on images: parallel branches, dropout 0.5",
             source="Szegedy et al. 2015, arXiv:1512.00567; model from pytorchcv",
             module="images",
-            options=(_batch(4), _size(299), _classes(1000), _CHANNELS_LAST, *_COMMON),
+            options=_options(batch=4, size=299, classes=1000, channels_last=False),
             requires="pytorchcv",
         ),
         Workload(
@@ -198,31 +210,14 @@ WORKLOADS: dict[str, Workload] = {
             description="U-Net for segmentation: long skip connections between equal resolutions",
             source="Ronneberger et al. 2015, arXiv:1505.04597; with padding and batch normalization",
             module="unet",
-            options=(
-                _batch(2),
-                _size(256),
-                _width(32),
-                Option(name="levels", default=5, what="resolutions", least=2),
-                _classes(2),
-                _CHANNELS_LAST,
-                *_COMMON,
-            ),
+            options=_options(batch=2, size=256, width=32, levels=5, classes=2, channels_last=False),
         ),
         Workload(
             name="gpt2",
             description="GPT-2 language model from a config, random weights",
             source="Radford et al. 2019; transformers' GPT2LMHeadModel",
             module="gpt2",
-            options=(
-                _batch(4),
-                _tokens(256),
-                _layers(12),
-                _width(384),
-                _HEAD_WIDTH,
-                Option(name="vocabulary", default=50257, what="different tokens", least=2),
-                _DROPOUT,
-                *_COMMON,
-            ),
+            options=_options(batch=4, tokens=256, layers=12, width=384, head_width=64, vocabulary=50257, dropout=0.1),
             requires="transformers",
         ),
         Workload(
@@ -230,30 +225,14 @@ WORKLOADS: dict[str, Workload] = {
             description="LSTM cells unrolled over time, a class for every step",
             source="the recurrent workload of Chen et al. 2016, arXiv:1604.06174, section 5; torch.nn.LSTMCell",
             module="lstm",
-            options=(
-                _batch(32),
-                Option(name="steps", default=128, what="time steps", least=1),
-                _layers(2),
-                _width(256),
-                _classes(10),
-                *_COMMON,
-            ),
+            options=_options(batch=32, steps=128, layers=2, width=256, classes=10),
         ),
         Workload(
             name="encoder",
             description="Transformer encoder with dropout",
             source="Vaswani et al. 2017, arXiv:1706.03762; torch.nn.TransformerEncoder",
             module="encoder",
-            options=(
-                _batch(4),
-                _tokens(256),
-                _layers(6),
-                _width(512),
-                _HEAD_WIDTH,
-                Option(name="feedforward", default=2048, what="features inside the feed-forward part", least=1),
-                _DROPOUT,
-                *_COMMON,
-            ),
+            options=_options(batch=4, tokens=256, layers=6, width=512, head_width=64, feedforward=2048, dropout=0.1),
         ),
     )
 }

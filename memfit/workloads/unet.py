@@ -1,4 +1,4 @@
-"""U-Net: halve the resolution level by level, then double it again, each level reading what it was on the way down."""
+"""Workload unet: U-Net for segmentation, with padding and batch normalization."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """Double the resolution, join what the same level was on the way down, then a double block."""
+    """Double the resolution, concatenate the skip connection of the same level, then a double block."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -53,7 +53,13 @@ class Up(nn.Module):
 
 
 class UNet(nn.Module):
-    """U-Net of `levels` resolutions; the first has `width` features, each next one twice as many."""
+    """U-Net: the resolution is halved level by level, then doubled again with skip connections between equal levels.
+
+    Args:
+        width: features of the first level; each further level has twice as many.
+        levels: number of resolutions.
+        classes: features of the result.
+    """
 
     def __init__(self, *, width: int, levels: int, classes: int) -> None:
         super().__init__()
@@ -75,12 +81,12 @@ class UNet(nn.Module):
 
 def make(name: str, options: Options) -> Parts:
     """Return a U-Net, cross entropy over pixels, and a batch of noise with random labels."""
-    batch, size, levels, classes = (int(options[key]) for key in ("batch", "size", "levels", "classes"))
+    batch, size, levels, classes = (options[key] for key in ("batch", "size", "levels", "classes"))
     if size % 2 ** (levels - 1):
         raise InvalidOptionError(
             f"workload {name}: size is {size}, expected a multiple of {2 ** (levels - 1)} for {levels} levels"
         )
-    model = UNet(width=int(options["width"]), levels=levels, classes=classes)
+    model = UNet(width=options["width"], levels=levels, classes=classes)
     images = torch.randn(batch, _CHANNELS, size, size)
     labels = torch.randint(classes, (batch, size, size))
     return Parts(model=model, loss=cross_entropy(options), batch=(images, labels))

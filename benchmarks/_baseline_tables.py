@@ -1,0 +1,123 @@
+"""Tables of memfit beside torch's baselines, from the results of `torch_baselines.py` and `compare_baselines.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from _cells import configuration, memory, memory_and_time, overhead, ratio, yes
+from _measure import MIB
+from torch_baselines import BASELINE_KINDS
+
+Stored = dict[str, dict[str, Any]]
+Table = tuple[list[str], list[list[str]], str]
+"""Head, rows, and the note below them."""
+
+
+def compare(stored: Stored) -> Table:
+    """memfit beside both baselines, at their memory and at its own least."""
+    head = ["workload", "eager", "torch's budget, best", "memfit there"]
+    head += ["checkpoints, best", "memfit there", "memfit, least memory"]
+    rows: list[list[str]] = []
+    for workload, payload in stored.items():
+        results = payload["results"]
+        cells = [workload, memory(results.get("against budget", {}), "eager_bytes")]
+        for kind in BASELINE_KINDS:
+            result = results.get(f"against {kind}", {})
+            cells.append(memory_and_time(result, "baseline_bytes", "baseline_time_ratio"))
+            cells.append(memory_and_time(result, "memfit_bytes", "memfit_time_ratio"))
+        cells.append(memory_and_time(results.get("least", {}), "measured_above_start_bytes", "time_ratio"))
+        rows.append(cells)
+    note = "Peak MiB above parameters, buffers and inputs, and time against eager; measured in turns in the same run."
+    return head, rows, note
+
+
+def baselines(stored: Stored) -> Table:
+    """Every point of torch's own, the ones with other bits than eager's marked."""
+    head = ["workload", "configuration", "peak MiB", "time against eager", "first difference from eager"]
+    rows = [
+        [
+            workload,
+            configuration(point),
+            memory(point, "peak_bytes"),
+            ratio(point, "time_ratio"),
+            point.get("error") or point["first_difference"] or "none",
+        ]
+        for workload, payload in stored.items()
+        for point in payload["points"]
+    ]
+    return head, rows, "Peak above parameters, buffers and inputs; all measured."
+
+
+def targets(stored: Stored) -> Table:
+    """memfit at the memory of the published rows of ResNet-50."""
+    head = ["workload", "given above resident", "measured peak MiB", "time against eager", "predicted overhead"]
+    rows = [
+        [workload, what, memory(result, "measured_above_start_bytes"), ratio(result, "time_ratio"), overhead(result)]
+        for workload, payload in stored.items()
+        for what, result in payload["results"].items()
+        if what.endswith(" MiB")
+    ]
+    return head, rows, "Peak above parameters, buffers and inputs."
+
+
+def halves(stored: Stored) -> Table:
+    """memfit at the memory of torch's best budget, where half of its overhead and one percentage point are allowed."""
+    head = ["workload", "torch's budget, best", "its overhead", "memfit's there", "half of it and 1 point", "met"]
+    rows: list[list[str]] = []
+    for workload, payload in stored.items():
+        result = payload["results"].get("against budget", {})
+        cells = [workload, memory(result, "baseline_bytes")]
+        if "memfit_time_ratio" in result:
+            theirs, ours = result["baseline_time_ratio"] - 1, result["memfit_time_ratio"] - 1
+            allowed = max(0.0, theirs) / 2 + 0.01
+            cells += [f"{theirs:.1%}", f"{ours:.1%}", f"{allowed:.1%}", yes(ours <= allowed)]
+        rows.append(cells + [""] * (len(head) - len(cells)))
+    return head, rows, "Peak MiB above parameters, buffers and inputs; times against eager in the same run."
+
+
+def margins(stored: Stored) -> Table:
+    """How far the least budgets that were found are above the proved least."""
+    head = ["workload", "proved least", "memfit", "`sublinear`", "checkpoints, best", "at most half of both"]
+    rows: list[list[str]] = []
+    for workload, payload in stored.items():
+        results = payload["results"]
+        least = results.get("least", {})
+        bound_bytes = least.get("least_budget_bound_bytes")
+        if bound_bytes is None:
+            continue
+        found = [results.get(what, {}) for what in ("least", "least sublinear", "against checkpoint")]
+        above = [result["budget_bytes"] - bound_bytes if "budget_bytes" in result else None for result in found]
+        others = [each for each in above[1:] if each is not None]
+        met = yes(bool(others) and above[0] is not None and all(2 * above[0] <= other for other in others))
+        cells = ["" if each is None else f"+{each / MIB:.1f}" for each in above]
+        rows.append([workload, f"{bound_bytes / MIB:.1f}", *cells, met])
+    note = "Whole MiB of the proved least budget, and how many more each needs."
+    return head, rows, note
+
+
+def whole_step(stored: Stored) -> Table:
+    """The step whose gradients never live all at once."""
+    head = ["workload", "parameters + gradients MiB", "measured peak MiB, everything included", "time against eager"]
+    rows = [
+        [
+            workload,
+            memory(result, "parameters_and_gradients_bytes"),
+            memory(result, "measured_peak_bytes"),
+            ratio(result, "time_ratio"),
+        ]
+        for workload, payload in stored.items()
+        if (result := payload["results"].get("whole step"))
+    ]
+    return head, rows, "Forward, loss, backward and SGD's update as one step."
+
+
+BASELINE_TABLES: dict[str, tuple[str, Callable[[Stored], Table]]] = {
+    "compare": ("compare_baselines", compare),
+    "targets": ("compare_baselines", targets),
+    "halves": ("compare_baselines", halves),
+    "margins": ("compare_baselines", margins),
+    "whole-step": ("compare_baselines", whole_step),
+    "baselines": ("torch_baselines", baselines),
+}
+"""Each table by name: the script whose results it shows, and what renders it."""

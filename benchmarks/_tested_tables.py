@@ -1,0 +1,153 @@
+"""Tables of what was tried: random steps, defects put back, models, versions, first fits, page faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from _measure import MIB
+
+Payload = dict[str, Any]
+Table = tuple[list[str], list[list[str]], str]
+
+_ENDINGS = {
+    "same": "all bits of 20 steps are eager's, within the budget",
+    "refused": "refused, as the page on limits says",
+    "unexpected": "refused for another reason",
+    "different": "**other bits**",
+    "over": "**over the budget, unreported**",
+    "false bound": "**a step of eager is below the proved least budget**",
+    "traceback": "**an error that is not memfit's own**",
+    "eager": "eager itself cannot run the case",
+}
+_WAYS = {
+    "eager": "eager",
+    "eager_kept": "eager, malloc keeps memory",
+    "planned": "planned",
+    "planned_kept": "planned, malloc keeps memory",
+    "arena": "planned, in an arena",
+}
+_STEPS = {"gpt2": "GPT-2 small, 256 tokens", "resnet50": "ResNet-50, 4 images"}
+
+
+def fuzz(found: Payload) -> Table:
+    """How the fuzzer's cases ended."""
+    rows = [[words, str(found["outcomes"].get(kind, 0))] for kind, words in _ENDINGS.items()]
+    first, count = found["seeds"]
+    covered = (len(found[name]) for name in ("blocks", "losses", "optimizers", "changes", "ops"))
+    note = "Seeds {} to {}: {} kinds of blocks, {} losses, {} optimizers, {} changes between steps; {} operators."
+    return ["a case ends with", "cases"], rows, note.format(first, first + count - 1, *covered)
+
+
+def fuzz_refusals(found: Payload) -> Table:
+    """The messages of the refused cases."""
+    rows = [
+        [message.partition(": ")[2].replace("|", r"\|"), str(count)] for message, count in found["refusals"].items()
+    ]
+    return ["message", "cases"], rows, "Numbers are replaced by #."
+
+
+def fuzz_defects(found: Payload) -> Table:
+    """Which seed finds each defect that is put back."""
+    rows = [
+        [row["defect"], "**none**" if row["seed"] is None else str(row["seed"]), str(row["tried"]), row.get("kind", "")]
+        for row in found["defects"]
+    ]
+    note = f"Of {found['seeds']:,} seeds, those that may show the defect were tried, in order, until one did."
+    return ["defect, put back", "found by seed", "cases tried", "as"], rows, note
+
+
+def models(found: Payload) -> Table:
+    """How each model was captured, and its least budget."""
+    head = [
+        "model",
+        "captured",
+        "bits of three steps",
+        "eager's peak, MiB",
+        "least budget found",
+        "proved least",
+        "ops",
+    ]
+    rows: list[list[str]] = []
+    for row in found["models"]:
+        least, bound = row.get("least_budget_found_bytes"), row.get("least_budget_bound_bytes")
+        eager = row.get("eager_peak_bytes")
+        bits = {"same bits": "eager's"}.get(row.get("difference", ""), row.get("difference", row.get("message", "")))
+        rows.append(
+            [
+                row["model"],
+                row["captured"],
+                bits.replace("|", r"\|"),
+                f"{eager / MIB:.2f}" if eager else "",
+                f"{least / eager:.0%}" if least and eager else "",
+                f"{bound / eager:.0%}" if bound and eager else "",
+                str(row.get("ops", "")),
+            ]
+        )
+    counts = ", ".join(f"{count} {kind}" for kind, count in found["counts"].items())
+    return head, rows, f"{len(rows)} models: {counts}. Budgets are shares of eager's measured peak."
+
+
+def first_fit(found: Payload) -> Table:
+    """Where the seconds of a first fit go."""
+    stages = ["capturing the step", "measuring each op", "searching a plan", "comparing with eager's calls"]
+    head = ["model", "budget", "caches", "fit, s", *(f"{stage}, s" for stage in stages), "of it compiling, s"]
+    rows = [
+        [
+            each["case"],
+            each["budget"],
+            each["caches"],
+            f"{each['fit_seconds']:.1f}",
+            *(f"{each['stages'].get(stage, 0.0):.1f}" for stage in stages),
+            f"{each['compile_seconds']:.1f}",
+        ]
+        for each in found["fits"]
+        if "fit_seconds" in each
+    ]
+    return head, rows, f"Without imports; at most {found['time_limit_seconds']:.0f} s of search."
+
+
+def versions(stored: dict[str, Payload]) -> Table:
+    """How many tests passed on each version."""
+    rows = [
+        [
+            each["machine"]["python"],
+            each["machine"]["torch"],
+            str(each["tests"] - each["failures"] - each["errors"] - each["skipped"]),
+            str(each["failures"] + each["errors"]),
+            str(each["skipped"]),
+        ]
+        for each in stored.values()
+    ]
+    return ["Python", "torch", "passed", "failed", "skipped"], rows, "Tests marked `gpu` are left out."
+
+
+def page_faults(stored: dict[str, Payload]) -> Table:
+    """Page faults and seconds of one step, run in several ways."""
+    rows = [
+        [
+            f"{_STEPS[workload]}: {words}",
+            f"{payload[way]['minor_faults']:,.0f}",
+            f"{payload[way]['user_seconds']:.2f}",
+            f"{payload[way]['kernel_seconds']:.2f}",
+        ]
+        for workload, payload in stored.items()
+        for way, words in _WAYS.items()
+    ]
+    return ["step", "page faults", "seconds in user code", "seconds in the kernel"], rows, "Medians of three steps."
+
+
+TESTED_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {
+    "fuzz": ("fuzz_steps", fuzz),
+    "fuzz-refusals": ("fuzz_steps", fuzz_refusals),
+    "fuzz-defects": ("fuzz_defects", fuzz_defects),
+    "models": ("models", models),
+    "first-fit": ("first_fit", first_fit),
+}
+"""Each table of one result by name: the script that stored it, and what makes it."""
+
+TESTED_SET_TABLES: dict[str, tuple[str, Callable[[dict[str, Payload]], Table]]] = {
+    "versions": ("versions", versions),
+    "page-faults": ("page_faults", page_faults),
+}
+"""The same for tables of all results in a folder."""

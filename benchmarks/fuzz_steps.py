@@ -1,0 +1,361 @@
+"""Random steps against eager: every bit of twenty steps, and every step's bytes against the budget.
+
+A seed is a module of random blocks, a loss, an optimizer, a budget, and changes between steps (`_fuzz_worlds.py`). Two
+worlds are built from it. One trains in eager, the other by `memfit.fit`; after every step all that training leaves is
+compared. A case ends as:
+
+    same        all bits are equal, and every step kept its budget or was reported and corrected
+    refused     memfit said in an error of its own why it will not, as its page on limits has it; messages are counted
+    unexpected  it refused for another reason, or planned a step in parts that has no branch on a value
+    false bound a step of eager took less than what is said to be proved that every plan takes
+    different   a bit differs, and nobody was told
+    over        a step took more than its budget, and nobody was told
+    traceback   an error that is not memfit's, where eager has none
+    eager       eager itself cannot run the case
+
+What fails is shrunk: a case with one thing less that fails alike takes its place, until there is none.
+
+    python benchmarks/fuzz_steps.py                        # seeds 0 to 1,999, stored: about two hours of two cores
+    python benchmarks/fuzz_steps.py --seeds 40 --no-store  # a short run
+    python benchmarks/fuzz_steps.py --first 17 --seeds 1 --show
+    python benchmarks/fuzz_steps.py --put-back             # each known defect, put back, is found; stored
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import random
+import re
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from _fuzz_defects import DEFECTS
+from _fuzz_worlds import BLOCKS, CHANGES, GLOBAL_CHANGES, LOSSES, OPTIMIZERS, Case, World, case_of, reset, world_of
+from _record import store
+
+import memfit
+from memfit.errors import InfeasibleBudgetError, MemfitError, NoPlanError, TimeLimitError
+from memfit.runtime.measure import resident_bytes
+from memfit.system.recorder import record
+
+SAME, REFUSED, DIFFERENT, OVER, TRACEBACK, EAGER = "same", "refused", "different", "over", "traceback", "eager"
+UNEXPECTED, FALSE_BOUND = "unexpected", "false bound"
+FAILURES = (DIFFERENT, OVER, TRACEBACK, UNEXPECTED, FALSE_BOUND)
+EXPECTED = re.compile(  # what `docs/limits.md` says is refused, as far as a seed can ask for it
+    r"the step draws from|reads it in the next step|inside torch\.autocast|calls backward\(\) itself|retain_graph"
+    "|which eager casts under|compiles around that line give other bits"
+)
+MOVES = 500  # of one search: plans need not be good here
+CASES_PER_PROCESS = 25  # then a fresh one takes over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a case ended: one of the words above, at which step, with what to say; and the ops of its graph."""
+
+    kind: str
+    step: int
+    text: str = ""
+    ops: tuple[str, ...] = ()
+
+
+def run_case(case: Case) -> Outcome:
+    """Train both worlds of a case and compare them after every step."""
+    reset()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return _compare(case, world_of(case), world_of(case))
+    finally:
+        reset()
+
+
+def _compare(case: Case, eager: World, planned: World) -> Outcome:
+    ops: tuple[str, ...] = ()
+    number = -1
+    try:
+        with _seeded(case, number):
+            step = fitted(case, planned, eager.batch())
+        if isinstance(step, memfit.PlannedStep):
+            ops = tuple(sorted({op.target for op in step.captured.graph.ops}))
+        elif "by_value" not in case.blocks:
+            return Outcome(kind=UNEXPECTED, step=number, text="planned in parts")
+        for number in range(case.steps):
+            for at, name in case.changes:
+                if at == number:
+                    try:
+                        change(name, eager, planned)
+                    except Exception as error:  # noqa: BLE001 - as in eager: torch cannot make this change
+                        return Outcome(kind=EAGER, step=number, text=_line(error), ops=ops)
+            batch = eager.batch()
+            # In the second step the optimizer's state is there.
+            is_first_plan = number == 1 and case.optimizer != "none" and all(at > number for at, _ in case.changes)
+            held_bytes = _resident_bytes(step, batch) if is_first_plan else 0
+            try:
+                with record("cpu") as usage:
+                    wanted = _observed(case, number, eager, partial(eager_step, eager, batch))
+            except Exception as error:  # noqa: BLE001 - the case itself is at fault, whatever it is
+                return Outcome(kind=EAGER, step=number, text=_line(error), ops=ops)
+            if held_bytes and held_bytes + usage.peak_bytes < step.plan.bounds.least_budget_bound_bytes:
+                text = f"{held_bytes + usage.peak_bytes} bytes, {step.plan.bounds.least_budget_bound_bytes} proved"
+                return Outcome(kind=FALSE_BOUND, step=number, text=text, ops=ops)
+            over_bytes, got = _measured(case, number, planned, step, batch)
+            different = first_difference(wanted, got)
+            if different:
+                return Outcome(kind=DIFFERENT, step=number, text=different, ops=ops)
+            if over_bytes > 0:
+                return Outcome(kind=OVER, step=number, text=f"{over_bytes} bytes", ops=ops)
+    except MemfitError as error:
+        is_expected = EXPECTED.search(str(error)) or (number >= 0 and isinstance(error, NoPlanError))  # it grew since
+        kind = REFUSED if is_expected else UNEXPECTED
+        return Outcome(kind=kind, step=number, text=_line(error), ops=ops)
+    except Exception as error:  # noqa: BLE001 - it is counted
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return Outcome(kind=TRACEBACK, step=number, text=f"{_line(error)} ({frame.filename}:{frame.lineno})", ops=ops)
+    return Outcome(kind=SAME, step=case.steps, ops=ops)
+
+
+def _resident_bytes(step: Any, batch: Any) -> int:
+    """Return the bytes of what a whole planned step finds on the device; the eager world holds as much. Else 0."""
+    if not isinstance(step, memfit.PlannedStep):
+        return 0
+    constants = [each.bytes for each in step.captured.graph.storages if each.role == "constant"]  # a teacher, say
+    return resident_bytes(step, batch) + sum(constants)
+
+
+def fitted(case: Case, world: World, batch: Any) -> Any:
+    """Return the planned step of a world: within the case's budget, or else within the least that is said to work."""
+    fit = partial(
+        memfit.fit,
+        world.model,
+        world.loss,
+        batch,
+        optimizer=world.optimizer,
+        clip_norm=world.clip_norm,
+        options={"iterations": MOVES},
+    )
+    try:
+        return fit(budget=case.budget)
+    except (InfeasibleBudgetError, TimeLimitError) as error:
+        if error.least_budget_found_bytes is None:
+            raise
+        return fit(budget=error.least_budget_found_bytes)
+
+
+def _measured(case: Case, number: int, world: World, step: Any, batch: Any) -> tuple[int, dict[str, Any]]:
+    """Run a planned step; return by how many bytes it was over its budget without saying so, and what it left."""
+    if not isinstance(step, memfit.PlannedStep):  # planned around a line of the user's: its budget is for its parts
+        return 0, _observed(case, number, world, lambda: step(batch))
+    corrections, plans, bytes_before = len(step.corrections), step.plans, _resident_bytes(step, batch)
+    peaks_bytes: list[int] = []
+
+    def recorded() -> torch.Tensor:
+        with record("cpu") as usage:
+            loss = step(batch)
+        peaks_bytes.append(bytes_before + usage.peak_bytes)
+        return loss
+
+    got = _observed(case, number, world, recorded)
+    is_new = any(all(plan is not known for known in plans) for plan in step.plans)
+    if len(step.corrections) > corrections or is_new:  # a new plan's ops were measured in the call
+        return 0, got
+    told_bytes = [each.measured_bytes for each in step.corrections if each.aim_bytes is None]  # once; no plan mends it
+    allowed_bytes = [int(step.settings.budget), *(plan.budget_bytes for plan in step.plans)]
+    return peaks_bytes[0] - max(*told_bytes, *allowed_bytes), got
+
+
+def eager_step(world: World, batch: Any) -> torch.Tensor:
+    """Train as users do without memfit."""
+    loss = world.loss(world.model, batch)
+    loss.backward()
+    if world.clip_norm is not None and world.optimizer is not None:
+        mine = [each for group in world.optimizer.param_groups for each in group["params"]]
+        torch.nn.utils.clip_grad_norm_(mine, world.clip_norm)
+    if world.optimizer is not None:
+        world.optimizer.step()
+        world.optimizer.zero_grad()
+    return loss.detach()
+
+
+def change(name: str, *worlds: World) -> None:
+    """Make a change: in each world, or once where the process shares it."""
+    if name in GLOBAL_CHANGES:
+        GLOBAL_CHANGES[name]()
+        return
+    for world in worlds:
+        with torch.random.fork_rng(devices=[]):
+            CHANGES[name](world)
+
+
+@contextmanager
+def _seeded(case: Case, number: int) -> Iterator[None]:
+    """Give the generators that the process shares the state that they have at a step of a case."""
+    seed = (1_000 * case.seed + number + 1) % (1 << 32)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    yield
+
+
+def _observed(case: Case, number: int, world: World, run: Callable[[], torch.Tensor]) -> dict[str, Any]:
+    """Run a step and return what it left: loss, parameters, buffers, gradients, optimizer, generators; by name."""
+    with _seeded(case, number), torch.autocast("cpu", torch.bfloat16, enabled=world.autocast):
+        loss = run()
+    model, left = world.model, dict[str, Any](loss=loss.detach())
+    left |= {f"parameter {name}": each.detach() for name, each in model.named_parameters()}
+    left |= {f"buffer {name}": each for name, each in model.named_buffers()}
+    left |= {f"gradient of {name}": each.grad for name, each in model.named_parameters()}
+    if world.optimizer is not None:
+        groups = world.optimizer.param_groups
+        members = [each for group in groups for each in group["params"]]
+        for place, member in enumerate(members):
+            for name, value in world.optimizer.state.get(member, {}).items():
+                left[f"optimizer's {name} of parameter {place}"] = value
+    left |= {"torch's generator": torch.get_rng_state(), "random's": random.getstate()}
+    left["numpy's"] = str(np.random.get_state())
+    for name, block in model.named_modules():
+        left |= {f"{name}.{key}": _state(value) for key, value in vars(block).items() if key in ("generator", "calls")}
+    return left
+
+
+def _state(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    return str(value.bit_generator.state) if isinstance(value, np.random.Generator) else value
+
+
+def first_difference(wanted: dict[str, Any], got: dict[str, Any]) -> str:
+    """Return what differs first between two observations; empty if nothing does."""
+    if wanted.keys() != got.keys():
+        return f"only one has {min(wanted.keys() ^ got.keys())}"
+    return next((name for name, value in wanted.items() if not _is_same(value, got[name])), "")
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other) and one == other
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    first, second = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(first, second)
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+def shrunk(case: Case, outcome: Outcome) -> tuple[Case, Outcome]:
+    """Return the smallest case found that fails as this one does."""
+    for smaller in case.smaller():
+        found = run_case(smaller)
+        if found.kind == outcome.kind:
+            return shrunk(smaller, found)
+    return case, outcome
+
+
+def run_seed(seed: int) -> tuple[Case, Outcome]:
+    """Run the case of a seed; shrink it if it fails."""
+    logging.getLogger("memfit").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    case = case_of(seed)
+    outcome = run_case(case)
+    return shrunk(case, outcome) if outcome.kind in FAILURES else (case, outcome)
+
+
+def find_defect(name: str, seeds: int) -> dict[str, Any]:
+    """Put a defect back and run the seeds that may show it until one does; return which, and how."""
+    logging.getLogger("memfit").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    defect, tried = DEFECTS[name], 0
+    for case in map(case_of, range(seeds)):
+        if not defect.concerns(case):
+            continue
+        tried += 1
+        with defect.put_back():
+            outcome = run_case(case)
+        if outcome.kind in FAILURES:
+            return {"defect": name, "seed": case.seed, "tried": tried, "kind": outcome.kind, "text": outcome.text}
+    return {"defect": name, "seed": None, "tried": tried}
+
+
+def find_defects(options: argparse.Namespace) -> None:
+    """Put back one defect after the other, print and store which seed finds it, and exit 1 if one is not found."""
+    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
+        found: list[dict[str, Any]] = []
+        for row in pool.imap(partial(find_defect, seeds=options.seeds), DEFECTS, chunksize=1):
+            found.append(row)
+            print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    if not options.no_store:
+        print(store("fuzz_defects", {"seeds": options.seeds, "defects": found}))
+    sys.exit(any(row["seed"] is None for row in found))
+
+
+def summary(results: list[tuple[Case, Outcome]]) -> dict[str, Any]:
+    """Return what is stored: counts of outcomes, refusals by message, failures in full, and what was covered."""
+    refusals = Counter(re.sub(r"\d[\d,.]*", "#", outcome.text) for _, outcome in results if outcome.kind == REFUSED)
+    tried = [case_of(case.seed) for case, _ in results]
+    return {
+        "seeds": [results[0][0].seed, len(results)],
+        "outcomes": dict(Counter(outcome.kind for _, outcome in results)),
+        "refusals": dict(refusals.most_common()),
+        "eager_errors": dict(Counter(outcome.text for _, outcome in results if outcome.kind == EAGER)),
+        "failures": [
+            {"case": asdict(case), "outcome": asdict(outcome)} for case, outcome in results if outcome.kind in FAILURES
+        ],
+        "blocks": {name: sum(name in case.blocks for case in tried) for name in BLOCKS},
+        "losses": {name: sum(case.loss == name for case in tried) for name in LOSSES},
+        "optimizers": {name: sum(case.optimizer == name for case in tried) for name in OPTIMIZERS},
+        "changes": {
+            name: sum(name == each for case in tried for _, each in case.changes)
+            for name in (*CHANGES, *GLOBAL_CHANGES)
+        },
+        "ops": dict(Counter(op for _, outcome in results for op in outcome.ops).most_common()),
+    }
+
+
+def main() -> None:
+    """Run seeds, print what failed and the counts, and store them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seeds", type=int, default=2_000, help="how many seeds")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--show", action="store_true", help="print every case")
+    parser.add_argument("--put-back", action="store_true", help="put known defects back, one at a time, and find them")
+    parser.add_argument("--no-store", action="store_true", help="store nothing")
+    options = parser.parse_args()
+    if options.put_back:
+        find_defects(options)
+    results: list[tuple[Case, Outcome]] = []
+    pool = multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=CASES_PER_PROCESS)
+    with pool:
+        seeds = range(options.first, options.first + options.seeds)
+        for case, outcome in pool.imap(run_seed, seeds):
+            results.append((case, outcome))
+            if options.show or outcome.kind in FAILURES:
+                print(f"{case.seed} {outcome.kind} at step {outcome.step}: {outcome.text}\n  {case}", flush=True)
+            if len(results) % 50 == 0:
+                print(len(results), dict(Counter(each.kind for _, each in results)), file=sys.stderr, flush=True)
+    found = summary(results)
+    for name in ("outcomes", "refusals", "eager_errors"):
+        print(f"{name}: {found[name]}")
+    if not options.no_store:
+        print(store("fuzz_steps", found))
+    sys.exit(any(outcome.kind in FAILURES for _, outcome in results))
+
+
+if __name__ == "__main__":
+    main()

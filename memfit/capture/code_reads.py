@@ -1,0 +1,94 @@
+"""Names that a Python function reads, from its instructions; and whether its file is the user's or a library's."""
+
+from __future__ import annotations
+
+import dis
+import sysconfig
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import CodeType
+
+import torch
+
+_LIBRARIES = tuple(
+    {
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        str(Path(torch.__file__).parent),
+        str(Path(__file__).parent.parent),
+    }
+)
+_GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME")
+_ATTRIBUTE_READS = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
+_VALUE_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
+_NO_CODE = ("CACHE", "COPY", "EXTENDED_ARG", "NOP", "SWAP")
+
+
+def is_own(filename: str) -> bool:
+    """Return whether a file is the user's: neither of the standard library nor installed in site-packages.
+
+    Code without a file, as in a notebook, is the user's too.
+    """
+    return not filename.startswith(_LIBRARIES)
+
+
+@cache
+def global_reads(code: CodeType) -> frozenset[str]:
+    """Return the names of the globals that a function's code reads, functions within it included."""
+    return _names(code, _GLOBAL_READS)
+
+
+@cache
+def attribute_reads(code: CodeType) -> frozenset[str]:
+    """Return the names of the attributes that a function's code reads of any object."""
+    return _names(code, _ATTRIBUTE_READS)
+
+
+@cache
+def imported_modules(code: CodeType) -> frozenset[str]:
+    """Return the names of the modules that a function imports when it runs."""
+    return _names(code, ("IMPORT_NAME",))
+
+
+@cache
+def only_counted(code: CodeType, name: str, offset: int | None = None) -> bool:
+    """Return whether all reads of `name` in a function's code are those of `name += number`, which counts calls.
+
+    Args:
+        code: of the function; functions within it are looked at too, unless `offset` is given.
+        name: of a global, a closure variable or an attribute.
+        offset: of the only instruction to look at, as `frame.f_lasti` gives it.
+    """
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in _NO_CODE]
+    reads = [
+        position
+        for position, instruction in enumerate(instructions)
+        if instruction.opname in _VALUE_READS and instruction.argval == name and offset in (None, instruction.offset)
+    ]
+    if not all(_counts(instructions[position : position + 4], name) for position in reads):
+        return False
+    if offset is not None:
+        return bool(reads)  # else something other than an attribute's name in the code read it, such as getattr
+    return all(only_counted(inner, name) for inner in _inner(code))
+
+
+def _counts(instructions: list[dis.Instruction], name: str) -> bool:
+    if len(instructions) < 4:
+        return False
+    _, number, operation, store = instructions
+    return (
+        number.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
+        and operation.opname == "BINARY_OP"
+        and operation.argrepr == "+="
+        and store.opname.startswith("STORE_")
+        and store.argval == name
+    )
+
+
+def _names(code: CodeType, operations: tuple[str, ...]) -> frozenset[str]:
+    found = {i.argval for i in dis.get_instructions(code) if i.opname in operations}
+    return frozenset(found.union(*(_names(inner, operations) for inner in _inner(code))))
+
+
+def _inner(code: CodeType) -> Iterator[CodeType]:
+    return (constant for constant in code.co_consts if isinstance(constant, CodeType))

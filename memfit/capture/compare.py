@@ -1,0 +1,86 @@
+"""Comparison of a captured step with eager: the calls that both dispatch, one by one."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from memfit.capture.eager_run import NotComparableError, leaves_are_real, run_as_eager
+from memfit.capture.placement import step_device
+from memfit.capture.stream import Difference, Stream
+from memfit.capture.training_step import TrainingStep
+from memfit.errors import CaptureError, UnsupportedStepError
+
+_log = logging.getLogger("memfit")
+
+
+def require_as_eager(
+    step: TrainingStep, batch: Any, captured: Stream | None, *, limit_bytes: int | None = None
+) -> None:
+    """Run forward and backward once as eager does, and refuse a captured step that dispatches other calls.
+
+    If they differ, two eager runs are compared too: the message blames the step only if these differ as well. A step
+    that cannot be compared gives a warning that says why, as does a difference that torch makes: in autograd's own
+    formulas, or in the kernel for a line of code on a GPU. torch chooses there by more than what a fake has.
+
+    Args:
+        step: the training step.
+        batch: that it was captured on.
+        captured: what the captured step dispatched.
+        limit_bytes: how many bytes the results of the forward pass may take together; None is no limit.
+
+    Raises:
+        UnsupportedStepError: two eager runs differ: the step draws or counts outside of torch. Names the line.
+        CaptureError: the captured step is not the one that eager runs. Names the line.
+    """
+    if captured is None or not leaves_are_real(step, batch):
+        return
+    handed = [(generator, generator.get_state()) for generator in captured.generators()]
+    try:
+        difference = run_as_eager(step, batch, expected=captured, limit_bytes=limit_bytes)[1]
+        if difference is None:
+            return
+        first = run_as_eager(step, batch)[0]
+        own = run_as_eager(step, batch, expected=first)[1]
+    except NotComparableError as error:
+        _log.warning("memfit: the captured step was not compared with eager's: %s", error)
+        return
+    finally:
+        for generator, state in handed:
+            generator.set_state(state)
+    if own is not None and not own.is_autograds:
+        raise UnsupportedStepError(
+            f"{_place(own)}: two eager runs of the step from the same state differ: {_calls(own, 'first', 'then')}; "
+            "the step draws from a generator, counts, or reads a clock where memfit does not see it: do that outside "
+            "of the step, and hand it in with the batch"
+        )
+    if _is_torchs(step, batch, difference):
+        _log.warning(
+            "memfit: %s: %s; a planned step has the bits of the captured call, and the rest of it was not compared",
+            _place(difference),
+            _calls(difference, "captured", "eager"),
+        )
+        return
+    raise CaptureError(
+        f"{_place(difference)}: the captured step is not the one that eager runs: "
+        f"{_calls(difference, 'captured', 'eager')}; the code there asks what kind of tensor it is given: report this, "
+        "with the code"
+    )
+
+
+def _is_torchs(step: TrainingStep, batch: Any, difference: Difference) -> bool:
+    """Return whether torch, and no code of the user's, made the choice: in backward, or of a kernel on a GPU."""
+    same_line = len(set(difference.lines)) == 1
+    return difference.is_autograds or (same_line and step_device(step.model, batch).type != "cpu")
+
+
+def _place(difference: Difference) -> str:
+    return difference.lines[1]
+
+
+def _calls(difference: Difference, one: str, other: str) -> str:
+    mine, theirs = difference.lines
+    where = "" if mine == theirs else f" at {mine}"
+    expected = f"calls {difference.expected}{where}" if difference.expected else "ends"
+    found = f"calls {difference.found}" if difference.found else "ends"
+    return f"{one} it {expected}, {other} it {found}"

@@ -1,0 +1,344 @@
+"""One run of a step as eager runs it, compared call by call with what was captured.
+
+The forward pass runs on the real tensors. What autograd saves is replaced by its metadata, so that no activation lives
+longer than in inference; backward then runs on fakes, through the graph that the real forward pass has made. All that
+the run changes is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memfit.capture.functionalize import BATCH_NORMS
+from memfit.capture.generators import all_states, set_state
+from memfit.capture.optimizer import LiveBytes
+from memfit.capture.reads import Reads
+from memfit.capture.side_effects import swapped, with_a_momentum
+from memfit.capture.stream import Difference, Dispatched, Stream, tensors_of
+from memfit.capture.trace import mutated_tensors
+from memfit.capture.training_step import TrainingStep
+from memfit.cost.views import lazy_view
+from memfit.errors import MemfitError, UnsupportedStepError
+from memfit.system.budget import format_bytes
+from memfit.torch_private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    as_fake,
+    checkpoints_inlined,
+    is_fake,
+    only_mode,
+    real_tensors,
+    storage_key,
+    tree_flatten,
+    tree_map,
+    views_replayed,
+)
+
+_NO_HOOKS = "support saved tensor hooks"  # in torch's error for torch.func.grad inside of such hooks
+_MARK = 0x6D656D666974  # a seed that no step sets
+
+
+class _Parted(BaseException):
+    """The run dispatches another call than expected; no handler of the user's code may catch it."""
+
+    def __init__(self, difference: Difference) -> None:
+        super().__init__()
+        self.difference = difference
+
+
+class _OverLimit(BaseException):
+    """The forward pass needs more bytes than it may take; no handler of the user's code may catch it."""
+
+
+class NotComparableError(Exception):
+    """The run could not be carried out; the message says why."""
+
+
+def run_as_eager(
+    step: TrainingStep, batch: Any, *, expected: Stream | None = None, limit_bytes: int | None = None
+) -> tuple[Stream, Difference | None]:
+    """Run forward and backward of a step, and compare the calls; the step's state is put back.
+
+    Args:
+        step: the training step, whose tensors are real.
+        batch: of the run.
+        expected: the stream of an earlier run; None compares nothing.
+        limit_bytes: how many bytes the results of the forward pass may take together; None is no limit.
+
+    Returns:
+        the stream, and the first difference; the stream ends there.
+
+    Raises:
+        NotComparableError: the forward pass needs more than the limit, or the run raised an error.
+    """
+    try:
+        return _EagerRun(step, batch, expected, limit_bytes).run()
+    except NotComparableError as error:
+        if _NO_HOOKS not in str(error):
+            raise
+    # torch.func differentiates inside the step: autograd keeps real tensors, within the same limit
+    return _EagerRun(step, batch, expected, limit_bytes, replaces_saved=False).run()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Saved:
+    """Metadata of a tensor that autograd saves."""
+
+    key: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    conjugated: bool
+    negated: bool
+
+
+@dataclass
+class _Kept:
+    """Copies of the storages that the run writes to and did not make, by their keys."""
+
+    storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict[int, tuple[torch.Tensor, torch.Tensor]]
+    )
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all copies."""
+        return sum(copy.nbytes for _, copy in self.storages.values())
+
+    def storage(self, tensor: torch.Tensor) -> None:
+        with real_tensors():
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            self.storages[storage_key(tensor)] = whole, whole.clone()
+
+    def put_back(self) -> None:
+        with real_tensors():
+            for whole, copy in self.storages.values():
+                whole.copy_(copy)
+
+
+class _Watch(TorchDispatchMode):
+    """Compares each call with the expected one, and copies what the run is about to write to."""
+
+    def __init__(self, stream: Stream, expected: Stream | None, kept: _Kept, limit_bytes: int | None) -> None:
+        super().__init__()
+        self.stream = stream
+        self.expected = expected
+        self.kept = kept
+        self.limit_bytes = limit_bytes  # of the forward pass
+        self.live = LiveBytes()
+        self.backward_mode: FakeTensorMode | None = None
+        self.unused = set() if expected is None else expected.generators()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.backward_mode is not None:
+            args, kwargs = tree_map(self._faked, (args, kwargs))
+        self._check_generator(kwargs.get("generator"))
+        for tensor in _written(func, args, kwargs):
+            if is_fake(tensor) or tensor.layout is not torch.strided or storage_key(tensor) in self.kept.storages:
+                continue
+            if self.stream.is_outside(tensor):
+                self.kept.storage(tensor)
+                self.stream.look_at(tensor)
+        if self.expected is None:
+            returned = func(*args, **kwargs)
+            self.stream.add(func, args, kwargs, returned)
+            return returned
+        place = len(self.stream.calls)
+        planned = self.expected.calls[place] if place < len(self.expected.calls) else None
+        returned = self._run(func, types, args, kwargs, planned)
+        call = self.stream.add(func, args, kwargs, returned)
+        if call is not None and (planned is None or not call.is_as(planned)):
+            raise _Parted(Difference(expected=planned, found=call))
+        return returned
+
+    def _run(
+        self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], planned: Dispatched | None
+    ) -> Any:
+        if self.limit_bytes is None or self.backward_mode is not None:
+            return func(*args, **kwargs)
+        needed_bytes = planned.new_bytes if planned is not None and planned.target == str(func) else 0
+        if self.live.live_bytes + self.kept.bytes + needed_bytes > self.limit_bytes:
+            raise _OverLimit
+        return self.live.__torch_dispatch__(func, types, args, kwargs)
+
+    def _faked(self, leaf: Any) -> Any:
+        """Return the fake that stands for a real tensor in backward: a leaf, or what autograd saved as it is."""
+        if not isinstance(leaf, torch.Tensor) or is_fake(leaf) or leaf.layout is not torch.strided:
+            return leaf
+        assert self.backward_mode is not None
+        fake = as_fake(self.backward_mode, leaf)
+        self.stream.stand_for(fake, self.stream.key(leaf))
+        return fake
+
+    def _check_generator(self, generator: Any) -> None:
+        """Refuse a step that sets the state of a generator, which the run has marked, before it draws from it."""
+        if generator not in self.unused:
+            return
+        self.unused.discard(generator)
+        if not torch.equal(generator.get_state(), _mark(generator)):
+            raise UnsupportedStepError(
+                f"{self.stream.here()}: the step sets the seed or the state of a torch.Generator that it draws from, "
+                "and a planned step would not: seed it outside of the step"
+            )
+
+
+def _mark(generator: torch.Generator) -> torch.Tensor:
+    return torch.Generator(device=generator.device).manual_seed(_MARK).get_state()
+
+
+class _EagerRun:
+    def __init__(
+        self,
+        step: TrainingStep,
+        batch: Any,
+        expected: Stream | None,
+        limit_bytes: int | None,
+        *,
+        replaces_saved: bool = True,
+    ) -> None:
+        self.step = step
+        self.batch = batch
+        self.expected = expected
+        self.limit_bytes = limit_bytes
+        self.replaces_saved = replaces_saved
+        own = tensors_of([list(step.model.parameters()), list(step.model.buffers()), batch])
+        self.stream = Stream(own=own)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.kept = _Kept()
+        self.watch = _Watch(self.stream, expected, self.kept, limit_bytes)
+
+    def run(self) -> tuple[Stream, Difference | None]:
+        difference = None
+        states, reads = all_states(), Reads(self.step)
+        handed = [(generator, generator.get_state()) for generator in self.watch.unused]
+        for generator in self.watch.unused:
+            generator.set_state(_mark(generator))
+        try:
+            with (
+                reads.tracked(),
+                self._gradients_put_back(),
+                _tables_put_back(self.step.model),
+                with_a_momentum(self.step.model),  # as capture does: the count of steps is a number of no call then
+                checkpoints_inlined(),
+            ):
+                self._forward_and_backward()
+                place = len(self.stream.calls)
+                if self.expected is not None and place < len(self.expected.calls):
+                    difference = Difference(expected=self.expected.calls[place], found=None)
+        except _Parted as parted:
+            difference = parted.difference
+        except _OverLimit:
+            raise NotComparableError(
+                f"its forward pass alone takes more than the {format_bytes(self.limit_bytes or 0)} that the budget "
+                "leaves beside parameters and batch; verify=True compares whole steps"
+            ) from None
+        except MemfitError:
+            raise
+        except Exception as error:  # the user's code runs here, and may raise anything
+            raise NotComparableError(f"eager's run raised {type(error).__name__}: {error}") from error
+        finally:
+            reads.put_back()
+            self.kept.put_back()
+            for device, state in states.items():
+                set_state(device, state)
+            for generator, state in handed:
+                generator.set_state(state)
+        return self.stream, difference
+
+    def _forward_and_backward(self) -> None:
+        seen = set(tensors_of([list(self.step.model.parameters()), list(self.step.model.buffers())]))
+        batch = tree_map(lambda leaf: self._entered(leaf, seen), self.batch)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with torch.enable_grad(), views_replayed(), hooks if self.replaces_saved else nullcontext():
+            with self.watch:
+                loss = self.step.compute_loss(self.step.model, batch)
+                scaled = self.step.scaled(loss)
+            self.watch.backward_mode = self.mode
+            del loss, batch
+            with self.mode, self.watch:
+                scaled.backward()
+
+    def _entered(self, leaf: Any, seen: set[int]) -> Any:
+        """Return a leaf of the batch as capture enters it: each on a storage of its own, with no gradient of before."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        key = storage_key(leaf)
+        if key in seen or leaf.requires_grad:
+            own = leaf.detach().clone() if key in seen else leaf.detach()
+            leaf = own.requires_grad_(leaf.requires_grad)
+        seen.add(key)
+        self.stream.own |= {storage_key(leaf)}
+        return leaf
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if is_fake(tensor):
+            return tensor
+        return _Saved(
+            key=self.stream.key(tensor),
+            shape=tuple(tensor.shape),
+            stride=tuple(tensor.stride()),
+            offset=int(tensor.storage_offset()),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            conjugated=tensor.is_conj(),
+            negated=tensor.is_neg(),
+        )
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if not isinstance(saved, _Saved):
+            return saved
+        with only_mode(self.mode):
+            last = sum((size - 1) * stride for size, stride in zip(saved.shape, saved.stride, strict=True))
+            whole = torch.empty(saved.offset + max(0, last) + 1, dtype=saved.dtype, device=saved.device)
+            fake = whole.as_strided(saved.shape, saved.stride, saved.offset)
+            fake = lazy_view(fake, conjugated=saved.conjugated, negated=saved.negated)
+        self.stream.stand_for(fake, saved.key)
+        return fake
+
+    @contextmanager
+    def _gradients_put_back(self) -> Iterator[None]:
+        """Let backward add to fakes of the gradients that are there."""
+        gradients = [(parameter, parameter.grad) for parameter in self.step.model.parameters()]
+        for parameter, gradient in gradients:
+            if gradient is not None:
+                parameter.grad = self.mode.from_tensor(gradient)
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+
+@contextmanager
+def _tables_put_back(model: torch.nn.Module) -> Iterator[None]:
+    own = {tensor: tensor for tensor in (*model.parameters(), *model.buffers())}
+    with swapped(model, own):
+        yield
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that a call writes to, also those that its schema hides."""
+    written = mutated_tensors(func, args, kwargs)
+    if func._overloadpacket in BATCH_NORMS:
+        mean, variance, _ = BATCH_NORMS[func._overloadpacket]
+        written += [arg for arg in args[mean : variance + 1] if isinstance(arg, torch.Tensor)]
+    return written
+
+
+def leaves_are_real(step: TrainingStep, batch: Any) -> bool:
+    """Return whether the step can run: neither its tensors nor the batch's are fakes or on the meta device.
+
+    Args:
+        step: its parameters and buffers are looked at.
+        batch: as the step takes it.
+    """
+    tensors = [*step.model.parameters(), *step.model.buffers(), *tree_flatten(batch)[0]]
+    return not any(isinstance(t, torch.Tensor) and (is_fake(t) or t.device.type == "meta") for t in tensors)

@@ -1,0 +1,89 @@
+"""Looks: truth values of the batch that the step's Python code has asked for, and that it may branch on.
+
+A look is answered at capture by the real batch, and before each step by the batch at hand: the program that was
+captured with other answers is not run. Only questions about the batch and the step's constants are answered. A value
+that depends on parameters or buffers changes from step to step, and breaks the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memfit.binding import Origin, Resident, Value, map_values
+from memfit.capture.trace import Trace, TracedCall
+from memfit.cost.views import at_offset_zero, view_of
+from memfit.torch_private import is_fake, real_tensors, tree_flatten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """A truth value that was looked at.
+
+    Attributes:
+        value: the tensor that holds it.
+        answer: what the step was captured with.
+        calls: those that compute it, in order.
+        residents: the tensors of the batch and the constants that they read.
+    """
+
+    value: Value
+    answer: bool
+    calls: tuple[TracedCall, ...]
+    residents: tuple[Resident, ...]
+
+    def ask(self, leaves: Sequence[Any]) -> bool:
+        """Return the truth value for the leaves of a batch."""
+        mutated = {storage for call in self.calls for storage in call.mutates}
+        made: dict[int, torch.Tensor] = {}
+        with real_tensors():
+            for resident in self.residents:
+                is_input = resident.origin is Origin.INPUT
+                tensor = at_offset_zero(leaves[int(resident.key)]) if is_input else resident.constant
+                made.setdefault(resident.value.storage, tensor)
+            for storage in mutated & made.keys():
+                whole = torch.empty(0, dtype=torch.uint8, device=made[storage].device)
+                made[storage] = whole.set_(made[storage].untyped_storage()).clone()
+
+            def tensor_of(value: Value) -> torch.Tensor:
+                return view_of(made[value.storage], value)
+
+            for call in self.calls:
+                returned = call.target(*map_values(call.args, tensor_of), **map_values(call.kwargs, tensor_of))
+                for value, leaf in zip(call.results, tree_flatten(returned)[0], strict=True):
+                    if value is not None:
+                        made.setdefault(value.storage, leaf)
+            return bool(tensor_of(self.value).item())
+
+
+def look_at(tensor: torch.Tensor, trace: Trace, batch: Sequence[Any]) -> Look | None:
+    """Return the look at a truth value, answered by the batch, or None if the batch alone does not decide it.
+
+    Args:
+        tensor: a fake with one element of dtype bool.
+        trace: the calls so far.
+        batch: the real leaves of the batch.
+    """
+    value = trace.value(tensor)
+    needed = {value.storage}
+    calls: list[TracedCall] = []
+    for call in reversed(trace.calls):
+        if needed & {*call.writes, *call.mutates}:
+            if call.random is not None or not call.recomputable:
+                return None
+            needed |= {*call.reads, *call.mutates}
+            calls.append(call)
+    residents = [resident for resident in trace.residents if resident.value.storage in needed]
+    if any(_changes(resident, batch) for resident in residents):
+        return None
+    look = Look(value=value, answer=False, calls=tuple(reversed(calls)), residents=tuple(residents))
+    return Look(value=value, answer=look.ask(batch), calls=look.calls, residents=look.residents)
+
+
+def _changes(resident: Resident, batch: Sequence[Any]) -> bool:
+    if resident.origin is Origin.INPUT:
+        return is_fake(batch[int(resident.key)]) or batch[int(resident.key)].device.type == "meta"
+    return resident.origin is not Origin.CONSTANT

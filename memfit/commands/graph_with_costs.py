@@ -1,0 +1,88 @@
+"""The graph of a resolved target with the seconds and the workspace of each op, and the device they are for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from memfit.commands.work import Work
+from memfit.device import GENERIC, Device
+from memfit.graph import Graph
+from memfit.planning import Settings
+
+if TYPE_CHECKING:
+    from memfit.capture.build import Captured
+    from memfit.capture.training_step import TrainingStep
+    from memfit.cost.observations import Corrections
+
+
+class Costed(NamedTuple):
+    """A graph with the seconds and the workspace of each op.
+
+    Attributes:
+        graph: of the target.
+        device: what the seconds are for.
+        step: the target, if it is a training step.
+        captured: its capture.
+    """
+
+    graph: Graph
+    device: Device
+    step: TrainingStep | None = None
+    captured: Captured | None = None
+
+    def with_shares(self, settings: Settings) -> Settings:
+        """Return the settings with percentages of the step as the user wrote it, checkpoints and all.
+
+        Args:
+            settings: the budget, and how a plan is searched.
+        """
+        if self.step is None or self.captured is None or not self.captured.checkpoints:
+            return settings
+        from memfit.runtime.eager_peak import with_eager_peak
+
+        is_here = bool(self.captured.observed)
+        return with_eager_peak(settings, self.step, self.captured, self.device, is_here=is_here)
+
+
+def graph_with_costs(
+    resolved: TrainingStep | Graph, device_profile: str | None, work: Work, *, costs: bool = True
+) -> Costed:
+    """Return the graph of a target with the seconds and the workspace of each op, and the device that they are for.
+
+    Args:
+        resolved: a training step, which is captured and measured here; or a graph, which has its own seconds.
+        device_profile: plan for this device instead of the one here; the seconds of a training step then come from a
+            roofline. For a graph it gives only link rates and alignment.
+        work: shows the stages.
+        costs: whether a training step is measured; without, no op runs, and its seconds and workspaces are left out.
+
+    Raises:
+        InvalidDeviceError: no such device profile.
+        CaptureError, UnsupportedStepError: the step cannot be captured.
+    """
+    from memfit.cost.device_profiles import load_device
+
+    profile = load_device(device_profile) if device_profile else None
+    if isinstance(resolved, Graph):
+        return Costed(resolved, profile or GENERIC)
+    from memfit.capture import capture, finish, with_real_results  # torch: a graph file needs none
+    from memfit.cost.calibration import local_device
+    from memfit.cost.measurement import measure
+    from memfit.cost.rooflines import roofline
+
+    work.stage("capturing the step")
+    if not costs:
+        captured = capture(resolved)
+        return Costed(captured.graph, profile or local_device(captured.binding.device), resolved, captured)
+    if profile is not None:
+        captured = capture(resolved)
+        return Costed(roofline(captured.graph, captured.binding, profile), profile, resolved, captured)
+
+    def finished(corrections: Corrections) -> Captured:
+        captured = capture(resolved, corrections=corrections)
+        work.stage("measuring each op")
+        return finish(captured, progress=work.done)
+
+    captured = with_real_results(finished)
+    graph = measure(captured.graph, captured.binding, captured.observed)
+    return Costed(graph, local_device(captured.binding.device), resolved, captured)

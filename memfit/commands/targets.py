@@ -1,0 +1,183 @@
+"""Targets of the command line: resolving their names to training steps and graphs.
+
+A target is a built-in workload, `path/to/file.py:function`, or a graph file. A graph file imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from memfit.errors import InvalidOptionError, InvalidTargetError, MemfitError
+from memfit.graph import Graph
+from memfit.workloads.registry import WORKLOADS, OptionValue, did_you_mean
+
+if TYPE_CHECKING:
+    from memfit.capture.training_step import TrainingStep
+
+GRAPH_ENDINGS = (".graph.json", ".graph.json.gz")
+_REQUIRED_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_EXPECTED = "expected memfit.TrainingStep(model=..., loss=..., batch=..., optimizer=...)"
+
+
+def resolve(target: str, options: Mapping[str, OptionValue] | None = None) -> TrainingStep | Graph:
+    """Return the training step or the graph that `target` names.
+
+        >>> from memfit.commands.targets import resolve
+        >>> step = resolve("unet", {"size": "16", "width": "4", "batch": "1"})
+        >>> type(step).__name__, step.batch[0].shape[-1]
+        ('TrainingStep', 16)
+
+    Args:
+        target: a built-in workload, `path/to/file.py:function` (a function without arguments that returns a
+            TrainingStep), or a graph file.
+        options: of a built-in workload; other targets have none.
+
+    Raises:
+        InvalidTargetError: the target does not exist, or does not give a training step; names the user's line.
+        InvalidOptionError: an option that the target does not have.
+        InvalidFileError, InvalidGraphError: a graph file that cannot be used.
+        InvalidDeviceError: model and batch on different devices.
+        UnsupportedStepError: a model under DDP or FSDP.
+    """
+    if target in WORKLOADS:
+        from memfit.workloads.building import build_workload
+
+        return build_workload(target, options or {})
+    if options:
+        raise InvalidOptionError(
+            f"target {target} takes no options, got {', '.join(options)}; only built-in workloads have options"
+        )
+    if target.endswith(GRAPH_ENDINGS):
+        return _load_graph(target)
+    path, colon, function = target.rpartition(":")
+    if colon and path.endswith(".py"):
+        return _call(Path(path), function)
+    raise InvalidTargetError(_explain(target))
+
+
+def require_step(resolved: TrainingStep | Graph, refusal: str) -> TrainingStep:
+    """Return the resolved target if it is a training step.
+
+    Args:
+        resolved: from `resolve`.
+        refusal: the message for a graph.
+
+    Raises:
+        InvalidTargetError: the target is a graph file.
+    """
+    if isinstance(resolved, Graph):
+        raise InvalidTargetError(refusal)
+    return resolved
+
+
+def _load_graph(target: str) -> Graph:
+    if not Path(target).is_file():
+        raise InvalidTargetError(f"{target}: there is no such graph file")
+    return Graph.load(target)
+
+
+def _explain(target: str) -> str:
+    if target.endswith(".py"):
+        return f"{target}: which function? write {target}:FUNCTION, one that returns a memfit.TrainingStep"
+    if target.endswith((".json", ".json.gz")):
+        return f"{target}: a graph file's name ends in .graph.json or .graph.json.gz"
+    return (
+        f"target {target!r} is none of: a built-in workload ({', '.join(WORKLOADS)}), "
+        f"path/to/file.py:function, a graph file (*.graph.json){did_you_mean(target, WORKLOADS)}"
+    )
+
+
+def _call(path: Path, name: str) -> TrainingStep:
+    function = _function(_load_module(path), path, name)
+    with _blame(path, f"{name}() raised"):
+        made = function()
+    from memfit.capture.step_check import check_step
+    from memfit.capture.training_step import TrainingStep
+
+    if not isinstance(made, TrainingStep):
+        what = "nothing" if made is None else f"a {type(made).__name__}"
+        raise InvalidTargetError(f"{path}:{name}() returned {what}, {_EXPECTED}")
+    check_step(made, f"{path}:{name}()")
+    return made
+
+
+def _load_module(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise InvalidTargetError(f"{path}: there is no such file")
+    path = path.resolve()
+    module_name = f"memfit_target_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise InvalidTargetError(f"{path}: Python cannot load it as a module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle find a class's module by its name
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as `python file.py` does: the file may import its neighbours, now or when called
+    with _blame(path, "importing it raised"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
+    own = [
+        key
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_")
+    ]
+    if not hasattr(module, name):
+        raise InvalidTargetError(
+            f"{path} has no function {name!r}; it has {', '.join(own) or 'no functions of its own'}"
+        )
+    function = getattr(module, name)
+    if not callable(function):
+        raise InvalidTargetError(f"{path}:{name} is a {type(function).__name__}, expected a function without arguments")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise InvalidTargetError(f"{path}:{name} cannot be called: {error}; expected a plain function") from error
+    needed = [
+        p.name for p in parameters if p.default is p.empty and (p.kind in _REQUIRED_KINDS or p.kind is p.KEYWORD_ONLY)
+    ]
+    if needed:
+        raise InvalidTargetError(
+            f"{path}:{name} needs arguments ({', '.join(needed)}), expected a function that is called without any"
+        )
+    return function
+
+
+@contextmanager
+def _blame(path: Path, what: str) -> Generator[None]:
+    """Convert an error in the user's file to an InvalidTargetError that names the line in this file.
+
+    The user's code may raise anything, SystemExit included. memfit's own errors and Ctrl-C are not converted.
+    """
+    try:
+        yield
+    except (MemfitError, KeyboardInterrupt):
+        raise
+    except BaseException as raised:
+        line = _line_in(path, raised)
+        where = path if line is None else f"{path}:{line}"
+        message = " ".join(str(raised).split())
+        raise InvalidTargetError(f"{where}: {what} {type(raised).__name__}: {message}") from raised
+
+
+def _line_in(path: Path, raised: BaseException) -> int | None:
+    """Return the innermost line of the user's file in the traceback, or the line of a syntax error in it."""
+    if isinstance(raised, SyntaxError) and raised.filename and Path(raised.filename) == path.resolve():
+        return raised.lineno
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(raised.__traceback__)
+        if Path(frame.filename).resolve() == path.resolve()
+    ]
+    return lines[-1] if lines else None

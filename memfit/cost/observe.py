@@ -1,0 +1,138 @@
+"""Observing the ops of a graph: each is run by itself on this device, unless an equal op was observed before."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import msgspec
+import torch
+
+from memfit.binding import Binding
+from memfit.cost.environment import environment
+from memfit.cost.in_place_trials import forms_to_try, gives_same_bits
+from memfit.cost.observations import PRIVATE, Observation, Observations, RealResult, call_key
+from memfit.cost.op_inputs import InputMaker
+from memfit.cost.result_check import differs
+from memfit.cost.single_op import Clock, Measurer, undisturbed
+from memfit.errors import WrongFakesError
+from memfit.graph import Graph
+
+_log = logging.getLogger(__name__)
+
+
+def observe(
+    graph: Graph,
+    binding: Binding,
+    *,
+    progress: Callable[[float, float], None] | None = None,
+    clock: Clock = time.perf_counter,
+) -> tuple[Observation | None, ...]:
+    """Return what each op was seen to do when it was run by itself on the binding's device; None if it cannot be run.
+
+    Each op is run on inputs made for it, which are freed at once. Equal ops are run once, and kept on disk in
+    $MEMFIT_CACHE or ~/.cache/memfit. The first run's results are compared with the captured ones. Unpromised forms that
+    write over an input are tried (`memfit.cost.in_place_trials`). The random generators stay as they were.
+
+    The memory that is free on the device is the limit, not the budget of the step: a budget that is too small is
+    refused with the least one that a plan reaches, which takes the workspaces of all ops.
+
+    An optimizer's update is not run. An op is not observed either if it refuses the inputs made for it, or if the
+    device has no room for them; a warning names the first of these.
+
+    Args:
+        graph: a captured graph.
+        binding: its calls.
+        progress: called with (ops run, ops to run).
+        clock: gives seconds; CUDA devices are timed by events.
+
+    Raises:
+        WrongFakesError: real results differ from the captured ones in dtype or strides, or are None; a capture with the
+            error's corrections has the real ones.
+        CaptureError: an op's real results differ from the captured ones in number, shape or offset.
+    """
+    device: torch.device = binding.device
+    known = Observations.load(environment(device))
+    measurer = Measurer(graph=graph, device=device, inputs=InputMaker(device), clock=clock)
+    keys = [call_key(call) or f"{PRIVATE}{call.op}" for call in binding.calls]
+    skipped = _measure_missing(measurer, binding, keys, known, progress)
+    _require_real_results(graph, binding, keys, known)
+    _warn_of(skipped)
+    _try_missing_forms(measurer, binding, keys, known)
+    return tuple(known.by_key.get(key) for key in keys)
+
+
+@contextmanager
+def _adding_to(known: Observations, device: torch.device) -> Iterator[dict[str, Observation]]:
+    """Collect new observations, and add them to `known` even after an error or Ctrl-C."""
+    new: dict[str, Observation] = {}
+    try:
+        with undisturbed(device):
+            yield new
+    finally:
+        if new:
+            known.add(new)
+
+
+def _measure_missing(
+    measurer: Measurer,
+    binding: Binding,
+    keys: Sequence[str],
+    known: Observations,
+    progress: Callable[[float, float], None] | None,
+) -> dict[str, str]:
+    """Add to `known` the observation of the first op of each key that it lacks; return why ops cannot be measured."""
+    ops = measurer.graph.ops
+    missing = [keys.index(key) for key in dict.fromkeys(keys) if key not in known.by_key]
+    skipped: dict[str, str] = {}
+    with _adding_to(known, measurer.device) as new:
+        for done, index in enumerate(missing):
+            if progress is not None:
+                progress(done, len(missing))
+            outcome = measurer.measure(ops[index], binding.calls[index])
+            if isinstance(outcome, Observation):
+                new[keys[index]] = outcome
+            elif outcome:
+                skipped[ops[index].name] = outcome
+    return skipped
+
+
+def _require_real_results(graph: Graph, binding: Binding, keys: Sequence[str], known: Observations) -> None:
+    """Raise WrongFakesError if a captured result is another one than its kernel was seen to return."""
+    wrong: dict[str, Mapping[int, RealResult | None]] = {}
+    names: list[str] = []
+    for op, call, key in zip(graph.ops, binding.calls, keys, strict=True):
+        seen = known.by_key.get(key)
+        if seen is not None and any(differs(call.results[place], real) for place, real in seen.results.items()):
+            wrong[key] = seen.results
+            names.append(f"{op.name!r} ({op.target})")
+    if wrong:
+        raise WrongFakesError(
+            f"op {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''} returned other dtypes or strides than "
+            "its fake kernel, or None; report it to the operator's author",
+            corrections=wrong,
+        )
+
+
+def _try_missing_forms(measurer: Measurer, binding: Binding, keys: Sequence[str], known: Observations) -> None:
+    """Try each unpromised form that `known` lacks, of calls that were observed and have room."""
+    storages = measurer.graph.storages
+    with _adding_to(known, measurer.device) as new:
+        for op, call, key in zip(measurer.graph.ops, binding.calls, keys, strict=True):
+            seen = new.get(key, known.by_key.get(key))
+            if seen is None:
+                continue
+            missing = {read: place for read, place in forms_to_try(call).items() if place not in seen.overwrites}
+            if missing and measurer.has_room(op, call):
+                tried = {p: gives_same_bits(call, read, measurer.inputs, storages) for read, p in missing.items()}
+                new[key] = msgspec.structs.replace(seen, overwrites={**seen.overwrites, **tried})
+
+
+def _warn_of(skipped: Mapping[str, str]) -> None:
+    """Name the first of the ops that were not measured, with the reason."""
+    if skipped:
+        name, reason = next(iter(skipped.items()))
+        more = f", and {len(skipped) - 1} more" if len(skipped) > 1 else ""
+        _log.warning("op %s%s cannot be measured, a roofline gives its seconds: %s", name, more, reason)

@@ -1,0 +1,103 @@
+"""Inputs for running one op by itself: a filled storage for each that its call uses, and the views on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from memfit.binding import Call, Value, map_values, values_in
+from memfit.cost.views import view_of
+from memfit.graph import Storage
+
+# Positive, below 1 and away from both ends: valid for variances, probabilities, logarithms and arc functions alike.
+_LEAST, _MOST = 0.25, 0.75
+_PATTERN_ELEMENTS = 65_537  # not a power of two, so that rows of a matrix do not repeat
+_SEED = 0
+
+# Arguments that kernels on CUDA read on the host, through plain pointers (attention_backward.cu): on the device they
+# would end the process. Captures of the two halves have them from fake kernels, which place them on the device.
+_READ_ON_HOST = ("philox_seed", "philox_offset")
+_READERS = ("aten::_scaled_dot_product_efficient_attention_backward", "aten::_efficient_attention_backward")
+
+
+class InputMaker:
+    """Makes the inputs of calls on one device. The same call always gets the same values."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._patterns: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def make(self, call: Call, storages: tuple[Storage, ...]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Return (args, kwargs) of `call` with a tensor for each Value; Values of one storage share it.
+
+        Args:
+            call: an op's call.
+            storages: those of the graph; they give the bytes to allocate.
+        """
+        values = tuple(values_in((call.args, call.kwargs)))
+        on_host = _storages_on_host(call)
+        made = {
+            number: self._made(number, values, 0 if number in on_host else storages[number].bytes)
+            for number in {v.storage for v in values}
+        }
+
+        def tensor(value: Value) -> torch.Tensor:
+            return view_of(made[value.storage], value)
+
+        kwargs = {name: _copied_generator(argument) for name, argument in call.kwargs.items()}
+        return map_values(call.args, tensor), map_values(kwargs, tensor)
+
+    def _made(self, number: int, values: tuple[Value, ...], size_bytes: int) -> torch.Tensor:
+        """Return storage `number` as one flat tensor: noise, or zeros if any Value reads it as whole numbers."""
+        seen = [value for value in values if value.storage == number]
+        needed_bytes = max(_reach_bytes(value) for value in seen)
+        # a graph counts the bytes of its own device: a storage of 0 bytes that has elements lives on the host
+        device = self._device if size_bytes >= needed_bytes else torch.device("cpu")
+        raw = torch.empty(max(size_bytes, needed_bytes), dtype=torch.uint8, device=device)
+        dtype = seen[0].dtype
+        if not all(value.dtype.is_floating_point or value.dtype.is_complex for value in seen):
+            return raw.zero_()
+        whole = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        self._fill(whole)
+        return raw
+
+    def _fill(self, tensor: torch.Tensor) -> None:
+        pattern = self._pattern(tensor.dtype, tensor.device)
+        rows = tensor.numel() // _PATTERN_ELEMENTS
+        tensor[: rows * _PATTERN_ELEMENTS].view(rows, _PATTERN_ELEMENTS).copy_(pattern)
+        rest = tensor[rows * _PATTERN_ELEMENTS :]
+        rest.copy_(pattern[: rest.numel()])
+
+    def _pattern(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the noise that is repeated in storages: drawing all of it anew would take longer than the ops."""
+        if (dtype, device) not in self._patterns:
+            generator = torch.Generator().manual_seed(_SEED)
+            noise = torch.empty(_PATTERN_ELEMENTS).uniform_(_LEAST, _MOST, generator=generator)
+            self._patterns[dtype, device] = noise.to(dtype=dtype, device=device)
+        return self._patterns[dtype, device]
+
+
+def _copied_generator(argument: Any) -> Any:
+    """Return a generator of the same state, so that the user's own does not advance; any other argument as it is."""
+    if not isinstance(argument, torch.Generator):
+        return argument
+    return torch.Generator(device=argument.device).set_state(argument.get_state())
+
+
+def _storages_on_host(call: Call) -> set[int]:
+    schema = getattr(call.target, "_schema", None)
+    if schema is None or schema.name not in _READERS:
+        return set()
+    positional = zip((argument.name for argument in schema.arguments), call.args, strict=False)
+    named = {**dict(positional), **call.kwargs}
+    return {value.storage for value in values_in([named.get(name) for name in _READ_ON_HOST])}
+
+
+def _reach_bytes(value: Value) -> int:
+    """Return the bytes from the start of the storage to the end of the last element of the view."""
+    if 0 in value.shape:
+        return 0
+    last = value.offset + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride, strict=True))
+    return (last + 1) * value.dtype.itemsize

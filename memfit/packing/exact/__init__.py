@@ -1,0 +1,1 @@
+"""Proving a layout to be the lowest."""

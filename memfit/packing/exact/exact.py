@@ -1,0 +1,180 @@
+"""Packer `exact`: branch and bound over capacities, until a layout is proved to be the lowest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memfit.packing.blocks import Blocks, Layout, PackingProblem
+from memfit.packing.exact.branching import FAILED, FOUND, STOPPED, go_on, start
+from memfit.packing.exact.tree import Tree, make_tree
+from memfit.packing.improve.searching import STEP_WORK, Best, Steps, Turns, require_limit, search
+from memfit.packing.parts import RULES, WITHOUT_HELP, Parts, parts_without
+from memfit.packing.published.best_fit import fill_lines
+from memfit.packing.sections import Sections, most_live_bytes, sections_of
+
+MOST_BLOCKS = 4096  # a tree takes memory by their square
+_ORDERS = ("WAT", "TAW", "TWA", "AW", "CAT", "ZW")
+_NODE_WORK = 15  # for each block
+_FIRST_NODES = 256
+_FINEST_SHARE = 1 / 64  # of the gap between bound and height, in the first round; halved in each
+_NOISE = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exact:
+    """Decide for one capacity after the other whether the blocks fit, by depth-first search from below.
+
+    Each round doubles the nodes that a decision may visit. A round tries the lower bound, then halves the gap between
+    the highest capacity that failed and the lowest layout. Each decision is tried with several orders of the blocks (by
+    live-range length W or sections C, most live bytes met T, area A, size Z, as in MiniMalloc) and one drawn at random.
+    A search that ends without a layout raises the lower bound; a layout at that bound is proven.
+
+    More than `MOST_BLOCKS` blocks are not searched; they get the layout of `best_fit`.
+
+    Source: Moffitt 2023, "MiniMalloc"; sections to cover and supports (see `branching`) and drawn orders are added.
+    """
+
+    name: ClassVar[str] = "exact"
+    source: ClassVar[str] = "Moffitt 2023 (MiniMalloc): canonical branch and bound; with sections to cover"
+
+    nodes: int = field(default=0, metadata={"help": "nodes to visit in all; 0 goes on until proof or time limit"})
+
+    without: str = field(default="", metadata={"help": WITHOUT_HELP.format(", ".join(RULES))})
+
+    def __post_init__(self) -> None:
+        parts_without(self.name, self.without)
+        require_limit(self.name, "nodes", self.nodes)
+
+    def pack(self, problem: PackingProblem) -> Layout:
+        """Return the best layout found until it is proven, the nodes are used up, or the time limit is reached."""
+        best, sections = Best(problem), sections_of(problem.blocks)
+        parts = parts_without(self.name, self.without)
+        steps = exact_steps(problem, sections, best, parts=parts, nodes=self.nodes or None)
+        return search(problem, best, [Turns(steps)], self.name)
+
+
+def exact_steps(
+    problem: PackingProblem, sections: Sections, best: Best, *, parts: Parts, nodes: int | None = None
+) -> Steps:
+    """Search in steps of some nodes; the first layout is that of best fit.
+
+    Args:
+        problem: its blocks and its seed.
+        sections: those of the blocks.
+        best: gets each lower layout and each higher bound.
+        parts: which rules are switched on.
+        nodes: how many may be visited in all; none is no limit.
+    """
+    blocks = problem.blocks
+    if parts.best_fit:
+        offsets = fill_lines(blocks, sections)
+        best.offer(offsets, Exact.name)
+        yield len(blocks) * 1000
+    if len(blocks) <= MOST_BLOCKS and not best.proven:
+        yield from _Decisions(problem, sections, best, parts, nodes).rounds()
+
+
+class _Order(NamedTuple):
+    """An order of the blocks; its tree is built when it is first searched."""
+
+    number: int
+    keys: list[NDArray[Any]]
+
+
+class _Decisions:
+    """Decisions about capacities, in units of the greatest common divisor of all sizes."""
+
+    def __init__(
+        self, problem: PackingProblem, sections: Sections, best: Best, parts: Parts, nodes: int | None
+    ) -> None:
+        blocks = problem.blocks
+        self.blocks, self.sections, self.best, self.parts, self.nodes_left = blocks, sections, best, parts, nodes
+        self.unit = int(np.gcd.reduce(blocks.sizes_bytes))
+        self.columns = _columns(blocks, sections)
+        self.random = np.random.default_rng(problem.seed)
+        self.orders = [_Order(number, [self.columns[c] for c in name]) for number, name in enumerate(_ORDERS)]
+        self.trees: dict[int, tuple[NDArray[np.int64], Tree]] = {}
+        self.drawn = len(_ORDERS)
+        # A node reads every remaining block, and the sections of those that rise.
+        self.node_work = _NODE_WORK * len(blocks) + int((sections.lasts - sections.firsts).sum())
+
+    def rounds(self) -> Steps:
+        """Decide about lower and lower capacities until the best layout is proven or the nodes are used up."""
+        nodes, finest = _FIRST_NODES, _FINEST_SHARE
+        while not self.best.proven and self.nodes_left != 0:
+            orders = [*self.orders, self.draw()] if self.parts.drawn_orders else self.orders
+            yield from self.try_capacity(self.best.bound_bytes, nodes, orders)
+            out_of_reach = self.best.bound_bytes
+            while not self.best.proven and self.nodes_left != 0:
+                gap = self.best.height_bytes - out_of_reach
+                if gap <= max(self.unit, int(finest * self.best.bound_bytes)):
+                    break
+                aim = out_of_reach + gap // (2 * self.unit) * self.unit
+                yield from self.try_capacity(aim, nodes, orders)
+                if self.best.height_bytes > aim:
+                    out_of_reach = max(aim, self.best.bound_bytes)
+            nodes, finest = 2 * nodes, finest / 2
+
+    def try_capacity(self, capacity_bytes: int, nodes: int, orders: list[_Order]) -> Steps:
+        """Offer a layout within the capacity, or raise the bound above it, or stop after `nodes` for each order."""
+        for order in orders:
+            if self.best.proven or self.best.height_bytes <= capacity_bytes or self.best.bound_bytes > capacity_bytes:
+                return
+            yield from self.decide(capacity_bytes, nodes, order)
+
+    def decide(self, capacity_bytes: int, nodes: int, order: _Order) -> Steps:
+        """Search with one order, in steps of about a millisecond."""
+        units = capacity_bytes // self.unit
+        ranks, tree = self.tree_of(order)
+        start(tree, units)
+        chunk = max(16, STEP_WORK // self.node_work)
+        result = STOPPED
+        while nodes > 0 and result == STOPPED:
+            now = min(chunk, nodes, chunk if self.nodes_left is None else self.nodes_left)
+            result = go_on(tree, now)
+            nodes -= now
+            if self.nodes_left is not None:
+                self.nodes_left -= now
+                nodes = min(nodes, self.nodes_left)
+            if result == FOUND:
+                offsets = np.zeros(len(self.blocks), np.int64)
+                offsets[ranks] = tree.blocks["offset"] * self.unit
+                self.best.offer(offsets, Exact.name)
+            elif result == FAILED:
+                self.best.bound_bytes = max(self.best.bound_bytes, (units + 1) * self.unit)
+            yield now * self.node_work
+
+    def draw(self) -> _Order:
+        """Return an order by a random product of powers of length, size and most live bytes, with noise."""
+        powers, noise = self.random.uniform(0, 1, 3), self.random.normal(0, _NOISE, len(self.blocks))
+        logs = [np.log(self.columns[c].astype(np.float64)) for c in "WZT"]
+        self.drawn += 1
+        return _Order(self.drawn, [sum(p * log for p, log in zip(powers, logs, strict=True)) + noise])
+
+    def tree_of(self, order: _Order) -> tuple[NDArray[np.int64], Tree]:
+        """Return the blocks in this order, and their tree; trees of the fixed orders are kept for later rounds."""
+        if order.number in self.trees:
+            return self.trees[order.number]
+        ranks = np.lexsort([-key for key in reversed(order.keys)])
+        sizes = self.blocks.sizes_bytes[ranks] // self.unit
+        firsts, lasts = self.sections.firsts[ranks], self.sections.lasts[ranks]
+        built = ranks, make_tree(sizes, firsts, lasts, self.parts)
+        if order.number < len(_ORDERS):
+            self.trees[order.number] = built
+        return built
+
+
+def _columns(blocks: Blocks, sections: Sections) -> dict[str, NDArray[Any]]:
+    """Return the keys of the orders: area A, sections C, most live bytes T, length W, size Z."""
+    lengths = blocks.ends - blocks.starts
+    return {
+        "A": blocks.sizes_bytes * lengths.astype(np.float64),
+        "C": (sections.lasts - sections.firsts).astype(np.int64),
+        "T": most_live_bytes(blocks, sections),
+        "W": lengths,
+        "Z": blocks.sizes_bytes,
+    }

@@ -1,0 +1,1 @@
+"""The packers that papers published."""

@@ -1,0 +1,129 @@
+"""Plans kept on disk: the second time that the same step is planned with the same settings, nothing is searched.
+
+The key of a plan is all that it was made from: the graph with its seconds, the device, the budgets, the planner with
+its options, the time limit, the seed, and memfit's version. When a kept plan is read, its own key and its graph must be
+those of the problem, and the checker replays it, as it does any plan. Where no plan fits, the leanest plan that was
+found is kept, for a later call with as many bytes as it needs; its bytes do not depend on seconds, so that they are no
+part of its key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from memfit.errors import MemfitError, PlanMismatchError
+from memfit.plan import Plan, Problem, Result
+from memfit.planners.engine.results import Ending, make_result
+from memfit.planners.protocols import Planner
+from memfit.system.cache import is_kept
+from memfit.system.files import cache_folder
+from memfit.system.version import __version__
+
+_MOST_PLANS = 64  # the least recently used ones are deleted
+_KEY = "kept as"  # among the versions of a kept plan: the name of its file, which holds the key
+
+_log = logging.getLogger(__name__)
+
+
+def plan_or_kept(
+    problem: Problem, planner: Planner, *, reads: bool = True, on_search: Callable[[], None] = lambda: None
+) -> Result:
+    """Return the kept plan of `problem` as a result, or ask the planner, and keep its plan.
+
+    A plan of an interrupted search is returned and not kept.
+
+    Args:
+        problem: what the planner is given.
+        planner: with its options, which its `repr` shows.
+        reads: whether a kept plan may be used; False searches again and replaces it.
+        on_search: called before the planner is.
+    """
+    shared = (
+        problem.graph.fingerprint,
+        problem.device,
+        problem.host_budget_bytes,
+        problem.bytes_outside,
+        sorted(problem.pinned.items()),
+        sorted(problem.mirror_counts.items()),
+        repr(planner),
+        __version__,
+    )
+    path = _path(shared, problem.graph, problem.budget_bytes, problem.time_limit_seconds, problem.seed)
+    kept = _read(path, partial(Plan.load, graph=problem.graph)) if reads else None
+    if kept is not None:
+        return Result(status=kept.status, plan=kept, bounds=kept.bounds)
+    on_search()
+    result = planner.plan(problem)
+    if result.plan is None:
+        result = _with_leanest(result, problem, _path(shared, "leanest"))
+    if result.plan is not None and not result.interrupted:
+        _keep(result.plan, path)
+    return result
+
+
+def _with_leanest(result: Result, problem: Problem, path: Path) -> Result:
+    """Return a result without a plan with the leanest plan that this search or an earlier one found, where it fits.
+
+    Its peak becomes the least budget found: a later call with that budget gets this plan.
+    """
+    kept, found = _read(path, partial(Plan.load, graph=problem.graph)), result.leanest
+    if found is not None and (kept is None or found.predicted.peak_bytes < kept.predicted.peak_bytes):
+        _keep(found, path)
+        kept = found
+    if kept is None:
+        return result
+    bounds = msgspec.structs.replace(result.bounds, least_budget_found_bytes=kept.predicted.peak_bytes)
+    ending = Ending(planner=kept.planner, started_seconds=problem.clock(), schedule=kept.schedule)
+    planned = make_result(problem, ending)  # with the seconds of this problem's ops
+    plan = planned.plan or planned.leanest
+    plan = None if plan is None else msgspec.structs.replace(plan, bounds=bounds)
+    if planned.plan is None or plan is None:
+        return replace(result, bounds=bounds, leanest=plan)
+    return replace(result, status=plan.status, plan=plan, bounds=bounds)
+
+
+def _path(*key_parts: object) -> Path:
+    """Return the file of a plan, whether or not it exists.
+
+    Args:
+        key_parts: all that the plan was made from.
+    """
+    key = hashlib.sha256(msgspec.json.encode(key_parts)).hexdigest()[:32]
+    return cache_folder() / "plans" / f"{key}.plan.json.gz"
+
+
+def _read(path: Path, load: Callable[[Path], Plan]) -> Plan | None:
+    """Return the plan of a file, or None; a file that cannot be read, or is of another problem, gives one warning."""
+    if not is_kept(path):
+        return None
+    try:
+        plan = load(path)
+        versions = dict(plan.versions)
+        if versions.pop(_KEY, None) != path.name:
+            raise PlanMismatchError(f"{path}: holds the plan of another problem")
+    except (MemfitError, OSError) as error:
+        _log.warning("a kept plan cannot be read and is made again: %s", error)
+        return None
+    with suppress(OSError):  # a cache that can only be read
+        path.touch()
+    return msgspec.structs.replace(plan, versions=versions)
+
+
+def _keep(plan: Plan, path: Path) -> None:
+    """Write a plan; if that fails, give one warning."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        msgspec.structs.replace(plan, versions={**plan.versions, _KEY: path.name}).save(path)
+        kept = sorted(path.parent.glob("*.plan.json.gz"), key=lambda file: file.stat().st_mtime, reverse=True)
+        for old in kept[_MOST_PLANS:]:
+            old.unlink(missing_ok=True)
+    except (MemfitError, OSError) as error:
+        _log.warning("the plan is not kept: %s; MEMFIT_CACHE names another folder", error)

@@ -1,0 +1,1 @@
+"""What planners `search`, `auto` and `offload` share; imports nothing that the papers published."""

@@ -1,0 +1,1 @@
+"""The retention problem as an integer program for CP-SAT."""

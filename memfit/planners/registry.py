@@ -1,0 +1,120 @@
+"""The planners: one a file, each a frozen dataclass whose fields are its options, all `plan(problem) -> Result`.
+
+>>> from memfit.planners import make_planner
+>>> make_planner("none")
+KeepEverything()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from memfit.errors import InvalidOptionError
+from memfit.plan import Problem, Result
+from memfit.planners.auto import AutoPlanner
+from memfit.planners.engine.results import Searched
+from memfit.planners.engine.retention.decisions import Retention
+from memfit.planners.mirror import Mirror, MirrorPlan, read_mirrors, with_mirrors
+from memfit.planners.none import KeepEverything
+from memfit.planners.offload import OffloadPlanner
+from memfit.planners.protocols import Planner, UsesHost, WarmStarts
+from memfit.planners.published.division_tree import DivisionTree
+from memfit.planners.published.drop_cheap import DropCheap
+from memfit.planners.published.linear_split import LinearSplit
+from memfit.planners.published.recursive import Recursive
+from memfit.planners.published.segments import Segments
+from memfit.planners.published.sublinear import Sublinear
+from memfit.planners.search import SearchPlanner
+
+PLANNERS: dict[str, type[Planner]] = {
+    kind.name: kind
+    for kind in (
+        KeepEverything,
+        MirrorPlan,
+        Segments,
+        Sublinear,
+        Recursive,
+        DropCheap,
+        LinearSplit,
+        DivisionTree,
+        SearchPlanner,
+        OffloadPlanner,
+        AutoPlanner,
+    )
+}
+
+MIRROR_OPTION = "mirror"
+"""The option that every planner takes beside its own: what `memfit.mirror` returns (see there)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marked:
+    """A planner whose problems carry the user's mirror marks."""
+
+    name: ClassVar[str] = "marked"
+    source: ClassVar[str] = "Chen et al. 2016, section 4.5"
+
+    planner: Planner
+    mirrors: tuple[Mirror, ...]
+
+    def plan(self, problem: Problem) -> Result:
+        """Return the planner's answer to the problem with these marks as constraints.
+
+        Raises:
+            InvalidOptionError: a mark that names nothing, or that cannot be honoured.
+        """
+        return self.planner.plan(with_mirrors(problem, self.mirrors))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkedWarm(Marked):
+    """A marked planner that starts warm, as the planner under it does."""
+
+    planner: WarmStarts
+
+    def plan_from(self, problem: Problem, warm: Sequence[Retention] = ()) -> Searched:
+        """Return the planner's answer with these marks as constraints, and its retention.
+
+        Args:
+            problem: what to plan.
+            warm: retention of the same graph to start from as well.
+        """
+        return self.planner.plan_from(with_mirrors(problem, self.mirrors), warm)
+
+
+def uses_host(planner: Planner) -> bool:
+    """Return whether a planner may copy storages to the host."""
+    under = planner.planner if isinstance(planner, Marked) else planner
+    return isinstance(under, UsesHost) and under.uses_host
+
+
+def make_planner(name: str, **options: object) -> Planner:
+    """Return the planner called `name` with these options, and `mirror` beside them (see `memfit.mirror`).
+
+    Raises:
+        InvalidOptionError: no such planner, or it has no such option; the message lists those that exist.
+    """
+    if name not in PLANNERS:
+        raise InvalidOptionError(f"no planner is called {name!r}; there are {', '.join(sorted(PLANNERS))}")
+    kind = PLANNERS[name]
+    if MIRROR_OPTION in options:
+        mirrors = read_mirrors(options.pop(MIRROR_OPTION))
+        planner = make_planner(name, **options)
+        if isinstance(planner, WarmStarts):
+            return MarkedWarm(planner=planner, mirrors=mirrors)
+        return Marked(planner=planner, mirrors=mirrors)
+    known = options_of(kind)
+    for option in options:
+        if option not in known:
+            there = ", ".join(known) if known else "none"
+            raise InvalidOptionError(f"planner {name!r} has no option {option!r}; its options: {there}")
+    return kind(**options)
+
+
+def options_of(kind: type[Planner]) -> dict[str, str]:
+    """Return option -> what it does, for `memfit planners`."""
+    fields = dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
+    return {field.name: field.metadata.get("help", "") for field in fields}

@@ -1,0 +1,61 @@
+"""The frame of every page: one file that loads nothing, with inert data, in which only its own scripts can run."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from typing import Any
+
+_PLACE = re.compile(r"@@(\w+)@@")
+_SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
+_FRAGILE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}  # in JSON inside a script element
+_HEAD = """\
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="@@policy@@">
+<meta name="generator" content="memfit">
+<title>@@title@@</title>
+<style>
+@@style@@</style>
+"""
+
+
+def fill_template(template: str, parts: Mapping[str, str], data: Any) -> str:
+    """Return a page: a template of this folder with every place `@@name@@` replaced.
+
+    All places are replaced in one pass, so that text like a place inside a part stays text. Every template has the
+    places `head` (policy, `title` and the style of all pages), `plotly` and `data`; the others are its own.
+
+    Args:
+        template: the name of a file.
+        parts: place -> HTML, escaped already.
+        data: read by the script of the page, as JSON.
+    """
+    from plotly.offline import get_plotlyjs  # pyright: ignore  # it takes as long to import as all else together
+
+    page = _read(template).replace("@@head@@\n", _HEAD)
+    plotly: str = get_plotlyjs()
+    scripts = [plotly if script == "@@plotly@@" else script for script in _SCRIPT.findall(page)]
+    filled = {**parts, "plotly": plotly, "policy": _policy(scripts), "style": _read("style.css"), "data": _inert(data)}
+    return _PLACE.sub(lambda place: filled[place[1]], page)
+
+
+def _read(name: str) -> str:
+    return resources.files("memfit.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _policy(scripts: Iterable[str]) -> str:
+    """Return a content security policy that allows these scripts and styles in the page, and no loads."""
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+def _inert(content: Any) -> str:
+    """Return JSON that cannot end the script element around it: pure ASCII, without `<`, `>` and `&`."""
+    encoded = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return re.sub("[<>&]", lambda character: _FRAGILE[character[0]], encoded)

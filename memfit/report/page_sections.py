@@ -1,0 +1,282 @@
+"""The sections of the report's page that are words and tables, as HTML with every name escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from memfit.device import GENERIC
+from memfit.plan import Plan
+from memfit.report.explanation import Explanation
+from memfit.report.formatting import change_text, count_text, printable, seconds_text, share_text
+from memfit.report.sentences import least_lines, least_overhead, more_lines, status_meaning
+from memfit.report.storage_fates import MEANING, Fate, Kind, totals
+from memfit.runtime.measured import Measured
+from memfit.system.budget import format_bytes
+
+
+def text(content: str) -> str:
+    """Return any text as HTML text: inert, and without control characters."""
+    return escape(printable(content))
+
+
+def lead(plan: Plan, of_storage: Sequence[Fate]) -> str:
+    """Return the opening paragraphs: the budget, the plan, and how it fits.
+
+    Args:
+        plan: checked.
+        of_storage: the fate of each storage.
+    """
+    planned, unplanned = plan.predicted, plan.unplanned
+    device = "" if plan.device == GENERIC else f" on <b>{text(plan.device.name)}</b>"
+    took = f" and takes {seconds_text(unplanned.seconds)}" if unplanned.seconds else ""
+    asked = (
+        f"One training step of <b>{text(plan.graph.name)}</b>{device} needs {_size(unplanned.peak_bytes)} of memory at "
+        f"its peak{took} when nothing is planned. It was asked to stay within <b>{_size(plan.budget_bytes)}</b>."
+    )
+    share = f" ({share_text(planned.peak_bytes, unplanned.peak_bytes)} of the unplanned peak)"
+    needs = f"<b>{_size(planned.peak_bytes)}</b>{share if planned != unplanned else ''}"
+    came_out = f"The plan in this report needs {needs} {_price(plan)}"
+    return f'<p class="lead">{asked} {came_out}.</p>\n<p>{_means(plan, of_storage)}</p>'
+
+
+def _price(plan: Plan) -> str:
+    if not plan.unplanned.seconds:
+        return "at an unknown price in time: the graph carries no times of its operations"
+    if plan.overhead < 0.0005:
+        return "and is predicted to take no longer"
+    return f"and is predicted to take {seconds_text(plan.predicted.seconds)}: <b>{plan.overhead:.1%} longer</b>"
+
+
+_WAYS = {
+    Kind.REMATERIALIZED: "dropped early and recomputed when needed",
+    Kind.OFFLOADED: "copied to the host's memory and back",
+}
+
+
+def _means(plan: Plan, of_storage: Sequence[Fate]) -> str:
+    done = [
+        f"{count_text(total.count, 'storage')} ({_size(total.bytes)}) {_WAYS[total.kind]}"
+        for total in totals(of_storage, plan.graph)
+        if total.kind in _WAYS
+    ]
+    how = "; ".join(done) if done else "nothing is computed twice, and everything is dropped after its last use"
+    return f"How: {how}. The same operations run on the same values; only the times at which memory is held change."
+
+
+def key_figures(plan: Plan) -> str:
+    """Return the tiles and the bar chart of sizes."""
+    bounds = plan.bounds
+    found = (
+        f"a plan was found down to {_size(bounds.least_budget_found_bytes)}"
+        if bounds.least_budget_found_bytes is not None
+        else "no plan was found"
+    )
+    time = seconds_text(plan.predicted.seconds) if plan.unplanned.seconds else "unknown"
+    bound = least_overhead(plan)
+    least = f"no plan within this budget adds less than {bound}" if bound else ""
+    tiles = [
+        ("Budget", _size(plan.budget_bytes), f"{plan.budget_bytes:,} bytes, everything included"),
+        ("Peak memory, predicted", _size(plan.predicted.peak_bytes), f"{plan.predicted.peak_bytes:,} bytes"),
+        ("Step time, predicted", time, _against(plan, least)),
+        ("Always there", _size(plan.graph.resident_bytes), "parameters, optimizer state, inputs: part of every peak"),
+        ("Proved impossible below", _size(bounds.least_budget_bound_bytes), found),
+    ]
+    if plan.predicted.host_peak_bytes:
+        tiles.append(("Host memory, predicted", _size(plan.predicted.host_peak_bytes), "for offloaded storages"))
+    rows = "".join(
+        f'<div class="tile"><dt>{title}</dt><dd>{figure}</dd><dd class="small">{note}</dd></div>'
+        for title, figure, note in tiles
+    )
+    columns = "tiles six" if len(tiles) == 6 else "tiles"
+    return f'<section class="full figures"><dl class="{columns}">{rows}</dl>{_scale(plan)}{_unknown(plan)}</section>'
+
+
+def _unknown(plan: Plan) -> str:
+    count = sum(op.workspace_bytes is None for op in plan.graph.ops)
+    if not count:
+        return ""
+    what = f"The workspace of {count_text(count, 'operation')} is not known and counted as 0"
+    return f'<p class="note">{what}: the peaks may be higher than this says.</p>'
+
+
+def _against(plan: Plan, least: str) -> str:
+    if not plan.unplanned.seconds:
+        return "the graph carries no times of its operations"
+    against = f"{change_text(plan.overhead)} against {seconds_text(plan.unplanned.seconds)} unplanned"
+    return f"{against}; {least}" if least else against
+
+
+def _scale(plan: Plan) -> str:
+    """Return the bars of unplanned, planned and least memory, with the budget as a line across them."""
+    rows = [
+        ("Unplanned", plan.unplanned.peak_bytes, ""),
+        ("With this plan", plan.predicted.peak_bytes, "plan"),
+        ("No plan below", plan.bounds.least_budget_bound_bytes, "bound"),
+    ]
+    whole = max(*(size for _, size, _ in rows), plan.budget_bytes, 1)
+    bars = "".join(
+        f'<div class="row {kind}"><span>{title}</span><div class="track">'
+        f'<div class="fill" style="width:{100 * size / whole:.2f}%"></div></div>'
+        f'<span class="number">{_size(size)}</span></div>'
+        for title, size, kind in rows
+    )
+    place = 100 * plan.budget_bytes / whole
+    side = "right" if place > 85 else "left" if place < 15 else ""
+    budget = f"<span>budget {format_bytes(plan.budget_bytes)}</span>"
+    mark = f'<div class="over"><div class="mark {side}" style="left:{place:.2f}%">{budget}</div></div>'
+    return f'<div class="scale">{bars}{mark}</div>'
+
+
+def figures_table(plan: Plan, measured: Measured | None) -> str:
+    """Return the table of predicted and measured figures, or a note that nothing was measured.
+
+    Args:
+        plan: gives the predictions.
+        measured: figures of a run, or None.
+    """
+    if measured is None:
+        return '<p class="note full">These are predictions of a simulation; nothing was run for this report.</p>'
+    unplanned, predicted, is_timed = plan.unplanned, plan.predicted, plan.unplanned.seconds > 0
+    sizes = (unplanned.peak_bytes, predicted.peak_bytes, measured.baseline_peak_bytes, measured.peak_bytes)
+    predicted_seconds = (seconds_text(p.seconds) if is_timed else "unknown" for p in (unplanned, predicted))
+    measured_seconds = (seconds_text(s) for s in (measured.baseline_step_seconds, measured.step_seconds))
+    extra = change_text(plan.overhead) if is_timed else "unknown"
+    rows = [
+        ("Peak memory", *map(_size, sizes)),
+        ("Step time", *predicted_seconds, *measured_seconds),
+        ("Extra time", "–", extra, "–", change_text(measured.overhead)),
+    ]
+    machine = f", on {text(measured.machine)}" if measured.machine else ""
+    head = (
+        '<tr class="group"><td></td><th colspan="2" scope="colgroup">predicted by simulation</th>'
+        f'<th colspan="2" scope="colgroup" class="measured">measured{machine}</th></tr><tr><td></td>'
+        '<th class="number" scope="col">unplanned</th><th class="number" scope="col">this plan</th>'
+        '<th class="number measured" scope="col">eager PyTorch</th><th class="number" scope="col">this plan</th></tr>'
+    )
+    body = "".join(
+        f'<tr><th scope="row">{title}</th><td class="number">{unplanned}</td><td class="number">{planned}</td>'
+        f'<td class="number measured">{eager}</td><td class="number">{run}</td></tr>'
+        for title, unplanned, planned, eager, run in rows
+    )
+    table = f'<div class="scroll"><table id="figures"><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+    bits = {
+        True: "Outputs, gradients and buffers were the same bits as those of the unplanned step.",
+        False: "<b>Outputs, gradients or buffers differed</b> from those of the unplanned step.",
+        None: "The results were not compared bit by bit with the unplanned step's.",
+    }[measured.bitwise_equal]
+    note = f'<p class="note">{text(measured.note)}</p>' if measured.note else ""
+    title = "<h2>Predicted and measured</h2>"
+    return f'<section class="full">{title}{table}<p class="note" id="bits">{bits}</p>{note}</section>'
+
+
+def fates_table(plan: Plan, of_storage: Sequence[Fate]) -> str:
+    """Return the table of fates: the count and bytes of the storages of each, and its meaning.
+
+    Args:
+        plan: checked.
+        of_storage: the fate of each storage.
+    """
+    rows = "".join(
+        f'<tr><th scope="row">{total.kind}</th><td class="number">{total.count:,}</td><td class="number">'
+        f'{_size(total.bytes)}</td><td class="why">{MEANING[total.kind]}</td></tr>'
+        for total in totals(of_storage, plan.graph)
+    )
+    head = (
+        '<th scope="col">fate</th><th class="number" scope="col">storages</th><th class="number" scope="col">size</th>'
+    )
+    return (
+        f'<div class="scroll"><table id="fates"><thead><tr>{head}<th scope="col">what that means</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def more_section(explanation: Explanation) -> str:
+    """Return the section on the next GiB; empty where it buys nothing, or ops have no times."""
+    more = explanation.more_memory
+    if more is None:
+        return ""
+    step, budget = format_bytes(more.step_bytes), format_bytes(more.budget_bytes)
+    note = f"Extra time with {step} more, which is a budget of {budget}:"
+    return _section("more", f"What the next {step} buys", note, _list(more_lines(more)))
+
+
+def least_section(explanation: Explanation) -> str:
+    """Return the section on the least budget: the ops that set it."""
+    least = explanation.least_budget
+    note = (
+        "Each operation is computed at least once. Then all that it reads and writes is on the device, beside the "
+        "storages that are always there; the results of the step are on the device at its end. No plan needs less than "
+        f"{_size(least.bound_bytes)}, because of:"
+    )
+    return _section("least", "Why no plan can go lower", note, _list(least_lines(explanation.plan, least)))
+
+
+def curve_section(present: bool) -> str:
+    """Return the place in which the page draws the trade-off curve; empty where there is none."""
+    if not present:
+        return ""
+    note = (
+        "Each point is a budget: the less memory, the more time. A plan for one budget also fits every larger one, so "
+        "the curve never rises to the right."
+    )
+    chart = '<div class="chart" id="curve" role="img" aria-label="Predicted extra time against budget"></div>'
+    return _section("curve", "The cost of other budgets", note, chart)
+
+
+def _section(name: str, title: str, note: str, body: str) -> str:
+    return f'<section class="full" id="{name}-section"><h2>{title}</h2><p class="note">{note}</p>{body}</section>'
+
+
+def _list(lines: Sequence[str]) -> str:
+    return f'<ul class="said">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
+
+
+def made(plan: Plan) -> str:
+    """Return how the plan was made, and the glossary of the report."""
+    rows = [
+        ("planner", f"{text(plan.planner)}, seed {plan.seed}, {seconds_text(plan.plan_seconds)}"),
+        ("outcome", status_meaning(plan)),
+        ("schedule", _counts(plan)),
+        ("device", _sentences(plan.device.name, plan.device.source)),
+        ("graph", _sentences(f"{plan.graph.name}, fingerprint {plan.fingerprint}", plan.graph.source)),
+        ("versions", text(", ".join(f"{name} {version}" for name, version in sorted(plan.versions.items())))),
+    ]
+    if plan.graph.notes:
+        rows.append(("notes", text(plan.graph.notes)))
+    if plan.bytes_outside:
+        rows.append(("outside the graph", f"{_size(plan.bytes_outside)} that user code holds; the budget covers it"))
+    return f"{_definitions(rows)}<details><summary>The words of this report</summary>{_definitions(_WORDS)}</details>"
+
+
+def _sentences(*parts: str) -> str:
+    return ". ".join(text(part) for part in parts if part)
+
+
+def _counts(plan: Plan) -> str:
+    computed = int((plan.schedule.codes == 0).sum())
+    return (
+        f"{count_text(len(plan.schedule), 'instruction')}: {count_text(computed, 'computation')} of "
+        f"{count_text(len(plan.graph.ops), 'operation')}, {computed - len(plan.graph.ops):,} of them recomputations"
+    )
+
+
+_WORDS = [
+    ("training step", "forward pass, loss, backward pass, and the optimizer's update where it is part of the graph"),
+    ("unplanned", "every operation once, in the original order, everything dropped after its last use"),
+    ("budget", "the bytes that the step may use on its device, everything included"),
+    ("peak", "the largest sum of live bytes at any moment of the step"),
+    ("live", "on the device at that moment"),
+    ("rematerialize", "recompute what was dropped; the same operation on the same inputs gives the same bits"),
+    ("offload", "copy to the host's memory, and back before it is needed"),
+    ("workspace", "memory that an operation needs only while it runs"),
+    ("second copy", "a result of a recomputed operation beside one that is still on the device"),
+]
+
+
+def _definitions(rows: Sequence[tuple[str, str]]) -> str:
+    return '<dl class="words">' + "".join(f"<dt>{word}</dt><dd>{what}</dd>" for word, what in rows) + "</dl>"
+
+
+def _size(size_bytes: int) -> str:
+    return f'<span title="{size_bytes:,} bytes">{format_bytes(size_bytes)}</span>'

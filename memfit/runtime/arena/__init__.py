@@ -1,0 +1,1 @@
+"""The arena: memory in which a step's requests have fixed addresses."""

@@ -1,0 +1,384 @@
+"""`Arena`: one block of memory in which the requests of a step have fixed addresses.
+
+The first step is recorded, and its requests are packed. Later steps get their addresses by counting requests (Sekiyama
+et al. 2018, "Profile-guided memory optimization for deep neural networks", section 4). A request that the recorded step
+did not make, and memory that outlives the step, is ordinary memory.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+
+from memfit.errors import InvalidDeviceError, InvalidOptionError, MemfitError
+from memfit.packing import make_packer
+from memfit.runtime.arena.layout import ArenaPlan, make_arena_plan
+from memfit.runtime.arena.library import ArenaLibrary, ArenaUnavailableError, Counts, load_arena_library
+from memfit.torch_private import tree_flatten
+
+ALIGNMENT_BYTES = {"cpu": 64, "cuda": 512}
+DEFAULT_SOLVER_SECONDS = 2.0
+MOST_PLANS = 256  # of one arena: plans for shapes that are never used again must not fill the memory
+
+_step_runs = threading.Lock()  # a process has one allocator, so that only one step can run in it
+
+
+def _release_in_child() -> None:
+    global _step_runs
+    _step_runs = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def arena(
+    step: Callable[..., Any] | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    packer: str = "auto",
+    time_limit_seconds: float = DEFAULT_SOLVER_SECONDS,
+    seed: int = 0,
+) -> Arena:
+    """Return an arena for a step that is called once for each batch.
+
+        >>> import torch, memfit
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+        >>> def step(batch):
+        ...     model.zero_grad()
+        ...     loss = model(batch).square().mean()
+        ...     loss.backward()
+        ...     return loss.detach()
+        >>> with memfit.arena(step) as arena:
+        ...     for batch in torch.randn(4, 32, 64):
+        ...         loss = arena(batch)
+        >>> arena.last_step.not_served, arena.height_bytes == arena.lower_bound_bytes
+        (0, True)
+
+    Or, around code of any form:
+
+        >>> arena = memfit.arena()
+        >>> for batch in torch.randn(4, 32, 64):
+        ...     with arena.step():
+        ...         loss = step(batch)
+
+    Args:
+        step: any function; the arena is called in its place. Calls whose tensors have other shapes are recorded apart.
+        device: the CPU, or a CUDA device that torch does not use yet.
+        packer: one of `memfit packers`.
+        time_limit_seconds: how long the packer may search after the first step. It may search for less after later
+            ones.
+        seed: of all that is random in the packer.
+
+    Raises:
+        ArenaUnavailableError: there is no C++ compiler, or torch's allocator cannot be replaced.
+        InvalidDeviceError, InvalidOptionError: no such device, packer or limit.
+
+    Guarantees: results have the same bits as without an arena. Two live tensors never overlap, whatever the step does:
+    a request whose address is still taken, an unexpected request, and requests of other threads get ordinary memory.
+    """
+    return Arena(step, device=device, packer=packer, time_limit_seconds=time_limit_seconds, seed=seed)
+
+
+class Arena:
+    """The memory of a step; see `arena`.
+
+    Attributes:
+        device: the device of the memory.
+        counts: the requests of all steps, by how they were answered.
+        last_step: the requests of the last step.
+        reoptimizations: how often a layout was replaced because a step differed.
+        solver_seconds: how long all searches for layouts took together.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any] | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        packer: str = "auto",
+        time_limit_seconds: float = DEFAULT_SOLVER_SECONDS,
+        seed: int = 0,
+    ) -> None:
+        make_packer(packer)
+        if not time_limit_seconds > 0:
+            raise InvalidOptionError(f"time_limit_seconds is {time_limit_seconds}, expected more than 0")
+        self.device = torch.device(device)
+        self._library = _library_for(self.device)
+        self._handle: int | None = self._library.create()
+        self._call = step
+        self._packer, self._time_limit_seconds, self._seed = packer, time_limit_seconds, seed
+        self._plans: OrderedDict[Hashable, _Numbered] = OrderedDict()
+        self._next_number = 0
+        self._height_bytes = self._slab_bytes = 0
+        self._key: Hashable = None
+        self._runs = False
+        self._interrupted = False
+        self.counts = self.last_step = Counts()
+        self.reoptimizations = 0
+        self.solver_seconds = 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step that the arena was made with, inside the arena."""
+        if self._call is None:
+            raise MemfitError(
+                "this arena was made without a step; call memfit.arena(step), or use `with arena.step():`"
+            )
+        with self.step(key=_signature(args, kwargs)):
+            return self._call(*args, **kwargs)
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None and not self._runs:
+            self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"<memfit.arena of {self.height_bytes} bytes, bound {self.lower_bound_bytes}: "
+            f"{self.counts.served} requests served, {self.counts.not_served} not, "
+            f"{self.reoptimizations} reoptimizations>"
+        )
+
+    def step(self, key: Hashable = None) -> ArenaStep:
+        """Return a `with` block that is one step of the calling thread.
+
+        Args:
+            key: steps with the same key are expected to request the same memory. Give one where shapes differ from
+                step to step, or training and evaluation alternate: under one key each change needs a new layout.
+
+        Raises:
+            ArenaUnavailableError: on entering, while another step runs in this process.
+        """
+        return ArenaStep(self, key)
+
+    def interrupt(self) -> None:
+        """Serve requests from ordinary memory until `resume`: for a part of the step that differs from step to step."""
+        if not self._runs or self._interrupted:
+            raise MemfitError("interrupt() needs a running step that is not interrupted; see `with arena.step():`")
+        self._interrupted = True
+        self._library.interrupt()
+
+    def resume(self) -> None:
+        """End the part that `interrupt` began."""
+        if not self._interrupted:
+            raise MemfitError("resume() without interrupt(); interrupt the running step first")
+        self._interrupted = False
+        self._library.resume()
+
+    def interrupted(self) -> Interruption:
+        """Return a `with` block that is interrupted."""
+        return Interruption(self)
+
+    def forget(self, key: Hashable) -> None:
+        """Drop the plan of a key, if there is one; for a step that will request other memory from now on.
+
+        The next step with that key is recorded. The memory shrinks to what the other plans need, unless a tensor lies
+        in it.
+        """
+        if self._runs:
+            raise MemfitError("a plan cannot be dropped while the arena's step runs; leave the step first")
+        numbered = self._plans.pop(key, None)
+        if numbered is not None:
+            handle = self._require_open()
+            self._library.drop_plan(handle, numbered.number)
+            self._height_bytes = max((left.plan.height_bytes for left in self._plans.values()), default=0)
+            self._settle(handle)
+
+    def close(self) -> None:
+        """Free the memory, or, while tensors lie in it, let it be freed with the last of them. Figures stay."""
+        if self._runs:
+            raise MemfitError("the arena cannot be closed while its step runs; leave the step first")
+        if self._handle is not None:
+            self._library.destroy(self._handle)
+            self._handle, self._slab_bytes = None, 0
+
+    @property
+    def plans(self) -> Mapping[Hashable, ArenaPlan]:
+        """The plan of each key."""
+        return {key: numbered.plan for key, numbered in self._plans.items()}
+
+    @property
+    def height_bytes(self) -> int:
+        """The greatest height of the plans; 0 before the first step has ended."""
+        return self._height_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of device memory that the arena holds now; 0 before the first step has ended, and after `close`."""
+        return self._slab_bytes
+
+    @property
+    def lower_bound_bytes(self) -> int:
+        """A lower bound in bytes on the height of any arena for these steps."""
+        return max((plan.lower_bound_bytes for plan in self.plans.values()), default=0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The greatest number of live bytes of a recorded step, without memory that outlives it."""
+        return max((plan.peak_bytes for plan in self.plans.values()), default=0)
+
+    @property
+    def served(self) -> int:
+        """Requests answered from the arena."""
+        return self.counts.served
+
+    @property
+    def not_served(self) -> int:
+        """Requests that got ordinary memory although a plan had an address for them, or had not expected them."""
+        return self.counts.not_served
+
+    def _begin(self, key: Hashable) -> None:
+        handle = self._require_open()
+        if not _step_runs.acquire(blocking=False):
+            raise ArenaUnavailableError(
+                "another step already runs in an arena of this process, and steps cannot be nested; end that one first"
+            )
+        with ExitStack() as on_error:
+            on_error.callback(_step_runs.release)
+            numbered = self._plans.get(key)
+            if numbered is None and not self._library.live_blocks(handle):
+                self._resize(0)  # a recorded step uses ordinary memory: both together would exceed either
+            if numbered is not None:
+                self._plans.move_to_end(key)
+                self._settle(handle)
+            self._library.begin_step(handle, None if numbered is None else numbered.number)
+            on_error.pop_all()  # begun: `_end` releases the lock
+        self._key, self._runs = key, True
+
+    def _end(self, completed: bool) -> None:
+        handle = self._require_open()
+        was_interrupted, self._interrupted = self._interrupted, False
+        counts, requests = self._library.end_step(handle)
+        self._runs = False
+        _step_runs.release()
+        self.last_step = counts
+        self.counts += counts
+        if not completed:
+            return
+        if was_interrupted:
+            raise MemfitError("the step ended interrupted; call resume(), or use `with arena.interrupted():`")
+        known = self._plans.get(self._key)
+        if known and requests == len(known.plan.recording.ends) and not counts.not_served and not counts.kept:
+            return
+        self._learn(handle, known, requests)
+
+    def _learn(self, handle: int, known: _Numbered | None, requests: int) -> None:
+        """Make a plan for the requests of the last step, and for those that the present plan was made for."""
+        recording = self._library.seen(handle, requests)
+        if known is not None:
+            recording = known.plan.recording.merged(recording)
+            if recording.equals(known.plan.recording):
+                return  # memory of an earlier step is in the way, and no other plan would be better
+        changes = 0 if known is None else known.changes + 1
+        plan = make_arena_plan(
+            recording,
+            alignment_bytes=ALIGNMENT_BYTES[self.device.type],
+            packer=self._packer,
+            time_limit_seconds=self._time_limit_seconds / (1 + changes),
+            seed=self._seed,
+        )
+        self.solver_seconds += plan.seconds
+        self.reoptimizations += known is not None
+        if known is None:
+            number, self._next_number = self._next_number, self._next_number + 1
+        else:
+            number = known.number
+        self._library.set_plan(handle, number, plan)
+        self._plans[self._key] = _Numbered(number, plan, changes)
+        if len(self._plans) > MOST_PLANS:
+            self._library.drop_plan(handle, self._plans.popitem(last=False)[1].number)
+        self._height_bytes = max(numbered.plan.height_bytes for numbered in self._plans.values())
+        self._settle(handle)
+
+    def _settle(self, handle: int) -> None:
+        """Resize the memory to what the plans need; it shrinks only while no tensor lies in it."""
+        more = self._height_bytes - self._slab_bytes
+        if more > 0 or (more < 0 and not self._library.live_blocks(handle)):
+            self._resize(self._height_bytes)
+
+    def _resize(self, needed_bytes: int) -> None:
+        self._slab_bytes = 0
+        if not self._library.resize(self._require_open(), needed_bytes):
+            raise MemfitError(
+                f"there is no memory for an arena of {needed_bytes} bytes; go without, or use less memory"
+            )
+        self._slab_bytes = needed_bytes
+
+    def _require_open(self) -> int:
+        if self._handle is None:
+            raise MemfitError("this arena was closed; make another one with memfit.arena()")
+        return self._handle
+
+
+class _Numbered:
+    """A plan, its number in the library, and how often it was replaced."""
+
+    __slots__ = ("changes", "number", "plan")
+
+    def __init__(self, number: int, plan: ArenaPlan, changes: int) -> None:
+        self.number, self.plan, self.changes = number, plan, changes
+
+
+class ArenaStep:
+    """The `with` block of `Arena.step`; a class, because a generator of contextlib keeps a frame, and its tensors."""
+
+    __slots__ = ("_arena", "_key")
+
+    def __init__(self, arena: Arena, key: Hashable) -> None:
+        self._arena, self._key = arena, key
+
+    def __enter__(self) -> Arena:
+        self._arena._begin(self._key)  # pyright: ignore[reportPrivateUsage]
+        return self._arena
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._arena._end(completed=kind is None)  # pyright: ignore[reportPrivateUsage]
+
+
+class Interruption:
+    """The `with` block of `Arena.interrupted`."""
+
+    __slots__ = ("_arena",)
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def __enter__(self) -> None:
+        self._arena.interrupt()
+
+    def __exit__(self, *raised: object) -> None:
+        self._arena.resume()
+
+
+def _library_for(device: torch.device) -> ArenaLibrary:
+    if device.type not in ALIGNMENT_BYTES:
+        raise InvalidDeviceError(f"there is no arena on device '{device}': expected cpu or cuda")
+    if device.type == "cuda":
+        from memfit.runtime.arena.cuda import library_on
+
+        return library_on(device)
+    return load_arena_library("cpu")
+
+
+def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """All of a call's arguments that may change which memory it requests."""
+    leaves, structure = tree_flatten((args, kwargs))
+    return structure, tuple(map(_leaf_signature, leaves)), torch.is_grad_enabled()
+
+
+def _leaf_signature(leaf: Any) -> Hashable:
+    # of a number only the type counts: otherwise a counter of steps would give each step a key of its own
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else cast("type[Any]", type(leaf))

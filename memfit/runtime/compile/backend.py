@@ -1,0 +1,439 @@
+"""The torch.compile backend: `torch.compile(model, backend="memfit", options={"budget": "6GiB"})`.
+
+Each graph of Dynamo is planned at its concrete sizes when it first runs, within the bytes that the budget leaves beside
+everything else on the device. After its first whole step it is planned once more: only then are the bytes known that
+user code holds between the halves and beside the graph (the loss, the optimizer's state, other graphs' activations).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.fx
+
+from memfit.binding import Origin, Value
+from memfit.capture import with_real_results
+from memfit.capture.functionalize import CAST_INSIDE
+from memfit.capture.joint import BetweenHalves, JointCapture, capture_joint
+from memfit.cost.observations import Corrections
+from memfit.cost.views import on_its_own, span_bytes
+from memfit.errors import InvalidOptionError, NoPlanError, UnsupportedStepError
+from memfit.graph import Graph
+from memfit.plan import Plan
+from memfit.planners.mirror import read_mirrors
+from memfit.planners.registry import MIRROR_OPTION
+from memfit.planning import Settings
+from memfit.runtime.compile.halves import partitioned
+from memfit.runtime.compile.occupancy import bytes_beside
+from memfit.runtime.prepare import Prepared, prepare
+from memfit.runtime.signature import tensor_signature
+from memfit.system.budget import format_bytes, parse_budget
+from memfit.system.recorder import allocated_bytes
+from memfit.torch_private import (
+    any_autocast,
+    backward_keeps_graph,
+    boxed,
+    fake_mode_of,
+    is_plain_dense,
+    make_boxed_func,
+    real_tensors,
+    runs_under_ddp,
+    tensors_in,
+    trace_joint,
+)
+
+_log = logging.getLogger("memfit")
+_OPTIONS = ("budget", "host_budget", "planner", "options", "time_limit_seconds", "seed", "reserve")
+_PLAIN = {"Tensor", "Parameter", "Buffer"}
+_ADAM_STATES = 2  # per parameter: exp_avg and exp_avg_sq
+_WORTH_PLANNING_AGAIN = 0.01  # of the budget: a smaller change of the bytes outside is not worth a second search
+
+
+def memfit_backend(
+    module: torch.fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any] | None = None
+) -> PlannedGraph:
+    """Plan the graphs of a compiled model within `options["budget"]`.
+
+    Options:
+        budget: bytes for everything on the device during the step: `"6GiB"`, or an integer. Required.
+        host_budget, planner, options, time_limit_seconds, seed: as in `memfit.fit`.
+        reserve: bytes that something else will take later: the optimizer state that the first step creates. By default
+            the bytes of Adam's state, and a warning says so; 0 for plain SGD.
+
+    Args:
+        module: one graph of Dynamo's.
+        example_inputs: not read; the sizes of the first call count.
+        options: as above.
+
+    Raises:
+        InvalidOptionError, InvalidBudgetError: options that cannot be read.
+        InfeasibleBudgetError, TimeLimitError: no plan was found for the bytes that the budget leaves.
+        UnsupportedStepError: DDP or FSDP; backward with retain_graph=True, before anything is released; a host budget.
+    """
+    # Options are read when the graph is first called: an error raised here would reach the user wrapped by Dynamo.
+    del example_inputs
+    return PlannedGraph(module, lambda: read_options(options or {}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSettings:
+    """How the graphs of one model are planned.
+
+    Attributes:
+        settings: with a budget in bytes.
+        reserve_bytes: bytes that something else will take later; None stands for the bytes of Adam's state.
+        is_part: whether the caller checks that each mirror mark names something in one of the graphs (see
+            `memfit.mirror`).
+    """
+
+    settings: Settings
+    reserve_bytes: int | None
+    is_part: bool = False
+
+
+def read_options(options: Mapping[str, Any]) -> GraphSettings:
+    """Return the options of the backend as settings.
+
+    Raises:
+        InvalidOptionError, InvalidBudgetError: options that cannot be read.
+    """
+    for name in options:
+        if name not in _OPTIONS:
+            raise InvalidOptionError(f"option {name!r} does not exist; backend memfit has {', '.join(_OPTIONS)}")
+    if "budget" not in options:
+        raise InvalidOptionError('backend memfit needs a budget: options={"budget": "6GiB"}')
+    budget = options["budget"]
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        raise InvalidOptionError(
+            f"budget {budget!r}: a share of the unplanned peak is not known before loss and optimizer are; give "
+            "bytes, or use memfit.fit"
+        )
+    shared = ("planner", "options", "time_limit_seconds", "seed")  # under the names that `Settings` has for them
+    chosen = {name: options[name] for name in shared if options.get(name) is not None}
+    settings = Settings(
+        budget=parse_budget(budget, 0),
+        host_budget_bytes=_size(options.get("host_budget", 0)),
+        stops_on_interrupt=True,
+        **chosen,
+    )
+    reserve = options.get("reserve")
+    return GraphSettings(settings=settings, reserve_bytes=None if reserve is None else _size(reserve))
+
+
+def _size(given: str | int) -> int:
+    return 0 if given in (0, "0") else parse_budget(given, 0)
+
+
+class PlannedGraph:
+    """One graph of Dynamo's, with a compiled pair of halves for each tuple of concrete sizes.
+
+    Args:
+        module: the graph.
+        read: returns the settings; called once, at the first call.
+    """
+
+    def __init__(self, module: torch.fx.GraphModule, read: Callable[[], GraphSettings]) -> None:
+        self.module = module
+        self.compiled: dict[Any, CompiledGraph] = {}
+        self.has_warned = False  # of the bytes that are set aside for the optimizer
+        self.has_warned_of_strides = False
+        self._read = read
+
+    def __call__(self, *inputs: Any) -> Any:
+        key = (_signatures(inputs), torch.is_grad_enabled())
+        compiled = self.compiled.get(key)
+        if compiled is None:
+            _refuse_ranks(inputs)
+        if compiled is None or compiled.should_plan_again(inputs):
+            compiled = self.compiled[key] = self.compile(inputs, compiled)
+        returned = compiled.function(*inputs)
+        for node in {leaf.grad_fn for leaf in returned if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None}:
+            node.register_prehook(compiled.check_gradients)
+        return returned
+
+    def compile(self, inputs: Sequence[Any], before: CompiledGraph | None) -> CompiledGraph:
+        """Return the compiled graph at the sizes of `inputs`.
+
+        Args:
+            inputs: of the graph.
+            before: what was compiled for these sizes before, if anything.
+        """
+        return CompiledGraph(self, inputs, before)
+
+    @cached_property
+    def options(self) -> GraphSettings:
+        """How the graph is planned."""
+        return self._read()
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans in use, one for each tuple of sizes."""
+        return [c.prepared.plan for c in self.compiled.values() if c.prepared is not None]
+
+
+class CompiledGraph:
+    """A graph at concrete sizes: traced by AOTAutograd, planned, lowered to two halves.
+
+    Args:
+        graph: where it is from.
+        inputs: of the graph, at these sizes.
+        before: what was compiled for these sizes before, if anything.
+    """
+
+    between: BetweenHalves | None = None
+
+    def __init__(self, graph: PlannedGraph, inputs: Sequence[Any], before: CompiledGraph | None) -> None:
+        self.graph = graph
+        self.before = before
+        self.asked_again = False
+        self.inputs = tensors_in(inputs)
+        self.device = _device_of(self.inputs)
+        self.prepared: Prepared | None = None
+        self.budget_bytes = int(graph.options.settings.budget)
+        self.bytes_beside = self.bytes_reserved = self.bytes_outside = 0
+        self.count_bytes()
+        self.bytes_outside_seen: int | None = None
+        self._bytes_after_forward = 0
+        self._is_in_autocast = any_autocast()  # while AOTAutograd traces, it is off
+        overlapping = _overlapping(inputs)
+        self.function = trace_joint(
+            graph.module,
+            [
+                on_its_own(leaf) if is_plain_dense(leaf) and place not in overlapping else leaf
+                for place, leaf in enumerate(inputs)
+            ],
+            partition=self._partition,
+            forward_compiler=lambda _module, _inputs: boxed(self.run_forward),
+            backward_compiler=lambda _module, _inputs: boxed(self.run_backward),
+            inference_compiler=lambda module, _inputs: make_boxed_func(module.forward),
+        )
+        self.inputs = []
+
+    def count_bytes(self) -> None:
+        """Count what is on the device beside the graph's inputs."""
+        self.bytes_beside = bytes_beside(self.inputs, self.device)
+        self.bytes_reserved = self._reserved()
+
+    def should_plan_again(self, inputs: Sequence[Any]) -> bool:
+        """Return whether the first step showed other bytes outside of the graph than were assumed; True only once."""
+        if self.bytes_outside_seen is None or self.before is not None or self.asked_again:
+            return False
+        self.asked_again = True
+        beside = bytes_beside(tensors_in(inputs), self.device)
+        assumed = self.bytes_beside + self.bytes_outside + self.bytes_reserved
+        seen = beside + self.bytes_outside_seen
+        return abs(seen - assumed) > _WORTH_PLANNING_AGAIN * self.budget_bytes
+
+    def _partition(
+        self, joint: torch.fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        _refuse_casts_inside(joint, self.graph.module, self._is_in_autocast)
+        name = f"graph of {len(joint_inputs[0])} inputs"
+        mode = fake_mode_of(tensors_in(joint_inputs)[0])
+
+        def planned(corrections: Corrections) -> JointCapture:
+            capture = capture_joint(
+                joint,
+                forward_outputs=num_fwd_outputs,
+                name=name,
+                device=self.device,
+                corrections=corrections,
+                between=self.between,
+            )
+            with real_tensors():
+                self.prepared = self.prepare(capture)
+            return capture
+
+        capture = with_real_results(planned)
+        assert self.prepared is not None
+        self.halves = partitioned(capture, self.prepared.program, joint, mode)
+        return self.halves.forward_module, self.halves.backward_module
+
+    def check_gradients(self, gradients: Sequence[Any]) -> None:
+        """Check what a backward pass hands to the backward half, before anything is released.
+
+        AOTAutograd copies a gradient of other strides than it had assumed, where eager's kernels see the strides.
+
+        Args:
+            gradients: of the graph's outputs; None for one that has none.
+
+        Raises:
+            UnsupportedStepError: the graph is to be retained.
+        """
+        _refuse_retained_graph()
+        if self.prepared is None or self.graph.has_warned_of_strides:
+            return
+        residents = self.prepared.captured.binding.residents
+        assumed = [resident.value for resident in residents if resident.origin is Origin.TANGENT]
+        given = [gradient for gradient in gradients if isinstance(gradient, torch.Tensor)]
+        if any(_differ_in_strides(*pair) for pair in zip(given, assumed, strict=False) if len(given) == len(assumed)):
+            self.graph.has_warned_of_strides = True
+            _log.warning(
+                "memfit: a gradient at a graph break has other strides than PyTorch assumed when it compiled the %s, "
+                "and is copied; kernels that choose by strides then give other bits than eager (memfit.fit's "
+                "verify=True compares them)",
+                self.prepared.captured.graph.name,
+            )
+
+    def prepare(self, capture: JointCapture) -> Prepared:
+        """Plan within the bytes that the budget leaves beside the graph.
+
+        Before the first step, the bytes that user code will hold between the halves are taken to be those of the
+        graph's outputs.
+        """
+        graph, before = capture.captured.graph, self.before
+        departing = sum(graph.storages[s].bytes for b in graph.boundaries for s in b.departures)
+        seen = before.bytes_outside_seen if before is not None else None
+        self.bytes_outside = departing if seen is None else seen
+        left = self.budget_bytes - self.bytes_beside - self.bytes_reserved
+        try:
+            return prepare(
+                capture.captured,
+                settings_of(self.graph.options, graph).within(max(1, left)),
+                outputs=[capture.forward_outputs, capture.backward_outputs],
+                bytes_outside=self.bytes_outside,
+            )
+        except NoPlanError as error:
+            raise self._of_whole_budget(error) from error
+
+    def _of_whole_budget(self, error: NoPlanError) -> NoPlanError:
+        """Return the error about the bytes that the budget leaves as one about the budget."""
+        taken, found = self.bytes_beside + self.bytes_reserved, error.least_budget_found_bytes
+        reserved = (
+            f" and {format_bytes(self.bytes_reserved)} set aside for the optimizer" if self.bytes_reserved else ""
+        )
+        needed = "" if found is None else f"; a budget of {taken + found} bytes was reached"
+        return type(error)(
+            f"of the budget of {format_bytes(self.budget_bytes)}, {format_bytes(self.bytes_beside)} are beside this "
+            f"graph{reserved}{needed}; in what is left {error}",
+            least_budget_found_bytes=None if found is None else taken + found,
+            least_budget_bound_bytes=taken + error.least_budget_bound_bytes,
+        )
+
+    def _reserved(self) -> int:
+        """Return the bytes that something else will take later: 0 after a whole step, which has shown them."""
+        if self.before is not None:
+            return 0
+        if self.graph.options.reserve_bytes is not None:
+            return self.graph.options.reserve_bytes
+        trained = [t for t in self.inputs if isinstance(t, torch.nn.Parameter) and t.requires_grad]
+        reserved = _ADAM_STATES * sum(t.untyped_storage().nbytes() for t in trained)
+        if reserved and not self.graph.has_warned:
+            self.graph.has_warned = True
+            _log.warning(
+                "memfit: %s of the budget is set aside for the optimizer state of the first step, as Adam would take; "
+                'options={"reserve": 0} if your optimizer has none',
+                format_bytes(reserved),
+            )
+        return reserved
+
+    def run_forward(self, arguments: list[Any]) -> list[Any]:
+        """Run the forward half; `arguments` is emptied."""
+        returned = self.halves.forward(arguments)
+        if self.bytes_outside_seen is None:
+            self._bytes_after_forward = allocated_bytes(self.device)
+        return returned
+
+    def run_backward(self, arguments: list[Any]) -> list[Any]:
+        """Run the backward half; `arguments` is emptied."""
+        if self.bytes_outside_seen is None:
+            self.bytes_outside_seen = max(0, allocated_bytes(self.device) - self._bytes_after_forward)
+        return self.halves.backward(arguments)
+
+
+def settings_of(options: GraphSettings, graph: Graph) -> Settings:
+    """Return the settings for one graph of a model: mirror marks that name nothing in it are left out.
+
+    A mark may belong to another graph of the same model, so that it is no error here; unless `options.is_part`, a
+    warning names it.
+
+    Args:
+        options: of the model, or of the part.
+        graph: one of its graphs.
+    """
+    settings = options.settings
+    if MIRROR_OPTION not in settings.options:
+        return settings
+    marks = read_mirrors(settings.options[MIRROR_OPTION])
+    here = tuple(mark for mark in marks if mark.marked(graph))
+    for mark in marks:
+        if mark not in here and not options.is_part:
+            _log.warning("memfit: the mirror mark %r names nothing in the %s", mark.where, graph.name)
+    return replace(settings, options={**settings.options, MIRROR_OPTION: here})
+
+
+def _differ_in_strides(gradient: torch.Tensor, assumed: Value) -> bool:
+    strides = zip(gradient.shape, gradient.stride(), assumed.stride, strict=False)
+    return tuple(gradient.shape) == assumed.shape and any(size > 1 and mine != other for size, mine, other in strides)
+
+
+def _refuse_retained_graph() -> None:
+    """Refuse a backward that keeps its graph; it runs before the backward, when nothing has been released."""
+    if backward_keeps_graph():
+        raise UnsupportedStepError(
+            "backward with retain_graph=True: a planned step lets go of activations as backward consumes them; call "
+            "backward once, or leave this model out of backend memfit"
+        )
+
+
+def _signatures(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what a compiled graph depends on of its inputs: of tensors that share memory, the offsets in it too."""
+    overlapping = _overlapping(inputs)
+    return tuple(
+        (tensor_signature(leaf), overlapping.get(place)) if isinstance(leaf, torch.Tensor) else leaf
+        for place, leaf in enumerate(inputs)
+    )
+
+
+def _overlapping(inputs: Sequence[Any]) -> dict[int, tuple[int, int]]:
+    """Return the places of tensors that share memory: place -> (the first place on their storage, offset in it)."""
+    on_storage: dict[int, list[int]] = {}
+    for place, leaf in enumerate(inputs):
+        if is_plain_dense(leaf) and leaf.numel():
+            on_storage.setdefault(leaf.untyped_storage().data_ptr(), []).append(place)
+    found: dict[int, tuple[int, int]] = {}
+    for places in on_storage.values():
+        if len(places) == 1:
+            continue
+        spans = sorted((span_bytes(inputs[place]), place) for place in places)
+        if any(left[1] > right[0] for (left, _), (right, _) in itertools.pairwise(spans)):
+            found |= {place: (places[0], int(inputs[place].storage_offset())) for place in places}
+    return found
+
+
+def _refuse_casts_inside(joint: torch.fx.GraphModule, module: torch.fx.GraphModule, is_in_autocast: bool) -> None:
+    """Refuse a kernel that autocast would cast inside: a compiled graph runs it outside of autocast.
+
+    Args:
+        joint: the calls that the halves make.
+        module: the graph that they are from, which enters autocast where the user's code does.
+        is_in_autocast: whether the whole graph runs inside autocast.
+    """
+    packets = {getattr(node.target, "overloadpacket", None): node.target for node in joint.graph.nodes}
+    cast = next((packets[packet] for packet in CAST_INSIDE if packet in packets), None)
+    enters = any("enter_autocast" in getattr(node.target, "__name__", "") for node in module.graph.nodes)
+    if cast is not None and (enters or is_in_autocast):
+        raise UnsupportedStepError(
+            f"{cast} computes with other operators, which eager casts under torch.autocast and a compiled graph does "
+            "not: call it inside torch.autocast(..., enabled=False)"
+        )
+
+
+def _refuse_ranks(inputs: Sequence[Any]) -> None:
+    foreign = {type(tensor).__name__ for tensor in tensors_in(inputs)} - _PLAIN
+    if runs_under_ddp() or foreign:
+        what = f"holds tensors of type {min(foreign)}, as under FSDP" if foreign else "is under DDP"
+        raise UnsupportedStepError(
+            f"the model {what}; memfit does not plan across ranks yet: compile the bare module, or use another backend"
+        )
+
+
+def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+    accelerated = [tensor.device for tensor in tensors if tensor.device.type != "cpu"]
+    return accelerated[0] if accelerated else torch.device("cpu")

@@ -1,0 +1,152 @@
+"""The two halves of a planned joint graph, in the form that AOTAutograd expects from a partitioner.
+
+AOTAutograd passes all primals to the forward half, and saves the tensors that it returns after its outputs. The
+backward half gets those, then the tangents. The storages that are live across the boundary are saved, and the primals
+that backward reads.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from memfit.binding import Origin, Value
+from memfit.capture.joint import JointCapture
+from memfit.cost.views import at_offset_zero
+from memfit.runtime.program import Half, Program
+from memfit.torch_private import FakeTensorMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halves:
+    """Both halves.
+
+    Attributes:
+        forward, backward: the boxed functions.
+        forward_module, backward_module: modules of their signatures, which AOTAutograd reads and never runs.
+    """
+
+    forward: Callable[[list[Any]], list[Any]]
+    backward: Callable[[list[Any]], list[Any]]
+    forward_module: GraphModule
+    backward_module: GraphModule
+
+
+def partitioned(capture: JointCapture, program: Program, joint: GraphModule, mode: FakeTensorMode) -> Halves:
+    """Return the halves of a program, and their signatures as modules.
+
+    Args:
+        capture: the joint graph.
+        program: its two functions.
+        joint: the module that AOTAutograd made.
+        mode: the mode of its fakes.
+    """
+    first, second = program.halves
+    binding = capture.captured.binding
+    given = [r.value for r in binding.residents if r.origin in (Origin.INPUT, Origin.TANGENT)]
+    on_storage = Counter(value.storage for value in given)
+    # Captured as if it had a storage of its own: what a call gives may start within a larger one.
+    rebased = {value.storage for value in given if value.offset == 0 and on_storage[value.storage] == 1}
+    primal_of = {r.value.storage: int(r.key) for r in reversed(binding.residents) if r.origin is Origin.INPUT}
+    constants = {r.value.storage: r.constant for r in binding.residents if r.origin is Origin.CONSTANT}
+    tangent_of = {r.value.storage: int(r.key) for r in reversed(binding.residents) if r.origin is Origin.TANGENT}
+    primals_saved = tuple(s for s in second.takes if s in primal_of)
+    saved = (*first.saved, *primals_saved)
+    forward = _forward(first, primal_of, constants, primals_saved, rebased)
+    backward = _backward(second, saved, tangent_of, constants, rebased)
+    bases = binding.bases()
+    placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    tangents = [node for node in placeholders if str(node.target).startswith("tangents")]
+    primals = [node for node in placeholders if node not in tangents]
+    saved_values = [_fake(bases[storage], mode, binding.device) for storage in saved]
+    (outputs,) = next(node for node in joint.graph.nodes if node.op == "output").args
+    count = len(capture.forward_outputs)
+    return Halves(
+        forward=forward,
+        backward=backward,
+        forward_module=_signature(
+            [(node.name, node.meta) for node in primals],
+            [*map(_example, outputs[:count]), *saved_values],
+        ),
+        backward_module=_signature(
+            [*((f"saved_{i}", {"val": fake}) for i, fake in enumerate(saved_values))]
+            + [(node.name, node.meta) for node in tangents],
+            [*map(_example, outputs[count:])],
+        ),
+    )
+
+
+def _forward(
+    half: Half,
+    primal_of: dict[int, int],
+    constants: dict[int, Any],
+    primals_saved: Sequence[int],
+    rebased: Collection[int],
+) -> Callable[[list[Any]], list[Any]]:
+    def forward(arguments: list[Any]) -> list[Any]:
+        kept = [arguments[primal_of[storage]] for storage in primals_saved]
+        taken = [constants[s] if s in constants else arguments[primal_of[s]] for s in half.takes]
+        taken = [at_offset_zero(each) if s in rebased else each for s, each in zip(half.takes, taken, strict=True)]
+        arguments.clear()
+        return [*half.function(taken), *kept]
+
+    return forward
+
+
+def _backward(
+    half: Half,
+    saved: Sequence[int],
+    tangent_of: dict[int, int],
+    constants: dict[int, Any],
+    rebased: Collection[int],
+) -> Callable[[list[Any]], list[Any]]:
+    place = {storage: number for number, storage in enumerate(saved)}
+    place |= {storage: len(saved) + number for storage, number in tangent_of.items()}
+
+    def backward(arguments: list[Any]) -> list[Any]:
+        taken = [constants[s] if s in constants else arguments[place[s]] for s in half.takes]
+        taken = [at_offset_zero(each) if s in rebased else each for s, each in zip(half.takes, taken, strict=True)]
+        arguments.clear()
+        return half.function(taken)
+
+    return backward
+
+
+def _fake(value: Value, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    with mode:
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+
+
+def _example(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, Node) else node
+
+
+def _signature(inputs: Sequence[tuple[str, dict[str, Any]]], outputs: Sequence[Any]) -> GraphModule:
+    """Return a module of this signature: AOTAutograd reads its placeholders and its output, and never runs it."""
+    graph = Graph()
+    placeholders: list[Node] = []
+    for name, meta in inputs:
+        node = graph.placeholder(name)
+        node.meta = dict(meta)
+        placeholders.append(node)
+    body = graph.call_function(_never_run, tuple(placeholders))
+    returned: list[Any] = []
+    for number, example in enumerate(outputs):
+        if example is None or isinstance(example, (int, float, bool)):
+            returned.append(example)
+            continue
+        item = graph.call_function(operator.getitem, (body, number))
+        item.meta["val"] = example
+        returned.append(item)
+    graph.output(tuple(returned))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def _never_run(*_arguments: Any) -> Any:
+    raise AssertionError("the signature of a half was run in place of the half")

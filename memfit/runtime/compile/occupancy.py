@@ -1,0 +1,45 @@
+"""What is on a device beside a graph's own tensors."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import torch
+
+from memfit.system.recorder import allocated_bytes, taken_bytes
+
+
+def bytes_beside(own: Sequence[torch.Tensor], device: torch.device) -> int:
+    """Return the bytes of all tensors on `device` whose storage is none of `own`'s.
+
+    On CUDA the allocator counts them. On a CPU all tensors that have a Python object are counted, also those that
+    autograd saved for backward.
+
+    Args:
+        own: tensors that are not counted.
+        device: a CPU or CUDA device.
+    """
+    mine = _storages(own, device)
+    if device.type == "cuda":
+        return max(0, allocated_bytes(device) - sum(mine.values()))
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    everything = _storages(tensors, device)
+    return sum(size for pointer, size in everything.items() if pointer not in mine)
+
+
+def _storages(tensors: Sequence[torch.Tensor], device: torch.device) -> dict[int, int]:
+    """Data pointer -> bytes of the storages on the device, each once; fakes and other dataless tensors have none."""
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor.device.type != device.type or tensor.layout is not torch.strided or type(tensor) not in _WITH_DATA:
+            continue
+        storage = tensor.untyped_storage()
+        try:
+            found[storage.data_ptr()] = taken_bytes(storage.nbytes(), device)
+        except RuntimeError:  # what tracing left behind for the garbage collector: a storage without data
+            continue
+    return found
+
+
+_WITH_DATA = (torch.Tensor, torch.nn.Parameter)

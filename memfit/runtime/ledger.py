@@ -1,0 +1,426 @@
+"""Ledger: one budget, shared among the planned graphs of a step with graph breaks.
+
+Only a step that has run shows what else is on the device: tensors of user code, gradients, the optimizer's update. The
+first steps therefore run the leanest plans. After them, the bytes at each moment of a step are known as a sum of three
+terms: what else is there, what the plans of the open graphs keep for their backward halves, and the peak of the half
+that runs. Each graph is planned within the bytes that this sum leaves to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from memfit.capture import Captured
+from memfit.capture.joint import BetweenHalves
+from memfit.cost.calibration import local_device
+from memfit.device import Device
+from memfit.errors import InfeasibleBudgetError, NoPlanError, TimeLimitError
+from memfit.graph import Graph
+from memfit.plan import Plan, Problem
+from memfit.planners.engine.bounds.bounds import least_budget_bound
+from memfit.planners.engine.results import unplanned_schedule
+from memfit.planning import Settings, make_leanest_plan, make_plan
+from memfit.schedule import Code, Schedule
+from memfit.simulate import simulate
+from memfit.system.budget import format_bytes
+from memfit.system.recorder import Usage, allocated_bytes, record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The bytes of a plan that others have to share with, its graph's residents included in the peaks.
+
+    Attributes:
+        kept_bytes: live between the halves, residents not included.
+        forward_bytes, backward_bytes: peaks of the halves.
+    """
+
+    kept_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+
+    def towards(self, other: Shape, share: float) -> Shape:
+        """Return the shape at `share` (from 0 to 1) of the way to `other`, in none of its bytes less than this one."""
+
+        def between(mine: int, theirs: int) -> int:
+            return mine + math.floor(max(0, theirs - mine) * share)
+
+        return Shape(
+            kept_bytes=between(self.kept_bytes, other.kept_bytes),
+            forward_bytes=between(self.forward_bytes, other.forward_bytes),
+            backward_bytes=between(self.backward_bytes, other.backward_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """The bytes that a graph is planned within.
+
+    Attributes:
+        budget_bytes: for the graph, with its residents.
+        bytes_between: taken between its halves, beside what it keeps: by the graphs and the code that run there.
+        bytes_outside: taken from the end of its forward half on: gradients of other graphs, say.
+    """
+
+    budget_bytes: int
+    bytes_between: int
+    bytes_outside: int
+
+
+@dataclass(eq=False, kw_only=True)
+class Part:
+    """A graph of the step at concrete sizes.
+
+    Attributes:
+        captured: with the costs of its ops.
+        settings: for its plans, but for the budget.
+        beside_bytes: the step's residents that are not the graph's.
+        plan, shape: the plan in use, and its shape.
+        leanest, lean: the leanest plan so far, and its shape.
+        full: the shape of the plan that recomputes nothing.
+    """
+
+    captured: Captured
+    settings: Settings
+    beside_bytes: int
+    device: Device = field(init=False)
+    plan: Plan = field(init=False)
+    shape: Shape = field(init=False)
+    leanest: Plan = field(init=False)
+    lean: Shape = field(init=False)
+    full: Shape = field(init=False)
+
+    def __post_init__(self) -> None:
+        graph = self.captured.graph
+        self.device = self.settings.device or local_device(self.captured.binding.device)
+        unplanned = unplanned_schedule(Problem(graph=graph, device=self.device, budget_bytes=0))
+        self.full = self._shape(unplanned)
+        most_bytes = max(self.full.forward_bytes, self.full.backward_bytes)
+        self.plan_leanest(Room(budget_bytes=0, bytes_between=most_bytes, bytes_outside=0))
+        self.use_leanest()
+
+    @property
+    def resident_bytes(self) -> int:
+        """The bytes of the graph's residents: parameters and inputs."""
+        return self.captured.graph.resident_bytes
+
+    @property
+    def arriving_bytes(self) -> int:
+        """The bytes of the gradients that the backward half is given."""
+        graph = self.captured.graph
+        return sum(graph.storages[storage].bytes for b in graph.boundaries for storage in b.arrivals)
+
+    @property
+    def bound_bytes(self) -> int:
+        """The least bytes of a step with this graph, whatever the plans: proved."""
+        graph = _with_bytes_between(self.captured, 0)
+        return self.beside_bytes + least_budget_bound(Problem(graph=graph, device=self.device, budget_bytes=1))[0]
+
+    def plan_leanest(self, room: Room) -> None:
+        """Make the plan that takes the fewest bytes, with the bytes between and outside of a room; not yet used."""
+        graph = self._graph_in(room)
+        self.leanest = make_leanest_plan(graph, self.device, self.settings, room.bytes_outside)
+        self.lean = self._shape(self.leanest.schedule)
+
+    def plan_within(self, room: Room) -> None:
+        """Use the fastest plan for a room that has bytes enough for the leanest plan."""
+        settings = self.settings.within(max(1, room.budget_bytes))
+        try:
+            plan = make_plan(self._graph_in(room), self.device, settings, room.bytes_outside)
+        except NoPlanError:
+            plan = self.leanest
+        self._use(plan)
+
+    def use_leanest(self) -> None:
+        """Use the leanest plan."""
+        self._use(self.leanest)
+
+    def _use(self, plan: Plan) -> None:
+        self.plan, self.shape = plan, self._shape(plan.schedule)
+
+    def _graph_in(self, room: Room) -> Graph:
+        return _with_bytes_between(self.captured, room.bytes_between)
+
+    def _shape(self, schedule: Schedule) -> Shape:
+        graph = _with_bytes_between(self.captured, 0)
+        timeline = simulate(graph, schedule, self.device)
+        (boundary,) = np.flatnonzero(schedule.codes == Code.BOUNDARY)
+        before, after = timeline.device_bytes[:boundary], timeline.device_bytes[boundary:]
+        outside = int(schedule.extras[boundary])
+        return Shape(
+            kept_bytes=int(after[0]) - outside - self.arriving_bytes - graph.resident_bytes,
+            forward_bytes=int(before.max(initial=graph.resident_bytes)),
+            backward_bytes=int(after.max()) - outside,
+        )
+
+
+def _with_bytes_between(captured: Captured, bytes_between: int) -> Graph:
+    """Return the graph of a capture whose call between the halves takes that many bytes."""
+    ops = list(captured.graph.ops)
+    for call in captured.binding.calls:
+        if isinstance(call.target, BetweenHalves):
+            ops[call.op] = msgspec.structs.replace(ops[call.op], workspace_bytes=bytes_between)
+    return msgspec.structs.replace(captured.graph, ops=tuple(ops))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """The most bytes at one moment of a step, but for those that depend on plans.
+
+    Attributes:
+        base_bytes: on the device besides what plans keep, and besides the half that runs.
+        open: the parts whose forward half has run and whose backward half has not; one may stand there twice.
+        part: whose half runs, or None for user code.
+        is_forward: which half.
+    """
+
+    base_bytes: int
+    open: tuple[Part, ...]
+    part: Part | None = None
+    is_forward: bool = False
+
+    def bytes_with(self, shapes: Mapping[Part, Shape]) -> int:
+        """Return the bytes on the device at this moment if the plans have these shapes."""
+        kept = self.base_bytes + sum(shapes[part].kept_bytes for part in self.open)
+        if self.part is None:
+            return kept
+        shape = shapes[self.part]
+        return kept + (shape.forward_bytes if self.is_forward else shape.backward_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Half:
+    """A half that ran: bytes on the device at its start, and the most of the user code before it."""
+
+    part: Part | None
+    is_forward: bool
+    start_bytes: int
+    code_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """The moments of one step, and for each call of a graph the moments of its two halves."""
+
+    moments: tuple[Moment, ...]
+    calls: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeen:
+    """A step that ran.
+
+    Attributes:
+        loss: what it returned.
+        peak_bytes: on the device, residents included; None for a step in which a graph was compiled, which runs the
+            graph's ops one by one.
+        is_new: whether no step before took the same way through the parts. Never, if `peak_bytes` is None.
+    """
+
+    loss: torch.Tensor
+    peak_bytes: int | None
+    is_new: bool
+
+
+class Ledger:
+    """The parts of a step, and the moments of the steps that it has seen.
+
+    Args:
+        device: where the step runs.
+
+    Attributes:
+        compiled: how often a graph was compiled; whoever compiles one adds to it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.compiled = 0
+        self._steps: dict[tuple[Any, ...], _Step] = {}
+        self._halves: list[_Half] = []
+        self._code: tuple[AbstractContextManager[Usage], Usage] | None = None
+        self._offset_bytes = 0
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of the steps seen, in the order of their first forward halves."""
+        return tuple(dict.fromkeys(moment.part for moment in self._moments() if moment.part is not None))
+
+    def run(self, run: Callable[[], torch.Tensor], resident_bytes: int) -> StepSeen:
+        """Run a step, and note its moments if no step before took the same way through the parts.
+
+        Args:
+            run: runs the step.
+            resident_bytes: the bytes of parameters, buffers, batch and the optimizer's state.
+        """
+        self._halves, compiled = [], self.compiled
+        self._offset_bytes = resident_bytes - allocated_bytes(self.device)
+        try:
+            with record(self.device) as usage:
+                self._begin_code()
+                loss = run()
+                self._note(None, is_forward=False)
+        finally:
+            self._end_code()
+        way = tuple((id(half.part), half.is_forward) for half in self._halves)
+        is_settled = self.compiled == compiled
+        is_new = is_settled and way not in self._steps
+        if is_new:
+            self._steps[way] = _moments(self._halves)
+        self._halves = []
+        return StepSeen(loss=loss, peak_bytes=resident_bytes + usage.taken_bytes if is_settled else None, is_new=is_new)
+
+    def begin(self, part: Part, *, is_forward: bool) -> None:
+        """Note that a half of `part` begins."""
+        self._note(part, is_forward=is_forward)
+
+    def end(self) -> None:
+        """Note that the half has ended."""
+        self._begin_code()
+
+    def share(self, budget_bytes: int, line: str) -> None:
+        """Plan each part within the bytes that the budget leaves it.
+
+        Each is given the same share of the way from its leanest plan to the one that recomputes nothing. Then those
+        that recompute the most are given what the others have left.
+
+        Args:
+            budget_bytes: of the whole step.
+            line: the user's line that broke the graph, for the error.
+
+        Raises:
+            NoPlanError: even the leanest plans take more; with the least budget that they reach. They are then in use.
+        """
+        parts = self.parts
+        if self.least_bytes > budget_bytes:
+            self._make_leaner()
+        if self.least_bytes > budget_bytes:
+            for part in parts:
+                part.use_leanest()
+            raise self.no_plan(budget_bytes, line)
+        lean = {part: part.lean for part in parts}
+        full = {part: part.lean.towards(part.full, 1.0) for part in parts}
+        share = 1.0
+        for moment in self._moments():
+            at_least, at_most = moment.bytes_with(lean), moment.bytes_with(full)
+            if at_most > budget_bytes:
+                share = min(share, (budget_bytes - at_least) / (at_most - at_least))
+        shapes = {part: part.lean.towards(part.full, share) for part in parts}
+        for part in parts:
+            room = self._room(part, shapes, budget_bytes)
+            between_bytes = room.budget_bytes - part.resident_bytes - shapes[part].kept_bytes
+            part.plan_within(replace(room, bytes_between=max(0, between_bytes)))
+        for part in sorted(parts, key=lambda part: part.plan.overhead * part.plan.unplanned.seconds, reverse=True):
+            if part.plan.overhead > 0.0:
+                part.plan_within(self._room(part, {each: each.shape for each in parts}, budget_bytes))
+
+    def _make_leaner(self) -> None:
+        """Make leaner plans, the last graph's first: those before it have its bytes between their halves."""
+        for part in reversed(self.parts):
+            part.plan_leanest(self._room(part, {each: each.lean for each in self.parts}, 0))
+
+    def _room(self, part: Part, shapes: Mapping[Part, Shape], budget_bytes: int) -> Room:
+        """Return what a budget leaves for a part, the others having these shapes."""
+        forward_bytes, backward_bytes, between_bytes = 0, 0, 0
+        mine = shapes[part]
+        for step in self._steps.values():
+            for first, last in step.calls:
+                if step.moments[first].part is not part:
+                    continue
+                base_bytes = step.moments[first].bytes_with(shapes) - mine.forward_bytes
+                forward_bytes = max(forward_bytes, base_bytes)
+                backward_bytes = max(backward_bytes, step.moments[last].bytes_with(shapes) - mine.backward_bytes)
+                inner_bytes = max(moment.bytes_with(shapes) for moment in step.moments[first + 1 : last])
+                between_bytes = max(between_bytes, inner_bytes - mine.kept_bytes - base_bytes - part.resident_bytes)
+        return Room(
+            budget_bytes=budget_bytes - forward_bytes,
+            bytes_between=between_bytes,
+            bytes_outside=max(0, backward_bytes - forward_bytes),
+        )
+
+    @property
+    def least_bytes(self) -> int:
+        """The peak of the step if each part ran its leanest plan so far."""
+        lean = {part: part.lean for part in self.parts}
+        return max(moment.bytes_with(lean) for moment in self._moments())
+
+    @property
+    def bound_bytes(self) -> int:
+        """The least bytes of the step, whatever the plans of its graphs: proved."""
+        return max((part.bound_bytes for part in self.parts), default=0)
+
+    def no_plan(self, budget_bytes: int, line: str, more_bytes: int = 0) -> NoPlanError:
+        """Return the error of a budget that the leanest plans exceed.
+
+        Args:
+            budget_bytes: of the whole step.
+            line: the user's line that broke the graph.
+            more_bytes: what a step was seen to take beyond what its plans say.
+        """
+        least_bytes, bound_bytes = self.least_bytes + more_bytes, self.bound_bytes
+        kind = InfeasibleBudgetError if budget_bytes < bound_bytes else TimeLimitError
+        return kind(
+            f"no plan fits {format_bytes(budget_bytes)} ({budget_bytes} bytes): the {len(self.parts)} graphs around "
+            f"{line}, with what runs between them, reached {format_bytes(least_bytes)} ({least_bytes} bytes), and no "
+            f"plan can go below {format_bytes(bound_bytes)} ({bound_bytes} bytes); raise the budget or make the batch "
+            "smaller",
+            least_budget_found_bytes=least_bytes,
+            least_budget_bound_bytes=bound_bytes,
+        )
+
+    def _moments(self) -> list[Moment]:
+        return [moment for step in self._steps.values() for moment in step.moments]
+
+    def _begin_code(self) -> None:
+        context = record(self.device)
+        self._code = context, context.__enter__()
+        self._code_start_bytes = self._offset_bytes + allocated_bytes(self.device)
+
+    def _end_code(self) -> int:
+        """End the record of user code; return the most bytes on the device in it."""
+        if self._code is None:
+            return 0
+        context, usage = self._code
+        self._code = None
+        context.__exit__(None, None, None)
+        return self._code_start_bytes + usage.peak_bytes
+
+    def _note(self, part: Part | None, *, is_forward: bool) -> None:
+        code_bytes = self._end_code()
+        start_bytes = self._offset_bytes + allocated_bytes(self.device)
+        half = _Half(part=part, is_forward=is_forward, start_bytes=start_bytes, code_bytes=code_bytes)
+        self._halves.append(half)
+
+
+def _moments(halves: Sequence[_Half]) -> _Step:
+    """Return the moments of a step that ran: before each half the user code, then the half itself."""
+    moments: list[Moment] = []
+    calls: list[tuple[int, int]] = []
+    open_since: list[tuple[Part, Shape, int]] = []
+    for half in halves:
+        kept_bytes = sum(shape.kept_bytes for _, shape, _ in open_since)
+        now_open = tuple(part for part, _, _ in open_since)
+        moments.append(Moment(base_bytes=half.code_bytes - kept_bytes, open=now_open))
+        part = half.part
+        if part is None:
+            continue
+        base_bytes = half.start_bytes - kept_bytes - part.resident_bytes
+        if half.is_forward:
+            open_since.append((part, part.shape, len(moments)))
+        else:
+            place = max((n for n, (each, _, _) in enumerate(open_since) if each is part), default=None)
+            if place is None:  # the forward half ran before this step
+                continue
+            calls.append((open_since[place][2], len(moments)))
+            del open_since[place]
+            now_open = tuple(each for each, _, _ in open_since)
+            base_bytes -= part.arriving_bytes
+        moments.append(Moment(base_bytes=base_bytes, open=now_open, part=part, is_forward=half.is_forward))
+    return _Step(moments=tuple(moments), calls=tuple(calls))

@@ -1,0 +1,43 @@
+"""The result of a measurement, for the runtime, the commands and the report alike; imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a machine measured of a step, and beside it of the baseline, which is eager PyTorch.
+
+        >>> Measured(
+        ...     peak_bytes=286 << 20, step_seconds=1.18, overhead=0.2, baseline_peak_bytes=677 << 20,
+        ...     baseline_step_seconds=0.98, machine="2 CPU cores",
+        ... ).overhead
+        0.2
+
+    Attributes:
+        peak_bytes: of the planned step, residents included.
+        step_seconds: of the planned step; the median of several.
+        baseline_peak_bytes, baseline_step_seconds: the same of the step in eager PyTorch.
+        overhead: the median of the ratios of planned to baseline seconds, each of two steps one after the other, minus
+            one.
+        resident_bytes: parameters, buffers, optimizer state and batch.
+        reserved_bytes: the most that the CUDA allocator held; None on a CPU.
+        source: names the instrument that counted the bytes.
+        bitwise_equal: whether outputs, gradients and buffers were the same bits as the unplanned step's; None where
+            that was not compared.
+        machine: where this was measured, in words.
+        note: further remarks, as sentences.
+    """
+
+    peak_bytes: int
+    step_seconds: float
+    baseline_peak_bytes: int
+    baseline_step_seconds: float
+    overhead: float
+    resident_bytes: int = 0
+    reserved_bytes: int | None = None
+    source: str = ""
+    bitwise_equal: bool | None = None
+    machine: str = ""
+    note: str = ""

@@ -1,0 +1,30 @@
+"""Signatures: what of a batch decides which program a call of a planned step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from memfit.capture.training_step import plain
+from memfit.torch_private import tree_flatten
+
+
+def batch_signature(batch: Any) -> Hashable:
+    """Return the signature of a call with `batch`: two calls of equal signatures can run the same program.
+
+    The batch counts by its structure, the shapes, strides, dtypes and devices of its tensors, and the values of
+    everything else. What else a step depends on is held by its guards.
+    """
+    leaves, structure = tree_flatten(batch)
+    return structure, tuple(_leaf_signature(leaf) for leaf in leaves)
+
+
+def tensor_signature(tensor: torch.Tensor) -> Hashable:
+    """Return all that a program depends on of a tensor that it takes; its values do not count."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _leaf_signature(leaf: Any) -> Hashable:
+    return tensor_signature(leaf) if isinstance(leaf, torch.Tensor) else (type(leaf), repr(plain(leaf)))

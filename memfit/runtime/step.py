@@ -1,0 +1,377 @@
+"""`fit`, and the planned step that it returns: a training step within a budget of bytes, called once a batch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.binding import Origin
+from memfit.capture import Captured, TrainingStep, capture, with_real_results
+from memfit.capture.compare import require_as_eager
+from memfit.capture.placement import step_device
+from memfit.capture.step_check import check_step, require_training_context
+from memfit.capture.stream import Stream
+from memfit.cost.calibration import local_device
+from memfit.cost.observations import Corrections
+from memfit.errors import (
+    GraphBreakError,
+    InfeasibleBudgetError,
+    InvalidOptionError,
+    TimeLimitError,
+    UnsupportedStepError,
+)
+from memfit.plan import Plan, Progress
+from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Settings, ignored
+from memfit.runtime.arena.arena import Arena
+from memfit.runtime.eager_peak import with_eager_peak
+from memfit.runtime.first_step import Correction, measured_step, needed_correction
+from memfit.runtime.measure import measure_step, resident_bytes
+from memfit.runtime.measured import Measured
+from memfit.runtime.parts import PartlyPlannedStep
+from memfit.runtime.signature import batch_signature
+from memfit.runtime.step_memory import StepMemory
+from memfit.runtime.step_program import StepProgram, make_step_program, set_gradients
+from memfit.runtime.uncopied import Uncopied
+from memfit.runtime.variants import Variant, Variants
+from memfit.runtime.verify import require_same
+from memfit.system.budget import parse_budget
+from memfit.system.recorder import empty_cache, records_at_once
+
+_log = logging.getLogger(__name__)
+
+
+def fit(
+    model: torch.nn.Module,
+    loss: Callable[..., torch.Tensor],
+    batch: Any,
+    *,
+    budget: str | int,
+    optimizer: torch.optim.Optimizer | None = None,
+    clip_norm: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    planner: str = DEFAULT_PLANNER,
+    options: Mapping[str, object] | None = None,
+    time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS,
+    seed: int = 0,
+    plan: Plan | Path | str | None = None,
+    verify: bool = False,
+    host_budget: str | int = 0,
+    arena: bool = False,
+    on_stage: Callable[[str], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> PlannedStep | PartlyPlannedStep:
+    """Plan a training step within `budget` and return it, ready to be called with batches.
+
+        >>> import torch, memfit
+        >>> def loss(model, batch):
+        ...     inputs, labels = batch
+        ...     return torch.nn.functional.cross_entropy(model(inputs), labels)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+        >>> batch = torch.randn(32, 8), torch.randint(0, 2, (32,))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> step = memfit.fit(model, loss, batch, optimizer=optimizer, budget="1MiB")
+        >>> loss_value = step(batch)
+
+    Args:
+        model: see `TrainingStep`, also for the next two arguments.
+        loss: of the model and a batch.
+        batch: an example of the later batches.
+        budget: the bytes that the step may use on its device, everything included: `"6GiB"`, `"60%"` of the peak of the
+            step as it is written, with checkpointed regions (of the measured eager peak, if the step depends on a
+            tensor's value), or an integer.
+        optimizer: see `TrainingStep`, also for the next two arguments.
+        clip_norm: the largest global norm of the gradients of the optimizer's parameters.
+        scaler: scales the loss and guards the update.
+        planner: one of `memfit planners`.
+        options: of the planner.
+        time_limit_seconds: how long the planner may search.
+        seed: the same seed and the same limits give the same plan.
+        plan: a plan made before (or its file), used instead of searching.
+        verify: run a planned and an eager step from the same state, and another pair from changed parameters, and raise
+            at the first tensor that differs.
+        host_budget: the bytes of host memory that storages may be copied to, as text or an integer, where the device
+            has a link to its host. The default 0 copies nothing. Host copies are pinned: no other program can use that
+            memory meanwhile. How much of it is free is not checked.
+        arena: serve the requests of each call from memory that is laid out after the first call of its signature; see
+            `memfit.arena`. On CUDA call `memfit.arena(device="cuda")` before anything is put on the device.
+        on_stage: called with the name of each stage when it begins.
+        progress: called by the planner while it searches.
+
+    Raises:
+        InfeasibleBudgetError: no plan fits. The error has the least budget found and the least that any plan could
+            reach.
+        TimeLimitError: the planner found no plan that fits, and nothing proves that there is none.
+        CaptureError: the step cannot be captured, or what was captured is not what eager runs; the message names the
+            user's line.
+        VerificationError: the planned step's bits differ from eager's; the message names the first differing tensor.
+        ArenaUnavailableError: there can be no arena on this machine, for example without a C++ compiler.
+        MemfitError: any other bad input; each message says what to do.
+
+    Guarantees: outputs, gradients, buffers and random streams are those of the unplanned step, wherever kernels are
+    deterministic. A step whose Python code depends on a tensor's value is not one graph: the graphs around that line
+    are planned, and a warning names the line and its cost. With an optimizer every `.grad` is
+    None after the step; without one gradients are added to `.grad`.
+    """
+    settings = Settings(
+        budget=budget,
+        planner=planner,
+        options=options or {},
+        time_limit_seconds=time_limit_seconds,
+        seed=seed,
+        host_budget_bytes=parse_budget(host_budget, 0) if host_budget else 0,
+        arena=arena,
+        stops_on_interrupt=True,
+        on_stage=on_stage or ignored,
+        progress=progress or ignored,
+    )
+    step = TrainingStep(model=model, loss=loss, batch=batch, optimizer=optimizer, clip_norm=clip_norm, scaler=scaler)
+    check_step(step, "memfit.fit")
+    return fit_step(step, settings, plan=plan, verify=verify)
+
+
+def fit_step(
+    step: TrainingStep, settings: Settings, *, plan: Plan | Path | str | None = None, verify: bool = False
+) -> PlannedStep | PartlyPlannedStep:
+    """Plan a TrainingStep by Settings, as `fit` does.
+
+    Args:
+        step: the step.
+        settings: the budget, and how plans are searched.
+        plan: a plan made before (or its file), used instead of searching.
+        verify: compare one planned with one eager step, and raise at the first tensor that differs.
+
+    Raises:
+        MemfitError: as `fit`.
+    """
+    given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+    planned: PlannedStep | PartlyPlannedStep
+    try:
+        planned = PlannedStep(step, settings, given)
+    except GraphBreakError as broken:
+        if given is not None:
+            raise
+        if settings.arena:
+            raise UnsupportedStepError(
+                f"{broken}; a step of several graphs has no arena of its own: leave arena=True out, and wrap the step "
+                "that you get in memfit.arena(step)"
+            ) from broken
+        planned = PartlyPlannedStep(step, settings, broken)
+    if verify:
+        settings.on_stage("verifying against eager")
+        planned.verify()
+    return planned
+
+
+class PlannedStep(Uncopied):
+    """A training step inside its budget: call it with a batch, get the loss.
+
+    A batch of another shape has a program of its own within the same budget, and so has each change of what the step
+    took from Python at capture: a model switched between training and evaluation, gradients that are there already, a
+    number that the loss reads. Guards find such a change before each step. The program is made at the first such call,
+    and kept for later ones. On a CPU each step is measured; elsewhere the first of each plan, and the first with the
+    optimizer's state. If a step takes more than the budget, a warning says so, and its plan is replaced by one for a
+    budget that is smaller by the error of the prediction. Without an optimizer, a budget in percent is a share of the
+    unplanned peak of a step that finds no gradients for such steps, and of one that adds to gradients for those.
+
+    Attributes:
+        step: the TrainingStep that it carries out.
+        settings: the budget, in bytes, and how plans are searched.
+        device: the device that the step runs on.
+        corrections: the plans of which a step took more than the budget, and what replaced them.
+    """
+
+    def __init__(self, step: TrainingStep, settings: Settings, plan: Plan | None = None) -> None:
+        self.step = step
+        self.settings = settings
+        self.device = step_device(step.model, step.batch)
+        self.corrections: list[Correction] = []
+        arena = Arena(device=self.device, seed=settings.seed) if settings.arena else None
+        self._memory = StepMemory(arena, step.optimizer)
+        self._variants = Variants()
+        self._resident_bytes: dict[tuple[Hashable, int], int] = {}  # before a step, by the memory's key of its call
+        self._told_bytes: dict[Hashable, int] = {}  # by variant: what steps took that no plan could prevent
+        self._capture_seconds = 0.0
+        self._first_settings = settings
+        self._first_adds: bool | None = None
+        first = self._make_program(step.batch, plan)
+        self._first_adds = _adds_to_gradients(first.prepared.captured)
+        self._variants.add(batch_signature(step.batch), first)
+        # From here on the budget is in bytes: a share of another batch's peak would be another budget.
+        self.settings = settings.within(first.plan.budget_bytes)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan for the batch that the step was made with."""
+        return self._first.plan
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans that are kept, in the order in which they were made."""
+        return tuple(variant.program.plan for variant in self._variants)
+
+    @property
+    def captured(self) -> Captured:
+        """The graph and binding of the first plan."""
+        return self._first.prepared.captured
+
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """The generators that the step's code hands to torch."""
+        programs = [variant.program for variant in self._variants]
+        return tuple(dict.fromkeys(g for program in programs for g in program.prepared.captured.generators))
+
+    @property
+    def source(self) -> str:
+        """The Python source that runs the first plan."""
+        return self._first.prepared.program.source
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """How long capture, measurement and planning of the first plan took."""
+        return {"capture": self._capture_seconds, **self._first.prepared.seconds}
+
+    @property
+    def arena(self) -> Arena | None:
+        """The arena that serves the calls' requests, if the settings ask for one."""
+        return self._memory.arena
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that the step holds between calls, beside its residents: its arena's."""
+        return self._memory.held_bytes
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """Run one step on `batch`; return the loss, detached.
+
+        Raises:
+            InfeasibleBudgetError: a batch of a new shape, or a changed step, for which no plan fits the budget.
+            InvalidOptionError: no batch.
+            UnsupportedStepError: the call is inside torch.no_grad or torch.autocast, or a changed step cannot be
+                captured.
+        """
+        if batch is None and self.step.batch is not None:
+            raise InvalidOptionError(
+                "the step was called with None, expected a batch like the one that it was made with"
+            )
+        variant = self._variant(batch)
+        key = self._memory.key(variant.key)
+        is_first = key not in self._resident_bytes
+        if not is_first and not records_at_once(self.device):
+            return self._run(variant, batch)
+        if is_first:  # counted before the call: a first step makes the optimizer's state, which the recorder counts
+            self._resident_bytes[key] = resident_bytes(self, batch)
+        bytes_before = self._resident_bytes[key] + self.held_bytes
+        run = partial(self._run, variant, batch)
+        loss, measured_bytes = measured_step(run, self.device, bytes_before, is_first=is_first)
+        correction = needed_correction(variant.program.plan, variant.budget_bytes, measured_bytes, self.device)
+        if correction is not None and measured_bytes > self._told_bytes.get(variant.key, 0):
+            self._correct(variant, correction)
+        elif not self._memory.is_settled:
+            del self._resident_bytes[key]
+        return loss
+
+    def verify(self, batch: Any = None) -> None:
+        """Run one eager and one planned step from the same state; both leave no trace.
+
+        Raises:
+            VerificationError: a loss, gradient, parameter, buffer, optimizer state or generator differs in its bits.
+        """
+        require_same(self, self.step.batch if batch is None else batch)
+
+    def measure(self, batch: Any = None, *, repeats: int = 3) -> Measured:
+        """Measure peak bytes and seconds of planned and eager steps, interleaved; both leave no trace."""
+        return measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
+
+    @property
+    def _first(self) -> StepProgram:
+        return next(iter(self._variants)).program
+
+    def _variant(self, batch: Any) -> Variant:
+        """Return the variant whose guards hold; capture and plan one if there is none."""
+        signature = batch_signature(batch)
+        variant, difference = self._variants.find(signature, batch)
+        if variant is not None:
+            return variant
+        require_training_context("the step was called")
+        if difference is not None:
+            self._variants.notify(difference)
+        variant, dropped = self._variants.add(signature, self._make_program(batch))
+        for old in dropped:
+            self._forget(old)
+        return variant
+
+    def _forget(self, variant: Variant) -> None:
+        """Drop what is known of the memory of a variant's steps."""
+        self._memory.forget(variant.key)
+        self._resident_bytes = {key: held for key, held in self._resident_bytes.items() if key[0] != variant.key}
+
+    def _compare(self, batch: Any, program: StepProgram, stream: Stream | None) -> None:
+        """Compare what was captured with eager's calls, within what the budget leaves beside the residents."""
+        self.settings.on_stage("comparing with eager's calls")
+        limit_bytes = program.plan.budget_bytes - resident_bytes(self, batch) - self.held_bytes
+        require_as_eager(self.step, batch, stream, limit_bytes=max(0, limit_bytes))
+
+    def _make_program(self, batch: Any, plan: Plan | None = None) -> StepProgram:
+        streams: list[Stream | None] = []
+
+        def make(corrections: Corrections) -> StepProgram:
+            self.settings.on_stage("capturing the step")
+            started = time.perf_counter()
+            captured = capture(self.step, batch, corrections)
+            assert captured.guards is not None
+            captured.guards.arm()
+            streams.append(captured.stream)
+            captured = replace(captured, stream=None)  # long, and of no use once it is compared
+            settings = self._settings_for(captured)
+            if plan is None:
+                settings = with_eager_peak(settings, self.step, captured, settings.device or local_device(self.device))
+            if self._first_adds is None:
+                self._capture_seconds += time.perf_counter() - started
+            return make_step_program(self.step, captured, settings, plan)
+
+        program = with_real_results(make)
+        self._compare(batch, program, streams[-1])
+        return program
+
+    def _settings_for(self, captured: Captured) -> Settings:
+        """Return the settings: a budget in percent is a share of each of the two peaks of accumulation."""
+        is_other = self.step.optimizer is None and _adds_to_gradients(captured) != self._first_adds
+        return self._first_settings if is_other else self.settings
+
+    def _run(self, variant: Variant, batch: Any) -> torch.Tensor:
+        with self._memory.call(variant.key):
+            loss, gradients = variant.program.run(batch)
+        set_gradients(gradients, variant.guards.parameters)
+        if self.step.optimizer is not None:
+            # A scheduler warns if the optimizer's own `step` was not called; the program updates each parameter itself.
+            self.step.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+        return loss
+
+    def _correct(self, variant: Variant, correction: Correction) -> None:
+        """Replace a variant's program by one that allows for what its plan mispredicted, if there is one."""
+        assert correction.aim_bytes is not None
+        settings = self.settings.within(correction.aim_bytes)
+        try:
+            # The same capture: the step has left gradients by now, and a new capture would add to them.
+            corrected = make_step_program(self.step, variant.program.prepared.captured, settings)
+        except (InfeasibleBudgetError, TimeLimitError) as error:
+            self.corrections.append(replace(correction, aim_bytes=None))
+            self._told_bytes[variant.key] = correction.measured_bytes
+            _log.warning("%s: %s", self.corrections[-1], error)
+            return
+        self.corrections.append(correction)
+        _log.warning("%s", correction)
+        self._forget(variant)
+        empty_cache(self.device)
+        variant.program = corrected
+
+
+def _adds_to_gradients(captured: Captured) -> bool:
+    return any(resident.origin is Origin.GRADIENT for resident in captured.binding.residents)

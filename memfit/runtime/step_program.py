@@ -1,0 +1,155 @@
+"""Step programs: a captured step's program, where its arguments are found, and the gradients that it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memfit.binding import Origin, Resident, Value
+from memfit.capture import Captured, Guards, TrainingStep
+from memfit.cost.views import at_offset_zero
+from memfit.plan import Plan
+from memfit.planning import Settings
+from memfit.runtime.prepare import Prepared, prepare
+from memfit.system.recorder import taken_bytes
+from memfit.torch_private import tree_flatten
+
+Fetch = Callable[[Sequence[Any]], Any]
+"""Given the leaves of a batch, returns one argument of a program."""
+
+_GRADIENT = "grad:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProgram:
+    """A program for one signature of a step's calls.
+
+    Attributes:
+        prepared: the captured step, its plan and the compiled program.
+        fetchers: for each argument of the program, the function that finds its tensor.
+        gradients: the names of the parameters whose gradients the program returns after the loss, in order.
+    """
+
+    prepared: Prepared
+    fetchers: tuple[Fetch, ...]
+    gradients: tuple[str, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the program carries out."""
+        return self.prepared.plan
+
+    def run(self, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Run all ops of the step on `batch`; return the loss, and the gradients by parameter name."""
+        leaves = tree_flatten(batch)[0]
+        (half,) = self.prepared.program.halves
+        loss, *gradients = half.function([fetch(leaves) for fetch in self.fetchers])
+        return loss, dict(zip(self.gradients, gradients, strict=True))
+
+
+def make_step_program(
+    step: TrainingStep, captured: Captured, settings: Settings, plan: Plan | None = None
+) -> StepProgram:
+    """Plan a captured step, and return its program.
+
+    Args:
+        step: what was captured; parameters and buffers of its model are found anew at each step.
+        captured: the step.
+        settings: the budget, and how a plan is searched.
+        plan: a plan made before, used instead of searching.
+
+    Raises:
+        InfeasibleBudgetError, TimeLimitError: there is no plan.
+        PlanMismatchError: `plan` is for another graph, or another torch.
+    """
+    outputs: list[Value] = list(captured.binding.outputs.values())
+    outside = bytes_of_others(step, captured)
+    prepared = prepare(captured, settings, outputs=[outputs], plan=plan, bytes_outside=outside)
+    (half,) = prepared.program.halves
+    names = tuple(captured.binding.outputs)
+    assert names[0] == "loss", names
+    return StepProgram(
+        prepared=prepared,
+        fetchers=_fetchers(step.model, captured, half.takes),
+        gradients=tuple(name.removeprefix(_GRADIENT) for name in names[1:]),
+    )
+
+
+def bytes_of_others(step: TrainingStep, captured: Captured) -> int:
+    """Return the bytes on the step's device that the optimizer holds and the captured step does not touch.
+
+    These are the states of frozen parameters, which some optimizers make for all, and parameters with their states that
+    are no longer the model's, because a layer was replaced.
+
+    Args:
+        step: the training step.
+        captured: its capture.
+    """
+    if step.optimizer is None:
+        return 0
+    names = {parameter: name for name, parameter in step.model.named_parameters()}
+    touched = {resident.key for resident in captured.binding.residents if resident.origin is Origin.STATE}
+    held: list[Any] = []
+    for parameter in (each for group in step.optimizer.param_groups for each in group["params"]):
+        name = names.get(parameter)
+        state = step.optimizer.state.get(parameter, {})
+        held += [parameter] if name is None else []
+        held += [value for key, value in state.items() if name is None or f"{name}.{key}" not in touched]
+    device = captured.binding.device
+    storages = {
+        tensor.untyped_storage().data_ptr(): taken_bytes(tensor.untyped_storage().nbytes(), device)
+        for tensor in held
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == device.type
+    }
+    own = {parameter.untyped_storage().data_ptr() for parameter in names}
+    return sum(size for pointer, size in storages.items() if pointer not in own)
+
+
+def set_gradients(gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Set `.grad` of each parameter that has none. A gradient that was there before the step was added to in place.
+
+    Args:
+        gradients: returned by the program, by parameter name.
+        parameters: the model's, by name.
+    """
+    for name, gradient in gradients.items():
+        if parameters[name].grad is None:
+            parameters[name].grad = gradient.data  # no view, as eager's is none
+
+
+def _fetchers(model: torch.nn.Module, captured: Captured, takes: Sequence[int]) -> tuple[Fetch, ...]:
+    """Return a function for each storage that a program takes.
+
+    Parameters, buffers and the tensors that guards hold are found anew at every step: load_state_dict, `.to` and user
+    code may replace them.
+
+    Args:
+        model: the model whose parameters and buffers are residents.
+        captured: says where each resident storage was found.
+        takes: the storages of the program's arguments, in order.
+    """
+    first = {resident.value.storage: resident for resident in reversed(captured.binding.residents)}
+    return tuple(_fetcher(model, first[storage], captured.guards) for storage in takes)
+
+
+def _fetcher(model: torch.nn.Module, resident: Resident, guards: Guards | None) -> Fetch:
+    if resident.origin is Origin.CONSTANT:
+        constant = resident.constant
+        position = guards.number_of(constant) if guards is not None else None
+        if guards is None or position is None:
+            return lambda _leaves: constant
+        guarded = guards.tensors
+        return lambda _leaves: guarded[position]
+    if resident.origin is Origin.INPUT:
+        number = int(resident.key)
+        return lambda leaves: at_offset_zero(leaves[number])
+    module_name, _, name = str(resident.key).rpartition(".")
+    module = model.get_submodule(module_name)
+    table = module._buffers if resident.origin is Origin.BUFFER else module._parameters
+    if resident.origin is Origin.GRADIENT:
+        return lambda _leaves: table[name].grad  # pyright: ignore[reportOptionalMemberAccess]
+    assert resident.origin in (Origin.PARAMETER, Origin.BUFFER), resident
+    return lambda _leaves: table[name]

@@ -1,0 +1,122 @@
+"""Variants: the programs of a planned step, each for batches of one signature and one state of all that is guarded."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from memfit.capture import Guards
+from memfit.capture.guards import Difference
+from memfit.runtime.step_program import StepProgram
+
+_log = logging.getLogger(__name__)
+
+_KEPT = 8  # variants of one batch signature, as many as Dynamo keeps of a function
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Variant:
+    """A program, and the guards that say when it may run.
+
+    Attributes:
+        key: tells it from all other variants of its step.
+        program: replaced where its plan took more than its budget.
+        budget_bytes: what the user allows; a program that replaces the first one has a smaller budget of its own.
+    """
+
+    key: Hashable
+    program: StepProgram
+    budget_bytes: int
+
+    @property
+    def guards(self) -> Guards:
+        """Hold a call against the capture that the program was made of."""
+        guards = self.program.prepared.captured.guards
+        assert guards is not None
+        return guards
+
+
+class Variants:
+    """The variants of a planned step, by batch signature, the last used one first."""
+
+    def __init__(self) -> None:
+        self._of: dict[Hashable, list[Variant]] = {}
+        self._made = 0
+        self._changes: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[Variant]:
+        """Iterate over all variants, in the order in which they were made."""
+        return iter(sorted((v for known in self._of.values() for v in known), key=_number))
+
+    def find(self, signature: Hashable, batch: Any) -> tuple[Variant | None, Difference | None]:
+        """Return the variant that may run now, or None and what differs from the variant that was used last.
+
+        Args:
+            signature: of the batch.
+            batch: answers what the step asks of it.
+        """
+        known = self._of.get(signature, [])
+        first: Difference | None = None
+        for position, variant in enumerate(known):
+            if not variant.program.prepared.captured.answers(batch):
+                continue
+            difference = variant.guards.difference()
+            if difference is None:
+                if position:
+                    known.insert(0, known.pop(position))
+                return variant, None
+            first = first or difference
+        return None, first
+
+    def add(self, signature: Hashable, program: StepProgram) -> tuple[Variant, list[Variant]]:
+        """Add a program for the present state; return its variant, and those that were dropped for it.
+
+        A variant is dropped if a module or parameter of it was replaced, so that it holds what is in use no more, and
+        if too many others of its signature were used since.
+
+        Args:
+            signature: of the batch that the program was captured on.
+            program: the program.
+        """
+        self._made += 1
+        variant = Variant(key=(signature, self._made), program=program, budget_bytes=program.plan.budget_bytes)
+        dropped: list[Variant] = []
+        for known in self._of.values():
+            dropped += [v for v in known if (d := v.guards.difference()) is not None and d.is_replaced]
+            known[:] = [v for v in known if v not in dropped]
+        mine = self._of.setdefault(signature, [])
+        mine.insert(0, variant)
+        dropped += mine[_KEPT:]
+        del mine[_KEPT:]
+        return variant, dropped
+
+    def notify(self, difference: Difference) -> None:
+        """Log the first two changes of what differs; train and eval mode, frozen parameters and gradients are routine.
+
+        Args:
+            difference: why the step is captured again.
+        """
+        what = difference.what.partition(" (")[0]
+        self._changes[what] += 1
+        if difference.is_routine:
+            return
+        if self._changes[what] == 1:
+            _log.warning(
+                "memfit: %s changed since the step was captured: it is captured and planned again, and the plan from "
+                "before is kept",
+                difference.what,
+            )
+        elif self._changes[what] == 2:
+            _log.warning(
+                "memfit: %s changed again; every new value costs a capture and a plan: hand what changes at every step "
+                "in with the batch, as a tensor",
+                difference.what,
+            )
+
+
+def _number(variant: Variant) -> int:
+    _, number = variant.key  # pyright: ignore
+    return number  # pyright: ignore

@@ -1,0 +1,82 @@
+"""Budgets and sizes as text: `6GiB`, `500MB` and `60%` to bytes, and bytes to text.
+
+>>> from memfit.system.budget import format_bytes, parse_budget
+>>> parse_budget("1.5GiB", unplanned_peak_bytes=0)
+1610612736
+>>> parse_budget("60%", unplanned_peak_bytes=1000)
+600
+>>> format_bytes(1610612736)
+'1.5 GiB'
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from memfit.errors import InvalidBudgetError
+
+_BYTES_PER_UNIT = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", start=1):
+    _BYTES_PER_UNIT.update({f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power})
+_NUMBER = re.compile(r"(?P<number>-?[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*|%)")
+_FORMS = "write 6GiB, 500MB, a whole number of bytes, or 60% of the unplanned peak"
+_MOST_BYTES = 1 << 62  # the limit of a storage in a graph file; larger numbers are typing errors
+_MOST_CHARACTERS = 64
+
+
+def parse_budget(text: object, unplanned_peak_bytes: int) -> int:
+    """Return the bytes that `text` stands for, rounded down, so that the budget is never exceeded.
+
+        >>> parse_budget("500MB", unplanned_peak_bytes=0)
+        500000000
+
+    Args:
+        text: `6GiB`, `1.5 GiB`, `500MB`, a whole number of bytes, or a percentage of the unplanned peak.
+            Units are B, kB, MB, GB, TB (powers of 1000) and KiB, MiB, GiB, TiB (powers of 1024), in any case.
+        unplanned_peak_bytes: the bytes of 100%.
+
+    Raises:
+        InvalidBudgetError: not a size, an unknown unit, less than one byte, or more than any device has.
+    """
+    if isinstance(text, bool) or not isinstance(text, str | int):
+        raise InvalidBudgetError(f"budget {text!r} is a {type(text).__name__}, expected text or an integer: {_FORMS}")
+    if isinstance(text, int):
+        return _checked(Fraction(text), str(text))
+    shown = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+    match = _NUMBER.fullmatch(text.strip()) if len(text) <= _MOST_CHARACTERS else None
+    if match is None:
+        raise InvalidBudgetError(f"budget {shown!r} is not a size: {_FORMS}")
+    number, unit = Fraction(match["number"]), match["unit"].lower()
+    if unit == "%":
+        return _checked(number * unplanned_peak_bytes / 100, shown)
+    if unit not in _BYTES_PER_UNIT:
+        raise InvalidBudgetError(
+            f"budget {shown!r} has the unknown unit {match['unit']!r}: "
+            "expected one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, or %"
+        )
+    if not unit and number.denominator != 1:
+        raise InvalidBudgetError(f"budget {shown!r} has no unit, so it is in bytes and must be whole: {_FORMS}")
+    return _checked(number * _BYTES_PER_UNIT[unit], shown)
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Return `size_bytes` with at most four digits, in the largest binary unit in which it is 1 or more.
+
+    >>> format_bytes(300), format_bytes(2048), format_bytes(710462464)
+    ('300 B', '2 KiB', '677.5 MiB')
+    """
+    size: float = size_bytes
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:,.2f} TiB"
+
+
+def _checked(size_bytes: Fraction, shown: str) -> int:
+    if size_bytes < 1:
+        raise InvalidBudgetError(f"budget {shown!r} is less than one byte: {_FORMS}")
+    if size_bytes > _MOST_BYTES:
+        raise InvalidBudgetError(f"budget {shown!r} is more than any device has ({_MOST_BYTES} bytes): {_FORMS}")
+    return int(size_bytes)

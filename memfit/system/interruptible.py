@@ -1,0 +1,31 @@
+"""Long calls into C++ that Ctrl-C ends at once: Python hears a signal only between its own instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+R = TypeVar("R")
+
+
+def run_aside(work: Callable[[], R], stop: Callable[[], None]) -> R:
+    """Return the result of `work`, which runs in another thread, while this one waits.
+
+    >>> run_aside(lambda: 2, lambda: None)
+    2
+
+    Args:
+        work: a call that lets other threads run meanwhile.
+        stop: makes `work` end soon; called on Ctrl-C.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, once `work` has ended.
+    """
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        running = executor.submit(work)
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            stop()
+            raise

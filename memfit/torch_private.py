@@ -1,0 +1,618 @@
+"""All private names of torch that memfit uses; tests/test_torch_private.py has a test for each.
+
+memfit runs on torch 2.11 to the newest. If a release moves one of these names, only this file and its test fail.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch._guards
+import torch._subclasses
+import torch.utils.checkpoint
+from torch._functorch._activation_checkpointing.knapsack import dp_knapsack as dp_knapsack
+from torch._functorch._activation_checkpointing.knapsack import greedy_knapsack as greedy_knapsack
+from torch._functorch._activation_checkpointing.knapsack import ilp_knapsack as ilp_knapsack
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.aot_autograd import make_boxed_func as make_boxed_func
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_map as tree_map
+
+from memfit.system.addresses import returns_same
+
+BatchNormBase = _BatchNorm
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default  # what `item`, `bool` and `float` of a tensor call
+
+
+def is_fake(tensor: object) -> bool:
+    """Return whether `tensor` is one of FakeTensorMode's: metadata without data."""
+    return isinstance(tensor, FakeTensor)
+
+
+def is_plain_dense(value: object) -> bool:
+    """Return whether `value` is a real tensor with a storage: not fake, sparse, nested, meta or a wrapper."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, FakeTensor)
+        and not hasattr(value, "__tensor_flatten__")
+        and value.layout is torch.strided
+        and not value.is_nested
+        and value.device.type != "meta"
+    )
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested tuples, lists and dicts, in order."""
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def module_tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a module's dictionaries of parameters and buffers, whose values may be None."""
+    return module._parameters, module._buffers
+
+
+def module_hooks(module: torch.nn.Module) -> tuple[dict[Any, Any], ...]:
+    """Return a module's dictionaries of hooks: before and after forward, before and after backward."""
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Return an optimizer's dictionaries of hooks before and after its step."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+dict_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_version
+"""Returns a number that is another one after each change of a dictionary."""
+
+
+def any_autocast() -> bool:
+    """Return whether autocast is on for any device."""
+    return torch._C._is_any_autocast_enabled()
+
+
+class GlobalState:
+    """torch's settings that decide which ops a step runs, as they are when this object is made.
+
+    Gradient mode, autocast, the default dtype, deterministic algorithms, reduced precision and the number of threads,
+    by Dynamo's own guard; modes and devices of `with` blocks, and the switches of attention and of mkldnn.
+    """
+
+    def __init__(self) -> None:
+        self._guard = torch._C._dynamo.guards.GlobalStateGuard()
+        self._switches = _switches()
+
+    def difference(self) -> str | None:
+        """Return the names of the settings that are others now, or None."""
+        if not self._guard.check():
+            return self._guard.reason().strip()
+        now = _switches()
+        if now == self._switches:
+            return None
+        return ", ".join(name for name, a, b in zip(_SWITCHES, now, self._switches, strict=True) if a != b)
+
+
+_SWITCHES = ("torch function modes", "flash attention", "efficient attention", "math attention", "mkldnn", "cudnn")
+
+
+def _switches() -> tuple[Any, ...]:
+    return (
+        torch._C._len_torch_function_stack(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_mkldnn_enabled(),
+        torch._C._get_cudnn_enabled(),
+    )
+
+
+class DictVersions:
+    """Holds dictionaries against their versions from before, by Dynamo's guards, which take 20 ns a dictionary."""
+
+    def __init__(self, tables: Sequence[dict[Any, Any]]) -> None:
+        from torch._dynamo.guards import GuardManagerType
+
+        self._tables = tuple(tables)
+        self._root = torch._C._dynamo.guards.RootGuardManager()
+        for number, table in enumerate(self._tables):
+            manager = self._root.tuple_getitem_manager(number, str(number), table, GuardManagerType.GUARD_MANAGER)
+            manager.add_dict_version_guard(table, ["dict"], *_STACK)
+
+    def match(self) -> bool:
+        """Return whether no dictionary was changed."""
+        return self._root.check(self._tables)
+
+
+class TensorMetadata:
+    """Holds tensors against their metadata from before, by Dynamo's guards, which take 0.1 us a tensor.
+
+    Args:
+        tensors: dense ones.
+        watched: how many of them, from the first on, are leaves that are held against their `.grad` and hooks too.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], watched: int) -> None:
+        from torch._dynamo.guards import GuardManagerType  # takes a second to import, once a process
+
+        kind = GuardManagerType.GUARD_MANAGER
+        self._root = torch._C._dynamo.guards.RootGuardManager()
+        for number, tensor in enumerate(tensors):
+            manager = self._root.tuple_getitem_manager(number, str(number), tensor, kind)
+            _match_metadata(manager, tensor)
+            if number < watched:
+                gradient = manager.grad_manager(f"{number}.grad", tensor.grad, kind)
+                _match(gradient, tensor.grad)
+                for name, hooks in zip(_LEAF_HOOKS, leaf_hooks(tensor), strict=True):
+                    held = manager.generic_getattr_manager(name, f"{number}.{name}", hooks, kind)
+                    held.add_id_match_guard(id(hooks), [name], *_STACK)
+
+    def matches(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+        """Return whether type, sizes, strides, dtype, device and requires_grad of each tensor are as before.
+
+        Of the leaves among them also the metadata of `.grad`, and the dictionaries of hooks.
+        """
+        return self._root.check(tensors)
+
+
+class TensorAddresses:
+    """Holds the addresses of real dense tensors' first elements against those from before."""
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._tensors = tensors
+        self._objects = np.array(list(map(id, tensors)), dtype=np.int64)
+        self._addresses = np.array(list(map(torch.Tensor.data_ptr, tensors)), dtype=np.int64)
+
+    def match(self) -> bool:
+        """Return whether all tensors are where they were."""
+        # Inductor hands this function to the code that it compiles, for the same use
+        function = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr
+        return returns_same(function, self._objects, self._addresses)
+
+
+def _match(manager: Any, tensor: torch.Tensor | None) -> None:
+    if tensor is None:
+        manager.add_none_match_guard(["None"], *_STACK)
+    else:
+        _match_metadata(manager, tensor)
+
+
+def _match_metadata(manager: Any, tensor: torch.Tensor) -> None:
+    sizes, strides = list(tensor.shape), list(tensor.stride())
+    keys = torch._C._dispatch_keys(tensor)
+    manager.add_tensor_match_guard(tensor, sizes, strides, "tensor", ["tensor"], *_STACK, type(tensor), keys)
+
+
+# Dynamo's guards take the user's stack as an argument where torch is new enough.
+_STACK = (None,) if "arg2" in (torch._C._dynamo.guards.GuardManager.add_dict_version_guard.__doc__ or "") else ()
+
+
+def gradient_hooks(tensor: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:
+    """Return the dictionary of hooks that `register_hook` has added to a leaf, in order."""
+    return tensor._backward_hooks or {}
+
+
+_LEAF_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def leaf_hooks(tensor: torch.Tensor) -> tuple[dict[Any, Any] | None, dict[Any, Any] | None]:
+    """Return a leaf's dictionaries of hooks on its gradient and on its accumulation; None before the first hook."""
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+
+
+def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether `register_post_accumulate_grad_hook` has added a hook to a parameter."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that two tensors share exactly if they share their storage, as long as both are alive."""
+    return tensor.untyped_storage()._cdata
+
+
+def release_cublas_workspaces() -> None:
+    """Free the workspaces that cuBLAS keeps for each thread and stream; its next call allocates them anew."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # a build without CUDA has none
+    if clear is not None:
+        clear()
+
+
+def next_sequence_number() -> int:
+    """Return the sequence number of the next node that autograd makes on this thread."""
+    return torch.autograd._get_sequence_nr()
+
+
+def backward_node() -> tuple[str, int] | None:
+    """Return (name, sequence number) of the autograd node that runs now, or None outside of a backward pass."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else (node.name(), node._sequence_nr())
+
+
+def backward_keeps_graph() -> bool:
+    """Return whether the backward pass that runs now was asked to retain its graph."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+@contextmanager
+def failing_fakes_unlogged() -> Iterator[None]:
+    """Keep torch from logging the traceback of each fake kernel that fails: the error itself tells enough."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+class _Inlined:
+    """Replaces `CheckpointFunction` during capture: calls the region, checkpoints nothing.
+
+    As there, the results have no gradient if none of the arguments has one, whatever parameters the region uses.
+    """
+
+    @staticmethod
+    def apply(function: Any, _preserve: bool, *args: Any) -> Any:
+        trained = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
+            return function(*args)
+
+
+@contextmanager
+def checkpoints_inlined() -> Iterator[Callable[[], int]]:
+    """Run the regions of `torch.utils.checkpoint` inline: the plan decides what is rematerialized.
+
+    The block is given a function that returns how many regions have run so far.
+    """
+    module = vars(torch.utils.checkpoint)
+    name = "_checkpoint_without_reentrant_generator"
+    name = f"{name}_impl" if f"{name}_impl" in module else name  # from torch 2.15 on
+    kept = module[name], module["CheckpointFunction"]
+    count = 0
+
+    def region(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+        nonlocal count
+        count += 1
+        yield
+
+    class Counted(_Inlined):
+        @staticmethod
+        def apply(function: Any, _preserve: bool, *args: Any) -> Any:
+            nonlocal count
+            count += 1
+            return _Inlined.apply(function, _preserve, *args)
+
+    module.update({name: region, "CheckpointFunction": Counted})
+    try:
+        yield lambda: count
+    finally:
+        module[name], module["CheckpointFunction"] = kept
+
+
+def _asked_by_torch() -> bool:
+    """Return whether the code that called the caller of this function is torch's or memfit's own."""
+    room = str(sys._getframe(2).f_globals.get("__name__", "")).partition(".")[0]
+    return room in ("torch", "memfit")
+
+
+class _NobodysType(type):
+    """Metaclass of the class that stands for FakeTensor: of its questions, only torch's own get the true answer."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return _asked_by_torch() and isinstance(instance, FakeTensor)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return _asked_by_torch() and issubclass(subclass, FakeTensor)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return FakeTensor(*args, **kwargs)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(FakeTensor, name)
+
+
+_STANDS_FOR = "_memfit_stands_for"  # key of a stand-in's function
+
+
+class _NobodysTensor(metaclass=_NobodysType):
+    pass
+
+
+def _eager_answer(function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if _asked_by_torch() else answer
+
+    ask.__dict__[_STANDS_FOR] = function
+    return ask
+
+
+def stood_for(value: Any) -> Any:
+    """Return what a stand-in of `answered_as_eager` stands for, and any other value as it is."""
+    if value is _NobodysTensor:
+        return FakeTensor
+    if type(value) is _Facade:
+        return value.__dict__["_module"]
+    return value.__dict__.get(_STANDS_FOR, value) if type(value) is FunctionType else value
+
+
+@contextmanager
+def answered_as_eager() -> Iterator[None]:
+    """Answer code outside of torch, inside the block, that no tensor is fake and that no fake mode runs.
+
+    Libraries ask this to leave out what a tracer cannot follow; a captured step must not leave it out. Where a module
+    outside of torch has FakeTensor, `is_fake`, `detect_fake_mode` or `active_fake_mode` under a global name, a stand-in
+    takes its place. `torch.compiler.is_compiling` and `torch.jit.is_tracing` are False during a capture anyway.
+    """
+    fake_tensor, guards = torch._subclasses.fake_tensor, torch._guards
+    stand_ins = {
+        id(FakeTensor): _NobodysTensor,
+        id(fake_tensor.is_fake): _eager_answer(fake_tensor.is_fake, False),
+        id(guards.detect_fake_mode): _eager_answer(guards.detect_fake_mode, None),
+        id(guards.active_fake_mode): _eager_answer(guards.active_fake_mode, None),
+    }
+    tables: list[dict[str, Any]] = [vars(torch._subclasses)]
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in ("torch", "memfit") and isinstance(module, ModuleType):
+            tables.append(vars(module))
+    replaced = [(t, name, value) for t in tables for name, value in list(t.items()) if id(value) in stand_ins]
+    replaced += [(vars(torch._subclasses), "fake_tensor", fake_tensor), (vars(torch), "_guards", guards)]
+    replaced += [(sys.modules, module.__name__, module) for module in (fake_tensor, guards)]  # imports in functions
+    for table, name, value in replaced:
+        table[name] = stand_ins.get(id(value)) or _Facade(value, stand_ins)
+    try:
+        yield
+    finally:
+        for table, name, value in replaced:
+            table[name] = value
+
+
+class _Facade:
+    """A module of torch's as other code sees it: some of its names are replaced, and torch's own modules keep them."""
+
+    def __init__(self, module: Any, stand_ins: dict[int, Any]) -> None:
+        self.__dict__["_module"] = module
+        self.__dict__["_stand_ins"] = stand_ins
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return self._stand_ins.get(id(value), value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
+
+
+def trace_joint(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    partition: Callable[..., Any],
+    forward_compiler: Callable[..., Any],
+    backward_compiler: Callable[..., Any],
+    inference_compiler: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Run AOTAutograd on a module that Dynamo captured, and return the compiled callable.
+
+    There are no decompositions: the kernels are eager's. Without keep_inference_input_mutations, the buffers of batch
+    normalization would raise version-counter errors in backward.
+
+    Args:
+        module: captured by Dynamo.
+        inputs: with concrete sizes.
+        partition: divides the joint graph into its halves (AOTAutograd's partition_fn).
+        forward_compiler, backward_compiler: compile the halves.
+        inference_compiler: compiles a graph without a backward half.
+    """
+    return aot_module_simplified(
+        module,
+        inputs,
+        fw_compiler=forward_compiler,
+        bw_compiler=backward_compiler,
+        inference_compiler=inference_compiler,
+        partition_fn=partition,
+        decompositions={},
+        keep_inference_input_mutations=True,
+    )
+
+
+def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark `function` as boxed: it takes one list and empties it, and AOTAutograd then keeps no argument alive."""
+
+    def call(arguments: list[Any]) -> Any:
+        return function(arguments)
+
+    call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return call
+
+
+def runs_under_ddp() -> bool:
+    """Return whether a DistributedDataParallel module's forward is running, or being compiled."""
+    if not torch.distributed.is_available():
+        return False
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Disable all fake and tracing modes inside the block: ops run on real tensors."""
+    with _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad():
+        yield
+
+
+@contextmanager
+def only_mode(mode: FakeTensorMode) -> Iterator[None]:
+    """Disable all other modes inside the block: ops make fakes of `mode`."""
+    with _disable_current_modes(), mode:
+        yield
+
+
+def views_replayed() -> AbstractContextManager[None]:
+    """Let autograd replay the views that a write in place goes through, as it does for fakes.
+
+    Elsewhere it reads them by their strides, in backward too: other ops, which copy the same numbers.
+    """
+    return torch.autograd.grad_mode._force_original_view_tracking(True)
+
+
+@contextmanager
+def autocast_watched() -> Iterator[Callable[[str], bool]]:
+    """Give the block a function that says whether the step's code has autocast on for a device type.
+
+    A dispatch mode cannot ask torch: while it handles a call, autocast is off.
+    """
+    enabled: dict[str, bool] = {}
+    set_enabled = torch.set_autocast_enabled
+
+    def watched(*args: Any) -> None:
+        set_enabled(*args)
+        device_type, enabled[device_type] = args if len(args) > 1 else ("cuda", args[0])
+
+    torch.set_autocast_enabled = watched
+    try:
+        yield lambda device_type: enabled.get(device_type, False)
+    finally:
+        torch.set_autocast_enabled = set_enabled
+
+
+def as_fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the fake of a real tensor, on a storage of its own, without its gradient.
+
+    Args:
+        mode: the new fake belongs to it.
+        tensor: real, of any layout that fakes can have.
+    """
+    with _disable_current_modes():
+        alone = tensor.data
+        return mode.from_tensor(alone)
+
+
+def known_value(fake: torch.Tensor) -> bool:
+    """Return whether a fake's value does not depend on any tensor, as that of torch.tensor(2.0)."""
+    return isinstance(fake, FakeTensor) and fake.constant is not None
+
+
+def has_kernel(overload: Any, device_type: str) -> bool:
+    """Return whether an operator overload has a kernel of its own for a device type, not a generated one.
+
+    For meta tensors, which are never computed, the answer is that for the CPU.
+
+    Args:
+        overload: such as `torch.ops.aten.relu.default`.
+        device_type: `cpu`, `cuda` or `meta`.
+    """
+    key = torch._C._dispatch_key_for_device("cpu" if device_type == "meta" else device_type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key)
+
+
+def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
+    """Return the mode that a fake tensor belongs to."""
+    assert isinstance(tensor, FakeTensor)
+    return tensor.fake_mode
+
+
+def compiled_around_breaks(model: torch.nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `model` compiled by `backend`, which is given each graph between graph breaks.
+
+    However many models of a class are compiled, and at however many shapes, none falls back to eager silently.
+
+    Args:
+        model: any module.
+        backend: as torch.compile takes it.
+    """
+    import torch._dynamo  # takes seconds to import
+
+    _patch_torch_for_dynamo()
+    compiled = torch.compile(model, backend=backend)
+    unlimited = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(unlimited):
+            return compiled(*args, **kwargs)
+
+    return _CompiledModel(model, run)
+
+
+class _CompiledModel:
+    """What a loss function takes for the model: a call runs compiled code, all else is the model's."""
+
+    def __init__(self, model: torch.nn.Module, run: Callable[..., Any]) -> None:
+        self.__dict__.update(_model=model, _run=run)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._model, name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._model[key]
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self._model)
+
+
+def _patch_torch_for_dynamo() -> None:
+    """Let Dynamo patch torch, as it does once in a process, but leave `torch.distributions` to check its arguments."""
+    from torch._dynamo.eval_frame import TorchPatcher
+
+    checked = torch.distributions.Distribution._validate_args
+    TorchPatcher.patch()
+    torch.distributions.Distribution.set_default_validate_args(checked)
+
+
+def compile_with_budget(model: torch.nn.Module, share: float, solver: str) -> Callable[..., Any]:
+    """Return `model` compiled under torch's own activation memory budget, with eager's kernels in place of Inductor's.
+
+    Args:
+        model: any module.
+        share: torch's `activation_memory_budget`, from 0 to 1, in force only while the model runs.
+        solver: torch's `activation_memory_budget_solver`.
+    """
+    import torch._dynamo  # takes seconds to import, and only a comparison with torch needs it
+    import torch._functorch.config
+
+    torch._dynamo.reset()
+    _patch_torch_for_dynamo()
+    compiled = torch.compile(model, backend=_partitioned_eager)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        settings = {"activation_memory_budget": share, "activation_memory_budget_solver": solver}
+        with torch._functorch.config.patch(settings):
+            return compiled(*args, **kwargs)
+
+    return run
+
+
+def _partitioned_eager(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch.fx.graph import _BoxedCodeGen
+
+    def compile_half(half: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        half.graph.set_codegen(_BoxedCodeGen())  # takes its arguments in a list, and empties it
+        half.recompile()
+        return boxed(half.forward)
+
+    return aot_autograd(
+        fw_compiler=compile_half,
+        bw_compiler=compile_half,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )(module, inputs)

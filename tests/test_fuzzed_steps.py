@@ -1,0 +1,290 @@
+"""Defects that random steps found: each small step once trained with other numbers, or was refused wrongly."""
+
+from __future__ import annotations
+
+import cProfile
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import memfit
+from memfit.errors import InfeasibleBudgetError, UnsupportedStepError
+from memfit.runtime.measure import resident_bytes
+from memfit.runtime.parts import PartlyPlannedStep
+from memfit.system.recorder import record
+
+WIDTH = 16
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+def batch(size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(size, WIDTH, generator=generator), torch.randint(0, 5, (size,), generator=generator)
+
+
+def cross_entropy(model: nn.Module, given: Any) -> torch.Tensor:
+    return functional.cross_entropy(model(given[0]).float(), given[1])
+
+
+def in_autocast(model: nn.Module, given: Any) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = model(given[0])
+    return functional.cross_entropy(outputs.float(), given[1])
+
+
+class Network(nn.Module):
+    """Two layers, and between them what a test needs."""
+
+    def __init__(self, between: nn.Module | None = None, *, looks: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5)
+        self.between = between or nn.Tanh()
+        self.looks = looks
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.between(self.first(inputs))
+        if self.looks and hidden.sum().item() > 1e9:
+            hidden = -hidden
+        return self.last(hidden)
+
+
+class Squared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.inner(inputs.float(), inputs.float())
+
+
+class Noisy(nn.Module):
+    """Draws from a generator of each kind, counts its calls, and logs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch, self.numpy, self.python = torch.Generator(), np.random.default_rng(1), random.Random(1)
+        self.calls = 0
+        self.log: list[int] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.log.append(self.calls)
+        drawn = torch.randn(WIDTH, generator=self.torch) + torch.from_numpy(self.numpy.standard_normal(WIDTH)).float()
+        return inputs + drawn * self.python.random()
+
+    def state(self) -> tuple[Any, ...]:
+        numpy = str(self.numpy.bit_generator.state)
+        return self.torch.get_state().tolist(), numpy, self.python.getstate(), self.calls, list(self.log)
+
+
+class Drawing(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * random.random()
+
+
+def test_a_kernel_that_autocast_casts_inside() -> None:
+    model = Network(Squared())
+    step = memfit.fit(model, in_autocast, batch(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), budget="100%")
+    step.verify()
+
+
+def test_such_a_kernel_in_a_compiled_graph_is_refused() -> None:
+    model = Network(Squared(), looks=True)
+    with pytest.raises(UnsupportedStepError, match=r"_trilinear.* which eager casts under torch.autocast"):
+        memfit.fit(model, in_autocast, batch(), budget="100%")
+
+
+def test_state_that_is_never_made_is_in_no_bound() -> None:
+    """The embedding cuts the gradient of the first layer off, for which no optimizer state is made."""
+
+    class Cut(nn.Embedding):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input.abs().mul(3).long().clamp(max=9)).sum(1)
+
+    model = Network(Cut(10, WIDTH))
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = memfit.fit(model, cross_entropy, batch(8), optimizer=optimizer, budget="100%")
+    assert isinstance(step, memfit.PlannedStep)
+    step(batch(8))
+    given = batch(8)
+    held_bytes = resident_bytes(step, given)
+    with record("cpu") as usage:
+        step.step.run_eager(given)
+    assert step.plan.bounds.least_budget_bound_bytes <= held_bytes + usage.peak_bytes
+    assert not any("first.weight.exp_avg" in storage.name for storage in step.captured.graph.storages)
+
+
+def test_what_only_the_optimizer_holds_is_counted() -> None:
+    model = Network(nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = memfit.fit(model, cross_entropy, batch(), optimizer=optimizer, budget="1MiB")
+    assert isinstance(step, memfit.PlannedStep)
+    step(batch())
+    before_bytes = step.plan.predicted.peak_bytes
+    model.between = nn.Linear(WIDTH, WIDTH)  # the optimizer still has the old one, and its state
+    for _ in range(2):  # the second step finds gradients there, which nobody has taken
+        step(batch())
+    assert step.plan.predicted.peak_bytes >= before_bytes
+    assert step.corrections == []
+    given = batch()
+    held_bytes = resident_bytes(step, given)
+    with record("cpu") as usage:
+        step(given)
+    assert held_bytes + usage.peak_bytes <= step.plans[-1].predicted.peak_bytes
+
+
+def test_gradients_that_another_dtype_is_given() -> None:
+    model = Network()
+    optimizer = torch.optim.SGD(model.first.parameters(), lr=0.1)  # the last layer's gradients are left to the user
+    step = memfit.fit(model, cross_entropy, batch(), optimizer=optimizer, budget="1MiB")
+    step(batch())
+    assert model.last.bias.grad is not None
+    assert not model.last.bias.grad._is_view()
+    model.double()
+    inputs, labels = batch()
+    step((inputs.double(), labels))
+    step.verify((inputs.double(), labels))
+
+
+def test_draws_are_refused_under_a_profiler() -> None:
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        with pytest.raises(UnsupportedStepError, match="the step draws from"):
+            memfit.fit(Network(Drawing()), cross_entropy, batch(), budget="100%")
+        assert isinstance(sorted([2, 1]), list)
+    finally:
+        profiler.disable()
+    assert profiler.getstats()
+
+
+def test_the_least_budget_of_a_step_with_a_generator_of_its_own_works() -> None:
+    def loss(model: nn.Module, given: Any) -> torch.Tensor:
+        noise = torch.randn(WIDTH, generator=generator)
+        return functional.cross_entropy(model(given[0] + noise), given[1])
+
+    generator = torch.Generator()
+    options = {"iterations": 300}
+
+    def fit(budget: str | int) -> Any:
+        model = Network(nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))))
+        return memfit.fit(model, loss, batch(256), budget=budget, options=options)
+
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        fit("20%")
+    assert refused.value.least_budget_found_bytes is not None
+    fit(refused.value.least_budget_found_bytes)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's forward-mode formulas use it
+def test_a_generator_is_left_where_it_was_if_the_step_cannot_be_compared() -> None:
+    class Curved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.generator = nn.Linear(WIDTH, 2), torch.Generator()
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            curvature = torch.func.vmap(torch.func.hessian(lambda row: self.inner(row).tanh().sum()))(inputs[:4])
+            noise = torch.randn(WIDTH, generator=self.generator)
+            return inputs + noise + curvature.diagonal(dim1=-2, dim2=-1).mean()
+
+    curved = Curved()
+    model, before = Network(curved), curved.generator.get_state()
+    memfit.fit(model, cross_entropy, batch(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), budget="100%")
+    assert torch.equal(curved.generator.get_state(), before)
+
+
+def test_planning_in_parts_verifying_and_measuring_leave_python_as_it_was() -> None:
+    noisy = Noisy()
+    before = noisy.state()
+    model = Network(noisy, looks=True)
+    step = memfit.fit(
+        model, cross_entropy, batch(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), budget="100%"
+    )
+    assert isinstance(step, PartlyPlannedStep)
+    assert noisy.state() == before
+    step.verify()
+    step.measure(repeats=1)
+    assert noisy.state() == before
+
+
+def test_a_loss_in_parts_is_given_what_looks_like_the_model() -> None:
+    def penalized(model: nn.Module, given: Any) -> torch.Tensor:
+        assert isinstance(model, Network)
+        return cross_entropy(model, given) + 0.01 * sum(p.square().sum() for p in model.parameters())
+
+    model = Network(looks=True)
+    step = memfit.fit(model, penalized, batch(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), budget="64MiB")
+    assert isinstance(step, PartlyPlannedStep)
+    step.verify()
+
+
+def test_distributions_check_their_arguments_after_a_fit_in_parts() -> None:
+    memfit.fit(Network(looks=True), cross_entropy, batch(), budget="64MiB")
+    with pytest.raises(ValueError, match="to satisfy the constraint"):
+        torch.distributions.Normal(0.0, torch.tensor(-1.0))
+
+
+class Reshaped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (self.inner(inputs) @ inputs.t()).tanh().sum() + inputs.view(-1, 4).cumsum(1).sum()
+
+
+def test_slices_of_a_larger_tensor_under_torch_compile() -> None:
+    """Views of an input were made at the offset that the first batch had in its storage."""
+    torch.manual_seed(0)
+    model, data = Reshaped(), torch.randn(256, WIDTH)
+    compiled = torch.compile(model, backend="memfit", options={"budget": "64MiB", "reserve": 0})
+    for start in (0, 64, 192, 64):
+        found: list[list[torch.Tensor]] = []
+        for run in (compiled, model):
+            model.zero_grad()
+            loss = run(data[start : start + 64])
+            loss.backward()
+            assert model.inner.weight.grad is not None
+            found.append([loss.detach(), model.inner.weight.grad.clone()])
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_parameters_in_one_piece_under_torch_compile() -> None:
+    model = Reshaped()
+    compiled = torch.compile(model, backend="memfit", options={"budget": "64MiB", "reserve": 0})
+    inputs = torch.randn(64, WIDTH)
+    compiled(inputs).backward()
+    parameters = list(model.parameters())
+    flat = torch.cat([torch.zeros(5), *(each.data.reshape(-1) * 2 for each in parameters)])
+    at = 5
+    for each in parameters:
+        each.data = flat[at : at + each.numel()].view(each.shape)
+        at += each.numel()
+    assert torch.equal(compiled(inputs), model(inputs))
+
+
+def test_graphs_that_give_other_bits_are_refused() -> None:
+    class Asking(nn.Module):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs * 1.5 if torch.compiler.is_compiling() else inputs
+
+    model = Network(Asking(), looks=True)
+    with pytest.raises(UnsupportedStepError, match="compiles around that line give other bits than eager, first in"):
+        memfit.fit(model, cross_entropy, batch(), budget="64MiB")

@@ -1,0 +1,276 @@
+"""The one way to a plan: every caller takes it, with all settings, and an answer without a plan says what is proved."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from chains import chain
+from command_line import MOVES, Run, json_of
+from torch import nn
+from walk import functions_of_target
+
+import memfit
+from memfit import TrainingStep
+from memfit.device import GENERIC, Device
+from memfit.errors import (
+    InfeasibleBudgetError,
+    InvalidOptionError,
+    NoPlanError,
+    TimeLimitError,
+    UnsupportedStepError,
+)
+from memfit.plan import Bounds, Plan, Problem, Result, Status
+from memfit.planners import PLANNERS
+from memfit.planners.engine.results import unplanned_peak_bytes
+from memfit.planners.none import KeepEverything
+from memfit.planning import SEARCHING, Settings, make_leanest_plan, make_plan
+from memfit.runtime.parts import PartlyPlannedStep
+from memfit.runtime.step import fit_step
+
+SMALL = ("--set", "batch=4", "--set", "steps=6", "--set", "width=16")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@dataclass(frozen=True)
+class Unlucky:
+    """A planner that finds nothing and proves nothing."""
+
+    name: ClassVar[str] = "unlucky"
+    source: ClassVar[str] = "made up"
+
+    def plan(self, problem: Problem) -> Result:  # noqa: ARG002
+        bounds = Bounds(least_budget_found_bytes=4321, least_budget_bound_bytes=1234)
+        return Result(status=Status.TIMED_OUT, plan=None, bounds=bounds)
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A planner that Ctrl-C ended after it had found a plan."""
+
+    name: ClassVar[str] = "interrupted"
+    source: ClassVar[str] = "made up"
+
+    def plan(self, problem: Problem) -> Result:
+        return replace(KeepEverything().plan(problem), interrupted=True)
+
+
+@pytest.fixture
+def graph_file(tmp_path: Path) -> Path:
+    path = tmp_path / "chain.graph.json"
+    chain(6, 1024).save(path)
+    return path
+
+
+def test_nothing_found_and_nothing_proved_is_exit_status_5(
+    run: Run, graph_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PLANNERS, "unlucky", Unlucky)
+    status, out, err = run("plan", graph_file, "--budget", 5000, "--planner", "unlucky", "--json")
+    document = json_of(out)
+    assert status == document["exit_status"] == 5
+    assert document["status"] == "timed_out"
+    assert document["least_budget_found_bytes"] == 4321
+    assert document["least_budget_bound_bytes"] == 1234
+    assert "found no plan within 4.883 KiB (5000 bytes), and nothing proves that there is none" in err
+
+
+def test_a_search_that_found_nothing_is_in_the_table_of_a_comparison(
+    run: Run, graph_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PLANNERS, "unlucky", Unlucky)
+    status, out, err = run("compare", graph_file, "--planners", "unlucky", "--budgets", 2)
+    assert (status, err) == (0, "")
+    assert out.count("timed out") == 3  # at both budgets, and at the least budget that it names
+
+
+def test_a_planner_that_has_tried_all_its_plans_does_not_speak_for_others(run: Run, graph_file: Path) -> None:
+    below = unplanned_peak_bytes(chain(6, 1024), GENERIC) - 1
+    status, out, err = run("plan", graph_file, "--budget", below, "--planner", "none", "--json")
+    assert status == json_of(out)["exit_status"] == 5
+    assert json_of(out)["status"] == "timed_out"
+    assert "planner 'none' has no plan within" in err
+    assert "(it tried all of its plans); another planner may" in err
+    status, out, err = run("plan", graph_file, "--budget", 1, "--planner", "none", "--json")
+    assert status == 3
+    assert "no plan fits 1 B" in err
+    assert json_of(out)["status"] == "infeasible"
+
+
+@pytest.mark.parametrize("budget", ["100%", "110%"])
+@pytest.mark.parametrize("name", sorted(PLANNERS))
+def test_no_planner_refuses_the_unplanned_peak(name: str, budget: str) -> None:
+    graph = chain(6, 1024)
+    settings = Settings(budget=budget, planner=name, time_limit_seconds=0.1)
+    plan = make_plan(graph, GENERIC, settings)
+    assert plan.predicted.peak_bytes <= plan.budget_bytes
+
+
+def test_an_interrupted_search_is_said_by_its_result(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PLANNERS, "interrupted", Interrupted)
+    graph, settings = chain(6, 1024), Settings(budget="100%", planner="interrupted")
+    assert make_plan(graph, GENERIC, settings).planner == "none"
+    with pytest.raises(KeyboardInterrupt):
+        make_plan(graph, GENERIC, replace(settings, stops_on_interrupt=True))
+    assert not list(own_cache.rglob("*.plan.json.gz")), "the plan of an interrupted search is not kept"
+
+
+def test_a_kept_plan_is_used_unless_the_settings_say_otherwise() -> None:
+    graph = chain(6, 1024)
+    stages: list[str] = []
+    settings = Settings(budget="80%", options={"iterations": 500}, on_stage=stages.append)
+    first = make_plan(graph, GENERIC, settings)
+    assert make_plan(graph, GENERIC, settings) == first
+    assert stages == [SEARCHING]
+    make_plan(graph, GENERIC, replace(settings, reads_kept_plans=False))
+    assert stages == [SEARCHING] * 2
+
+
+@pytest.mark.parametrize("order", [("plan", "fit"), ("fit", "plan")])
+def test_plan_and_fit_give_the_same_plan_byte_for_byte(run: Run, tmp_path: Path, order: tuple[str, str]) -> None:
+    for command in order:
+        words = (command, "lstm", *SMALL, "--budget", "90%", *MOVES, "--save", tmp_path / command)
+        status, _, err = run(*words, "--json")
+        assert status == 0, err
+    assert (tmp_path / "plan").read_bytes() == (tmp_path / "fit").read_bytes()
+
+
+def test_no_cache_searches_again(run: Run, graph_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[Problem] = []
+
+    @dataclass(frozen=True)
+    class Counted(KeepEverything):
+        def plan(self, problem: Problem) -> Result:
+            searches.append(problem)
+            return super().plan(problem)
+
+    monkeypatch.setitem(PLANNERS, "none", Counted)
+    words = ("plan", graph_file, "--budget", "100%", "--planner", "none", "--save", tmp_path / "plan.json")
+    for more, count in (((), 1), ((), 1), (("--no-cache",), 2), ((), 2)):
+        assert run(*words, *more)[0] == 0
+        assert len(searches) == count
+
+
+class Breaks(nn.Module):
+    """Two layers with a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(12, 12), nn.Linear(12, 3)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.before(values))
+        if hidden.sum().item() > 1e9:
+            hidden = -hidden
+        return self.after(hidden)
+
+
+@pytest.fixture
+def breaking() -> Iterator[TrainingStep]:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    batch = torch.randn(40, 12), torch.randint(0, 3, (40,))
+    yield TrainingStep(model=Breaks(), loss=nn.CrossEntropyLoss(), batch=batch)
+    torch.compiler.reset()
+
+
+def roomy(**more: Any) -> Settings:
+    return Settings(budget=64 << 20, **more)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_every_setting_reaches_the_graphs_around_a_break(
+    breaking: TrainingStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Settings] = []
+
+    def recording(make: Callable[..., Plan]) -> Callable[..., Plan]:
+        def recorded(graph: Any, device: Device, settings: Settings, bytes_outside: int = 0) -> Plan:
+            given.append(settings)
+            return make(graph, device, settings, bytes_outside)
+
+        return recorded
+
+    monkeypatch.setattr("memfit.runtime.ledger.make_plan", recording(make_plan))
+    monkeypatch.setattr("memfit.runtime.ledger.make_leanest_plan", recording(make_leanest_plan))
+    device = Device(name="named by the user")
+    settings = roomy(
+        planner="search",
+        options={"iterations": 7, "threads": 1},
+        time_limit_seconds=0.25,
+        seed=5,
+        device=device,
+        reads_kept_plans=False,
+        stops_on_interrupt=True,
+        on_stage=lambda _title: None,
+        progress=lambda _progress: None,
+    )
+    planned = fit_step(breaking, settings)
+    assert isinstance(planned, PartlyPlannedStep)
+    assert len(given) >= 4  # the leanest plans of both graphs, then those within the budget
+    for part in given:
+        for field in dataclasses.fields(Settings):
+            if field.name != "budget":
+                assert getattr(part, field.name) == getattr(settings, field.name), field.name
+    assert [plan.device for plan in planned.plans] == [device, device]
+    assert {plan.planner for plan in planned.plans} == {"search"}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_host_budget_is_not_dropped_at_a_break(breaking: TrainingStep) -> None:
+    with pytest.raises(UnsupportedStepError, match="a host budget of 1 MiB"):
+        fit_step(breaking, roomy(host_budget_bytes=1 << 20, planner="none"))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_mirror_marks_reach_the_graph_that_has_them(breaking: TrainingStep) -> None:
+    marks = [memfit.mirror("before", 1), memfit.mirror("after", 0)]
+    planned = fit_step(breaking, roomy(planner="mirror", options={"mirror": marks}))
+    assert isinstance(planned, PartlyPlannedStep)
+    times = [len(plan.schedule.codes[plan.schedule.codes == 0]) - len(plan.graph.ops) for plan in planned.plans]
+    planned.verify()
+    assert len(times) == 2
+    with pytest.raises(InvalidOptionError, match="mirror names 'nowhere', which is no module and no op"):
+        fit_step(breaking, roomy(planner="mirror", options={"mirror": "before:1,nowhere:0"}))
+
+
+def test_the_errors_without_a_plan_carry_both_least_budgets() -> None:
+    for kind, status in ((InfeasibleBudgetError, 3), (TimeLimitError, 5)):
+        error = kind("no plan", least_budget_found_bytes=None, least_budget_bound_bytes=7)
+        assert isinstance(error, NoPlanError)
+        assert (error.least_budget_bound_bytes, error.exit_status) == (7, status)
+
+
+def test_a_target_passes_twelve_functions_at_most_and_no_module_twice(run: Run) -> None:
+    walk = functions_of_target(
+        "lstm", lambda: run("plan", "lstm", *SMALL, "--budget", "100%", "--planner", "none", "--json")
+    )
+    assert walk[0] == "commands.plan.plan"
+    walk = [step for step in walk if step != "commands.plan._answer"]  # shows the plan
+    assert "planning.make_plan" in walk
+    assert len(walk) <= 12, walk
+    modules = [step.rpartition(".")[0] for step in walk]
+    visits = [module for module, _ in itertools.groupby(modules)]
+    assert len(visits) == len(set(visits)), walk
+
+
+def test_settings_say_what_they_are() -> None:
+    documented = inspect.getdoc(Settings) or ""
+    for field in dataclasses.fields(Settings):
+        assert f"    {field.name}: " in documented, field.name
+    with pytest.raises(InvalidOptionError, match="time_limit_seconds is 0, expected"):
+        Settings(budget=1, time_limit_seconds=0)
+    assert json.dumps(Settings(budget="60%").is_in_bytes) == "false"
