@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,15 @@ _ENDINGS = {
     "traceback": "**an error that is not memfit's own**",
     "eager": "eager itself cannot run the case",
 }
+_NAMES = [  # what stands for names in messages
+    (r"/\S+/(\w+\.py)", r"\1"),
+    (r"held up by [^;]+", "held up by ..."),
+    (r"(the step sets ).+?( in its model)", r"\1...\2"),
+    (r"(the step draws from ).+?(, whose)", r"\1...\2"),
+    (r"(first in )[^:]+(: a parameter)", r"\1...\2"),
+    (r"(a parameter that is used on both sides of the line).*", r"\1 ..."),
+    (r"(; raise the time limit).*", r"\1 ..."),
+]
 _WAYS = {
     "eager": "eager",
     "eager_kept": "eager, malloc keeps memory",
@@ -40,11 +51,15 @@ def fuzz(found: Payload) -> Table:
 
 
 def fuzz_refusals(found: Payload) -> Table:
-    """The messages of the refused cases."""
-    rows = [
-        [message.partition(": ")[2].replace("|", r"\|"), str(count)] for message, count in found["refusals"].items()
-    ]
-    return ["message", "cases"], rows, "Numbers are replaced by #."
+    """The messages of the refused cases; those that differ only in a name count as one."""
+    counts: Counter[str] = Counter()
+    for message, count in found["refusals"].items():
+        text = message.partition(": ")[2]
+        for pattern, name in _NAMES:
+            text = re.sub(pattern, name, text)
+        counts[text.replace("|", r"\|")] += count
+    rows = [[text, str(count)] for text, count in counts.most_common()]
+    return ["message", "cases"], rows, "Numbers are replaced by #, and names of ops, attributes and generators left out."
 
 
 def fuzz_defects(found: Payload) -> Table:

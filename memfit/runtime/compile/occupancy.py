@@ -14,12 +14,13 @@ def bytes_beside(own: Sequence[torch.Tensor], device: torch.device) -> int:
     """Return the bytes of all tensors on `device` whose storage is none of `own`'s.
 
     On CUDA the allocator counts them. On a CPU all tensors that have a Python object are counted, also those that
-    autograd saved for backward.
+    autograd saved for backward. What only waits for the garbage collector is collected first.
 
     Args:
         own: tensors that are not counted.
         device: a CPU or CUDA device.
     """
+    gc.collect()
     mine = _storages(own, device)
     if device.type == "cuda":
         return max(0, allocated_bytes(device) - sum(mine.values()))
