@@ -59,7 +59,11 @@ def fuzz_refusals(found: Payload) -> Table:
             text = re.sub(pattern, name, text)
         counts[text.replace("|", r"\|")] += count
     rows = [[text, str(count)] for text, count in counts.most_common()]
-    return ["message", "cases"], rows, "Numbers are replaced by #, and names of ops, attributes and generators left out."
+    return (
+        ["message", "cases"],
+        rows,
+        "Numbers are #; names of ops, attributes and generators are left out.",
+    )
 
 
 def fuzz_defects(found: Payload) -> Table:

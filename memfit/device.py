@@ -23,6 +23,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         flops_per_second: by dtype name (`float32`, `bfloat16`, ...).
         memory_bytes_per_second: bandwidth of the device's memory.
         to_host_bytes_per_second, to_device_bytes_per_second: the link's rates; None without a link.
+        to_host_shared_bytes_per_second, to_device_shared_bytes_per_second: the rates while both directions copy; None
+            where they do not slow each other down.
+        copy_latency_seconds: the time of a copy of nothing.
+        copy_load: the share of compute's rate that each copy under way takes away; 0 where copies have engines of their
+            own.
         launch_seconds: the least time of an op.
         source: where the figures are from.
     """
@@ -35,6 +40,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     memory_bytes_per_second: Rate | None = None
     to_host_bytes_per_second: Rate | None = None
     to_device_bytes_per_second: Rate | None = None
+    to_host_shared_bytes_per_second: Rate | None = None
+    to_device_shared_bytes_per_second: Rate | None = None
+    copy_latency_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    copy_load: Annotated[float, msgspec.Meta(ge=0, lt=0.5)] = 0.0
     launch_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     source: str = ""
 

@@ -54,6 +54,10 @@ class PlanMismatchError(MemfitError, ValueError):
     """A plan was made for another graph, torch or device than those at hand."""
 
 
+class HostMemoryError(MemfitError, RuntimeError):
+    """Storages cannot be offloaded: there is no room for them on the host or disk, or a copy failed."""
+
+
 class CaptureError(MemfitError, RuntimeError):
     """A training step cannot be captured as a graph; the message names the user's line."""
 

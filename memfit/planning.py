@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import msgspec
 
@@ -51,6 +52,7 @@ class Settings:
         time_limit_seconds: how long the planner may search.
         seed: of all that is random in a planner.
         host_budget_bytes: the most bytes of host copies, where the device has a link to its host; 0 allows none.
+        host_dir: where a CPU's host copies are kept, on a disk; None stands for the system's temporary directory.
         arena: whether calls are served from memory with a fixed layout.
         device: takes the place of the step's own device, whose profile is then not read.
         whole_bytes: what a budget in percent is a share of; None stands for the unplanned peak of the graph.
@@ -70,6 +72,7 @@ class Settings:
     time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS
     seed: int = 0
     host_budget_bytes: int = 0
+    host_dir: Path | None = None
     arena: bool = False
     device: Device | None = None
     whole_bytes: int | None = None

@@ -28,6 +28,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.cost.calibration._SMALLEST_PRODUCT", 16)
     monkeypatch.setattr("memfit.cost.calibration._LARGEST_PRODUCT", 64)
     monkeypatch.setattr("memfit.cost.calibration._COPY_BYTES", 1 << 16)
+    monkeypatch.setattr("memfit.cost.link._COPY_BYTES", 1 << 16)
+    monkeypatch.setattr("memfit.cost.link._ROWS", 16)
 
 
 def test_the_known_devices() -> None:
@@ -117,7 +119,10 @@ def test_a_calibrated_device_is_kept(empty_cache: Path) -> None:
     assert measured.memory_bytes_per_second is not None
     assert measured.memory_bytes_per_second > 0
     assert measured.launch_seconds > 0
-    assert measured.to_host_bytes_per_second is None, "a CPU has no link to itself"
+    assert measured.has_link, "a CPU's link is the one to its disk"
+    assert measured.to_host_shared_bytes_per_second <= measured.to_host_bytes_per_second
+    assert measured.to_device_shared_bytes_per_second <= measured.to_device_bytes_per_second
+    assert measured.copy_latency_seconds > 0
     assert local_device(torch.device("cpu")) == measured
     (path,) = (empty_cache / "devices").iterdir()
     assert load_device(path) == measured
@@ -159,7 +164,8 @@ def test_a_calibration_that_cannot_be_kept_is_said(
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING, "memfit"):
         assert calibrate("cpu").memory_bytes_per_second is not None
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == 2
+    assert "rates of the link are not kept: " in caplog.text
     assert "calibrated rates are not kept: " in caplog.text
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import memfit
-from memfit.runtime.transfers import offload
+from memfit.runtime.host.store import HostStore
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +32,9 @@ def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) ->
 def test_what_goes_to_the_host_comes_back_while_its_memory_is_used_again() -> None:
     numbers = torch.arange(1 << 22, dtype=torch.float32)
     source = numbers.to("cuda")
-    copy = offload(source)
+    store = HostStore(torch.device("cuda", 0), 1 << 25)
+    store.reserve(1 << 24)
+    copy = store.begin().offload(source, 0)
     copy.wait()
     del source
     torch.empty(1 << 22, device="cuda").fill_(-1.0)  # on the same stream, in the memory that was let go

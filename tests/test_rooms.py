@@ -83,9 +83,10 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("prepare",),
         ("measure", "program"),
         ("lowering", "step_memory", "verify"),
-        ("state",),
-        ("arena", "bits", "eager_peak", "first_step", "measured", "signature", "transfers", "uncopied"),
+        ("host", "state"),
+        ("arena", "bits", "eager_peak", "first_step", "measured", "signature", "uncopied"),
     ),
+    "runtime/host": (("layout", "store"), ("disk", "pinned"), ("form",)),
     "runtime/arena": (("arena",), ("cuda",), ("library",), ("layout",)),
     "runtime/compile": (("backend",), ("halves", "occupancy")),
 }

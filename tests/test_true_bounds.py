@@ -50,6 +50,7 @@ class Measured(NamedTuple):
     step: TrainingStep
     device: torch.device = CPU
     held_bytes: int = 0
+    constants: tuple[torch.Tensor, ...] = ()
 
 
 def make_step(width: int = 64, layers: int = 4, rows: int = 16, dropout: float = 0.0) -> TrainingStep:

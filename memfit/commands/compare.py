@@ -62,6 +62,7 @@ def compare(
         bool, typer.Option("--measure", help="Run every plan too, check its bits, and measure it beside eager.")
     ] = False,
     host_budget: options.HostBudget = None,
+    host_dir: options.HostDir = None,
     time_limit: options.TimeLimit = DEFAULT_TIME_LIMIT_SECONDS,
     seed: options.Seed = 0,
     set_: options.WorkloadOptions = None,
@@ -72,13 +73,15 @@ def compare(
 ) -> int:
     """Plan TARGET with every planner at the same budgets, and show peaks and overheads side by side."""
     options.require_writable(report)
-    asked = options.plan_settings("100%", DEFAULT_PLANNER, None, time_limit, seed, host_budget=host_budget)
+    asked = options.plan_settings(
+        "100%", DEFAULT_PLANNER, None, time_limit, seed, host_budget=host_budget, host_dir=host_dir
+    )
     of_workload = options.read_settings(set_, "--set")
     with working() as work:
         grid = Grid(planners=planners, budgets=budgets, repeats=repeats if measure else 0, settings=work.follow(asked))
         resolved = resolve(target, of_workload)
         grid.require_known(resolved)
-        graph, device, *_ = graph_with_costs(resolved, device_profile, work)
+        graph, device, *_ = graph_with_costs(resolved, device_profile, work, settings=asked)
         comparison = compare_step(resolved, graph, device, grid, work)
         if report and not work.interrupted:
             work.stage("writing the report")

@@ -49,6 +49,7 @@ def fit(
         Path | None, typer.Option("--plan", metavar="PLAN", help="Use this plan instead of searching one.")
     ] = None,
     host_budget: options.HostBudget = None,
+    host_dir: options.HostDir = None,
     planner: options.Planner = DEFAULT_PLANNER,
     option: options.PlannerOptions = None,
     time_limit: options.TimeLimit = DEFAULT_TIME_LIMIT_SECONDS,
@@ -72,6 +73,7 @@ def fit(
         time_limit,
         seed,
         host_budget=host_budget,
+        host_dir=host_dir,
         no_cache=no_cache,
     )
     of_workload = options.read_settings(set_, "--set")

@@ -45,7 +45,12 @@ class Costed(NamedTuple):
 
 
 def graph_with_costs(
-    resolved: TrainingStep | Graph, device_profile: str | None, work: Work, *, costs: bool = True
+    resolved: TrainingStep | Graph,
+    device_profile: str | None,
+    work: Work,
+    *,
+    costs: bool = True,
+    settings: Settings | None = None,
 ) -> Costed:
     """Return the graph of a target with the seconds and the workspace of each op, and the device that they are for.
 
@@ -55,6 +60,7 @@ def graph_with_costs(
             roofline. For a graph it gives only link rates and alignment.
         work: shows the stages.
         costs: whether a training step is measured; without, no op runs, and its seconds and workspaces are left out.
+        settings: say whether and where storages may be offloaded.
 
     Raises:
         InvalidDeviceError: no such device profile.
@@ -66,14 +72,18 @@ def graph_with_costs(
     if isinstance(resolved, Graph):
         return Costed(resolved, profile or GENERIC)
     from memfit.capture import capture, finish, with_real_results  # torch: a graph file needs none
-    from memfit.cost.calibration import local_device
+    from memfit.cost.calibration import linked_device
     from memfit.cost.measurement import measure
     from memfit.cost.rooflines import roofline
+
+    def device_here(captured: Captured) -> Device:
+        host = (settings.host_budget_bytes, settings.host_dir) if settings else (0, None)
+        return linked_device(captured.binding.device, *host)
 
     work.stage("capturing the step")
     if not costs:
         captured = capture(resolved)
-        return Costed(captured.graph, profile or local_device(captured.binding.device), resolved, captured)
+        return Costed(captured.graph, profile or device_here(captured), resolved, captured)
     if profile is not None:
         captured = capture(resolved)
         return Costed(roofline(captured.graph, captured.binding, profile), profile, resolved, captured)
@@ -85,4 +95,4 @@ def graph_with_costs(
 
     captured = with_real_results(finished)
     graph = measure(captured.graph, captured.binding, captured.observed)
-    return Costed(graph, local_device(captured.binding.device), resolved, captured)
+    return Costed(graph, device_here(captured), resolved, captured)

@@ -39,8 +39,16 @@ HostBudget = Annotated[
     typer.Option(
         "--host-budget",
         metavar="SIZE",
-        help="Storages may be copied to the host's memory, up to this size, if the device has a link to it: 64GiB. "
-        "None by default: host copies are pinned memory, which nothing else on the host can use.",
+        help="Storages may leave the device, up to this size: from a GPU to pinned memory of the host, which nothing "
+        "else can use then, and from a CPU to a file on disk. None by default.",
+    ),
+]
+HostDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--host-dir",
+        metavar="DIR",
+        help="A directory on the disk that a CPU offloads to; by default the system's temporary one.",
     ),
 ]
 Planner = Annotated[str, typer.Option("--planner", "-p", metavar="NAME", help="See `memfit planners`.")]
@@ -87,6 +95,7 @@ def plan_settings(
     seed: int,
     *,
     host_budget: str | None = None,
+    host_dir: Path | None = None,
     no_cache: bool = False,
 ) -> Settings:
     """Return the settings of a plan that the options of a command give, checked before any work is done.
@@ -101,6 +110,7 @@ def plan_settings(
         time_limit: seconds.
         seed: a whole number from 0 on.
         host_budget: text such as `64GiB`; None allows no offloading.
+        host_dir: on the disk that a CPU offloads to.
         no_cache: whether kept plans are left unread.
 
     Raises:
@@ -115,6 +125,7 @@ def plan_settings(
         time_limit_seconds=require_time_limit(time_limit),
         seed=seed,
         host_budget_bytes=read_host_budget(host_budget),
+        host_dir=host_dir,
         reads_kept_plans=not no_cache,
     )
     make_planner(planner, **settings.options)

@@ -44,6 +44,7 @@ def plan(
     target: options.Target,
     budget: options.Budget,
     host_budget: options.HostBudget = None,
+    host_dir: options.HostDir = None,
     planner: options.Planner = DEFAULT_PLANNER,
     option: options.PlannerOptions = None,
     time_limit: options.TimeLimit = DEFAULT_TIME_LIMIT_SECONDS,
@@ -67,12 +68,14 @@ def plan(
 ) -> int:
     """Find a plan for TARGET within a budget, and show its cost. Nothing is run."""
     options.require_writable(save, report)
-    asked = options.plan_settings(budget, planner, option, time_limit, seed, host_budget=host_budget, no_cache=no_cache)
+    asked = options.plan_settings(
+        budget, planner, option, time_limit, seed, host_budget=host_budget, host_dir=host_dir, no_cache=no_cache
+    )
     of_workload = options.read_settings(set_, "--set")
     with working() as work:
         settings = work.follow(asked)
         resolved = resolve(target, of_workload)
-        costed = graph_with_costs(resolved, device_profile, work)
+        costed = graph_with_costs(resolved, device_profile, work, settings=settings)
         found = make_plan(costed.graph, costed.device, costed.with_shares(settings))
         work.keep(found, save)
         points = trade_off(found, frontier, time_limit, settings, work) if not work.interrupted else []

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
 
 from memfit.cost.environment import environment, find_device, hardware_name
+from memfit.cost.link import link_rates, with_link
 from memfit.device import Device
+from memfit.errors import HostMemoryError
 from memfit.system.cache import environment_path, keep, read_kept
 from memfit.system.recorder import CPU_ALIGNMENT_BYTES, CUDA_ALIGNMENT_BYTES
 
@@ -23,6 +27,8 @@ _COPY_SHARE = 8  # a copy takes at most this part of the free memory: one eighth
 _LEAST_RUNS, _MOST_RUNS, _ENOUGH_SECONDS = 3, 50, 0.1
 _LAUNCHES = 200
 
+_log = logging.getLogger("memfit")
+
 
 def calibrate(device: torch.device | str, *, clock: Callable[[], float] = time.perf_counter) -> Device:
     """Measure the rates of `device` and keep them on disk for `local_device`.
@@ -31,8 +37,8 @@ def calibrate(device: torch.device | str, *, clock: Callable[[], float] = time.p
         profile.memory_bytes_per_second, profile.to_host_bytes_per_second
 
     Compute rates are those of square matrix products by dtype. The memory rate is that of a copy (bytes read plus bytes
-    written), the link's rates are those of copies from and to pinned memory, and `launch_seconds` is the time of the
-    smallest op. A CPU has no link: its host is itself. Calibration takes a few seconds.
+    written), and `launch_seconds` is the time of the smallest op. For the link see `memfit.cost.link`: a GPU's is the
+    one to pinned memory, a CPU's the one to the disk of the temporary directory. Calibration takes a few seconds.
 
     Args:
         device: a CPU or CUDA device.
@@ -45,7 +51,6 @@ def calibrate(device: torch.device | str, *, clock: Callable[[], float] = time.p
     probe = _Probe(device=device, clock=clock)
     bare = _bare_device(device)
     with torch.no_grad():
-        to_host, to_device = probe.link_rates() if device.type == "cuda" else (None, None)
         flops = {str(dtype).removeprefix("torch."): probe.flops_per_second(dtype) for dtype in _DTYPES}
         if device.type == "cuda":
             flops["tfloat32"] = probe.tf32_flops_per_second()
@@ -53,11 +58,13 @@ def calibrate(device: torch.device | str, *, clock: Callable[[], float] = time.p
             bare,
             flops_per_second=flops,
             memory_bytes_per_second=probe.memory_bytes_per_second(),
-            to_host_bytes_per_second=to_host,
-            to_device_bytes_per_second=to_device,
             launch_seconds=probe.launch_seconds(),
             source=f"measured by `memfit calibrate` with torch {torch.__version__}",
         )
+        try:
+            measured = msgspec.structs.replace(measured, **msgspec.structs.asdict(link_rates(device, again=True)))
+        except HostMemoryError as error:
+            _log.warning("the link to the host is not measured: %s", error)
     keep(measured, environment_path("devices", environment(device)), "calibrated rates")
     return measured
 
@@ -75,6 +82,21 @@ def local_device(device: torch.device | str) -> Device:
     path = environment_path("devices", environment(device))
     warning = "the calibrated rates are not used: %s; run `memfit calibrate` again"
     return read_kept(path, Device, warning) or _bare_device(device)
+
+
+def linked_device(device: torch.device | str, host_budget_bytes: int, directory: Path | None = None) -> Device:
+    """Return the profile that predictions for `device` use, with its link if storages may be offloaded.
+
+    Args:
+        device: a CPU or CUDA device.
+        host_budget_bytes: 0 if nothing is offloaded; the link is then not looked at.
+        directory: on the disk that a CPU offloads to; None stands for the system's temporary one.
+
+    Raises:
+        HostMemoryError: the directory cannot be used.
+    """
+    profile = local_device(device)
+    return with_link(profile, find_device(device), directory) if host_budget_bytes else profile
 
 
 def _bare_device(device: torch.device) -> Device:
@@ -130,14 +152,6 @@ class _Probe:
         source = torch.ones(size, dtype=torch.uint8, device=self.device)
         target = torch.ones_like(source)
         return 2 * size / self._seconds(lambda: target.copy_(source))
-
-    def link_rates(self) -> tuple[float, float]:
-        """Return (to host, to device) in bytes per second."""
-        size = self._copy_bytes()
-        here = torch.ones(size, dtype=torch.uint8, device=self.device)
-        host = torch.ones(size, dtype=torch.uint8).pin_memory()
-        to_host = size / self._seconds(lambda: host.copy_(here, non_blocking=True))
-        return to_host, size / self._seconds(lambda: here.copy_(host, non_blocking=True))
 
     def launch_seconds(self) -> float:
         one = torch.ones(1, device=self.device)

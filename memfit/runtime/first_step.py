@@ -60,7 +60,7 @@ def measured_step(
     return loss, bytes_before + usage.taken_bytes
 
 
-def needed_correction(plan: Plan, budget_bytes: int, measured_bytes: int, device: torch.device) -> Correction | None:
+def needed_correction(plan: Plan, budget_bytes: int, measured_bytes: int) -> Correction | None:
     """Return the correction of a plan of which a step exceeded the budget, or None where it stayed within.
 
     The measured step may have taken more than the plan predicted because a library chose other workspaces than when its
@@ -70,11 +70,8 @@ def needed_correction(plan: Plan, budget_bytes: int, measured_bytes: int, device
         plan: the plan that the step carried out.
         budget_bytes: what the user allows; a plan that was corrected before has a smaller budget of its own.
         measured_bytes: the bytes that the step took.
-        device: the device that the step ran on.
     """
-    # On a CPU the recorder counts copies on the host too: they are in the same memory.
-    copies_bytes = plan.predicted.host_peak_bytes if device.type == "cpu" else 0
-    if measured_bytes <= budget_bytes + copies_bytes:
+    if measured_bytes <= budget_bytes:
         return None
     mispredicted_bytes = measured_bytes - plan.predicted.peak_bytes
     return Correction(

@@ -20,7 +20,7 @@ import torch
 
 from memfit.capture import Captured
 from memfit.capture.joint import BetweenHalves
-from memfit.cost.calibration import local_device
+from memfit.cost.calibration import linked_device
 from memfit.device import Device
 from memfit.errors import InfeasibleBudgetError, NoPlanError, TimeLimitError
 from memfit.graph import Graph
@@ -28,6 +28,8 @@ from memfit.plan import Plan, Problem
 from memfit.planners.engine.bounds.bounds import least_budget_bound
 from memfit.planners.engine.results import unplanned_schedule
 from memfit.planning import Settings, make_leanest_plan, make_plan
+from memfit.runtime.host.layout import plan_within_host
+from memfit.runtime.host.store import alignment_bytes
 from memfit.schedule import Code, Schedule
 from memfit.simulate import simulate
 from memfit.system.budget import format_bytes
@@ -81,7 +83,7 @@ class Part:
 
     Attributes:
         captured: with the costs of its ops.
-        settings: for its plans, but for the budget.
+        settings: for its plans, but for the budget; with the part's share of the host budget.
         beside_bytes: the step's residents that are not the graph's.
         plan, shape: the plan in use, and its shape.
         leanest, lean: the leanest plan so far, and its shape.
@@ -100,7 +102,9 @@ class Part:
 
     def __post_init__(self) -> None:
         graph = self.captured.graph
-        self.device = self.settings.device or local_device(self.captured.binding.device)
+        at, host_bytes = self.captured.binding.device, self.settings.host_budget_bytes
+        self.device = self.settings.device or linked_device(at, host_bytes, self.settings.host_dir)
+        self.settings = replace(self.settings, host_budget_bytes=0)  # until it is known who shares it
         unplanned = unplanned_schedule(Problem(graph=graph, device=self.device, budget_bytes=0))
         self.full = self._shape(unplanned)
         most_bytes = max(self.full.forward_bytes, self.full.backward_bytes)
@@ -127,17 +131,24 @@ class Part:
     def plan_leanest(self, room: Room) -> None:
         """Make the plan that takes the fewest bytes, with the bytes between and outside of a room; not yet used."""
         graph = self._graph_in(room)
-        self.leanest = make_leanest_plan(graph, self.device, self.settings, room.bytes_outside)
+        self.leanest = self._within_host(
+            lambda settings: make_leanest_plan(graph, self.device, settings, room.bytes_outside), self.settings
+        )
         self.lean = self._shape(self.leanest.schedule)
 
     def plan_within(self, room: Room) -> None:
         """Use the fastest plan for a room that has bytes enough for the leanest plan."""
         settings = self.settings.within(max(1, room.budget_bytes))
         try:
-            plan = make_plan(self._graph_in(room), self.device, settings, room.bytes_outside)
+            plan = self._within_host(
+                lambda settings: make_plan(self._graph_in(room), self.device, settings, room.bytes_outside), settings
+            )
         except NoPlanError:
             plan = self.leanest
         self._use(plan)
+
+    def _within_host(self, make: Callable[[Settings], Plan], settings: Settings) -> Plan:
+        return plan_within_host(make, settings, alignment_bytes(self.captured.binding.device))
 
     def use_leanest(self) -> None:
         """Use the leanest plan."""
@@ -235,13 +246,15 @@ class Ledger:
 
     Args:
         device: where the step runs.
+        host_budget_bytes: most bytes of host copies of all parts.
 
     Attributes:
         compiled: how often a graph was compiled; whoever compiles one adds to it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, host_budget_bytes: int = 0) -> None:
         self.device = device
+        self.host_budget_bytes = host_budget_bytes
         self.compiled = 0
         self._steps: dict[tuple[Any, ...], _Step] = {}
         self._halves: list[_Half] = []
@@ -299,6 +312,7 @@ class Ledger:
             NoPlanError: even the leanest plans take more; with the least budget that they reach. They are then in use.
         """
         parts = self.parts
+        self._share_host()
         if self.least_bytes > budget_bytes:
             self._make_leaner()
         if self.least_bytes > budget_bytes:
@@ -320,6 +334,14 @@ class Ledger:
         for part in sorted(parts, key=lambda part: part.plan.overhead * part.plan.unplanned.seconds, reverse=True):
             if part.plan.overhead > 0.0:
                 part.plan_within(self._room(part, {each: each.shape for each in parts}, budget_bytes))
+
+    def _share_host(self) -> None:
+        """Give each part a share of the host budget: as much as it has to keep, for as often as it is open at once."""
+        opened = {part: max(moment.open.count(part) for moment in self._moments()) for part in self.parts}
+        whole_bytes = sum(part.full.kept_bytes * opened[part] for part in self.parts)
+        for part in self.parts:
+            share_bytes = self.host_budget_bytes * part.full.kept_bytes // max(1, whole_bytes)
+            part.settings = replace(part.settings, host_budget_bytes=share_bytes)
 
     def _make_leaner(self) -> None:
         """Make leaner plans, the last graph's first: those before it have its bytes between their halves."""

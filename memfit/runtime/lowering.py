@@ -23,7 +23,7 @@ from memfit.binding import Binding, Call, Value
 from memfit.capture.generators import SaveGeneratorState, replay
 from memfit.cost.views import lazy_view, reinterpret
 from memfit.graph import Graph
-from memfit.runtime.transfers import offload
+from memfit.runtime.host.layout import NO_HOST_COPIES, HostLayout
 from memfit.schedule import Compute, CrossBoundary, Drop, DropHost, Instruction, Offload, Prefetch, Schedule, Wait
 
 
@@ -50,16 +50,22 @@ class LoweredHalf(NamedTuple):
         outputs: expressions for the values that it returns to the user.
         live: the storages that are live at its end.
         takes: the storages that it needs from outside, in order.
+        host_copies: the storages with a copy on the host at its end.
     """
 
     lines: list[Line]
     outputs: tuple[str, ...]
     live: set[int]
     takes: tuple[int, ...]
+    host_copies: tuple[int, ...] = ()
 
 
 def lower(
-    graph: Graph, binding: Binding, schedule: Schedule, outputs: Sequence[Sequence[Value]]
+    graph: Graph,
+    binding: Binding,
+    schedule: Schedule,
+    outputs: Sequence[Sequence[Value]],
+    host: HostLayout = NO_HOST_COPIES,
 ) -> tuple[list[LoweredHalf], dict[str, Any]]:
     """Return the code of a checked schedule: one half, or two if the graph has a forward/backward boundary.
 
@@ -68,11 +74,12 @@ def lower(
         binding: the calls and values of its ops.
         schedule: the instructions.
         outputs: for each half, the values that it returns to the user.
+        host: the places of the host copies.
 
     Returns:
-        the halves, and the objects that their lines name.
+        the halves, and the objects that their lines name. If storages are offloaded, the first half needs a `lease`.
     """
-    return _Lowering(graph, binding, schedule, outputs).run()
+    return _Lowering(graph, binding, schedule, outputs, host).run()
 
 
 @dataclass
@@ -81,10 +88,12 @@ class _Lowering:
     binding: Binding
     schedule: Schedule
     outputs: Sequence[Sequence[Value]]
+    host: HostLayout
     namespace: dict[str, Any] = field(default_factory=dict[str, Any])
     bases: dict[int, Value] = field(default_factory=dict[int, Value])
     live: set[int] = field(default_factory=set[int])
     arriving: set[int] = field(default_factory=set[int])  # prefetched, not read yet
+    on_host: set[int] = field(default_factory=set[int])
     computed: set[int] = field(default_factory=set[int])
     lines: list[Line] = field(default_factory=list[Line])
     _names: dict[int, str] = field(default_factory=dict[int, str])
@@ -93,10 +102,10 @@ class _Lowering:
         self.bases = self.binding.bases()
         times = Counter(i.op for i in self.schedule if isinstance(i, Compute))
         self.replayed = {self.binding.calls[op].generator_state for op, count in times.items() if count > 1}
-        self.namespace |= {"reinterpret": reinterpret, "replay": replay, "offload": offload}
+        self.namespace |= {"reinterpret": reinterpret, "replay": replay}
         available = {storage.id for storage in self.graph.storages if storage.resident}
         halves: list[LoweredHalf] = []
-        for instruction in self.schedule:
+        for position, instruction in enumerate(self.schedule):
             if isinstance(instruction, CrossBoundary):
                 boundary = self.graph.boundaries[instruction.boundary]
                 self._await(set(boundary.departures), "the user reads it")
@@ -104,7 +113,7 @@ class _Lowering:
                 self.live |= set(boundary.arrivals)
                 available |= self.live
             else:
-                self._lower(instruction)
+                self._lower(instruction, position)
         self._await(set(self.arriving), "the step ends")
         halves.append(self._finished_half(len(halves), available))
         return halves, self.namespace
@@ -112,11 +121,11 @@ class _Lowering:
     def _finished_half(self, number: int, available: set[int]) -> LoweredHalf:
         outputs = tuple(self._render(value) for value in self.outputs[number])
         takes = tuple(sorted(available & _storages_named([*(line.code for line in self.lines), *outputs])))
-        half = LoweredHalf(self.lines, outputs, set(self.live), takes)
+        half = LoweredHalf(self.lines, outputs, set(self.live), takes, tuple(sorted(self.on_host)))
         self.lines = []
         return half
 
-    def _lower(self, instruction: Instruction) -> None:
+    def _lower(self, instruction: Instruction, position: int) -> None:
         match instruction:
             case Compute():
                 self._lower_compute(instruction)
@@ -125,7 +134,9 @@ class _Lowering:
                 self.live.discard(storage)
                 self.arriving.discard(storage)
             case Offload(storage=storage):
-                self._emit(f"h{storage} = offload(s{storage})", f"offload {storage}")
+                offset = self.host.offsets[position]
+                self._emit(f"h{storage} = lease.offload(s{storage}, {offset})", f"offload {storage}")
+                self.on_host.add(storage)
             case Wait(storage=storage):
                 self._emit(f"h{storage}.wait()", f"wait {storage}")
             case Prefetch(storage=storage):
@@ -134,6 +145,7 @@ class _Lowering:
                 self.arriving.add(storage)
             case DropHost(storage=storage):
                 self._emit(f"del h{storage}", f"drop_host {storage}")
+                self.on_host.discard(storage)
             case CrossBoundary():
                 raise AssertionError("boundaries are handled by `run`")
 

@@ -28,6 +28,11 @@ class MeasurableStep(RunsStep, Protocol):
         """The bytes that it holds on the device between calls, beside the residents."""
         ...
 
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that the step closes over."""
+        ...
+
 
 def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Measured:
     """Measure planned and eager steps on `batch`, interleaved; the state is put back at the end.
@@ -74,7 +79,9 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
 
 
 def resident_bytes(planned: MeasurableStep, batch: Any) -> int:
-    """Return the bytes on the device before a step, each storage once: parameters, buffers, optimizer state, batch.
+    """Return the bytes on the device before a step, each storage once.
+
+    These are parameters, buffers, the optimizer's state, the batch, and the tensors that the loss closes over.
 
     Args:
         planned: the planned step; its arena is not counted.
@@ -87,7 +94,7 @@ def resident_storages(planned: MeasurableStep, batch: Any) -> dict[int, int]:
     """Return the storages on the device before a step: data pointer -> bytes. The arguments are those of
     `resident_bytes`."""
     step, device = planned.step, planned.device
-    tensors = [*step.model.parameters(), *step.model.buffers(), *tree_flatten(batch)[0]]
+    tensors = [*step.model.parameters(), *step.model.buffers(), *tree_flatten(batch)[0], *planned.constants]
     if step.optimizer is not None:
         tensors += [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
         tensors += [value for state in step.optimizer.state.values() for value in state.values()]
@@ -123,6 +130,7 @@ class _Eager:
     step: TrainingStep
     device: torch.device
     held_bytes: int = 0
+    constants: tuple[torch.Tensor, ...] = ()
 
     def __call__(self, batch: Any) -> torch.Tensor:
         return self.step.run_eager(batch)

@@ -27,8 +27,7 @@ from memfit.runtime.compile.backend import CompiledGraph, GraphSettings, Planned
 from memfit.runtime.ledger import Ledger, Part, StepSeen
 from memfit.runtime.measure import measure_step, measured_eager_peak, resident_bytes, resident_storages
 from memfit.runtime.measured import Measured
-from memfit.runtime.prepare import Prepared, require_use_of_host, with_costs
-from memfit.runtime.program import make_program
+from memfit.runtime.prepare import Prepared, program_of, with_costs
 from memfit.runtime.state import PythonState, StepState
 from memfit.runtime.uncopied import Uncopied
 from memfit.runtime.verify import difference_of_eager, first_difference, require_same
@@ -66,7 +65,7 @@ class PartlyPlannedStep(Uncopied):
     Raises:
         InvalidOptionError: a mirror mark names nothing in any of the graphs.
         InfeasibleBudgetError, TimeLimitError: even the leanest plans that were found take more than the budget.
-        UnsupportedStepError: there is no graph to plan, or the settings have a host budget.
+        UnsupportedStepError: there is no graph to plan.
         CaptureError: PyTorch cannot compile the graphs.
     """
 
@@ -77,7 +76,7 @@ class PartlyPlannedStep(Uncopied):
         eager_bytes = 0 if settings.is_in_bytes else measured_eager_peak(step, self.device)
         self.settings = settings.within(parse_budget(settings.budget, eager_bytes))
         self._has_reported = False
-        self._ledger = ledger = Ledger(self.device)
+        self._ledger = ledger = Ledger(self.device, settings.host_budget_bytes)
         residents = resident_storages(self, step.batch)
         options = GraphSettings(settings=self.settings, reserve_bytes=0, is_part=True)
         # The backend must not hold the step: Dynamo keeps it with the code of the model's class.
@@ -148,6 +147,11 @@ class PartlyPlannedStep(Uncopied):
         return Bounds(
             least_budget_found_bytes=self._ledger.least_bytes, least_budget_bound_bytes=self._ledger.bound_bytes
         )
+
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """None: user code runs as it is, and what it closes over is not known."""
+        return ()
 
     @property
     def held_bytes(self) -> int:
@@ -309,7 +313,6 @@ class _CompiledPart(CompiledGraph):
         """Return the program of the part's plan; of its leanest one if it is new."""
         settings = self.graph.options.settings
         captured = with_costs(capture.captured, settings)
-        require_use_of_host(captured, settings.host_budget_bytes)
         if self.part is None:
             self.part = Part(
                 captured=captured,
@@ -317,7 +320,7 @@ class _CompiledPart(CompiledGraph):
                 beside_bytes=self.beside_bytes,
             )
         plan = self.part.plan
-        program = make_program(captured, plan.schedule, [capture.forward_outputs, capture.backward_outputs])
+        program = program_of(captured, plan, [capture.forward_outputs, capture.backward_outputs], settings)
         return Prepared(captured=captured, plan=plan, program=program, seconds={})
 
     def run_forward(self, arguments: list[Any]) -> list[Any]:

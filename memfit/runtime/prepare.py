@@ -12,13 +12,14 @@ import torch
 from memfit.binding import Value
 from memfit.capture import Captured, finish
 from memfit.capture.generators import all_states, set_state
-from memfit.cost.calibration import local_device
+from memfit.cost.calibration import linked_device
 from memfit.cost.measurement import measure
-from memfit.errors import PlanMismatchError, UnsupportedStepError
+from memfit.errors import PlanMismatchError
 from memfit.plan import Plan
 from memfit.planning import Settings, make_plan
+from memfit.runtime.host.layout import host_layout, plan_within_host
+from memfit.runtime.host.store import HostStore, alignment_bytes
 from memfit.runtime.program import Program, make_program
-from memfit.system.budget import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ def prepare(
     outputs: Sequence[Sequence[Value]],
     plan: Plan | None = None,
     bytes_outside: int = 0,
+    store: HostStore | None = None,
 ) -> Prepared:
     """Return the program of a captured step within the settings' budget.
 
@@ -47,25 +49,58 @@ def prepare(
         outputs: for each half of the program, the values that it returns to the user.
         plan: a plan made before, used instead of asking a planner.
         bytes_outside: bytes on the device that are not the graph's (see `Problem`).
+        store: for host copies; one of its own if None.
 
     Raises:
+        HostMemoryError: the host, or the disk, has no room for what the plan offloads.
         InfeasibleBudgetError, TimeLimitError: no plan was found.
         InvalidBudgetError, InvalidOptionError: a setting that cannot be read.
         PlanMismatchError: `plan` is for another graph, or another torch.
-        UnsupportedStepError: a host budget for a step that cannot use one.
     """
     started = time.perf_counter()
     captured = replace(with_costs(captured, settings), stream=None)  # compared by the caller, and large
     measured = time.perf_counter()
     if plan is None:
-        require_use_of_host(captured, settings.host_budget_bytes)
-        device = settings.device or local_device(captured.binding.device)
-        plan = make_plan(captured.graph, device, settings, bytes_outside)
+        plan = _make_plan(captured, settings, bytes_outside)
     else:
         _require_usable(plan, captured)
     seconds = {"measure": measured - started, "plan": time.perf_counter() - measured}
-    program = make_program(captured, plan.schedule, outputs)
+    program = program_of(captured, plan, outputs, settings, store)
     return Prepared(captured=captured, plan=plan, program=program, seconds=seconds)
+
+
+def _make_plan(captured: Captured, settings: Settings, bytes_outside: int) -> Plan:
+    """Return a plan whose host copies fit the host budget as they are laid out, with their alignment."""
+    at = captured.binding.device
+    device = settings.device or linked_device(at, settings.host_budget_bytes, settings.host_dir)
+    return plan_within_host(
+        lambda settings: make_plan(captured.graph, device, settings, bytes_outside), settings, alignment_bytes(at)
+    )
+
+
+def program_of(
+    captured: Captured,
+    plan: Plan,
+    outputs: Sequence[Sequence[Value]],
+    settings: Settings,
+    store: HostStore | None = None,
+) -> Program:
+    """Return the program of a plan, with slabs for what it offloads.
+
+    Args:
+        captured: the step that the plan is of.
+        plan: its schedule has been checked.
+        outputs: for each half of the program, the values that it returns to the user.
+        settings: name the directory for host copies.
+        store: for host copies; one of its own if None.
+
+    Raises:
+        HostMemoryError: the host, or the disk, has no room for what the plan offloads.
+    """
+    at = captured.binding.device
+    host = host_layout(captured.graph, plan.schedule, alignment_bytes(at))
+    store = store or HostStore(at, max(host.height_bytes, settings.host_budget_bytes), settings.host_dir)
+    return make_program(captured, plan.schedule, outputs, host, store)
 
 
 def with_costs(captured: Captured, settings: Settings) -> Captured:
@@ -86,28 +121,6 @@ def with_costs(captured: Captured, settings: Settings) -> Captured:
     finally:
         for name, state in states.items():
             set_state(name, state)
-
-
-def require_use_of_host(captured: Captured, host_budget_bytes: int) -> None:
-    """Refuse a host budget where host copies would free nothing, or could not be brought back.
-
-    Args:
-        captured: of the step.
-        host_budget_bytes: 0 if nothing may be offloaded.
-    """
-    if host_budget_bytes == 0:
-        return
-    if captured.binding.device.type == "cpu":
-        raise UnsupportedStepError(
-            f"a host budget of {format_bytes(host_budget_bytes)} for a step on the CPU, whose memory is the host's: a "
-            "copy there frees nothing; leave it out, or plan for another device with `memfit plan --device-profile`"
-        )
-    if captured.graph.boundaries:
-        raise UnsupportedStepError(
-            f"a host budget of {format_bytes(host_budget_bytes)} for a model that is compiled in two halves: a host "
-            "copy made in the forward half cannot be handed to the backward half; leave it out, or use memfit.fit on "
-            "a step without graph breaks"
-        )
 
 
 def _require_usable(plan: Plan, captured: Captured) -> None:

@@ -12,10 +12,13 @@ import torch
 
 from memfit.binding import Value
 from memfit.capture import Captured
-from memfit.runtime.lowering import LoweredHalf, lower
+from memfit.runtime.host.layout import NO_HOST_COPIES, HostLayout
+from memfit.runtime.host.store import HostStore, leave, take_up
+from memfit.runtime.lowering import Line, LoweredHalf, lower
 from memfit.schedule import Schedule
 
 _numbers = itertools.count()
+TICKET = -1  # in `Half.takes` and `Half.saved`: stands for the host copies that the forward half leaves (see `leave`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,8 @@ class Half:
             tensors of `saved`.
         takes: the storages of its arguments, in order.
         saved: the storages that the next half takes.
+
+    Both may hold TICKET in the place of a storage.
     """
 
     function: Callable[[list[Any]], list[Any]]
@@ -47,37 +52,80 @@ class Program:
     source: str
 
 
-def make_program(captured: Captured, schedule: Schedule, outputs: Sequence[Sequence[Value]]) -> Program:
+def make_program(
+    captured: Captured,
+    schedule: Schedule,
+    outputs: Sequence[Sequence[Value]],
+    host: HostLayout = NO_HOST_COPIES,
+    store: HostStore | None = None,
+) -> Program:
     """Compile a schedule that `check` has accepted.
 
     Args:
         captured: the step that the schedule is of.
         schedule: the instructions.
         outputs: for each half, the values that it returns to the user.
+        host: the places of the host copies of a schedule that offloads.
+        store: has slabs for them.
+
+    Raises:
+        HostMemoryError: the host, or the disk, has no room for the host copies.
     """
-    lowered, namespace = lower(captured.graph, captured.binding, schedule, outputs)
+    lowered, namespace = lower(captured.graph, captured.binding, schedule, outputs, host)
+    offloads = store is not None and host.height_bytes > 0
+    if offloads:
+        store.reserve(host.height_bytes)
+        namespace |= {"begin": store.begin, "leave": leave, "take_up": take_up}
     names = ("step",) if len(lowered) == 1 else ("forward", "backward")
     halves: list[Half] = []
     sources: list[str] = []
     for number, (name, half) in enumerate(zip(names, lowered, strict=True)):
         later = {storage for following in lowered[number + 1 :] for storage in following.takes}
-        saved = tuple(sorted(half.live & later))
-        sources.append(_source(name, half, saved))
+        takes, saved = half.takes, tuple(sorted(half.live & later))
+        head, left = _host_lines(lowered, number) if offloads else ([], "")
+        if head and number > 0:
+            takes = (TICKET, *takes)
+        returned = [*half.outputs, *map(_argument, saved), *([left] if left else [])]
+        sources.append(_source(name, takes, [*head, *half.lines], returned))
         function = _compile(captured.graph.name, name, sources[-1], namespace)
-        halves.append(Half(function=function, takes=half.takes, saved=saved))
+        if offloads:
+            function = _settling(function, store)
+        halves.append(Half(function=function, takes=takes, saved=(*saved, *([TICKET] if left else []))))
     return Program(halves=tuple(halves), source="\n".join(sources))
 
 
-def _source(name: str, half: LoweredHalf, saved: tuple[int, ...]) -> str:
-    lines = [f"def {name}(arguments):"]
-    if half.takes:
-        names = ", ".join(f"s{storage}" for storage in half.takes)
-        lines.append(f"    {names}{',' if len(half.takes) == 1 else ''} = arguments")
-    lines.append("    arguments.clear()")
-    lines += [f"    {line}" for line in half.lines]
-    returned = [*half.outputs, *(f"s{storage}" for storage in saved)]
-    lines.append(f"    return [{', '.join(returned)}]")
-    return "\n".join(lines) + "\n"
+def _host_lines(lowered: Sequence[LoweredHalf], number: int) -> tuple[list[str], str]:
+    """Return the lines that begin a half with its slab and host copies, and the expression that leaves them."""
+    names = [", ".join(["lease", *(f"h{storage}" for storage in half.host_copies)]) for half in lowered]
+    head = f"({names[number - 1]},) = take_up(ticket)" if number > 0 else "lease = begin()"
+    return [head], "" if number + 1 == len(lowered) else f"leave({names[number]})"
+
+
+def _argument(storage: int) -> str:
+    return "ticket" if storage == TICKET else f"s{storage}"
+
+
+def _source(name: str, takes: Sequence[int], lines: Sequence[Line | str], returned: Sequence[str]) -> str:
+    code = [f"def {name}(arguments):"]
+    if takes:
+        code.append(f"    {', '.join(map(_argument, takes))}{',' if len(takes) == 1 else ''} = arguments")
+    code.append("    arguments.clear()")
+    code += [f"    {line}" for line in lines]
+    code.append(f"    return [{', '.join(returned)}]")
+    return "\n".join(code) + "\n"
+
+
+def _settling(function: Callable[[list[Any]], list[Any]], store: HostStore) -> Callable[[list[Any]], list[Any]]:
+    """Return a half that waits for all copies under way if it fails: their memory must not be used again before."""
+
+    def half(arguments: list[Any]) -> list[Any]:
+        try:
+            return function(arguments)
+        except BaseException:
+            store.settle()
+            raise
+
+    return half
 
 
 def _compile(graph_name: str, name: str, source: str, namespace: dict[str, Any]) -> Callable[[list[Any]], list[Any]]:

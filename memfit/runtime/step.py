@@ -32,6 +32,7 @@ from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Setting
 from memfit.runtime.arena.arena import Arena
 from memfit.runtime.eager_peak import with_eager_peak
 from memfit.runtime.first_step import Correction, measured_step, needed_correction
+from memfit.runtime.host.store import HostStore
 from memfit.runtime.measure import measure_step, resident_bytes
 from memfit.runtime.measured import Measured
 from memfit.runtime.parts import PartlyPlannedStep
@@ -42,7 +43,7 @@ from memfit.runtime.uncopied import Uncopied
 from memfit.runtime.variants import Variant, Variants
 from memfit.runtime.verify import require_same
 from memfit.system.budget import parse_budget
-from memfit.system.recorder import empty_cache, records_at_once
+from memfit.system.recorder import empty_cache, records_at_once, taken_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ def fit(
     plan: Plan | Path | str | None = None,
     verify: bool = False,
     host_budget: str | int = 0,
+    host_dir: Path | str | None = None,
     arena: bool = False,
     on_stage: Callable[[str], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -96,9 +98,11 @@ def fit(
         plan: a plan made before (or its file), used instead of searching.
         verify: run a planned and an eager step from the same state, and another pair from changed parameters, and raise
             at the first tensor that differs.
-        host_budget: the bytes of host memory that storages may be copied to, as text or an integer, where the device
-            has a link to its host. The default 0 copies nothing. Host copies are pinned: no other program can use that
-            memory meanwhile. How much of it is free is not checked.
+        host_budget: the bytes that storages may be offloaded to, as text or an integer: host memory for a step on a
+            GPU, which is pinned, so that no other program can use it meanwhile; a file for a step on a CPU. The
+            default 0 offloads nothing.
+        host_dir: a directory on the disk that a CPU offloads to; by default the system's temporary one. The file has no
+            name there, and is gone with the process.
         arena: serve the requests of each call from memory that is laid out after the first call of its signature; see
             `memfit.arena`. On CUDA call `memfit.arena(device="cuda")` before anything is put on the device.
         on_stage: called with the name of each stage when it begins.
@@ -111,6 +115,7 @@ def fit(
         CaptureError: the step cannot be captured, or what was captured is not what eager runs; the message names the
             user's line.
         VerificationError: the planned step's bits differ from eager's; the message names the first differing tensor.
+        HostMemoryError: the host, or the disk, has no room for what the plan offloads; or a copy failed during a step.
         ArenaUnavailableError: there can be no arena on this machine, for example without a C++ compiler.
         MemfitError: any other bad input; each message says what to do.
 
@@ -126,6 +131,7 @@ def fit(
         time_limit_seconds=time_limit_seconds,
         seed=seed,
         host_budget_bytes=parse_budget(host_budget, 0) if host_budget else 0,
+        host_dir=None if host_dir is None else Path(host_dir),
         arena=arena,
         stops_on_interrupt=True,
         on_stage=on_stage or ignored,
@@ -194,15 +200,18 @@ class PlannedStep(Uncopied):
         self.corrections: list[Correction] = []
         arena = Arena(device=self.device, seed=settings.seed) if settings.arena else None
         self._memory = StepMemory(arena, step.optimizer)
+        self._store = HostStore(self.device, settings.host_budget_bytes, settings.host_dir)
         self._variants = Variants()
         self._resident_bytes: dict[tuple[Hashable, int], int] = {}  # before a step, by the memory's key of its call
         self._told_bytes: dict[Hashable, int] = {}  # by variant: what steps took that no plan could prevent
         self._capture_seconds = 0.0
         self._first_settings = settings
         self._first_adds: bool | None = None
+        self._latest: StepProgram | None = None
         first = self._make_program(step.batch, plan)
         self._first_adds = _adds_to_gradients(first.prepared.captured)
         self._variants.add(batch_signature(step.batch), first)
+        self._latest = first
         # From here on the budget is in bytes: a share of another batch's peak would be another budget.
         self.settings = settings.within(first.plan.budget_bytes)
 
@@ -226,6 +235,12 @@ class PlannedStep(Uncopied):
         """The generators that the step's code hands to torch."""
         programs = [variant.program for variant in self._variants]
         return tuple(dict.fromkeys(g for program in programs for g in program.prepared.captured.generators))
+
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that the step, as last called, closes over: class weights, say, or a teacher's parameters."""
+        residents = self._latest.prepared.captured.binding.residents if self._latest else ()
+        return tuple(resident.constant for resident in residents if resident.constant is not None)
 
     @property
     def source(self) -> str:
@@ -261,16 +276,17 @@ class PlannedStep(Uncopied):
                 "the step was called with None, expected a batch like the one that it was made with"
             )
         variant = self._variant(batch)
+        self._latest = variant.program
         key = self._memory.key(variant.key)
         is_first = key not in self._resident_bytes
         if not is_first and not records_at_once(self.device):
             return self._run(variant, batch)
         if is_first:  # counted before the call: a first step makes the optimizer's state, which the recorder counts
-            self._resident_bytes[key] = resident_bytes(self, batch)
+            self._resident_bytes[key] = resident_bytes(self, batch) + self._gradient_bytes(variant)
         bytes_before = self._resident_bytes[key] + self.held_bytes
         run = partial(self._run, variant, batch)
         loss, measured_bytes = measured_step(run, self.device, bytes_before, is_first=is_first)
-        correction = needed_correction(variant.program.plan, variant.budget_bytes, measured_bytes, self.device)
+        correction = needed_correction(variant.program.plan, variant.budget_bytes, measured_bytes)
         if correction is not None and measured_bytes > self._told_bytes.get(variant.key, 0):
             self._correct(variant, correction)
         elif not self._memory.is_settled:
@@ -307,6 +323,13 @@ class PlannedStep(Uncopied):
             self._forget(old)
         return variant
 
+    def _gradient_bytes(self, variant: Variant) -> int:
+        """Return the bytes of the gradients that the variant adds to."""
+        if not _adds_to_gradients(variant.program.prepared.captured):
+            return 0
+        gradients = [parameter.grad for parameter in variant.guards.parameters.values()]
+        return sum(taken_bytes(each.untyped_storage().nbytes(), self.device) for each in gradients if each is not None)
+
     def _forget(self, variant: Variant) -> None:
         """Drop what is known of the memory of a variant's steps."""
         self._memory.forget(variant.key)
@@ -334,7 +357,7 @@ class PlannedStep(Uncopied):
                 settings = with_eager_peak(settings, self.step, captured, settings.device or local_device(self.device))
             if self._first_adds is None:
                 self._capture_seconds += time.perf_counter() - started
-            return make_step_program(self.step, captured, settings, plan)
+            return make_step_program(self.step, captured, settings, plan, self._store)
 
         program = with_real_results(make)
         self._compare(batch, program, streams[-1])
@@ -346,9 +369,16 @@ class PlannedStep(Uncopied):
         return self._first_settings if is_other else self.settings
 
     def _run(self, variant: Variant, batch: Any) -> torch.Tensor:
-        with self._memory.call(variant.key):
-            loss, gradients = variant.program.run(batch)
-        set_gradients(gradients, variant.guards.parameters)
+        parameters = variant.guards.parameters
+        versions = [parameter._version for parameter in parameters.values()]
+        try:
+            with self._memory.call(variant.key):
+                loss, gradients = variant.program.run(batch)
+        except BaseException as error:
+            changed = sum(p._version != v for p, v in zip(parameters.values(), versions, strict=True))
+            error.add_note(_what_is_left(changed, len(versions)))
+            raise
+        set_gradients(gradients, parameters)
         if self.step.optimizer is not None:
             # A scheduler warns if the optimizer's own `step` was not called; the program updates each parameter itself.
             self.step.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -360,7 +390,8 @@ class PlannedStep(Uncopied):
         settings = self.settings.within(correction.aim_bytes)
         try:
             # The same capture: the step has left gradients by now, and a new capture would add to them.
-            corrected = make_step_program(self.step, variant.program.prepared.captured, settings)
+            captured = variant.program.prepared.captured
+            corrected = make_step_program(self.step, captured, settings, store=self._store)
         except (InfeasibleBudgetError, TimeLimitError) as error:
             self.corrections.append(replace(correction, aim_bytes=None))
             self._told_bytes[variant.key] = correction.measured_bytes
@@ -371,6 +402,16 @@ class PlannedStep(Uncopied):
         self._forget(variant)
         empty_cache(self.device)
         variant.program = corrected
+
+
+def _what_is_left(changed: int, count: int) -> str:
+    """Return the note on an error in the middle of a step: whether it can be run again."""
+    if changed == 0:
+        return "memfit: no parameter had been updated when the step failed; it can be run again"
+    return (
+        f"memfit: {changed} of {count} parameters had been updated when the step failed, so the step is lost: go on "
+        "from a checkpoint"
+    )
 
 
 def _adds_to_gradients(captured: Captured) -> bool:

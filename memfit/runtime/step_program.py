@@ -13,6 +13,7 @@ from memfit.capture import Captured, Guards, TrainingStep
 from memfit.cost.views import at_offset_zero
 from memfit.plan import Plan
 from memfit.planning import Settings
+from memfit.runtime.host.store import HostStore
 from memfit.runtime.prepare import Prepared, prepare
 from memfit.system.recorder import taken_bytes
 from memfit.torch_private import tree_flatten
@@ -51,7 +52,11 @@ class StepProgram:
 
 
 def make_step_program(
-    step: TrainingStep, captured: Captured, settings: Settings, plan: Plan | None = None
+    step: TrainingStep,
+    captured: Captured,
+    settings: Settings,
+    plan: Plan | None = None,
+    store: HostStore | None = None,
 ) -> StepProgram:
     """Plan a captured step, and return its program.
 
@@ -60,14 +65,16 @@ def make_step_program(
         captured: the step.
         settings: the budget, and how a plan is searched.
         plan: a plan made before, used instead of searching.
+        store: for host copies; one of its own if None.
 
     Raises:
+        HostMemoryError: the host, or the disk, has no room for what the plan offloads.
         InfeasibleBudgetError, TimeLimitError: there is no plan.
         PlanMismatchError: `plan` is for another graph, or another torch.
     """
     outputs: list[Value] = list(captured.binding.outputs.values())
     outside = bytes_of_others(step, captured)
-    prepared = prepare(captured, settings, outputs=[outputs], plan=plan, bytes_outside=outside)
+    prepared = prepare(captured, settings, outputs=[outputs], plan=plan, bytes_outside=outside, store=store)
     (half,) = prepared.program.halves
     names = tuple(captured.binding.outputs)
     assert names[0] == "loss", names

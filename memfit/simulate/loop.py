@@ -28,6 +28,7 @@ R = TypeVar("R")
 # Flags of a storage's state; compiled code has neither enums nor None.
 _ON_DEVICE, _ON_HOST, _OFFLOADING, _PREFETCHING, _RESIDENT = 1, 2, 4, 8, 16
 _COMPUTE, _DROP, _OFFLOAD, _WAIT, _PREFETCH, _DROP_HOST, _BOUNDARY = (int(code) for code in Code)
+_NOW, _HEAD, _TAIL = 0, 0, 1  # places in `Copies.clock` and `Copies.queues`
 _NONE = -1  # no position, no storage, no legal state
 _MOST_BYTES_OUTSIDE = 1 << 60  # sums of bytes stay below what int64 holds
 
@@ -54,6 +55,37 @@ class GraphArrays(NamedTuple):
     arrivals: NDArray[np.uint32]
     departure_starts: NDArray[np.uint32]
     departures: NDArray[np.uint32]
+
+
+class Link(NamedTuple):
+    """The link to the host; each pair is (to host, to device).
+
+    `rates` are in bytes per second, 0 without a link; `slower` is how many times as long a copy takes while the other
+    direction copies too; `load` is the share of compute's rate that a copy under way takes away.
+    """
+
+    rates: tuple[float, float]
+    slower: tuple[float, float]
+    latency_seconds: float
+    load: float
+
+
+class Copies(NamedTuple):
+    """The copies of a schedule: two queues (to host, to device), of which only the heads are carried out.
+
+    `queues[direction]` are the places of head and tail; `positions` and `seconds` of each place are the instruction and
+    its time alone; `ends[direction]` is when the head ends as things are, infinite without one. `starts` and `finished`
+    are arrays for all instructions; `finished` is negative until a copy has ended. `clock` holds the time now.
+    """
+
+    clock: NDArray[np.float64]
+    queues: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    ends: NDArray[np.float64]
+    busy: NDArray[np.float64]
+    starts: NDArray[np.float64]
+    finished: NDArray[np.float64]
 
 
 class Memory(NamedTuple):
@@ -200,53 +232,159 @@ def _trace_memory(
 
 
 @_compiled
+def _no_copies(codes: NDArray[np.int8], starts: NDArray[np.float64], finished: NDArray[np.float64]) -> Copies:
+    """Return empty queues with room for a schedule's copies."""
+    count = 0
+    for position in range(len(codes)):
+        if codes[position] in (_OFFLOAD, _PREFETCH):
+            finished[position] = -1.0
+            count += 1
+    return Copies(
+        np.zeros(1),
+        np.zeros((2, 2), np.int64),
+        np.empty((2, count), np.int64),
+        np.empty((2, count)),
+        np.full(2, np.inf),
+        np.zeros(2),
+        starts,
+        finished,
+    )
+
+
+@_compiled
+def _active(copies: Copies, direction: int) -> bool:
+    return copies.queues[direction, _HEAD] < copies.queues[direction, _TAIL]
+
+
+@_compiled
+def _begin_next(copies: Copies, link: Link, direction: int) -> None:
+    """Start the copy at the head of a direction's queue; both ends change where the directions share a rate."""
+    copies.starts[copies.positions[direction, copies.queues[direction, _HEAD]]] = copies.clock[_NOW]
+    copies.ends[direction] = copies.clock[_NOW] + copies.seconds[direction, copies.queues[direction, _HEAD]]
+    other = 1 - direction
+    for each in (direction, other):
+        if _active(copies, other) and link.slower[each] > 1.0:
+            copies.ends[each] = copies.clock[_NOW] + (copies.ends[each] - copies.clock[_NOW]) * link.slower[each]
+
+
+@_compiled
+def _begin_copy(copies: Copies, link: Link, direction: int, position: int, size_bytes: int) -> None:
+    """Put a copy into its direction's queue."""
+    tail = copies.queues[direction, _TAIL]
+    copies.positions[direction, tail] = position
+    copies.seconds[direction, tail] = link.latency_seconds + size_bytes / link.rates[direction]
+    was_active = _active(copies, direction)
+    copies.queues[direction, _TAIL] = tail + 1
+    if not was_active:
+        _begin_next(copies, link, direction)
+
+
+@_compiled
+def _end_next(copies: Copies, link: Link) -> None:
+    """Go on to the next end of a copy."""
+    direction = 0 if copies.ends[0] <= copies.ends[1] else 1
+    other = 1 - direction
+    now = copies.ends[direction]
+    copies.clock[_NOW] = now
+    position = copies.positions[direction, copies.queues[direction, _HEAD]]
+    copies.finished[position] = now
+    copies.busy[direction] += now - copies.starts[position]
+    copies.queues[direction, _HEAD] += 1
+    copies.ends[direction] = np.inf
+    if _active(copies, other) and link.slower[other] > 1.0:
+        copies.ends[other] = now + (copies.ends[other] - now) / link.slower[other]
+    if _active(copies, direction):
+        _begin_next(copies, link, direction)
+
+
+@_compiled
+def _await_copy(copies: Copies, link: Link, position: int) -> None:
+    """Let time pass until the copy that began at a position has ended, if any."""
+    while position >= 0 and copies.finished[position] < 0:
+        _end_next(copies, link)
+
+
+@_compiled
+def _work(copies: Copies, link: Link, seconds: float) -> None:
+    """Let time pass until compute has worked for `seconds` at its own rate; copies under way take a share of it."""
+    while True:
+        rate = 1.0 - link.load * (_active(copies, 0) + _active(copies, 1))
+        end, next_end = copies.clock[_NOW] + seconds / rate, min(copies.ends[0], copies.ends[1])
+        if end <= next_end:
+            copies.clock[_NOW] = end
+            return
+        seconds -= (next_end - copies.clock[_NOW]) * rate
+        _end_next(copies, link)
+
+
+@_compiled
+def _trace_compute(
+    codes: NDArray[np.int8],
+    operands: NDArray[np.int32],
+    op_seconds: NDArray[np.float64],
+    start_seconds: NDArray[np.float64],
+    end_seconds: NDArray[np.float64],
+) -> Seconds:
+    """Fill in when each instruction of a schedule without copies starts and ends."""
+    now = 0.0
+    for position in range(len(codes)):
+        start_seconds[position] = now
+        if codes[position] == _COMPUTE:
+            now += op_seconds[operands[position]]
+        end_seconds[position] = now
+    return Seconds(_NONE, now, 0.0, 0.0, 0.0, now)
+
+
+@_compiled
 def _trace_seconds(
     codes: NDArray[np.int8],
     operands: NDArray[np.int32],
     graph: GraphArrays,
-    to_host_rate: float,
-    to_device_rate: float,
+    link: Link,
     start_seconds: NDArray[np.float64],
     end_seconds: NDArray[np.float64],
 ) -> Seconds:
     """Fill in when each instruction starts and ends; `codes` have passed `_trace_memory`; a rate of 0 is no link."""
-    op_seconds, host_sizes, read_starts, reads = graph.seconds, graph.host_bytes, graph.read_starts, graph.reads
+    copies = _no_copies(codes, start_seconds, end_seconds)
+    if copies.positions.shape[1] == 0:
+        return _trace_compute(codes, operands, graph.seconds, start_seconds, end_seconds)
+    op_seconds, read_starts, reads = graph.seconds, graph.read_starts, graph.reads
     departure_starts, departures = graph.departure_starts, graph.departures
-    # When the last copy of each storage ends. None is cleared: waiting for a copy that has ended takes no time.
-    offload_ends, prefetch_ends = np.zeros(len(host_sizes)), np.zeros(len(host_sizes))
-    now, to_host_end, to_device_end = 0.0, 0.0, 0.0
-    compute, to_host, to_device, stall = 0.0, 0.0, 0.0, 0.0
+    # Positions of the last copies of each storage. None is cleared: a copy that has ended is not waited for.
+    offloads, prefetches = np.full(len(graph.host_bytes), _NONE), np.full(len(graph.host_bytes), _NONE)
+    clock = copies.clock
+    compute, stall = 0.0, 0.0
     for position in range(len(codes)):
-        code, operand = codes[position], operands[position]
-        start = now
-        if (code == _OFFLOAD and to_host_rate <= 0) or (code == _PREFETCH and to_device_rate <= 0):
-            return Seconds(position, 0.0, 0.0, 0.0, 0.0, 0.0)
+        code, operand, arrived = codes[position], operands[position], clock[_NOW]
         if code == _COMPUTE:
-            if to_device_end > now:
-                for k in range(read_starts[operand], read_starts[operand + 1]):
-                    start = max(start, prefetch_ends[reads[k]])
-            stall += start - now
-            compute += op_seconds[operand]
-            now = end = start + op_seconds[operand]
-        elif code == _OFFLOAD:
-            start = max(now, to_host_end)
-            to_host += host_sizes[operand] / to_host_rate
-            to_host_end = end = offload_ends[operand] = start + host_sizes[operand] / to_host_rate
-        elif code == _PREFETCH:
-            start = max(now, to_device_end)
-            to_device += host_sizes[operand] / to_device_rate
-            to_device_end = end = prefetch_ends[operand] = start + host_sizes[operand] / to_device_rate
+            for k in range(read_starts[operand], read_starts[operand + 1] if _active(copies, 1) else 0):
+                _await_copy(copies, link, prefetches[reads[k]])
+            start_seconds[position] = clock[_NOW]
+            _work(copies, link, op_seconds[operand])
+            compute += clock[_NOW] - start_seconds[position]
+            stall += start_seconds[position] - arrived
+        elif code in (_OFFLOAD, _PREFETCH):
+            direction = 0 if code == _OFFLOAD else 1
+            if link.rates[direction] <= 0:
+                return Seconds(position, 0.0, 0.0, 0.0, 0.0, 0.0)
+            _begin_copy(copies, link, direction, position, graph.host_bytes[operand])
+            if code == _OFFLOAD:
+                offloads[operand] = position
+            else:
+                prefetches[operand] = position
+            continue
         else:
-            end = now
             if code == _WAIT:
-                end = max(now, offload_ends[operand])
+                _await_copy(copies, link, offloads[operand])
             elif code == _BOUNDARY:
                 for k in range(departure_starts[operand], departure_starts[operand + 1]):
-                    end = max(end, prefetch_ends[departures[k]])
-            stall += end - now
-            now = end
-        start_seconds[position], end_seconds[position] = start, end
-    return Seconds(_NONE, compute, to_host, to_device, stall, max(now, to_host_end, to_device_end))
+                    _await_copy(copies, link, prefetches[departures[k]])
+            start_seconds[position] = arrived
+            stall += clock[_NOW] - arrived
+        end_seconds[position] = clock[_NOW]
+    while _active(copies, 0) or _active(copies, 1):
+        _end_next(copies, link)
+    return Seconds(_NONE, compute, copies.busy[0], copies.busy[1], stall, clock[_NOW])
 
 
 @_compiled
@@ -255,7 +393,7 @@ def trace(
     operands: NDArray[np.int32],
     extras: NDArray[np.int64],
     graph: GraphArrays,
-    rates: tuple[float, float],
+    link: Link,
     in_bytes: tuple[NDArray[np.int64], NDArray[np.int64]],
     in_seconds: tuple[NDArray[np.float64], NDArray[np.float64]],
 ) -> tuple[Memory, Seconds]:
@@ -264,11 +402,11 @@ def trace(
     Args:
         codes: with `operands` and `extras`, the schedule.
         graph: what it carries out.
-        rates: bytes per second to the host and to the device, 0 where there is no link.
+        link: to the host.
         in_bytes: filled with the bytes on device and host while each instruction runs.
         in_seconds: filled with the start and end of each instruction, unless the first pass fails.
     """
     memory = _trace_memory(codes, operands, extras, graph, in_bytes[0], in_bytes[1])
     if memory.failed_at != _NONE:
         return memory, Seconds(_NONE, 0.0, 0.0, 0.0, 0.0, 0.0)
-    return memory, _trace_seconds(codes, operands, graph, rates[0], rates[1], in_seconds[0], in_seconds[1])
+    return memory, _trace_seconds(codes, operands, graph, link, in_seconds[0], in_seconds[1])

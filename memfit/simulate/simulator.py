@@ -8,6 +8,9 @@ Drop frees, a Prefetch allocates. Time runs on three streams that overlap, each 
   it has ended.
 - to_device: a Prefetch starts when compute has reached it and the prefetch before it has ended.
 
+While both directions copy, each has the rate that the device says it then has; and copies may slow compute down, where
+the processor itself makes them, as on a CPU with a disk.
+
 The hot loop is compiled by numba. It refuses instructions on storages that are not where they must be, and never reads
 out of bounds; it assumes the other rules, which `memfit.checker.check` verifies.
 """
@@ -25,7 +28,7 @@ from memfit.device import GENERIC, Device
 from memfit.errors import InvalidDeviceError, InvalidScheduleError
 from memfit.graph import Graph
 from memfit.schedule import Code, Schedule, format_instruction
-from memfit.simulate.loop import GraphArrays, trace
+from memfit.simulate.loop import GraphArrays, Link, trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +89,8 @@ def simulate(graph: Graph, schedule: Schedule, device: Device = GENERIC) -> Time
     arrays = arrays_of(graph, device.alignment_bytes)
     count = len(schedule)
     in_bytes, in_seconds = (np.empty(count, np.int64), np.empty(count, np.int64)), (np.empty(count), np.empty(count))
-    rates = (device.to_host_bytes_per_second or 0.0, device.to_device_bytes_per_second or 0.0)
-    memory, seconds = trace(schedule.codes, schedule.operands, schedule.extras, arrays, rates, in_bytes, in_seconds)
+    link = link_of(device)
+    memory, seconds = trace(schedule.codes, schedule.operands, schedule.extras, arrays, link, in_bytes, in_seconds)
     if memory.failed_at >= 0:
         _fail_instruction(graph, schedule, memory.failed_at)
     if seconds.failed_at >= 0:
@@ -103,6 +106,16 @@ def simulate(graph: Graph, schedule: Schedule, device: Device = GENERIC) -> Time
         makespan_seconds=seconds.makespan,
         busy_seconds={"compute": seconds.compute, "to_host": seconds.to_host, "to_device": seconds.to_device},
         stall_seconds=seconds.stall,
+    )
+
+
+def link_of(device: Device) -> Link:
+    """Return a device's link as the simulator's loop takes it."""
+    rates = (device.to_host_bytes_per_second or 0.0, device.to_device_bytes_per_second or 0.0)
+    shared = device.to_host_shared_bytes_per_second, device.to_device_shared_bytes_per_second
+    to_host, to_device = (max(1.0, alone / (both or alone or 1.0)) for alone, both in zip(rates, shared, strict=True))
+    return Link(
+        rates=rates, slower=(to_host, to_device), latency_seconds=device.copy_latency_seconds, load=device.copy_load
     )
 
 

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from memfit.binding import Origin, Value
 from memfit.capture.joint import JointCapture
 from memfit.cost.views import at_offset_zero
-from memfit.runtime.program import Half, Program
+from memfit.runtime.program import TICKET, Half, Program
 from memfit.torch_private import FakeTensorMode
 
 
@@ -64,7 +64,7 @@ def partitioned(capture: JointCapture, program: Program, joint: GraphModule, mod
     placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
     tangents = [node for node in placeholders if str(node.target).startswith("tangents")]
     primals = [node for node in placeholders if node not in tangents]
-    saved_values = [_fake(bases[storage], mode, binding.device) for storage in saved]
+    saved_values = [_ticket(mode) if s == TICKET else _fake(bases[s], mode, binding.device) for s in saved]
     (outputs,) = next(node for node in joint.graph.nodes if node.op == "output").args
     count = len(capture.forward_outputs)
     return Halves(
@@ -121,6 +121,11 @@ def _backward(
 def _fake(value: Value, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
     with mode:
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+
+
+def _ticket(mode: FakeTensorMode) -> torch.Tensor:
+    with mode:
+        return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _example(node: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Where storages go that leave the device: layout, slabs, copies."""

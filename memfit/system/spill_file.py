@@ -1,0 +1,204 @@
+"""A file that device memory is spilled to, and the two threads that copy to it and back.
+
+The file has no name from the start, so that nothing is left behind by a crash. It is as large as it will ever be from
+the start too, so that a full disk is an error before the first copy. Where the file system allows it, copies go past
+the page cache: what was spilled would otherwise stay in memory.
+
+Direct I/O needs addresses, sizes and offsets that are multiples of the disk's block. Each thread therefore copies
+through an aligned buffer of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
+from pathlib import Path
+
+from memfit.errors import HostMemoryError
+from memfit.system.budget import format_bytes
+
+BLOCK_BYTES = 4096  # offsets and sizes in a file are multiples: no disk has larger blocks
+_BUFFER_BYTES = 1 << 21
+_IN_MEMORY = {"tmpfs", "ramfs"}
+_MOUNTS = Path("/proc/self/mounts")  # man 5 proc_pid_mounts
+
+_log = logging.getLogger(__name__)
+
+
+class SpillFile:
+    """A nameless file of a fixed size. Copies in each direction are carried out one after the other.
+
+    Attributes:
+        size_bytes: of the file.
+        is_direct: whether copies go past the page cache.
+    """
+
+    def __init__(self, size_bytes: int, directory: Path | None = None) -> None:
+        """Make the file.
+
+        Args:
+            size_bytes: rounded up to whole blocks.
+            directory: on the disk that is to hold it; by default see `spill_directory`.
+
+        Raises:
+            HostMemoryError: the directory cannot be written to, or its disk has not that much room.
+        """
+        self.size_bytes = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        where = spill_directory() if directory is None else directory
+        try:
+            self._file, self.is_direct = _open_unnamed(where)
+        except OSError as error:
+            raise HostMemoryError(
+                f"no file can be made in {str(where)!r} for what is offloaded: {error.strerror}; name another "
+                "directory as host_dir"
+            ) from error
+        self._close = weakref.finalize(self, os.close, self._file)  # a copy under way refers to this object
+        self._pending: set[Future[None]] = set()
+        try:
+            if self.size_bytes:
+                os.posix_fallocate(self._file, 0, self.size_bytes)
+        except OSError as error:
+            self._close()
+            raise HostMemoryError(
+                f"{str(where)!r} has no room for {format_bytes(self.size_bytes)} of offloaded storages: "
+                f"{error.strerror}; free some, lower the host budget, or name another directory as host_dir"
+            ) from error
+
+    def write(self, address: int, size_bytes: int, offset: int) -> Future[None]:
+        """Start the copy of `size_bytes` at a memory address to the file; the memory must stay as it is until then.
+
+        Args:
+            address: of the first byte in memory.
+            size_bytes: how many.
+            offset: in the file, a multiple of BLOCK_BYTES.
+        """
+        return self._start(_writer(os.getpid()), self._write, address, size_bytes, offset)
+
+    def read(self, address: int, size_bytes: int, offset: int) -> Future[None]:
+        """Start the copy from the file to memory.
+
+        Args:
+            address: of the first byte in memory.
+            size_bytes: how many.
+            offset: in the file, a multiple of BLOCK_BYTES.
+        """
+        return self._start(_reader(os.getpid()), self._read, address, size_bytes, offset)
+
+    def settle(self) -> None:
+        """Wait until no copy is under way; errors of copies that nobody waits for any more are ignored."""
+        wait(self._pending)
+
+    def close(self) -> None:
+        """Give the disk's room back, after the copies under way."""
+        self.settle()
+        self._close()
+
+    def _start(
+        self, thread: _Thread, copy: Callable[[mmap.mmap, int, int, int], None], address: int, size: int, offset: int
+    ) -> Future[None]:
+        future = thread.executor.submit(copy, thread.buffer, address, size, offset)
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        return future
+
+    def _write(self, buffer: mmap.mmap, address: int, size_bytes: int, offset: int) -> None:
+        for start in range(0, size_bytes, _BUFFER_BYTES):
+            count = min(_BUFFER_BYTES, size_bytes - start)
+            ctypes.memmove(_address(buffer), address + start, count)
+            whole = -(-count // BLOCK_BYTES) * BLOCK_BYTES
+            _all_of(os.pwritev, self._file, buffer, whole, offset + start)
+        if not self.is_direct:
+            os.fdatasync(self._file)  # only what is on the disk can leave the page cache
+            os.posix_fadvise(self._file, offset, size_bytes, os.POSIX_FADV_DONTNEED)
+
+    def _read(self, buffer: mmap.mmap, address: int, size_bytes: int, offset: int) -> None:
+        for start in range(0, size_bytes, _BUFFER_BYTES):
+            count = min(_BUFFER_BYTES, size_bytes - start)
+            whole = -(-count // BLOCK_BYTES) * BLOCK_BYTES
+            _all_of(os.preadv, self._file, buffer, whole, offset + start)
+            ctypes.memmove(address + start, _address(buffer), count)
+        if not self.is_direct:
+            os.posix_fadvise(self._file, offset, size_bytes, os.POSIX_FADV_DONTNEED)
+
+
+class _Thread:
+    """A thread that copies, and the aligned buffer that it copies through."""
+
+    def __init__(self, name: str) -> None:
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix=f"memfit-{name}")
+        self.buffer = mmap.mmap(-1, _BUFFER_BYTES)
+
+
+@cache
+def _writer(_process: int) -> _Thread:
+    return _Thread("to-disk")
+
+
+@cache
+def _reader(_process: int) -> _Thread:
+    return _Thread("from-disk")
+
+
+def spill_directory() -> Path:
+    """Return the directory for spilled memory that is used by default: the system's temporary one, if on a disk.
+
+    Raises:
+        HostMemoryError: no temporary directory is on a disk.
+    """
+    places = [Path(tempfile.gettempdir()), Path("/var/tmp")]
+    for place in places:
+        if place.is_dir() and not is_in_memory(place):
+            return place
+    raise HostMemoryError(
+        f"{' and '.join(map(str, places))} are in memory, so what is offloaded there frees nothing; name a directory "
+        "on a disk as host_dir"
+    )
+
+
+def is_in_memory(directory: Path) -> bool:
+    """Return whether the file system of a directory holds its files in memory."""
+    if not _MOUNTS.exists():
+        return False
+    rows = [line.split() for line in _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()]
+    path = directory.resolve()
+    mounts = [(Path(row[1]), row[2]) for row in rows if path.is_relative_to(row[1])]
+    return bool(mounts) and max(reversed(mounts), key=lambda mount: len(mount[0].parts))[1] in _IN_MEMORY
+
+
+def _open_unnamed(directory: Path) -> tuple[int, bool]:
+    """Open a new file without a name; return its descriptor, and whether it is open for direct I/O."""
+    direct = getattr(os, "O_DIRECT", 0)
+    flags = os.O_RDWR | os.O_CLOEXEC
+    unnamed = getattr(os, "O_TMPFILE", 0)
+    attempts = [(unnamed, direct), (unnamed, 0)] if unnamed else []
+    for kind, extra in attempts:
+        try:
+            return os.open(directory, flags | kind | extra, 0o600), bool(extra)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR):
+                raise
+    file, name = tempfile.mkstemp(prefix="memfit-", dir=directory)
+    Path(name).unlink()
+    return file, False
+
+
+def _all_of(call: Callable[..., int], file: int, buffer: mmap.mmap, size_bytes: int, offset: int) -> None:
+    """Read or write all of these bytes, in as many calls as it takes."""
+    view, done = memoryview(buffer), 0
+    while done < size_bytes:
+        moved = call(file, [view[done:size_bytes]], offset + done)
+        if moved == 0:
+            raise OSError(errno.EIO, "the file ended early")
+        done += moved
+
+
+def _address(buffer: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
