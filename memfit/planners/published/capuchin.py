@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -24,7 +23,8 @@ from memfit.planners.published.recompute_seconds import RecomputeSeconds
 from memfit.schedule import Schedule
 
 _EARLIER = 0.05  # of its transfer: how much earlier a late swap-in is triggered in the next iteration
-_TARGETS = 8  # how often the bytes to save are raised by what a plan lacks
+_RAISED = 6  # how often the bytes to save are raised by what a plan lacks
+_LEVELS = 16  # of fixed targets tried then, down to 0, at which everything is chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Capuchin:
     are swapped, in decreasing FT. If they are not enough, the cheapest of the rest is next: a swap costs -FT, and a
     recomputation its seconds, for the tensor of the most bytes saved per second (MSPS). A swap-in is triggered by the
     latest access that is a whole transfer before its reader. Feedback: where a tensor is still arriving when it is
-    read, its trigger moves earlier by 5% of its transfer, until no op waits or there were `iterations`.
+    read, its trigger moves earlier by 5% of its transfer, until none arrives late, `feedback` times at most.
 
     Where the paper leaves a choice, or its framework differs:
     - The measured iteration is the simulated step that keeps everything. An access is any op or boundary.
@@ -44,7 +44,7 @@ class Capuchin:
     - Sources of a recomputation are what is on the device at the second access; swapped tensors are fetched for it.
       What is not there is recomputed too, and is in its seconds.
     - A recomputed tensor is kept to its last use. If recomputations need more bytes than the choice left free, the
-      choice is made again for a budget that is lower by what was lacking; last, everything is chosen.
+      choice is made again for a budget that is lower by what was lacking, and last for shares of the unplanned peak.
     - If memory is short, compute waits for a copy out, and a swap-in waits for room.
     - A tensor for which the host has no room is not swapped. Without a host or a link, tensors are only recomputed.
 
@@ -55,44 +55,56 @@ class Capuchin:
     uses_host: ClassVar[bool] = True
     source: ClassVar[str] = "Peng et al. 2020"
 
-    iterations: int = field(default=20, metadata={"help": "of feedback at most; 0 leaves the first triggers"})
+    feedback: int = field(default=20, metadata={"help": "iterations of feedback at most; 0 leaves the first triggers"})
 
     def plan(self, problem: Problem) -> Result:
         """Return the plan after the feedback.
 
         Raises:
-            InvalidOptionError: negative iterations, a pin that cannot be honoured.
+            InvalidOptionError: a negative option, a pin that cannot be honoured.
         """
-        if self.iterations < 0:
+        if self.feedback < 0:
             raise InvalidOptionError(
-                f"planner 'capuchin': option iterations is {self.iterations}, expected a number of 0 or more"
+                f"planner 'capuchin': option feedback is {self.feedback}, expected a number of 0 or more"
             )
         started_seconds = problem.clock()
-        return answer(problem, self.name, started_seconds, self._schedules(problem))
-
-    def _schedules(self, problem: Problem) -> Iterator[Schedule]:
-        """Yield the schedules of lower and lower targets; the last does not depend on the budget."""
-        policy, target_bytes = _Policy(problem), problem.budget_bytes
-        for _ in range(_TARGETS):
-            draft = policy.draft(target_bytes)
-            yield self._fed_back(problem, draft)
-            target_bytes -= max(1, int(load(draft.offloads).max()) - problem.budget_bytes)
-            if policy.has_chosen_all:
-                return
-        yield self._fed_back(problem, policy.draft(0))
+        return answer(problem, self.name, started_seconds, [self._fed_back(problem, _fitting_draft(problem))])
 
     def _fed_back(self, problem: Problem, draft: Draft) -> Schedule:
         """Return the schedule of a draft with its copies, triggered earlier until none is late."""
         found, rows = draft.offloads, draft.offloads.intervals
         done, lead_seconds = found.stops["done_seconds"], rows["prefetch_seconds"].copy()
-        for iteration in range(self.iterations + 1):
+        for iteration in range(self.feedback + 1):
             due = np.asarray(done[rows["end"]] - lead_seconds, np.float64)
             triggers = np.searchsorted(done, due, side="right") - 1
             late = place_copies(problem, found, rows["start"], triggers)
-            if not late.any() or iteration == self.iterations:
+            if not late.any() or iteration == self.feedback:
                 break
             lead_seconds[late] += _EARLIER * rows["prefetch_seconds"][late]
         return with_offloads(found)
+
+
+def _fitting_draft(problem: Problem) -> Draft:
+    """Return the draft for the first target whose plan fits; else that of the least peak, whatever the budget."""
+    policy, target_bytes = _Policy(problem), problem.budget_bytes
+    for _ in range(_RAISED):
+        draft = policy.draft(target_bytes)
+        excess_bytes = int(load(draft.offloads).max()) - problem.budget_bytes
+        if excess_bytes <= 0:
+            return draft
+        if policy.has_chosen_all:
+            break
+        target_bytes -= excess_bytes
+    best: tuple[int, Draft] | None = None
+    for level in reversed(range(_LEVELS)):
+        draft = policy.draft(policy.peak_bytes * level // _LEVELS)
+        peak_bytes = int(load(draft.offloads).max())
+        if best is None or peak_bytes < best[0]:
+            best = peak_bytes, draft
+        if peak_bytes <= problem.budget_bytes:
+            break
+    assert best is not None, "there are levels"
+    return best[1]
 
 
 class _Policy:
@@ -110,6 +122,7 @@ class _Policy:
         storages = np.array(self.instance.storage_of, np.int64)[intervals["storage"]]
         number_at = {key: n for n, key in enumerate(zip(storages.tolist(), intervals["start"].tolist(), strict=True))}
         self.retained = np.array([number_at[int(row["storage"]), int(row["start"])] for row in rows], np.int64)
+        self.peak_bytes = int(self.found.stops["held_bytes"].max())
         self.has_chosen_all = False
 
     def draft(self, target_bytes: int) -> Draft:

@@ -39,7 +39,7 @@ class SuperNeurons:
 
     Where the paper leaves a choice, or its framework differs:
     - A layer is a forward op (see `memfit.planners.published.layers`), and segments are runs of the original order. The
-      results of a segment are those that backward reads.
+      results of a segment are those that backward reads and that are not required at the end.
     - The largest op is that of the most bytes read, written and of workspace, residents left out, forward or backward.
     - Recomputation does not depend on the budget. A result that must not be recomputed is kept; one that the user
       pinned to be recomputed is recomputed once.
@@ -95,9 +95,10 @@ def _recomputed(instance: Instance) -> tuple[Flags, Flags]:
     is_read_again = instance.crosses & intervals["closed"] & (intervals["rule"] == FREE)
     once = np.zeros(len(intervals), np.bool_)
     anew = once.copy()
+    required = set(instance.reads(len(instance.op_at) - 1))  # the last position is the end
     most_bytes = _largest_op_bytes(instance)
     for segment in _segments(instance):
-        results = {storage for position in segment for storage in instance.writes(position)}
+        results = {storage for position in segment for storage in instance.writes(position)} - required
         mine = np.isin(intervals["storage"], list(results))
         dropped = mine & is_read_again
         if storages["size_bytes"][np.unique(intervals["storage"][dropped])].sum() <= most_bytes:
