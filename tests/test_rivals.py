@@ -29,6 +29,9 @@ from memfit.planners.engine.retention.instance import build_instance
 from memfit.planners.published.copies import HostRoom
 from memfit.planners.published.layers import is_convolution, is_fully_connected, layer_of_backward
 from memfit.planners.published.recompute_seconds import RecomputeSeconds
+from memfit.planning import Settings
+from memfit.runtime.step import PlannedStep, fit_step
+from memfit.schedule import Code
 from memfit.simulate import simulate
 
 PLENTY = 1 << 40
@@ -374,12 +377,16 @@ def test_every_plan_is_legal_and_within_both_budgets(graph: Graph, seed: int) ->
         require_sound(task, name, options)
 
 
+def captured(workload: str) -> Graph:
+    """The graph of a small step, with equal seconds for all ops."""
+    graph = capture_whole_step(small_step(workload)).graph
+    return msgspec.structs.replace(graph, ops=tuple(msgspec.structs.replace(op, seconds=1e-4) for op in graph.ops))
+
+
 @pytest.mark.parametrize("workload", ["cnn", "transformer"])
 def test_plans_of_captured_steps(workload: str) -> None:
     """Convolutions of a CNN and products of a transformer: every planner frees bytes, and is sound at each budget."""
-    graph = capture_whole_step(small_step(workload)).graph
-    ops = [msgspec.structs.replace(op, seconds=1e-5) for op in graph.ops]
-    graph = Graph.build(name=workload, storages=graph.storages, ops=ops, boundaries=graph.boundaries)
+    graph = captured(workload)
     device = linked(2e9, 2e9, alignment_bytes=64)
     most_bytes = unplanned_peak_bytes(graph, device)
     assert any(is_convolution(op) or is_fully_connected(op) for op in graph.ops)
@@ -389,3 +396,15 @@ def test_plans_of_captured_steps(workload: str) -> None:
             plan = require_sound(task, name, options)
             can_copy = options.get("policy") != "conv" and name != "superneurons" and options.get("n_tensors") is None
             assert plan.predicted.peak_bytes < most_bytes or not can_copy, (name, options)
+
+
+@pytest.mark.parametrize(("name", "options"), [("vdnn", {"policy": "all"}), ("tflms", {}), ("capuchin", {})])
+def test_a_step_that_copies_gives_the_same_bits(name: str, options: dict[str, Any]) -> None:
+    graph = captured("cnn")
+    device = linked(2e9, 2e9, alignment_bytes=64)
+    budget_bytes = int(0.9 * unplanned_peak_bytes(graph, device))
+    plan = planned(graph, device, budget_bytes, name, **options)
+    assert (plan.schedule.codes == Code.PREFETCH).any()
+    step = fit_step(small_step("cnn"), Settings(budget=budget_bytes, device=device), plan=plan)
+    assert isinstance(step, PlannedStep)
+    step.verify()
