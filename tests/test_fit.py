@@ -37,7 +37,8 @@ from memfit.system.recorder import Usage, allocated_bytes, record
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 FEW_MOVES = {"iterations": 30_000}  # in place of seconds, which a busy machine fills with less
 TIGHT = Settings(budget="91%", options=FEW_MOVES)
-RECOMPUTES_NOTHING = {"none", "mirror"}  # the first by definition, the second without a user's marks
+# The first by definition, the second without a user's marks, the others without a host.
+RECOMPUTES_NOTHING = {"none", "mirror", "vdnn", "tflms", "autoswap"}
 
 
 def make_sgd(parameters: Any) -> torch.optim.Optimizer:

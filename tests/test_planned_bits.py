@@ -17,7 +17,8 @@ _COUNTED = {"iterations": 50_000}  # so that the plan does not depend on how bus
 _SEARCHING = tuple(name for name, kind in PLANNERS.items() if "iterations" in options_of(kind))
 _SEARCHED_ROOM = 1.2  # so few moves may not find the least memory twice
 _MARKED = {"cnn": "stem", "unet": "downs", "transformer": "encoder", "lstm": "cell"}
-_COMPUTES_ONCE = {("none", name) for name in NAMES} | {("mirror", name) for name in NAMES}  # of itself
+# Of themselves, or without a host to copy to.
+_COMPUTES_ONCE = {(planner, name) for planner in ("none", "mirror", "vdnn", "tflms", "autoswap") for name in NAMES}
 # On this small network nothing that is cheap is worth dropping: activations are written over.
 _COMPUTES_ONCE.add(("drop_cheap", "cnn"))
 

@@ -376,7 +376,19 @@ def test_a_batch_normalization_without_momentum_counts_its_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    "planner", ["none", "search", "auto", "offload", "sublinear", "recursive", "segments", "drop_cheap"]
+    "planner",
+    [
+        "none",
+        "search",
+        "auto",
+        "offload",
+        "sublinear",
+        "recursive",
+        "segments",
+        "drop_cheap",
+        "superneurons",
+        "capuchin",
+    ],
 )
 def test_every_planner_keeps_checks_and_counts(planner: str) -> None:
     torch.manual_seed(0)

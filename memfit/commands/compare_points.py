@@ -15,7 +15,6 @@ from memfit.plan import Plan, Prediction, Problem, Result
 from memfit.planners import PLANNERS, make_planner
 from memfit.planners.engine.bounds.bounds import least_budget_bound
 from memfit.planners.engine.results import predict, unplanned_schedule
-from memfit.planners.offload import OffloadPlanner
 from memfit.planning import DEFAULT_PLANNER, Settings, TradeOff, budgets_between, make_problem
 from memfit.report.comparison import ComparedPoint
 from memfit.runtime.measured import Measured
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
 
 _WITHOUT_MARKS = ("mirror",)  # planners that do nothing unless the user marks something
+# Without a host budget, the plans of the first are those of `search`, and the others keep everything.
+_WITHOUT_HOST = ("offload", "vdnn", "tflms", "autoswap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ class Grid:
         """Return the planners and baselines, in the order of the answer."""
         there = [name for name in PLANNERS if name not in _WITHOUT_MARKS]
         if self.settings.host_budget_bytes == 0:
-            there.remove(OffloadPlanner.name)  # without a host budget its plans are those of `search`
+            there = [name for name in there if name not in _WITHOUT_HOST]
         if not isinstance(resolved, Graph):
             from memfit.baselines.checkpoints import checkpoint_names
             from memfit.baselines.torch_budget import torch_budget_names

@@ -21,12 +21,17 @@ from memfit.planners.mirror import Mirror, MirrorPlan, read_mirrors, with_mirror
 from memfit.planners.none import KeepEverything
 from memfit.planners.offload import OffloadPlanner
 from memfit.planners.protocols import Planner, UsesHost, WarmStarts
+from memfit.planners.published.autoswap import AutoSwap
+from memfit.planners.published.capuchin import Capuchin
 from memfit.planners.published.division_tree import DivisionTree
 from memfit.planners.published.drop_cheap import DropCheap
 from memfit.planners.published.linear_split import LinearSplit
 from memfit.planners.published.recursive import Recursive
 from memfit.planners.published.segments import Segments
 from memfit.planners.published.sublinear import Sublinear
+from memfit.planners.published.superneurons import SuperNeurons
+from memfit.planners.published.tflms import TFLMS
+from memfit.planners.published.vdnn import VDNN
 from memfit.planners.search import SearchPlanner
 
 PLANNERS: dict[str, type[Planner]] = {
@@ -40,6 +45,11 @@ PLANNERS: dict[str, type[Planner]] = {
         DropCheap,
         LinearSplit,
         DivisionTree,
+        VDNN,
+        TFLMS,
+        SuperNeurons,
+        AutoSwap,
+        Capuchin,
         SearchPlanner,
         OffloadPlanner,
         AutoPlanner,

@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 
 from memfit.graph import Graph
 from memfit.plan import Problem
-from memfit.planners.engine.tables import Table, record
+from memfit.planners.engine.tables import Integers, Table, record
 from memfit.schedule import Code, Drop, DropHost, Instruction, Offload, Prefetch, Schedule, Wait
 from memfit.simulate import simulate
 from memfit.simulate.live_ranges import LiveRanges, live_ranges
 
 _STOP = record("held_bytes", floats="seconds done_seconds")
 _INTERVAL = record(
-    "storage host_copy start end size_bytes host_bytes left returned",
+    "storage host_copy start end made size_bytes host_bytes left returned",
     floats="offload_seconds prefetch_seconds due_seconds offload_end prefetch_end",
     flags="chosen copied",
 )
@@ -44,7 +44,8 @@ class OffloadIntervals:
         stops: record[stops]: bytes on the device at each stop, bytes outside the graph included; its seconds, and the
             seconds of all stops before it. The last one is the end.
         position: int64[stops], the instruction of each stop; the end's is one past the last.
-        intervals: record[intervals], by `start`. `chosen` is the planner's decision.
+        intervals: record[intervals], by `start`. `made` is the stop that made the version of the storage that is
+            copied. `chosen` is the planner's decision.
             `memfit.planners.engine.offloading.streams.run` writes `left` and `returned`, the stops before which the
             storage leaves and returns; `copied`, whether a copy to the host starts for this interval; `due_seconds`;
             and the ends of both copies. The other fields describe the interval.
@@ -81,7 +82,7 @@ def find_offload_intervals(problem: Problem, schedule: Schedule) -> OffloadInter
     stops["done_seconds"][1:] = np.cumsum(stops["seconds"][:-1])
     rows, host_copies = _rows(graph, schedule, found, position)
     intervals = np.zeros(len(rows), _INTERVAL)
-    for column, name in enumerate(("storage", "host_copy", "start", "end")):
+    for column, name in enumerate(("storage", "host_copy", "start", "end", "made")):
         intervals[name] = [row[column] for row in rows]
     intervals["host_bytes"] = [graph.storages[row[0]].bytes for row in rows]
     intervals["size_bytes"] = [device.aligned(graph.storages[row[0]].bytes) for row in rows]
@@ -99,11 +100,11 @@ def find_offload_intervals(problem: Problem, schedule: Schedule) -> OffloadInter
 
 def _rows(
     graph: Graph, schedule: Schedule, found: LiveRanges, position: NDArray[np.int64]
-) -> tuple[list[tuple[int, int, int, int]], int]:
-    """Return (storage, host copy, start, end) of each interval, by start and storage; and the number of host copies."""
+) -> tuple[list[tuple[int, int, int, int, int]], int]:
+    """Return (storage, host copy, start, end, made) of each interval, by start and storage; and the host copies."""
     assert np.isin(schedule.codes, (Code.COMPUTE, Code.DROP, Code.BOUNDARY)).all(), "the schedule has copies already"
     stop_at = {at: stop for stop, at in enumerate(position.tolist())}
-    rows: list[tuple[int, int, int, int]] = []
+    rows: list[tuple[int, int, int, int, int]] = []
     host_copies = 0
     for stay in found.ranges:
         storage = graph.storages[stay.storage]
@@ -115,25 +116,33 @@ def _rows(
         elif storage.required_at_end and stay.last == len(schedule):
             uses.append(len(position))
         mutations = {stop_at[at] for at in stay.mutations}
-        start = stop_at[stay.first]
+        start = made = stop_at[stay.first]
         host_copies += 1
         for end in uses:
             if end > start + 1:
-                rows.append((stay.storage, host_copies, start, end))
-            host_copies += end in mutations
+                rows.append((stay.storage, host_copies, start, end, made))
+            if end in mutations:
+                host_copies, made = host_copies + 1, end
             start = end
     return sorted(rows, key=lambda row: (row[2], row[0])), host_copies
 
 
-def with_offloads(found: OffloadIntervals) -> Schedule:
-    """Return the schedule that offloads in the chosen intervals, at the stops that the streams found."""
+def with_offloads(found: OffloadIntervals, begun: Integers | None = None) -> Schedule:
+    """Return the schedule that offloads in the chosen intervals, at the stops that the streams found.
+
+    Args:
+        found: its chosen intervals with `left`, `returned` and `copied`.
+        begun: int64[intervals], the stop right after which each copy to the host starts, from `made` to just before
+            `left`; by default the use that opens the interval.
+    """
+    begins: Integers = found.intervals["start"] if begun is None else begun
     added: defaultdict[tuple[int, int], list[Instruction]] = defaultdict(list)
-    chosen = [found.intervals[number] for number in np.flatnonzero(found.intervals["chosen"])]
-    last = {int(interval["host_copy"]): int(interval["end"]) for interval in chosen}
-    for interval in chosen:
+    chosen = [(number, found.intervals[number]) for number in np.flatnonzero(found.intervals["chosen"])]
+    last = {int(interval["host_copy"]): int(interval["end"]) for _, interval in chosen}
+    for number, interval in chosen:
         storage, left, end = int(interval["storage"]), int(interval["left"]), int(interval["end"])
         if interval["copied"]:
-            added[_OFFLOAD, int(interval["start"])].append(Offload(storage=storage))
+            added[_OFFLOAD, int(begins[number])].append(Offload(storage=storage))
             added[_LEAVE, left].append(Wait(storage=storage))
         added[_LEAVE, left].append(Drop(storage=storage))
         if last[int(interval["host_copy"])] == end:

@@ -39,7 +39,7 @@ class Evaluation:
 def keep_everything(instance: Instance) -> Retention:
     """Return the retention that keeps every storage to its last use, except those pinned to be recomputed."""
     nothing = np.zeros(len(instance.tables.intervals), np.int64)
-    return _drop(instance, Retention(release=nothing, hold=nothing), instance.tables.intervals["rule"] == DROPPED)
+    return drop_at(instance, Retention(release=nothing, hold=nothing), instance.tables.intervals["rule"] == DROPPED)
 
 
 def keep_only(instance: Instance, kept: Collection[int]) -> Retention:
@@ -56,7 +56,7 @@ def keep_only(instance: Instance, kept: Collection[int]) -> Retention:
     """
     dropped = np.array([storage not in kept for storage in instance.storage_of], np.bool_)
     dropped = dropped[instance.tables.intervals["storage"]]
-    return _drop(instance, keep_everything(instance), dropped & instance.crosses)
+    return drop_at(instance, keep_everything(instance), dropped & instance.crosses)
 
 
 def waiting(instance: Instance, retention: Retention, least_bytes: int) -> Retention:
@@ -77,10 +77,17 @@ def waiting(instance: Instance, retention: Retention, least_bytes: int) -> Reten
     chosen &= (writer >= instance.backward_start) & positions["may_wait"][writer]
     found = np.zeros(len(instance.tables.intervals), np.bool_)
     found[first[chosen]] = True
-    return _drop(instance, retention, found)
+    return drop_at(instance, retention, found)
 
 
-def _drop(instance: Instance, retention: Retention, chosen: Flags) -> Retention:
+def drop_at(instance: Instance, retention: Retention, chosen: Flags) -> Retention:
+    """Return `retention` with the storages of some intervals dropped at once, and kept after their recomputation.
+
+    Args:
+        instance: the tables of the graph.
+        retention: applies to all other intervals.
+        chosen: bool[intervals]; those that must be kept are kept.
+    """
     intervals = instance.tables.intervals
     dropped = chosen & (intervals["rule"] != KEPT)
     return Retention(
