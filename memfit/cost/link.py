@@ -19,7 +19,7 @@ from memfit.cost.environment import environment, free_bytes
 from memfit.device import Device, Rate
 from memfit.errors import HostMemoryError
 from memfit.system.cache import environment_path, keep, read_kept
-from memfit.system.spill_file import BLOCK_BYTES, SpillFile, spill_directory
+from memfit.system.spill_file import BLOCK_BYTES, Span, SpillFile, spill_directory
 
 _COPY_BYTES = 128 << 20  # well beyond every cache
 _COPY_SHARE = 8  # a copy takes at most this part of the device's free memory: one eighth
@@ -155,18 +155,8 @@ class _DiskCopies:
         return _end_of(self.file.read(self._memory[1].data_ptr(), size_bytes, self.size_bytes))
 
 
-def _end_of(copy: Future[None]) -> Callable[[], float]:
-    ended: Future[float] = Future()
-
-    def end(copy: Future[None]) -> None:
-        error = copy.exception()
-        if error is None:
-            ended.set_result(time.perf_counter())
-        else:
-            ended.set_exception(error)
-
-    copy.add_done_callback(end)
-    return ended.result
+def _end_of(copy: Future[Span]) -> Callable[[], float]:
+    return lambda: copy.result()[1]
 
 
 def _disk_rates(directory: Path | None) -> LinkRates:

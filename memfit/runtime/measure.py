@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from memfit.capture import TrainingStep
 from memfit.runtime.measured import Measured
 from memfit.runtime.state import left_as_it_was
 from memfit.runtime.verify import RunsStep
+from memfit.simulate.overlap import Transfers
 from memfit.system.recorder import Usage, record, taken_bytes
 from memfit.torch_private import tree_flatten
 
@@ -33,6 +34,11 @@ class MeasurableStep(RunsStep, Protocol):
         """The tensors that the step closes over."""
         ...
 
+    @property
+    def transfers(self) -> Transfers:
+        """The copies to the host and back in the last step."""
+        ...
+
 
 def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Measured:
     """Measure planned and eager steps on `batch`, interleaved; the state is put back at the end.
@@ -49,6 +55,7 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
     usages: dict[str, list[Usage]] = {"eager": [], "planned": []}
     peaks: dict[str, list[int]] = {"eager": [], "planned": []}  # without the bytes that are there before each step
     seconds: dict[str, list[float]] = {"eager": [], "planned": []}
+    transfers: list[Transfers] = []
     with left_as_it_was(step, planned.generators):
         for number in range(repeats + 1):
             for name, run in (("eager", step.run_eager), ("planned", planned)):
@@ -63,6 +70,7 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
                     usages[name].append(usage)
                     peaks[name].append(held_bytes + usage.peak_bytes)
                     seconds[name].append(elapsed)
+                    transfers += [planned.transfers] if name == "planned" else []
         resident = resident_bytes(planned, batch)  # while the optimizer's state is there
     ratios = [mine / eager for mine, eager in zip(seconds["planned"], seconds["eager"], strict=True)]
     reserved = [usage.reserved_bytes for usage in usages["planned"] if usage.reserved_bytes is not None]
@@ -75,7 +83,17 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
         resident_bytes=resident,
         reserved_bytes=max(reserved, default=None),
         source=usages["planned"][0].source,
+        **_of_copies(transfers),
     )
+
+
+def _of_copies(transfers: Sequence[Transfers]) -> dict[str, float]:
+    if not any(each.to_host for each in transfers):
+        return {}
+    return {
+        "stall_seconds": statistics.median(each.stall_seconds for each in transfers),
+        "overlap_seconds": statistics.median(each.overlap_seconds for each in transfers),
+    }
 
 
 def resident_bytes(planned: MeasurableStep, batch: Any) -> int:

@@ -28,6 +28,8 @@ class Measured:
             that was not compared.
         machine: where this was measured, in words.
         note: further remarks, as sentences.
+        stall_seconds, overlap_seconds: how long compute waited for copies in a planned step, and how long it worked
+            beside them; medians. None for a step that offloads nothing, and on a GPU.
     """
 
     peak_bytes: int
@@ -41,3 +43,5 @@ class Measured:
     bitwise_equal: bool | None = None
     machine: str = ""
     note: str = ""
+    stall_seconds: float | None = None
+    overlap_seconds: float | None = None

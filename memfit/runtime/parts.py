@@ -31,6 +31,7 @@ from memfit.runtime.prepare import Prepared, program_of, with_costs
 from memfit.runtime.state import PythonState, StepState
 from memfit.runtime.uncopied import Uncopied
 from memfit.runtime.verify import difference_of_eager, first_difference, require_same
+from memfit.simulate.overlap import Transfers
 from memfit.system.budget import format_bytes, parse_budget
 from memfit.system.recorder import empty_cache
 from memfit.torch_private import DATA_DEPENDENT_ERRORS, compiled_around_breaks
@@ -152,6 +153,11 @@ class PartlyPlannedStep(Uncopied):
     def constants(self) -> tuple[torch.Tensor, ...]:
         """None: user code runs as it is, and what it closes over is not known."""
         return ()
+
+    @property
+    def transfers(self) -> Transfers:
+        """None are noted: each graph has copies of its own."""
+        return Transfers()
 
     @property
     def held_bytes(self) -> int:

@@ -42,6 +42,7 @@ from memfit.runtime.step_program import StepProgram, make_step_program, set_grad
 from memfit.runtime.uncopied import Uncopied
 from memfit.runtime.variants import Variant, Variants
 from memfit.runtime.verify import require_same
+from memfit.simulate.overlap import Transfers
 from memfit.system.budget import parse_budget
 from memfit.system.recorder import empty_cache, records_at_once, taken_bytes
 
@@ -241,6 +242,11 @@ class PlannedStep(Uncopied):
         """The tensors that the step, as last called, closes over: class weights, say, or a teacher's parameters."""
         residents = self._latest.prepared.captured.binding.residents if self._latest else ()
         return tuple(resident.constant for resident in residents if resident.constant is not None)
+
+    @property
+    def transfers(self) -> Transfers:
+        """The copies to the host and back in the last call, and when compute waited for them; not timed on a GPU."""
+        return self._store.transfers
 
     @property
     def source(self) -> str:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import mmap
 import os
 import tempfile
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -30,7 +30,7 @@ _BUFFER_BYTES = 1 << 21
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _MOUNTS = Path("/proc/self/mounts")  # man 5 proc_pid_mounts
 
-_log = logging.getLogger(__name__)
+Span = tuple[float, float]  # when a copy started and ended, in the seconds of `time.perf_counter`
 
 
 class SpillFile:
@@ -61,7 +61,7 @@ class SpillFile:
                 "directory as host_dir"
             ) from error
         self._close = weakref.finalize(self, os.close, self._file)  # a copy under way refers to this object
-        self._pending: set[Future[None]] = set()
+        self._pending: set[Future[Span]] = set()
         try:
             if self.size_bytes:
                 os.posix_fallocate(self._file, 0, self.size_bytes)
@@ -72,7 +72,7 @@ class SpillFile:
                 f"{error.strerror}; free some, lower the host budget, or name another directory as host_dir"
             ) from error
 
-    def write(self, address: int, size_bytes: int, offset: int) -> Future[None]:
+    def write(self, address: int, size_bytes: int, offset: int) -> Future[Span]:
         """Start the copy of `size_bytes` at a memory address to the file; the memory must stay as it is until then.
 
         Args:
@@ -82,7 +82,7 @@ class SpillFile:
         """
         return self._start(_writer(os.getpid()), self._write, address, size_bytes, offset)
 
-    def read(self, address: int, size_bytes: int, offset: int) -> Future[None]:
+    def read(self, address: int, size_bytes: int, offset: int) -> Future[Span]:
         """Start the copy from the file to memory.
 
         Args:
@@ -103,8 +103,13 @@ class SpillFile:
 
     def _start(
         self, thread: _Thread, copy: Callable[[mmap.mmap, int, int, int], None], address: int, size: int, offset: int
-    ) -> Future[None]:
-        future = thread.executor.submit(copy, thread.buffer, address, size, offset)
+    ) -> Future[Span]:
+        def timed() -> Span:
+            started = time.perf_counter()
+            copy(thread.buffer, address, size, offset)
+            return started, time.perf_counter()
+
+        future = thread.executor.submit(timed)
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
         return future

@@ -10,7 +10,7 @@ import torch
 from memfit.errors import HostMemoryError
 from memfit.runtime.host.form import Form
 from memfit.system.budget import format_bytes
-from memfit.system.spill_file import SpillFile
+from memfit.system.spill_file import Span, SpillFile
 
 
 class DiskSlab:
@@ -35,7 +35,7 @@ class DiskCopy:
         self._file, self._offset = file, offset
         self._form = Form.of(source)
         self._source: torch.Tensor | None = source
-        self._returned: Future[None] | None = None
+        self._returned: Future[Span] | None = None
         self._written = file.write(source.untyped_storage().data_ptr(), self._form.storage_bytes, offset)
 
     def wait(self) -> None:
@@ -54,10 +54,19 @@ class DiskCopy:
         """Wait for the copy back."""
         if self._returned is not None:
             _finish(self._returned, self._form, "from")
-            self._returned = None
+
+    def spans(self) -> tuple[Span | None, Span | None]:
+        """Return when the copies to the file and back started and ended; None if one was not made."""
+        copies = (self._written, self._returned)
+        to_host, to_device = (copy.result() if copy is not None and _has_ended(copy) else None for copy in copies)
+        return to_host, to_device
 
 
-def _finish(copy: Future[None], form: Form, direction: str) -> None:
+def _has_ended(copy: Future[Span]) -> bool:
+    return copy.done() and copy.exception() is None
+
+
+def _finish(copy: Future[Span], form: Form, direction: str) -> None:
     try:
         copy.result()
     except OSError as error:

@@ -9,15 +9,18 @@ A copy holds the bytes of a whole storage, so that all views of it come back as 
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from memfit.errors import UnsupportedStepError
-from memfit.runtime.host.disk import DiskSlab
+from memfit.runtime.host.disk import DiskCopy, DiskSlab
 from memfit.runtime.host.pinned import PinnedSlab
+from memfit.simulate.overlap import Span, Transfers
 from memfit.system.budget import format_bytes
 from memfit.system.spill_file import BLOCK_BYTES
 
@@ -78,6 +81,18 @@ class HostStore:
         self._needed_bytes = 0
         self._free: list[Slab] = []
         self._lent: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._last: tuple[list[HostCopy], list[Span]] = [], []  # copies and stalls of the last run
+
+    @property
+    def transfers(self) -> Transfers:
+        """The copies and stalls of the last run; on a GPU nobody notes the times of copies."""
+        copies, stalls = self._last
+        spans = [copy.spans() for copy in copies if isinstance(copy, DiskCopy)]
+        return Transfers(
+            to_host=tuple(span for span, _ in spans if span),
+            to_device=tuple(span for _, span in spans if span),
+            stalls=tuple(stalls),
+        )
 
     def reserve(self, size_bytes: int) -> None:
         """Get a slab of at least this size before the first run.
@@ -95,9 +110,18 @@ class HostStore:
             UnsupportedStepError: the host budget has no room for another one beside those that are borrowed.
             HostMemoryError: the host, or the disk, has none.
         """
-        lease = Lease(self._take(), self._free)
+        lease = Lease(self, self._take())
         self._lent.add(lease)
         return lease
+
+    def take_back(self, lease: Lease) -> None:
+        """Take a slab back from a run of which nothing is left.
+
+        Args:
+            lease: of the run.
+        """
+        self._free.append(lease.slab)
+        self._last = lease.copies, lease.stalls
 
     def settle(self) -> None:
         """Wait until no copy is under way, as after an error."""
@@ -126,12 +150,24 @@ class HostStore:
 class Lease:
     """A slab for one run of a program; it goes back when nothing of the run is left."""
 
-    def __init__(self, slab: Slab, free: list[Slab]) -> None:
+    def __init__(self, store: HostStore, slab: Slab) -> None:
         self.slab = slab
-        self._free = free
+        self.copies: list[HostCopy] = []
+        self.stalls: list[Span] = []
+        self._store = store
 
     def __del__(self) -> None:
-        self._free.append(self.slab)
+        self._store.take_back(self)
+
+    def stall(self, wait: Callable[[], None]) -> None:
+        """Wait for a copy, and note when.
+
+        Args:
+            wait: does it.
+        """
+        began = time.perf_counter()
+        wait()
+        self.stalls.append((began, time.perf_counter()))
 
     def offload(self, source: torch.Tensor, offset: int) -> LentCopy:
         """Start the copy of a storage to the slab.
@@ -144,13 +180,22 @@ class Lease:
 
 
 class LentCopy:
-    """A host copy that keeps its run's slab borrowed."""
+    """A host copy that keeps its run's slab borrowed, and notes when compute waits for it."""
 
-    __slots__ = ("_lease", "arrived", "prefetch", "wait")
+    __slots__ = ("_copy", "_lease", "prefetch")
 
     def __init__(self, lease: Lease, copy: HostCopy) -> None:
-        self._lease = lease
-        self.wait, self.prefetch, self.arrived = copy.wait, copy.prefetch, copy.arrived
+        self._lease, self._copy = lease, copy
+        self.prefetch = copy.prefetch
+        lease.copies.append(copy)
+
+    def wait(self) -> None:
+        """As `HostCopy.wait`."""
+        self._lease.stall(self._copy.wait)
+
+    def arrived(self) -> None:
+        """As `HostCopy.arrived`."""
+        self._lease.stall(self._copy.arrived)
 
 
 _numbers = itertools.count()
