@@ -29,7 +29,7 @@ from memfit.plan import Problem
 from memfit.planners.engine.bounds.bounds import least_budget_bound
 from memfit.planners.engine.results import unplanned_peak_bytes, unplanned_schedule
 from memfit.simulate.in_place import in_place
-from memfit.workloads import WORKLOADS, build
+from memfit.workloads import build
 
 TRACES = GRAPHS.parent / "packing"
 WORKLOAD_DEVICE = Device(name="cpu", alignment_bytes=64, source="c10's alignment on a CPU, no host link")
@@ -82,7 +82,7 @@ class PlanPoint:
         """Return the planning problem; `folder` holds the graphs of the workloads, `how` is the rest of the problem."""
         if isinstance(self.graph, int):
             graph, device = training_chain(CHAIN_LAYERS[self.graph], self.graph), GENERIC
-        elif self.graph in WORKLOADS:
+        elif self.graph in EIGHT:
             graph, device = _graph_at(folder / f"{self.graph}.graph.json.gz"), WORKLOAD_DEVICE
         else:
             graph, device = _graph_at(GRAPHS / f"{self.graph}.graph.json.gz"), GENERIC
@@ -140,7 +140,7 @@ class PackPoint:
 def plan_points() -> list[PlanPoint]:
     """Return the points of the searches: three budgets of each shared graph, two of each workload."""
     shared = [PlanPoint(graph=graph, budget=budget) for graph, budgets in SHARED_BUDGETS.items() for budget in budgets]
-    return shared + [PlanPoint(graph=name, budget=budget) for name in WORKLOADS for budget in ("share", "near")]
+    return shared + [PlanPoint(graph=name, budget=budget) for name in EIGHT for budget in ("share", "near")]
 
 
 def frontier_points() -> list[PlanPoint]:
@@ -165,7 +165,7 @@ def timed_points() -> list[PlanPoint]:
     points = [
         PlanPoint(graph=graph, budget=budgets[0], seconds=TIMED_SECONDS) for graph, budgets in SHARED_BUDGETS.items()
     ]
-    names = [name for name in WORKLOADS if name not in ("lstm", "vgg16")]
+    names = [name for name in EIGHT if name not in ("lstm", "vgg16")]
     return points + [PlanPoint(graph=name, budget="share", seconds=TIMED_SECONDS) for name in names]
 
 
@@ -182,7 +182,7 @@ def pack_points() -> list[PackPoint]:
 
 def capture_missing(folder: Path, names: Collection[object], say: Callable[[str], None]) -> None:
     """Capture the workloads among `names` that `folder` lacks; one thread's processor seconds time their ops."""
-    missing = [name for name in WORKLOADS if name in names and not (folder / f"{name}.graph.json.gz").exists()]
+    missing = [name for name in EIGHT if name in names and not (folder / f"{name}.graph.json.gz").exists()]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the processor seconds of one thread are those of the op, whatever else the machine does
     for name in missing:

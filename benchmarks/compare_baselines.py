@@ -19,7 +19,7 @@ import statistics
 from typing import Any
 
 import torch
-from _measure import MIB, outcome, resident_bytes, same_bits, storage_bytes, usage_of
+from _measure import EIGHT, MIB, outcome, resident_bytes, same_bits, storage_bytes, usage_of
 from _planned import NO_BUDGET_BYTES, both, eager_run, measure_planned, measurements, planned_run, predictions
 from _process import answer_if_child, fresh_cache, in_fresh_process
 from _record import interleaved_seconds, load, result_path, store
@@ -30,7 +30,7 @@ from memfit.errors import InfeasibleBudgetError, MemfitError
 from memfit.planning import DEFAULT_PLANNER, Settings
 from memfit.runtime.step import fit_step
 from memfit.system.recorder import allocated_bytes
-from memfit.workloads import WORKLOADS, build
+from memfit.workloads import build
 
 CHILD_SECONDS = 900
 
@@ -204,7 +204,7 @@ def _ratio(ours: tuple[float, ...], theirs: tuple[float, ...]) -> float:
 def main() -> None:
     """Compare the workloads named on the command line, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), metavar="WORKLOAD")
+    parser.add_argument("workloads", nargs="*", default=list(EIGHT), metavar="WORKLOAD")
     parser.add_argument("--repeats", type=int, default=5, help="timed turns of each comparison")
     parser.add_argument("--time-limit", type=float, default=5.0, help="seconds that the planner may search")
     parser.add_argument("--again", action="store_true", help="measure again what is stored already")

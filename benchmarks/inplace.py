@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 import torch
-from _measure import MIB, outcome, resident_bytes, same_bits, usage_of
+from _measure import EIGHT, MIB, outcome, resident_bytes, same_bits, usage_of
 from _planned import NO_BUDGET_BYTES, build_for_measurement, eager_run, planned_run
 from _process import answer_if_child, fresh_cache, in_fresh_process
 from _record import store
@@ -38,7 +38,6 @@ from memfit.planning import Settings, make_plan
 from memfit.runtime.step import PlannedStep, fit_step
 from memfit.schedule import Compute
 from memfit.simulate import simulate
-from memfit.workloads import WORKLOADS
 
 CHILD_SECONDS = 1800
 VARIANTS = ("apart", "promised", "seen")
@@ -137,7 +136,7 @@ def measure_workload(workload: str) -> None:
 def main() -> None:
     """Measure the workloads named on the command line, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), metavar="WORKLOAD")
+    parser.add_argument("workloads", nargs="*", default=list(EIGHT), metavar="WORKLOAD")
     with fresh_cache():
         for workload in parser.parse_args().workloads:
             measure_workload(workload)

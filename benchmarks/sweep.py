@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from _measure import MIB
+from _measure import EIGHT, MIB
 from _planned import NO_BUDGET_BYTES, both, build_for_measurement, let_go
 from _process import answer_if_child, fresh_cache, in_fresh_process
 from _record import load, result_path, store
@@ -26,7 +26,6 @@ from _record import load, result_path, store
 from memfit import Plan, Problem, TrainingStep
 from memfit.planning import Settings, plan_frontier
 from memfit.runtime.step import fit_step
-from memfit.workloads import WORKLOADS
 
 BUDGETS = 10
 QUICK_WORKLOAD, QUICK_BUDGETS, QUICK_REPEATS = "unet", 4, 1
@@ -174,7 +173,7 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, default=5.0, help="seconds that the planner may search")
     parser.add_argument("--again", action="store_true", help="measure again what is stored already")
     options = parser.parse_args()
-    for workload in options.workloads or ([QUICK_WORKLOAD] if options.quick else list(WORKLOADS)):
+    for workload in options.workloads or ([QUICK_WORKLOAD] if options.quick else list(EIGHT)):
         with fresh_cache():
             sweep_and_store(workload, options)
 

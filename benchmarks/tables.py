@@ -20,7 +20,7 @@ from _ablation_tables import ABLATION_TABLES
 from _arena_tables import ARENA_NAMES, ARENA_TABLES
 from _baseline_tables import BASELINE_TABLES
 from _cells import memory, overhead, ratio, yes
-from _measure import MIB
+from _measure import EIGHT, MIB
 from _paper_tables import PAPER_TABLES
 from _record import RESULTS, load, machine_name
 from _scale_tables import SCALE_TABLES
@@ -28,7 +28,6 @@ from _tested_tables import TESTED_SET_TABLES, TESTED_TABLES
 
 from memfit.errors import InvalidOptionError
 from memfit.system.files import write_atomically
-from memfit.workloads import WORKLOADS
 
 _MARKED = re.compile(r"(<!-- table: (?P<name>[\w -]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -202,7 +201,7 @@ def results_of(script: str, machine: str) -> Stored:
     elif script in {script for script, _ in ONE_RESULT_TABLES.values()}:
         found = {script: RESULTS / machine / f"{script}.json"}
     else:
-        names = ARENA_NAMES if script.startswith("arena") else WORKLOADS
+        names = ARENA_NAMES if script.startswith("arena") else EIGHT
         found = {name: RESULTS / machine / script / f"{name}.json" for name in names}
     documents = {name: load(path) for name, path in found.items() if path.exists()}
     return {name: {**document["payload"], "machine": document["machine"]} for name, document in documents.items()}

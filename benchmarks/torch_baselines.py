@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from _measure import MIB, forward_backward, outcome, resident_bytes, same_bits, storage_bytes, usage_of
+from _measure import EIGHT, MIB, forward_backward, outcome, resident_bytes, same_bits, storage_bytes, usage_of
 from _process import answer_if_child, in_fresh_process
 from _record import interleaved_ratio, load, result_path, store
 
 from memfit import TrainingStep
 from memfit.torch_private import compile_with_budget
-from memfit.workloads import WORKLOADS, build
+from memfit.workloads import build
 from memfit.workloads.building import GRANULARITIES, checkpoints_placed
 
 BUDGETS = tuple(round(1 - tenth / 10, 1) for tenth in range(11))
@@ -117,7 +117,7 @@ def _described(point: dict[str, Any]) -> str:
 def main() -> None:
     """Measure the workloads named on the command line, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), metavar="WORKLOAD")
+    parser.add_argument("workloads", nargs="*", default=list(EIGHT), metavar="WORKLOAD")
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS, help="activation_memory_budget settings")
     parser.add_argument("--repeats", type=int, default=5, help="timed pairs of steps for each configuration")
     parser.add_argument("--untimed", action="store_true", help="bytes and bits only: for a busy machine")

@@ -287,7 +287,7 @@ def test_listings(run: Run, noun: str) -> None:
     expected = {
         "planners": {"none", "sublinear", "search"},
         "workloads": {"resnet50", "vgg16", "densenet121", "inceptionv3", "unet", "gpt2", "lstm", "encoder"},
-        "devices": {"t4", "a10", "a100-40", "a100-80", "h100", "h200", "rtx4090", "titan-xp"},
+        "devices": {"t4", "a10", "a100-40", "a100-80", "h100", "h200", "rtx4090", "gtx1080ti", "titan-xp"},
     }[noun]
     assert {name.lower() for name in names} >= expected
     assert all(entry["source"] for entry in document[noun])

@@ -33,20 +33,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_known_devices() -> None:
-    assert list(DEVICES) == ["t4", "a10", "a100-40", "a100-80", "h100", "h200", "rtx4090", "titan-xp"]
+    assert list(DEVICES) == ["t4", "a10", "a100-40", "a100-80", "h100", "h200", "rtx4090", "gtx1080ti", "titan-xp"]
     for name, device in DEVICES.items():
         assert device.name == name
         assert device.source
         assert device.alignment_bytes == 512
         assert device.memory_bytes is not None
-        assert device.memory_bytes > 11 << 30
+        assert device.memory_bytes > 10 << 30
         assert device.memory_bytes_per_second is not None
         assert device.to_host_bytes_per_second is not None
         assert device.to_host_bytes_per_second < device.memory_bytes_per_second
         rates = device.flops_per_second
         assert rates["float64"] <= rates["float32"] <= rates.get("float16", rates["float32"])
-        assert ("float16" in rates) == (name != "titan-xp")
-        assert ("bfloat16" in rates) == ("tfloat32" in rates) == (name not in ("titan-xp", "t4"))
+        assert ("float16" in rates) == (name not in ("gtx1080ti", "titan-xp"))
+        assert ("bfloat16" in rates) == ("tfloat32" in rates) == (name not in ("gtx1080ti", "titan-xp", "t4"))
 
 
 @pytest.mark.parametrize(

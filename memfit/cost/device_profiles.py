@@ -62,6 +62,10 @@ _TITAN_XP_SOURCE = (
     "NVIDIA TITAN Xp specifications: 3,840 cores, two operations each at 1,582 MHz, 547.7 GB/s; float64 "
     f"at 1/32 of float32 (GP102); {_SMI}; no fast float16"
 )
+_GTX_1080_TI_SOURCE = (
+    "NVIDIA GeForce GTX 1080 Ti specifications: 3,584 cores, two operations each at 1,582 MHz, 484 GB/s; float64 at "
+    f"1/32 of float32 (GP102); {_SMI}; no fast float16"
+)
 _PROFILES = (  # name, MiB, GB/s, PCI Express, teraflops, source
     _gpu("t4", 15360, 320, 3, {"float64": 0.254, "float32": 8.1, "float16": 65}, _T4_SOURCE),
     _gpu("a10", 23028, 600, 4, _teraflops(0.976, 31.2, 62.5, 125), _A10_SOURCE),
@@ -70,6 +74,7 @@ _PROFILES = (  # name, MiB, GB/s, PCI Express, teraflops, source
     _gpu("h100", 81559, 3350, 5, _H100, f"NVIDIA H100 {_SXM}"),
     _gpu("h200", 143771, 4800, 5, _H100, f"NVIDIA H200 {_SXM}"),
     _gpu("rtx4090", 24564, 1008, 4, _teraflops(1.29, 82.6, 82.6, 165.2), _ADA_SOURCE),
+    _gpu("gtx1080ti", 11178, 484, 3, _teraflops(0.354, 11.34), _GTX_1080_TI_SOURCE),
     _gpu("titan-xp", 12196, 547.7, 3, _teraflops(0.38, 12.15), _TITAN_XP_SOURCE),
 )
 DEVICES: dict[str, Device] = {device.name: device for device in _PROFILES}

@@ -228,6 +228,13 @@ WORKLOADS: dict[str, Workload] = {
             options=_options(batch=32, steps=128, layers=2, width=256, classes=10),
         ),
         Workload(
+            name="char_lstm",
+            description="LSTM of one fused kernel, which predicts the next character of a text",
+            source="Karpathy 2015, char-rnn, as dqn2020 has it; torch.nn.LSTM, on a text made here",
+            module="char_lstm",
+            options=_options(batch=32, steps=128, layers=2, width=512),
+        ),
+        Workload(
             name="encoder",
             description="Transformer encoder with dropout",
             source="Vaswani et al. 2017, arXiv:1706.03762; torch.nn.TransformerEncoder",
