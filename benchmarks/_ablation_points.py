@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from _made_traces import made_trace
+from _measure import EIGHT
 from _process import fresh_cache
 from _training_chains import training_chain
 from plan_shared_graphs import GB, GIB, GRAPHS
