@@ -140,7 +140,7 @@ def test_a_plan_with_offloading_is_legal_and_never_slower_than_one_without(graph
     most = unplanned_peak_bytes(graph, LINKED)
     for budget_bytes in (least, (least + most) // 2, most):
         task = linked(graph, budget_bytes)
-        alone = SearchPlanner(iterations=2_000).plan(replace(task, host_budget_bytes=0)).plan
+        alone = SearchPlanner(iterations=10_000).plan(replace(task, host_budget_bytes=0)).plan
         both = OffloadPlanner(iterations=10_000).plan(task).plan
         assert alone is None or (both is not None and both.predicted.seconds <= alone.predicted.seconds * (1 + 1e-9))
         if both is not None:
@@ -152,7 +152,7 @@ def test_a_plan_with_offloading_is_legal_and_never_slower_than_one_without(graph
 @pytest.mark.parametrize("planner", ["offload", "auto"])
 @pytest.mark.parametrize("rate", [0.1, 20.0])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_it_is_never_slower_than_the_search_in_a_fifth_of_the_moves(planner: str, rate: float, seed: int) -> None:
+def test_it_is_never_slower_than_the_search_in_as_many_moves(planner: str, rate: float, seed: int) -> None:
     graph = uneven_chain(12, seed)
     device = Device(name="d", to_host_bytes_per_second=rate, to_device_bytes_per_second=rate)
     least, _ = least_budget_bound(Problem(graph=graph, device=device, budget_bytes=1))
@@ -160,7 +160,7 @@ def test_it_is_never_slower_than_the_search_in_a_fifth_of_the_moves(planner: str
     for share, moves in itertools.product((0.15, 0.4), (50, 2_000)):
         budget_bytes = least + int(share * (most - least))
         task = Problem(graph=graph, device=device, budget_bytes=budget_bytes, host_budget_bytes=PLENTY, seed=seed)
-        alone = SearchPlanner(iterations=moves // 5).plan(replace(task, host_budget_bytes=0)).plan
+        alone = SearchPlanner(iterations=moves).plan(replace(task, host_budget_bytes=0)).plan
         both = make_planner(planner, iterations=moves).plan(task).plan
         if alone is not None:
             assert both is not None

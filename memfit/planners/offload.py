@@ -3,8 +3,7 @@
 The planner starts from two plans: planner `search`'s without copies, and the one that keeps everything and offloads the
 excess. Between them, it searches at larger budgets than the problem's, and offloads the excess of those plans. From the
 best plan on, it alternates two annealings: one over the retention, with host stays fixed, and one over the offload
-intervals of the resulting schedule. If the best plan offloads nothing after half of the time limit, as on a slow link,
-planner `search` has the rest.
+intervals of the resulting schedule. Beside all that, planner `search` runs for as long on a thread of its own.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ from memfit.planners.engine.retention.instance import build_instance
 from memfit.planners.protocols import SearchOptions
 from memfit.planners.search import SearchPlanner
 
-# Shares of the time limit, or of the moves: the search without copies; until when larger budgets are searched; until
-# when rounds are tried before planner `search` may have the rest.
-_ALONE, _LEVELS, _TRIED = 0.2, 0.45, 0.55
+# Shares of the time limit, or of the moves: the search without copies; until when larger budgets are searched.
+_ALONE, _LEVELS = 0.2, 0.45
 _LEVEL = 0.06  # share for the search at each larger budget
 
 
@@ -48,10 +46,9 @@ class OffloadPlanner(SearchOptions):
     Without a host budget, or on a device without a link, the plan is planner `search`'s. Anytime; deterministic for a
     seed if `iterations` is given.
 
-    Guaranteed, to rounding: if planner `search`, with the same seed and a fifth of the moves or of the time limit,
-    finds a plan without the host, this planner finds a plan that is not slower. That search runs first, and its plan
-    is kept until a faster one is found. Not guaranteed if planning is interrupted earlier, starts from given
-    retention, or has `rematerialize` false; nor against a search with all of the time limit.
+    Guaranteed, to rounding: if planner `search`, with the same seed and as many moves, finds a plan without the host,
+    this planner finds a plan that is not slower, for that search is part of it. With a time limit in place of moves,
+    that search has one thread. Not guaranteed if planning is interrupted, or has `rematerialize` false.
 
     Source: recomputation and swapping planned over a simulator as in "GPU memory management for deep neural networks
     using deep Q-network" (2020), by annealing instead.
@@ -94,7 +91,8 @@ class _Run:
 
     def __init__(self, options: OffloadPlanner, problem: Problem, warm: Sequence[Retention]) -> None:
         self.options, self.problem, self.parts = options, problem, Parts.without(options.without)
-        self.warm = warm if self.parts.warm_starts else ()
+        self.warm = self.given = warm if self.parts.warm_starts else ()
+        self.threads = options.threads if options.iterations is not None else max(1, options.threads - 1)
         self.started_seconds = problem.clock()
         self.task = Offloading(
             problem=problem,
@@ -112,10 +110,11 @@ class _Run:
         self.least_bytes: int | None = None
 
     def result(self) -> Searched:
-        try:
-            self._plan()
-        except KeyboardInterrupt:  # the best plan so far is returned, as interrupted
-            self._interrupt()
+        with ThreadPoolExecutor(1) as beside:
+            try:
+                self._plan(beside)
+            except KeyboardInterrupt:  # the best plan so far is returned, as interrupted
+                self._interrupt()
         ending = Ending(
             planner=OffloadPlanner.name,
             started_seconds=self.started_seconds,
@@ -130,7 +129,7 @@ class _Run:
         )
         return Searched(result=make_result(self.problem, ending), retention=self.best.retention)
 
-    def _plan(self) -> None:
+    def _plan(self, beside: ThreadPoolExecutor) -> None:
         everything = self.best.retention
         self.kept = self._take(with_best_offloads(self.task, everything, self._seed()))
         if self.kept.kept_bytes <= self.problem.budget_bytes:
@@ -139,11 +138,21 @@ class _Run:
             while not self._is_done(1.0):
                 self._take(with_best_offloads(self.task, everything, self._seed()))
             return
+        search = beside.submit(self._search_beside)
         self._try_levels()
-        self._improve(_TRIED)
-        if not self.best.stays and not self._is_done(1.0):
-            self._search_at(self.problem.budget_bytes, 1.0 - self._done())
         self._improve(1.0)
+        self._take(self._without_offloads(search.result()))
+
+    def _search_beside(self) -> Searched:
+        """Return what planner `search` finds in all of the moves, or of the time limit, on one thread."""
+
+        def stop_if_asked(_: Progress) -> None:
+            if self.task.stop.is_set():
+                raise KeyboardInterrupt  # the search returns its best plan
+
+        options = self.options if self.task.counts_moves else replace(self.options, threads=1)
+        problem = replace(self.problem, host_budget_bytes=0, progress=stop_if_asked)
+        return _search(options, 1.0).plan_from(problem, self.given)
 
     def _try_levels(self) -> None:
         """Search at budgets between the problem's and the unplanned peak: first in the middle, then beside the best."""
@@ -196,10 +205,10 @@ class _Run:
 
     def _improve(self, until: float) -> None:
         """Run rounds from the best candidate, one a thread, until a share of the time; none if nothing fits yet."""
-        with ThreadPoolExecutor(self.options.threads) as pool:
+        with ThreadPoolExecutor(self.threads) as pool:
             try:
                 while self.best.schedule is not None and not self._is_done(until):
-                    seeds = [self._seed() for _ in range(self.options.threads)]
+                    seeds = [self._seed() for _ in range(self.threads)]
                     for found in pool.map(partial(improved, self.task, self.best), seeds):
                         self._take(found)
             except KeyboardInterrupt:  # before the pool waits for its threads
