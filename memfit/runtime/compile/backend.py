@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ from memfit.torch_private import (
 )
 
 _log = logging.getLogger("memfit")
-_OPTIONS = ("budget", "host_budget", "planner", "options", "time_limit_seconds", "seed", "reserve")
+_OPTIONS = ("budget", "host_budget", "host_dir", "planner", "options", "time_limit_seconds", "seed", "reserve")
 _PLAIN = {"Tensor", "Parameter", "Buffer"}
 _ADAM_STATES = 2  # per parameter: exp_avg and exp_avg_sq
 _WORTH_PLANNING_AGAIN = 0.01  # of the budget: a smaller change of the bytes outside is not worth a second search
@@ -62,7 +63,7 @@ def memfit_backend(
 
     Options:
         budget: bytes for everything on the device during the step: `"6GiB"`, or an integer. Required.
-        host_budget, planner, options, time_limit_seconds, seed: as in `memfit.fit`.
+        host_budget, host_dir, planner, options, time_limit_seconds, seed: as in `memfit.fit`.
         reserve: bytes that something else will take later: the optimizer state that the first step creates. By default
             the bytes of Adam's state, and a warning says so; 0 for plain SGD.
 
@@ -74,7 +75,8 @@ def memfit_backend(
     Raises:
         InvalidOptionError, InvalidBudgetError: options that cannot be read.
         InfeasibleBudgetError, TimeLimitError: no plan was found for the bytes that the budget leaves.
-        UnsupportedStepError: DDP or FSDP; backward with retain_graph=True, before anything is released; a host budget.
+        UnsupportedStepError: DDP or FSDP; backward with retain_graph=True, before anything is released; a forward pass
+            that runs again before its backward, and a host budget that has no room for it.
     """
     # Options are read when the graph is first called: an error raised here would reach the user wrapped by Dynamo.
     del example_inputs
@@ -119,6 +121,7 @@ def read_options(options: Mapping[str, Any]) -> GraphSettings:
     settings = Settings(
         budget=parse_budget(budget, 0),
         host_budget_bytes=_size(options.get("host_budget", 0)),
+        host_dir=Path(options["host_dir"]) if options.get("host_dir") else None,
         stops_on_interrupt=True,
         **chosen,
     )
