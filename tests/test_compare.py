@@ -41,7 +41,7 @@ def test_every_planner_at_every_budget_of_a_graph_file(run: Run, graph_file: Pat
         "target", "device", "memfit_version", "unplanned", "least_budget_bound_bytes", "points"
     }  # fmt: skip
     points = answer["points"]
-    compared = set(PLANNERS) - {"mirror", "offload"}  # nothing is marked, and there is no link to a host
+    compared = set(PLANNERS) - {"mirror", "offload", "dqn"}  # nothing is marked; no link to a host; only by name
     assert {point["planner"] for point in points} == compared
     assert all(set(point) == KEYS for point in points)
     for name in compared:

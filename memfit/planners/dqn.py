@@ -30,7 +30,9 @@ class DqnPlanner:
     random (Algorithm 1, line 7), so that the first plan that fits is a random one. Anytime; deterministic for a seed if
     `episodes` is given, which then replaces the time limit. Not guaranteed: that a plan is found where there is one.
 
-    If the budget is below the proved least, the network learns to reach that least, for the leanest plan.
+    As long as no plan fits, the limit of an episode is not the budget: after an episode that fails, it is halfway from
+    the last limit to the last one that was reached (at first the unplanned peak), after one that succeeds halfway to
+    the budget, or to the proved least if the budget is below it. This also gives the leanest plan.
 
     A step that fits unplanned is not planned, and nothing is learned from it. Without a host budget, or on a device
     without a link, storages are only recomputed. Training ends early if a plan takes no longer than the unplanned step.
@@ -114,6 +116,7 @@ class _Training:
         self.leanest = self.environment.outcome
         self.best_reward: float | None = None
         self.episode = self.steps = 0
+        self.limit_bytes, self.reached_bytes = aim_bytes, self.environment.unplanned.peak_bytes
 
     def result(self) -> Result:
         interrupted = False
@@ -147,14 +150,25 @@ class _Training:
             while not self._is_over():
                 self.episode += 1
                 share = self._share()
-                reward = agent.episode(share, self._on_step)
-                if self.environment.is_terminal and self.environment.fits:
-                    self.best_reward = max(reward, -math.inf if self.best_reward is None else self.best_reward)
+                reward = agent.episode(share, self._on_step, self.limit_bytes)
+                self._end_episode(reward)
                 self._report()
         finally:
             torch.set_num_threads(threads)
             if self.options.save_to:
                 agent.network.save(Path(self.options.save_to))
+
+    def _end_episode(self, reward: float) -> None:
+        """Remember the best reward of an episode within the budget, and set the limit of the next one."""
+        fits, aim_bytes = self.environment.fits, self.environment.problem.budget_bytes
+        if fits and self.limit_bytes == aim_bytes:
+            self.best_reward = max(reward, -math.inf if self.best_reward is None else self.best_reward)
+        if self.best is not None:
+            self.limit_bytes = aim_bytes
+        elif fits:
+            self.reached_bytes, self.limit_bytes = self.limit_bytes, (aim_bytes + self.limit_bytes) // 2
+        else:
+            self.limit_bytes = (self.limit_bytes + self.reached_bytes) // 2
 
     def _agent(self) -> Agent:
         from memfit.planners.dqn_parts.network import Network, RowTensors
@@ -177,7 +191,8 @@ class _Training:
         if outcome.host_peak_bytes <= self.problem.host_budget_bytes:
             if outcome.peak_bytes < self.leanest.peak_bytes:
                 self.leanest = outcome
-            if environment.fits and (self.best is None or outcome.seconds < self.best.seconds):
+            fits = outcome.peak_bytes <= environment.problem.budget_bytes
+            if fits and (self.best is None or outcome.seconds < self.best.seconds):
                 self.best = outcome
                 self._report()
         return self.options.episodes is not None or self._share() < 1.0

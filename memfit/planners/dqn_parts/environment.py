@@ -100,6 +100,7 @@ class Environment:
         state: the agent's.
         outcome: of the decisions so far.
         is_terminal: whether the episode has ended; `fits` says how.
+        limit_bytes: that the episode is to fit: the budget, or more.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -111,7 +112,7 @@ class Environment:
         Raises:
             InvalidOptionError: a pin that cannot be honoured.
         """
-        self.problem = problem
+        self.problem, self.limit_bytes = problem, problem.budget_bytes
         self.instance = build_instance(problem, update_at_once_order(problem.graph))
         self._kept = keep_everything(self.instance)
         self._draft = self._drafted(frozenset())
@@ -132,13 +133,18 @@ class Environment:
 
     @property
     def fits(self) -> bool:
-        """Whether the schedule of the decisions so far fits both budgets."""
+        """Whether the schedule of the decisions so far fits the limit and the host budget."""
         outcome = self.outcome
-        within = outcome.peak_bytes <= self.problem.budget_bytes
+        within = outcome.peak_bytes <= self.limit_bytes
         return within and outcome.host_peak_bytes <= self.problem.host_budget_bytes
 
-    def reset(self) -> None:
-        """Begin an episode: no decisions, at the first row with a valid action."""
+    def reset(self, limit_bytes: int | None = None) -> None:
+        """Begin an episode: no decisions, at the first row with a valid action.
+
+        Args:
+            limit_bytes: takes the place of the budget in this episode.
+        """
+        self.limit_bytes = self.problem.budget_bytes if limit_bytes is None else limit_bytes
         self.decided: dict[int, int] = {}  # action -> the position where it was decided
         self.outcome = self.unplanned
         self.is_terminal = self.fits or not self.has_actions or not self._stops_from(0, opens=True)
@@ -160,8 +166,8 @@ class Environment:
             self.is_terminal = True
         elif not self._moves(action, copy_ends):
             self.is_terminal = True
-            exceeding = self.outcome.peak_bytes - self.problem.budget_bytes
-            reward += FAILURE - max(0, exceeding) / max(1, self.problem.budget_bytes)
+            exceeding = self.outcome.peak_bytes - self.limit_bytes
+            reward += FAILURE - max(0, exceeding) / max(1, self.limit_bytes)
         return reward
 
     @property
@@ -228,7 +234,7 @@ class Environment:
 
     def _simulated(self, draft: _Draft, choices: list[Choice]) -> Outcome:
         graph, device = self.problem.graph, self.problem.device
-        carried = with_trips(graph, draft.found, choices, self.problem.budget_bytes)
+        carried = with_trips(graph, draft.found, choices, self.limit_bytes)
         schedule = carried.schedule
         timeline = simulate(graph, schedule, device)
         stops = np.flatnonzero(np.isin(schedule.codes, (Code.COMPUTE, Code.BOUNDARY)))
@@ -291,7 +297,7 @@ class Environment:
     def _exceeds(self, row: int) -> bool:
         """Whether a row does not fit the budget after all copies that are under way."""
         stop = self.outcome.stop_at[self._at[row]]
-        return bool(self.outcome.carried.held_bytes[stop] > self.problem.budget_bytes)
+        return bool(self.outcome.carried.held_bytes[stop] > self.limit_bytes)
 
     def _valid(self, here: int) -> Flags:
         """Return bool[actions]: what can be done at a position, doing nothing left out."""

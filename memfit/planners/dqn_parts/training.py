@@ -74,15 +74,16 @@ class Agent:
         self.optimizer = torch.optim.Adam(network.parameters(), lr=learning.learning_rate)
         self.random = np.random.default_rng(seed)
 
-    def episode(self, share: float, on_step: Callable[[], bool]) -> float:
+    def episode(self, share: float, on_step: Callable[[], bool], limit_bytes: int | None = None) -> float:
         """Act until the episode ends, learning at each step; return the sum of the rewards.
 
         Args:
             share: of all episodes that are done; an action is random if a random number exceeds it.
             on_step: called after each step; if it returns false, the episode ends there.
+            limit_bytes: takes the place of the budget in this episode.
         """
         environment, total = self.environment, 0.0
-        environment.reset()
+        environment.reset(limit_bytes)
         while not environment.is_terminal:
             state = environment.state
             action = self.random_action(state) if self.random.random() > share else self.best_action(state)
