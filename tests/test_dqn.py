@@ -26,9 +26,14 @@ from memfit.planners import make_planner
 from memfit.planners.dqn import DqnPlanner
 from memfit.planners.dqn_parts.environment import NOTHING, Environment
 from memfit.planners.dqn_parts.network import ROUNDS, Network, RowTensors
+from memfit.planners.dqn_parts.recomputations import moved_ahead
 from memfit.planners.dqn_parts.rows import VALID, Act, Kind
 from memfit.planners.dqn_parts.training import Agent, Learning
+from memfit.planners.engine.order import original_order
 from memfit.planners.engine.results import unplanned_peak_bytes
+from memfit.planners.engine.retention.decisions import evaluate, keep_only, simulated
+from memfit.planners.engine.retention.emit import emit
+from memfit.planners.engine.retention.instance import build_instance
 from memfit.schedule import Code
 from memfit.simulate import simulate
 
@@ -264,6 +269,25 @@ def test_each_row_represents_one_action_and_the_first_none() -> None:
     assert len(set(environment.actions.tolist())) == len(environment.actions)
     gaps = rows.gap[environment.actions[1:]]
     assert {int(g) for g in gaps[rows.action[environment.actions[1:]] == Act.REMOVE]} <= set(gaps.tolist())
+
+
+def test_recomputation_moves_ahead_to_where_compute_waits() -> None:
+    graph = chain(6)  # position p of forward writes f_p, which the gradient at 11 - p reads
+    instance = build_instance(tight(graph, 700), original_order(graph))
+    kept = {op.writes[0] for op in graph.ops[:6] if op.id not in (1, 2)}
+    sequence = np.array(evaluate(instance, simulated(instance, keep_only(instance, kept))).sequence)
+    again = [place for place, position in enumerate(sequence) if position in sequence[:place]]
+    stop = int(np.flatnonzero(sequence == instance.backward_start)[0])
+    assert again and again[0] > stop + 1
+    waits, held = np.zeros(len(sequence)), np.zeros(len(sequence), np.int64)
+    assert moved_ahead(instance, sequence, waits, held, PLENTY) is None
+    waits[stop] = 0.5
+    moved = moved_ahead(instance, sequence, waits, held, PLENTY)
+    assert moved is not None
+    assert sorted(moved) == sorted(sequence)
+    assert moved[stop] == sequence[again[0]] and moved[:stop].tolist() == sequence[:stop].tolist()
+    check(graph, emit(instance, moved.tolist()))
+    assert moved_ahead(instance, sequence, waits, held, 50) is None, "it would exceed the limit"
 
 
 # -- the planner ------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("protocols",),
         ("engine",),
     ),
-    "planners/dqn_parts": (("training",), ("network",), ("environment",), ("copies", "rows")),
+    "planners/dqn_parts": (("training",), ("network",), ("environment",), ("copies", "recomputations", "rows")),
     "planners/engine": (
         ("starts",),
         ("cpsat", "offloading", "pool"),

@@ -4,8 +4,9 @@ The agent stands at a row, which is under execution, and chooses an action that 
 
 Actions (section 4.5). An offload is valid from the use that opens its gap on, as long as the copy can end before the
 use that closes it; not if the host budget would be exceeded. A removal is valid in forward only, from the last forward
-use on. Offload and removal of one storage exclude each other. A removed storage is recomputed when backward reads it,
-and kept from there on. It leaves right after its last forward use, also if the agent decides later.
+use on. Offload and removal of one storage exclude each other. A removed storage leaves right after its last forward
+use, also if the agent decides later. It is recomputed when backward reads it, or before (see
+`memfit.planners.dqn_parts.recomputations`), and kept from there on.
 
 Transitions (section 4.6). After doing nothing or a removal the agent is at the next row, after an offload at the first
 row that begins when its copy has ended, or later. Rows begin when they do in the simulated schedule of all decisions so
@@ -38,6 +39,7 @@ from numpy.typing import NDArray
 
 from memfit.plan import Problem
 from memfit.planners.dqn_parts.copies import Carried, Choice, with_trips
+from memfit.planners.dqn_parts.recomputations import moved_ahead
 from memfit.planners.dqn_parts.rows import Act, Kind, Rows, make_rows
 from memfit.planners.engine.offloading.intervals import OffloadIntervals, find_offload_intervals
 from memfit.planners.engine.order import update_at_once_order
@@ -69,7 +71,7 @@ class Outcome:
         carried: with its trips.
         seconds: of the step.
         peak_bytes, host_peak_bytes: its peaks, the bytes outside included.
-        begins: float64[stops], when each stop begins.
+        begins, waits: float64[stops], when each stop begins, and how long compute waits before it.
         stop_at: int64[positions], the stop of the first computation at a position or after it.
     """
 
@@ -79,6 +81,7 @@ class Outcome:
     peak_bytes: int
     host_peak_bytes: int
     begins: NDArray[np.float64]
+    waits: NDArray[np.float64]
     stop_at: Integers
 
 
@@ -89,6 +92,7 @@ class _Draft:
     removed: frozenset[int]
     found: OffloadIntervals
     stop_at: Integers
+    order: Integers
 
 
 class Environment:
@@ -208,29 +212,43 @@ class Environment:
             release[gaps], hold[gaps] = starts, starts + 1
             retention = Retention(release=release, hold=hold)
         sequence = evaluate(self.instance, simulated(self.instance, retention)).sequence
+        return self._in_order(removed, np.array(sequence, np.int64))
+
+    def _in_order(self, removed: frozenset[int], order: Integers) -> _Draft:
+        """Return the draft that computes these positions in this order."""
         problem = self.problem
         if not problem.device.has_link:  # the stops are asked for; the intervals are of no use
             rates = {"to_host_bytes_per_second": 1.0, "to_device_bytes_per_second": 1.0}
             linked = msgspec.structs.replace(problem.device, **rates)
             problem = replace(problem, device=linked)
-        found = find_offload_intervals(problem, emit(self.instance, sequence))
-        order = np.array(sequence, np.int64)
+        found = find_offload_intervals(problem, emit(self.instance, order.tolist()))
         first = np.full(len(self.instance.op_at), len(order) - 1, np.int64)
         first[order[::-1]] = np.arange(len(order))[::-1]
         stop_at = np.minimum.accumulate(first[::-1])[::-1]
-        return _Draft(removed=removed, found=found, stop_at=stop_at)
+        return _Draft(removed=removed, found=found, stop_at=stop_at, order=order)
 
     def _decided(self) -> Outcome:
         """Return the outcome of the decisions so far."""
         removed = frozenset(int(self._gaps[a]) for a in self.decided if self._is_removal[a])
         if removed != self._draft.removed:
             self._draft = self._drafted(removed)
-        choices = [
-            Choice(storage=int(self._ids[action]), stop=int(self._draft.stop_at[at]))
+        outcome = self._simulated(self._draft, self._choices(self._draft))
+        held = outcome.carried.held_bytes
+        order = moved_ahead(self.instance, self._draft.order, outcome.waits, held, self.limit_bytes)
+        if order is None:
+            return outcome
+        ahead = self._in_order(removed, order)
+        changed = self._simulated(ahead, self._choices(ahead))
+        most = max(outcome.peak_bytes, self.limit_bytes)
+        is_better = changed.seconds < outcome.seconds and changed.peak_bytes <= most
+        return changed if is_better and changed.host_peak_bytes <= outcome.host_peak_bytes else outcome
+
+    def _choices(self, draft: _Draft) -> list[Choice]:
+        return [
+            Choice(storage=int(self._ids[action]), stop=int(draft.stop_at[at]))
             for action, at in self.decided.items()
             if self._is_offload[action]
         ]
-        return self._simulated(self._draft, choices)
 
     def _simulated(self, draft: _Draft, choices: list[Choice]) -> Outcome:
         graph, device = self.problem.graph, self.problem.device
@@ -238,6 +256,7 @@ class Environment:
         schedule = carried.schedule
         timeline = simulate(graph, schedule, device)
         stops = np.flatnonzero(np.isin(schedule.codes, (Code.COMPUTE, Code.BOUNDARY)))
+        begins = np.append(timeline.start_seconds[stops], timeline.makespan_seconds)
         outside = 0 if graph.boundaries else self.problem.bytes_outside
         return Outcome(
             schedule=schedule,
@@ -245,7 +264,8 @@ class Environment:
             seconds=timeline.makespan_seconds,
             peak_bytes=timeline.peak_bytes + outside,
             host_peak_bytes=timeline.host_peak_bytes,
-            begins=np.append(timeline.start_seconds[stops], timeline.makespan_seconds),
+            begins=begins,
+            waits=begins - np.concatenate([[0.0], timeline.end_seconds[stops]]),
             stop_at=draft.stop_at,
         )
 
