@@ -28,6 +28,7 @@ from memfit.system.files import read_bytes, write_atomically
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 ROUNDS = 4  # T of section 4.4.1
+_SMALLER = 10.0  # the last parameters begin smaller by it: Q values begin near 0, as the rewards of most actions are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +106,7 @@ class Network(torch.nn.Module):
             "W4": (hidden, 1, 1.0),
             "W5": (hidden, hidden, float(count)),
             "W6": (hidden, hidden, 1.0),
-            "W7": (1, 3 * hidden, 1.0),
+            "W7": (1, 3 * hidden, _SMALLER),
             "W8": (hidden, hidden, 1.0),
         }
         for name, (outputs, inputs, summed) in shapes.items():

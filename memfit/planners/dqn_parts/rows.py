@@ -9,6 +9,7 @@ Storages with many rows have too many pairs of rows for a list of edges. Sums ov
 storage by storage (see `Neighbours`); the result is the same.
 
 Where the paper is silent ("we use a heuristic method to decide which node can also represent an action"):
+- A storage that an op mutates has a read row there.
 - A *gap* is the time between two uses of a storage that follow one another, with a position in between.
 - An offload of a gap is represented by the row of the use that opens it, be it a read or a write.
 - The removal of a storage is represented by its free row. It belongs to the gap from forward to backward, and the
