@@ -21,6 +21,8 @@ from memfit.planners.engine.results import Ending, make_result
 if TYPE_CHECKING:
     from memfit.planners.dqn_parts.training import Agent
 
+_REPORT_SECONDS = 1.0  # between two reports of progress within a long episode
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DqnPlanner:
@@ -49,7 +51,7 @@ class DqnPlanner:
     )
     hidden: int = field(default=32, metadata={"help": "p, the length of a node's state; a network from a file has its"})
     learning_rate: float = field(default=1e-3, metadata={"help": "of the steps of gradient descent"})
-    gamma: float = field(default=0.99, metadata={"help": "decay of later rewards, from 0 to 1"})
+    gamma: float = field(default=0.9, metadata={"help": "decay of later rewards, from 0 to 1"})
     batch: int = field(default=8, metadata={"help": "transitions in each step of gradient descent"})
     replay: int = field(default=10_000, metadata={"help": "transitions that are remembered, the latest ones"})
     threads: int = field(
@@ -107,7 +109,7 @@ class _Training:
 
     def __init__(self, options: DqnPlanner, problem: Problem) -> None:
         self.options, self.problem = options, problem
-        self.started_seconds = problem.clock()
+        self.started_seconds = self.reported_seconds = problem.clock()
         self.least_budget = least_budget_bound(problem)
         self.is_hopeless = problem.budget_bytes < self.least_budget[0]
         aim_bytes = max(problem.budget_bytes, self.least_budget[0])
@@ -195,6 +197,8 @@ class _Training:
             if fits and (self.best is None or outcome.seconds < self.best.seconds):
                 self.best = outcome
                 self._report()
+        if self.problem.clock() - self.reported_seconds >= _REPORT_SECONDS:
+            self._report()
         return self.options.episodes is not None or self._share() < 1.0
 
     def _is_over(self) -> bool:
@@ -213,6 +217,7 @@ class _Training:
         return elapsed_seconds / max(self.problem.time_limit_seconds, 1e-9)
 
     def _report(self) -> None:
+        self.reported_seconds = self.problem.clock()
         unplanned_seconds = max(self.environment.unplanned.seconds, 1e-12)
         best = None if self.is_hopeless else self.best
         reward = "none yet" if self.best_reward is None else f"{self.best_reward:.4f}"
