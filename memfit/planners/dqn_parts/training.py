@@ -4,6 +4,7 @@ Where the paper is silent:
 - Without a number of episodes l, the share of the time limit that has passed takes the place of episode / l.
 - The steps of SGD are Adam's, with gradients clipped to norm 1: the sums over all rows make plain steps unstable.
 - A batch is drawn with replacement; the oldest transitions leave a full replay.
+- gamma, the learning rate, p and the size of a batch are options; their defaults were tried on ResNet-50.
 """
 
 from __future__ import annotations
