@@ -21,6 +21,7 @@ import msgspec
 
 from memfit.errors import MemfitError, PlanMismatchError
 from memfit.plan import Plan, Problem, Result
+from memfit.planners import uses_files
 from memfit.planners.engine.results import Ending, make_result
 from memfit.planners.protocols import Planner
 from memfit.system.cache import is_kept
@@ -56,15 +57,16 @@ def plan_or_kept(
         repr(planner),
         __version__,
     )
+    own_files = uses_files(planner)  # which a kept plan would neither read nor write
     path = _path(shared, problem.graph, problem.budget_bytes, problem.time_limit_seconds, problem.seed)
-    kept = _read(path, partial(Plan.load, graph=problem.graph)) if reads else None
+    kept = _read(path, partial(Plan.load, graph=problem.graph)) if reads and not own_files else None
     if kept is not None:
         return Result(status=kept.status, plan=kept, bounds=kept.bounds)
     on_search()
     result = planner.plan(problem)
     if result.plan is None:
         result = _with_leanest(result, problem, _path(shared, "leanest"))
-    if result.plan is not None and not result.interrupted:
+    if result.plan is not None and not result.interrupted and not own_files:
         _keep(result.plan, path)
     return result
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 from memfit.device import GENERIC
 from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.plan import Problem
+from memfit.planners import PLANNERS, options_of
 
 NO_LIMIT = 1 << 60
+
+
+def counted(planner: str, moves: int, episodes: int = 3) -> dict[str, int]:
+    """The options that limit a planner by counts in place of seconds, if it has any."""
+    counts = {"iterations": moves, "episodes": episodes}
+    return {option: count for option, count in counts.items() if option in options_of(PLANNERS[planner])}
 
 
 def network(sizes: list[int], reads: list[list[int]] | None = None, seconds: list[float] | None = None) -> Graph:

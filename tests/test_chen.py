@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from chains import chain, network, problem
+from chains import chain, counted, network, problem
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import graphs
@@ -20,7 +20,7 @@ from memfit.device import GENERIC
 from memfit.errors import InvalidOptionError
 from memfit.graph import Graph, Phase
 from memfit.plan import Status
-from memfit.planners import PLANNERS, Marked, make_planner, options_of
+from memfit.planners import PLANNERS, Marked, make_planner
 from memfit.planners.engine.order import original_order, update_at_once_order
 from memfit.planners.engine.retention.emit import emit
 from memfit.planners.engine.retention.instance import Instance, build_instance
@@ -288,8 +288,8 @@ def test_a_tighter_budget_drops_dearer_results() -> None:
 
 def test_a_mark_is_a_constraint_for_every_planner() -> None:
     graph = network([100] * 6)
-    for name, kind in PLANNERS.items():
-        options = {"iterations": 2000} if "iterations" in options_of(kind) else {}
+    for name in PLANNERS:
+        options = counted(name, 2000)
         marked = make_planner(name, mirror=memfit.mirror("f2", 1), **options)
         plan = marked.plan(problem(graph)).plan
         assert plan is not None, name

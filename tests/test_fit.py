@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from chains import counted
 from planned_steps import computed_ops, plan_at_least_memory
 from steps import MODELS, autocast_cross_entropy, conv_batch, cross_entropy, hungry, make_pair, unusual_batch
 from torch import nn
@@ -24,7 +25,7 @@ from memfit.errors import (
     PlanMismatchError,
     VerificationError,
 )
-from memfit.planners import PLANNERS, options_of
+from memfit.planners import PLANNERS
 from memfit.planning import Settings
 from memfit.runtime import first_step
 from memfit.runtime.measure import resident_bytes
@@ -105,8 +106,8 @@ def test_three_steps_have_eagers_bits(name: str, optimizer: str) -> None:
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_every_planner_runs_with_eagers_bits_at_its_least_memory(planner: str) -> None:
     step, eager = make_pair("unusual", make_adamw)
-    searches = "iterations" in options_of(PLANNERS[planner])
-    planned = plan_at_least_memory(step, planner, **({"room": 1.2, **FEW_MOVES} if searches else {}))
+    few = counted(planner, FEW_MOVES["iterations"], episodes=8)
+    planned = plan_at_least_memory(step, planner, **({"room": 1.2, **few} if "iterations" in few else few))
     assert (computed_ops(planned) > len(planned.plan.graph.ops)) == (planner not in RECOMPUTES_NOTHING)
     for seed in range(2):
         step_both(planned, eager, unusual_batch(), seed)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
-from chains import NO_LIMIT, chain, problem
+from chains import NO_LIMIT, chain, counted, problem
 
 from memfit.checker import check
 from memfit.device import GENERIC
 from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.plan import Status
-from memfit.planners import PLANNERS, make_planner, options_of
+from memfit.planners import PLANNERS, make_planner
 from memfit.simulate import simulate
 
 
@@ -90,7 +90,7 @@ GRAPHS: dict[str, Callable[[], Graph]] = {
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_every_planner_answers(planner: str, name: str) -> None:
     graph = GRAPHS[name]()
-    made = make_planner(planner, **({"iterations": 300} if "iterations" in options_of(PLANNERS[planner]) else {}))
+    made = make_planner(planner, **counted(planner, 300))
     asked = problem(graph, NO_LIMIT)
     least = made.plan(asked).bounds.least_budget_found_bytes
     assert least is not None

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from chains import counted
 from planned_steps import NAMES, computed_ops, run_at_least_memory, small_step
 
 import memfit
-from memfit.planners import PLANNERS, options_of
+from memfit.planners import PLANNERS
 from memfit.planning import Settings
 from memfit.runtime.step import fit_step
 
-_COUNTED = {"iterations": 50_000}  # so that the plan does not depend on how busy the machine is
-_SEARCHING = tuple(name for name, kind in PLANNERS.items() if "iterations" in options_of(kind))
+_MOVES = 50_000  # so that the plan does not depend on how busy the machine is
 _SEARCHED_ROOM = 1.2  # so few moves may not find the least memory twice
 _MARKED = {"cnn": "stem", "unet": "downs", "transformer": "encoder", "lstm": "cell"}
 # Of themselves, or without a host to copy to.
@@ -26,7 +26,8 @@ _COMPUTES_ONCE.add(("drop_cheap", "cnn"))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_plans_at_the_least_memory_run_with_the_same_bits(planner: str, name: str) -> None:
-    searched: dict[str, Any] = {"room": _SEARCHED_ROOM, **_COUNTED} if planner in _SEARCHING else {}
+    few = counted(planner, _MOVES, episodes=8)
+    searched: dict[str, Any] = {"room": _SEARCHED_ROOM, **few} if "iterations" in few else few
     planned = run_at_least_memory(name, planner, **searched)
     assert (computed_ops(planned) == len(planned.plan.graph.ops)) == ((planner, name) in _COMPUTES_ONCE)
 
@@ -66,7 +67,7 @@ def test_noise_drawn_on_a_named_device_is_drawn_again_with_the_same_bits() -> No
 def test_marked_modules_are_computed_again_with_the_same_bits(planner: str, name: str) -> None:
     step = small_step(name)
     mark = memfit.mirror(step.model.get_submodule(_MARKED[name]), 2, of=step.model)
-    options = {"mirror": mark, **(_COUNTED if planner in _SEARCHING else {})}
+    options = {"mirror": mark, **counted(planner, _MOVES)}
     planned = fit_step(step, Settings(budget="1GiB", planner=planner, options=options))
     again = [line for line in planned.plan.schedule.lines() if line.startswith("compute")]
     marked = mark.counts(planned.plan.graph)

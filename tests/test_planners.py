@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from chains import chain, heads, network, problem
+from chains import chain, counted, heads, network, problem
 from hypothesis import HealthCheck, given, settings
 from shortest_path import fastest_schedule
 from strategies import graphs
@@ -84,7 +84,7 @@ def test_every_plan_is_legal_within_its_budget_and_above_the_bound(graph: Graph)
     most = unplanned_peak_bytes(graph, GENERIC)
     assert bound <= most
     for name in PLANNERS:
-        planner = make_planner(name, **({"iterations": 500} if name in SEARCHES else {}))
+        planner = make_planner(name, **counted(name, 500))
         for budget_bytes in (most, (bound + most) // 2, bound, max(1, bound - 1)):
             result = planner.plan(problem(graph, budget_bytes))
             if result.plan is None:

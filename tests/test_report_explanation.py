@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from chains import chain, heads
+from chains import chain, counted, heads
 from small_plans import plan_of, small_graph
 
 from memfit.device import GENERIC
 from memfit.graph import Graph
 from memfit.plan import Plan, Problem, Status
-from memfit.planners import PLANNERS, make_planner, options_of
+from memfit.planners import make_planner
 from memfit.planners.engine.results import unplanned_schedule
 from memfit.report.curve import CurvePoint
 from memfit.report.explanation import explained, explanation_keys
@@ -27,8 +27,7 @@ def deep_plan(share: float = 0.5, planner: str = "search") -> Plan:
     unplanned = simulate(graph, unplanned_schedule(Problem(graph=graph, device=GENERIC, budget_bytes=1)), GENERIC)
     budget_bytes = int(share * unplanned.peak_bytes)
     problem = Problem(graph=graph, device=GENERIC, budget_bytes=budget_bytes)
-    options = {"iterations": 5_000} if "iterations" in options_of(PLANNERS[planner]) else {}
-    plan = make_planner(planner, **options).plan(problem).plan
+    plan = make_planner(planner, **counted(planner, 5_000)).plan(problem).plan
     assert plan is not None
     return plan
 

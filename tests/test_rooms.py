@@ -45,12 +45,13 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("registry",),
         ("mirror",),
         ("published",),
-        ("auto",),
-        ("offload",),
+        ("auto", "dqn"),
+        ("dqn_parts", "offload"),
         ("none", "search"),
         ("protocols",),
         ("engine",),
     ),
+    "planners/dqn_parts": (("training",), ("network",), ("environment",), ("copies", "recomputations", "rows")),
     "planners/engine": (
         ("starts",),
         ("cpsat", "offloading", "pool"),
@@ -95,7 +96,7 @@ INNER_LEVEL = {
     room: {name: level for level, names in enumerate(order) for name in names} for room, order in INNER_ORDER.items()
 }
 TORCH_ROOMS = {"baselines", "capture", "cost", "runtime", "torch_private", "workloads"}
-TORCH_FILES = {"system/recorder.py"}
+TORCH_FILES = {"system/recorder.py", "planners/dqn_parts/network.py", "planners/dqn_parts/training.py"}
 TORCH_LATE = {"planners/dqn.py"}  # may import torch inside functions
 PRIVATE_NAMES = "torch_private.py"
 

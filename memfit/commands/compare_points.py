@@ -13,6 +13,7 @@ from memfit.errors import InvalidOptionError, InvalidTargetError, VerificationEr
 from memfit.graph import Graph
 from memfit.plan import Plan, Prediction, Problem, Result
 from memfit.planners import PLANNERS, make_planner
+from memfit.planners.dqn import DqnPlanner
 from memfit.planners.engine.bounds.bounds import least_budget_bound
 from memfit.planners.engine.results import predict, unplanned_schedule
 from memfit.planning import DEFAULT_PLANNER, Settings, TradeOff, budgets_between, make_problem
@@ -23,6 +24,7 @@ from memfit.schedule import Schedule
 if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
 
+_BY_NAME = (DqnPlanner.name,)  # not of `all`: it trains for minutes, and imports torch
 _WITHOUT_MARKS = ("mirror",)  # planners that do nothing unless the user marks something
 # Without a host budget, the plans of the first are those of `search`, and the others keep everything.
 _WITHOUT_HOST = ("offload", "vdnn", "tflms", "autoswap")
@@ -69,7 +71,7 @@ class Grid:
 
             there += torch_budget_names() + checkpoint_names(resolved)
         if self.planners.strip() == "all":
-            return there
+            return [name for name in there if name not in _BY_NAME]
         asked = [name.strip() for name in self.planners.split(",") if name.strip()]
         for name in asked:
             if name not in there:

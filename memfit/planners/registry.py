@@ -15,6 +15,7 @@ from typing import ClassVar
 from memfit.errors import InvalidOptionError
 from memfit.plan import Problem, Result
 from memfit.planners.auto import AutoPlanner
+from memfit.planners.dqn import DqnPlanner
 from memfit.planners.engine.results import Searched
 from memfit.planners.engine.retention.decisions import Retention
 from memfit.planners.mirror import Mirror, MirrorPlan, read_mirrors, with_mirrors
@@ -52,6 +53,7 @@ PLANNERS: dict[str, type[Planner]] = {
         Capuchin,
         SearchPlanner,
         OffloadPlanner,
+        DqnPlanner,
         AutoPlanner,
     )
 }
@@ -99,6 +101,12 @@ def uses_host(planner: Planner) -> bool:
     """Return whether a planner may copy storages to the host."""
     under = planner.planner if isinstance(planner, Marked) else planner
     return isinstance(under, UsesHost) and under.uses_host
+
+
+def uses_files(planner: Planner) -> bool:
+    """Return whether a planner reads or writes files of its own, so that no kept plan may take its place."""
+    under = planner.planner if isinstance(planner, Marked) else planner
+    return isinstance(under, DqnPlanner) and under.uses_files
 
 
 def make_planner(name: str, **options: object) -> Planner:

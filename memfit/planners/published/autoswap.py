@@ -42,7 +42,7 @@ class AutoSwap:
     - If no weights give a plan that fits, all candidates are swapped.
     - The layout, SmartPool in the paper, is the one of every plan (`memfit.packing`).
 
-    Source: Zhang et al. 2019, "Efficient Memory Management for GPU-based Deep Learning Systems", sections 4 and 5.
+    Source: Zhang et al. 2019, "Efficient Memory Management for GPU-based Deep Learning Systems".
     """
 
     name: ClassVar[str] = "autoswap"

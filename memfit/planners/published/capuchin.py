@@ -48,7 +48,7 @@ class Capuchin:
     - If memory is short, compute waits for a copy out, and a swap-in waits for room.
     - A tensor for which the host has no room is not swapped. Without a host or a link, tensors are only recomputed.
 
-    Source: Peng et al. 2020, "Capuchin: Tensor-based GPU Memory Management for Deep Learning", sections 4 and 5.
+    Source: Peng et al. 2020, "Capuchin: Tensor-based GPU Memory Management for Deep Learning".
     """
 
     name: ClassVar[str] = "capuchin"

@@ -43,7 +43,7 @@ class TFLMS:
       (see `memfit.planners.published.copies`). A tensor for which the host has no room is left out.
     - The paper leaves the defaults open. These are its software's, with a threshold of 1: all longer edges.
 
-    Source: Le et al. 2018, "TFLMS: Large Model Support in TensorFlow by Graph Rewriting", sections 4 and 5.
+    Source: Le et al. 2018, "TFLMS: Large Model Support in TensorFlow by Graph Rewriting".
     """
 
     name: ClassVar[str] = "tflms"

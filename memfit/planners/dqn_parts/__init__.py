@@ -1,0 +1,1 @@
+"""Parts of planner `dqn`: the graph of rows, the rule of copies, the environment, the network and its training."""
