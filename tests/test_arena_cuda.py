@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -18,8 +19,10 @@ ON_THE_FAKE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n
 
 
 def run(code: str, *arguments: str) -> str:
+    """Run code over the fakes in the folder that the first argument names; they come before a runtime of torch's own."""
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    preloaded = {"LD_PRELOAD": f"{arguments[0]}/runtime.so"} if arguments and torch.version.cuda else {}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | preloaded)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

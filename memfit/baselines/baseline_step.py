@@ -12,6 +12,7 @@ from memfit.capture.training_step import TrainingStep
 from memfit.runtime.measure import measure_step
 from memfit.runtime.measured import Measured
 from memfit.runtime.verify import first_difference
+from memfit.simulate.overlap import Transfers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,16 @@ class BaselineStep:
     def held_bytes(self) -> int:
         """Bytes held between calls: none."""
         return 0
+
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """Tensors that the step closes over: not known."""
+        return ()
+
+    @property
+    def transfers(self) -> Transfers:
+        """Copies to the host and back: not seen."""
+        return Transfers()
 
     def __call__(self, batch: Any) -> torch.Tensor:
         return self.run(batch)

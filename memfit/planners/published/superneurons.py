@@ -46,8 +46,7 @@ class SuperNeurons:
     - An eviction is a copy that compute waits for; an output that the host holds already needs none. What is fetched
       ahead needs room until its reader, evicts nothing, and is locked until then.
 
-    Source: Wang et al. 2018, "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks",
-    sections 3.2 to 3.4.
+    Source: Wang et al. 2018, "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks".
     """
 
     name: ClassVar[str] = "superneurons"

@@ -45,7 +45,7 @@ class VDNN:
     - Kernels are given: there is no choice between algorithms of a convolution.
 
     Source: Rhu et al. 2016, "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network
-    Design", sections 3.2 to 3.4.
+    Design".
     """
 
     name: ClassVar[str] = "vdnn"
