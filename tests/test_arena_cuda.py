@@ -19,7 +19,7 @@ ON_THE_FAKE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n
 
 
 def run(code: str, *arguments: str) -> str:
-    """Run code over the fakes in the folder that the first argument names; they come before a runtime of torch's own."""
+    """Run code over the fakes in the folder of the first argument; they come before a runtime of torch's own."""
     command = [sys.executable, "-c", code, *arguments]
     preloaded = {"LD_PRELOAD": f"{arguments[0]}/runtime.so"} if arguments and torch.version.cuda else {}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | preloaded)

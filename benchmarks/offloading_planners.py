@@ -1,0 +1,163 @@
+"""dqn2020, Figure 5: overhead against memory reduction, for every planner that offloads and those that only recompute.
+
+Steps of the paper's networks at its two image sizes, predicted for its machine (a GTX 1080 Ti on PCI Express 3.0) and
+for an H100 by roofline, and for this CPU with its disk by its own measured ops. Each planner is asked for the same
+budgets; planners that make single plans give these. Beside the overhead stands the share of the step in which compute
+works (the paper compares GPU utilization). Points are stored as they come, and a run goes on where it stopped.
+
+Planner `dqn` trains one network for each workload and machine: it goes on from budget to budget.
+
+    python benchmarks/offloading_planners.py                          # everything: hours
+    python benchmarks/offloading_planners.py resnet50 --machines gtx1080ti --planners dqn auto
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _record import load, result_path, store
+
+from memfit.capture import capture, finish
+from memfit.cost.calibration import linked_device
+from memfit.cost.device_profiles import load_device
+from memfit.cost.measurement import measure
+from memfit.cost.rooflines import roofline
+from memfit.device import Device
+from memfit.graph import Graph
+from memfit.plan import Problem, Result
+from memfit.planners import make_planner
+from memfit.planners.engine.bounds.bounds import least_budget_bound
+from memfit.planners.engine.results import unplanned_peak_bytes
+from memfit.simulate import simulate
+from memfit.workloads import build
+
+FOLDER = "offloading_planners"
+SHARES = (0.9, 0.75, 0.6, 0.45, 0.3, 0.15)  # of the way from the least budget that is proved to the unplanned peak
+HOST_BUDGET_BYTES = 64 << 30
+SECONDS, DQN_SECONDS = 5.0, 60.0
+MACHINES = ("gtx1080ti", "h100", "cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """A workload of the paper: its name in memfit, its options, and its batch on a CPU."""
+
+    name: str
+    options: dict[str, Any]
+    cpu_batch: int
+
+
+WORKLOADS: dict[str, Network] = {
+    "vgg16": Network(name="vgg16", options={"depth": 16, "batch": 64}, cpu_batch=4),
+    "vgg19": Network(name="vgg16", options={"depth": 19, "batch": 64}, cpu_batch=4),
+    "resnet50": Network(name="resnet50", options={"depth": 50, "batch": 64}, cpu_batch=8),
+    "resnet101": Network(name="resnet50", options={"depth": 101, "batch": 64}, cpu_batch=8),
+    "vgg16_cifar": Network(name="vgg16", options={"depth": 16, "size": 32, "classes": 10, "batch": 512}, cpu_batch=64),
+    "resnet50_cifar": Network(
+        name="resnet50", options={"depth": 50, "size": 32, "classes": 10, "batch": 512}, cpu_batch=64
+    ),
+    "unet": Network(name="unet", options={"batch": 16}, cpu_batch=2),
+    "char_lstm": Network(name="char_lstm", options={"batch": 256}, cpu_batch=32),
+}
+# Planner -> (planner's name, options) of each of its curves; a planner without a curve of its own gives single plans.
+CURVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sublinear": ("sublinear", {}),
+    "vdnn_all": ("vdnn", {"policy": "all"}),
+    "vdnn_conv": ("vdnn", {"policy": "conv"}),
+    "tflms": ("tflms", {}),
+    "superneurons_swap": ("superneurons", {"mode": "swap"}),
+    "superneurons_recompute": ("superneurons", {"mode": "recompute"}),
+    "superneurons_both": ("superneurons", {"mode": "both"}),
+    "autoswap": ("autoswap", {}),
+    "capuchin": ("capuchin", {}),
+    "dqn": ("dqn", {}),
+    "search": ("search", {}),
+    "auto": ("auto", {}),
+}
+
+
+def costed(network: Network, machine: str) -> tuple[Graph, Device]:
+    """Return the step's graph with the seconds of its ops, and the machine."""
+    if machine == "cpu":
+        step = build(network.name, **(network.options | {"batch": network.cpu_batch}))
+        captured = finish(capture(step))
+        graph = measure(captured.graph, captured.binding, captured.observed)
+        return graph, linked_device("cpu", HOST_BUDGET_BYTES)
+    device = load_device(machine)
+    captured = capture(build(network.name, **network.options))
+    return roofline(captured.graph, captured.binding, device), device
+
+
+def plan_point(graph: Graph, device: Device, curve: str, share: float, network_file: Path) -> dict[str, Any]:
+    """Return what a planner makes of a budget."""
+    name, options = CURVES[curve]
+    unplanned_bytes = unplanned_peak_bytes(graph, device)
+    least_bytes, _ = least_budget_bound(Problem(graph=graph, device=device, budget_bytes=1))
+    if name == "dqn":
+        options = options | {"save_to": str(network_file)}
+        options |= {"start_from": str(network_file)} if network_file.exists() else {}
+    problem = Problem(
+        graph=graph,
+        device=device,
+        budget_bytes=least_bytes + int(share * (unplanned_bytes - least_bytes)),
+        host_budget_bytes=0 if name in ("search", "sublinear") else HOST_BUDGET_BYTES,
+        time_limit_seconds=DQN_SECONDS if name == "dqn" else SECONDS,
+    )
+    started = time.perf_counter()
+    result: Result = make_planner(name, **options).plan(problem)
+    point: dict[str, Any] = {
+        "status": str(result.status),
+        "unplanned_bytes": unplanned_bytes,
+        "budget_bytes": problem.budget_bytes,
+        "plan_seconds": time.perf_counter() - started,
+        "overhead_bound": result.bounds.overhead,
+    }
+    if result.plan is None:
+        return point
+    timeline = simulate(graph, result.plan.schedule, device)
+    return point | {
+        "peak_bytes": result.plan.predicted.peak_bytes,
+        "overhead": result.plan.overhead,
+        "offloaded_bytes": result.plan.offloaded_bytes,
+        "utilization": timeline.busy_seconds["compute"] / timeline.makespan_seconds,
+    }
+
+
+def run(workload: str, machine: str, curves: list[str]) -> None:
+    """Fill in the points of one workload on one machine that are not stored yet."""
+    name = f"{FOLDER}/{workload}_{machine}"
+    path = result_path(name)
+    points: dict[str, Any] = load(path)["payload"]["points"] if path.exists() else {}
+    missing = [(curve, share) for curve in curves for share in SHARES if f"{curve}@{share}" not in points]
+    if not missing:
+        return
+    graph, device = costed(WORKLOADS[workload], machine)
+    with tempfile.TemporaryDirectory() as folder:
+        for curve, share in missing:
+            points[f"{curve}@{share}"] = point = plan_point(
+                graph, device, curve, share, Path(folder) / "dqn.safetensors"
+            )
+            seen = f"{point['overhead']:.1%}" if "overhead" in point else point["status"]
+            print(workload, machine, curve, f"{share:.0%}", seen, f"{point['plan_seconds']:.1f} s", flush=True)
+            store(name, {"ops": len(graph.ops), "points": points})
+
+
+def main() -> None:
+    """Fill in what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help="default: " + " ".join(WORKLOADS))
+    parser.add_argument("--machines", nargs="+", default=list(MACHINES), choices=MACHINES)
+    parser.add_argument("--planners", nargs="+", default=list(CURVES), choices=list(CURVES), metavar="CURVE")
+    options = parser.parse_args()
+    for machine in options.machines:
+        for workload in options.workloads or list(WORKLOADS):
+            run(workload, machine, options.planners)
+
+
+if __name__ == "__main__":
+    main()
