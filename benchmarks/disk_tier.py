@@ -22,7 +22,7 @@ from _record import store
 from memfit.planning import Settings
 from memfit.runtime.step import PlannedStep, fit_step
 from memfit.simulate import simulate
-from memfit.simulate.overlap import simulated_transfers
+from memfit.simulate.overlap import Transfers, simulated_transfers
 from memfit.workloads import build
 
 WORKLOADS: dict[str, dict[str, Any]] = {"resnet50": {}, "gpt2": {}, "unet": {}}
@@ -54,10 +54,11 @@ def measure_plan(workload: str, share: float, way: str) -> dict[str, Any]:
     timeline = simulate(plan.graph, plan.schedule, plan.device)
     transfers = simulated_transfers(timeline, plan.schedule)
     measured = planned.measure(repeats=REPEATS)
+    seen = measured.transfers or Transfers()
     seconds = {
         "step": (plan.predicted.seconds, measured.step_seconds),
-        "stall": (transfers.stall_seconds, measured.stall_seconds or 0.0),
-        "overlap": (transfers.overlap_seconds, measured.overlap_seconds or 0.0),
+        "stall": (transfers.stall_seconds, seen.stall_seconds),
+        "overlap": (transfers.overlap_seconds, seen.overlap_seconds),
     }
     return {
         "workload": workload,
@@ -69,9 +70,9 @@ def measure_plan(workload: str, share: float, way: str) -> dict[str, Any]:
         "offloaded_bytes": plan.offloaded_bytes,
         "overhead": {"predicted": plan.overhead, "measured": measured.overhead},
         "unplanned_seconds": {"predicted": plan.unplanned.seconds, "measured": measured.baseline_step_seconds},
-        **{name: {"predicted": guess, "measured": seen} for name, (guess, seen) in seconds.items()},
+        **{name: {"predicted": guess, "measured": real} for name, (guess, real) in seconds.items()},
         "errors": {  # of the step's seconds as a share, of the others in points of the step
-            name: (guess - seen) / measured.step_seconds for name, (guess, seen) in seconds.items()
+            name: (guess - real) / measured.step_seconds for name, (guess, real) in seconds.items()
         },
     }
 

@@ -35,8 +35,9 @@ from memfit.report.formatting import change_text, printable, seconds_text, share
 from memfit.report.live import Layer, play
 from memfit.report.page import render
 from memfit.report.storage_fates import Kind, fates, totals
-from memfit.schedule import Schedule
+from memfit.schedule import Code, Schedule
 from memfit.simulate import simulate
+from memfit.simulate.overlap import Transfers, simulated_transfers
 
 MEASURED = Measured(peak_bytes=1, step_seconds=1.0, baseline_peak_bytes=1, baseline_step_seconds=1.0, overhead=0.0)
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=hacked()>@@data@@\x1b[2J\u202e'\"&"
@@ -421,6 +422,22 @@ def test_only_the_pages_own_scripts_may_run() -> None:
     assert len(hashes) == 2
     assert tags.policy.startswith("default-src 'none'; script-src ")
     assert re.findall(r"'sha256-([^']+)'", tags.policy) == hashes
+
+
+def test_copies_are_drawn_as_predicted_and_as_measured() -> None:
+    plan = plan_of(small_graph(), OFFLOADED, LINKED)
+    transfers = Transfers(to_host=((1.0, 2.0),), to_device=((4.0, 6.0),), stalls=((5.0, 6.0),))
+    page = render(plan, measured=replace(MEASURED, step_seconds=10.0, transfers=transfers))
+    section = page.split('id="copies"')[1].split("</section>")[0]
+    measured = (
+        "Measured: compute waits for 1.000 s (10% of the step), and works beside copies for 2.000 s (20% of the step)"
+    )
+    assert measured in section
+    assert "Predicted: compute waits for" in section
+    copies = int((plan.schedule.codes == Code.OFFLOAD).sum() + (plan.schedule.codes == Code.PREFETCH).sum())
+    stalls = len(simulated_transfers(simulate(plan.graph, plan.schedule, LINKED), plan.schedule).stalls)
+    assert section.count("<rect") == 6 + copies + stalls + 3  # six lanes
+    assert 'id="copies"' not in render(plan_of(small_graph(), REMATERIALIZED, LINKED), measured=MEASURED)
 
 
 def test_measurements_stand_in_columns_of_their_own() -> None:

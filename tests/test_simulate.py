@@ -101,6 +101,34 @@ def test_each_direction_is_serial_and_they_overlap() -> None:
     assert timeline.makespan_seconds == 13.0
 
 
+def test_a_disk_shares_its_rate_between_both_directions() -> None:
+    shared = msgspec.structs.replace(
+        SLOW_LINK, to_host_shared_bytes_per_second=16.0, to_device_shared_bytes_per_second=8.0
+    )
+    timeline = run(
+        "compute 0; compute 1; offload 2; offload 3; compute 2; wait 2; drop 2; prefetch 2; wait 3; drop 3; prefetch 3",
+        device=shared,
+    )
+    # From 5 s on both copy at half of their rates: 3 is on the host at 9 s, and half of 2 is back, the rest 2 s later.
+    assert times(timeline)[2:] == [(3, 5), (5, 9), (3, 4), (4, 5), (5, 5), (5, 11), (5, 9), (9, 9), (11, 15)]
+    assert timeline.stall_seconds == 5.0
+    assert timeline.busy_seconds == {"compute": 4.0, "to_host": 6.0, "to_device": 10.0}
+
+
+def test_a_copy_takes_its_latency_once() -> None:
+    late = msgspec.structs.replace(SLOW_LINK, copy_latency_seconds=0.5)
+    timeline = run("compute 0; offload 2; compute 1; wait 2; drop 2; compute 2", device=late)
+    assert times(timeline)[1:4] == [(2, 4.5), (2, 3), (3, 4.5)]
+
+
+def test_copies_take_a_share_of_compute_while_they_run() -> None:
+    loaded = msgspec.structs.replace(SLOW_LINK, copy_load=0.25)
+    timeline = run("compute 0; offload 2; compute 1; compute 2; wait 2", device=loaded)
+    # The copy runs from 2 s to 4 s: 1.5 s of work are done by then, and the last half second takes half a second.
+    assert sum(times(timeline)[1:4], ()) == pytest.approx((2, 4, 2, 2 + 4 / 3, 2 + 4 / 3, 4.5))
+    assert timeline.stall_seconds == 0.0
+
+
 def test_the_first_read_waits_for_a_prefetch_and_the_second_does_not() -> None:
     timeline = run("compute 0; offload 2; wait 2; drop 2; prefetch 2; compute 1; drop_host 2; drop 3; compute 1")
     assert times(timeline) == [(0, 2), (2, 4), (2, 4), (4, 4), (4, 8), (8, 9), (9, 9), (9, 9), (9, 10)]

@@ -190,6 +190,11 @@ def _answer(target: str, fitted: Fitted, save: Path | None, report: Path | None)
         "peak_bytes": prediction.peak_bytes if prediction else None,
         "step_seconds": prediction.seconds if prediction else None,
     }
+    if measurement.transfers is not None:
+        measured |= {
+            "stall_seconds": measurement.transfers.stall_seconds,
+            "overlap_seconds": measurement.transfers.overlap_seconds,
+        }
     keys: dict[str, Any] = {
         "budget_bytes": fitted.budget_bytes,
         "resident_bytes": measurement.resident_bytes,

@@ -11,6 +11,7 @@ from memfit.plan import Plan, Problem
 from memfit.planners.engine.results import unplanned_schedule
 from memfit.report import page_sections
 from memfit.report.chart_points import chart_points
+from memfit.report.copies import copies_section
 from memfit.report.curve import Curve, CurvePoint
 from memfit.report.explanation import Explanation, explained
 from memfit.report.formatting import change_text, module_text, printable, seconds_text, status_text
@@ -73,7 +74,9 @@ def render(
             "verdict": verdict,
             "verdict_class": verdict_class,
             "lead": page_sections.lead(plan, of_storage),
-            "key_figures": page_sections.key_figures(plan) + page_sections.figures_table(plan, measured),
+            "key_figures": page_sections.key_figures(plan)
+            + page_sections.figures_table(plan, measured)
+            + copies_section(plan, measured),
             "picture_caption": _picture_caption(plan),
             "live_label": (
                 f"Live bytes over the step: up to {format_bytes(plan.unplanned.peak_bytes)} unplanned, "

@@ -64,13 +64,14 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
                         parameter.grad = None
                 # the instrument counts from here on, so that it does not see an arena made before
                 held_bytes = planned.held_bytes if name == "planned" else 0
+                began = time.perf_counter()
                 with record(device) as usage:
                     elapsed = _timed(run, batch, device)
                 if number:
                     usages[name].append(usage)
                     peaks[name].append(held_bytes + usage.peak_bytes)
                     seconds[name].append(elapsed)
-                    transfers += [planned.transfers] if name == "planned" else []
+                    transfers += [planned.transfers.since(began)] if name == "planned" else []
         resident = resident_bytes(planned, batch)  # while the optimizer's state is there
     ratios = [mine / eager for mine, eager in zip(seconds["planned"], seconds["eager"], strict=True)]
     reserved = [usage.reserved_bytes for usage in usages["planned"] if usage.reserved_bytes is not None]
@@ -83,17 +84,14 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
         resident_bytes=resident,
         reserved_bytes=max(reserved, default=None),
         source=usages["planned"][0].source,
-        **_of_copies(transfers),
+        transfers=_of_median(seconds["planned"], transfers),
     )
 
 
-def _of_copies(transfers: Sequence[Transfers]) -> dict[str, float]:
-    if not any(each.to_host for each in transfers):
-        return {}
-    return {
-        "stall_seconds": statistics.median(each.stall_seconds for each in transfers),
-        "overlap_seconds": statistics.median(each.overlap_seconds for each in transfers),
-    }
+def _of_median(seconds: Sequence[float], transfers: Sequence[Transfers]) -> Transfers | None:
+    """Return the copies of the step with the median time, if there were any."""
+    found = transfers[seconds.index(statistics.median_low(seconds))]
+    return found if found.to_host else None
 
 
 def resident_bytes(planned: MeasurableStep, batch: Any) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memfit.simulate.overlap import Transfers
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
@@ -28,8 +30,8 @@ class Measured:
             that was not compared.
         machine: where this was measured, in words.
         note: further remarks, as sentences.
-        stall_seconds, overlap_seconds: how long compute waited for copies in a planned step, and how long it worked
-            beside them; medians. None for a step that offloads nothing, and on a GPU.
+        transfers: the copies of the planned step with the median time, in seconds from its start; None for a step
+            that offloads nothing, and on a GPU.
     """
 
     peak_bytes: int
@@ -43,5 +45,4 @@ class Measured:
     bitwise_equal: bool | None = None
     machine: str = ""
     note: str = ""
-    stall_seconds: float | None = None
-    overlap_seconds: float | None = None
+    transfers: Transfers | None = None

@@ -26,6 +26,14 @@ class Transfers:
     to_device: tuple[Span, ...] = ()
     stalls: tuple[Span, ...] = ()
 
+    def since(self, start_seconds: float) -> Transfers:
+        """Return the same with times counted from `start_seconds`."""
+
+        def moved(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+            return tuple((start - start_seconds, end - start_seconds) for start, end in spans)
+
+        return Transfers(to_host=moved(self.to_host), to_device=moved(self.to_device), stalls=moved(self.stalls))
+
     @property
     def stall_seconds(self) -> float:
         """How long compute waited."""

@@ -1,0 +1,41 @@
+"""Copies beside compute: what a simulated schedule says, and how measured spans are counted."""
+
+from __future__ import annotations
+
+import pytest
+from devices import LINKED
+from hypothesis import given
+from strategies import graphs
+
+from memfit.graph import Graph
+from memfit.plan import Problem
+from memfit.planners.engine.results import unplanned_peak_bytes
+from memfit.planners.offload import OffloadPlanner
+from memfit.simulate import simulate
+from memfit.simulate.overlap import Transfers, simulated_transfers
+
+
+def test_overlap_is_copying_without_waiting() -> None:
+    transfers = Transfers(to_host=((0.0, 4.0),), to_device=((3.0, 6.0), (8.0, 9.0)), stalls=((2.0, 3.5), (8.5, 10.0)))
+    assert transfers.stall_seconds == 3.0
+    assert transfers.overlap_seconds == pytest.approx(2.0 + 2.5 + 0.5)
+    assert Transfers().overlap_seconds == Transfers().stall_seconds == 0.0
+
+
+@given(graphs())
+def test_what_is_simulated_adds_up(graph: Graph) -> None:
+    task = Problem(
+        graph=graph,
+        device=LINKED,
+        budget_bytes=int(0.8 * unplanned_peak_bytes(graph, LINKED)),
+        host_budget_bytes=1 << 40,
+    )
+    plan = OffloadPlanner(iterations=200, rematerialize=False).plan(task).plan
+    if plan is None:
+        return
+    timeline = simulate(graph, plan.schedule, LINKED)
+    transfers = simulated_transfers(timeline, plan.schedule)
+    assert transfers.stall_seconds == pytest.approx(timeline.stall_seconds)
+    for name, spans in (("to_host", transfers.to_host), ("to_device", transfers.to_device)):
+        assert sum(end - start for start, end in spans) == pytest.approx(timeline.busy_seconds[name])
+    assert 0 <= transfers.overlap_seconds <= timeline.makespan_seconds * (1 + 1e-9)
