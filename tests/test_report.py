@@ -429,9 +429,7 @@ def test_copies_are_drawn_as_predicted_and_as_measured() -> None:
     transfers = Transfers(to_host=((1.0, 2.0),), to_device=((4.0, 6.0),), stalls=((5.0, 6.0),))
     page = render(plan, measured=replace(MEASURED, step_seconds=10.0, transfers=transfers))
     section = page.split('id="copies"')[1].split("</section>")[0]
-    measured = (
-        "Measured: compute waits for 1.000 s (10% of the step), and works beside copies for 2.000 s (20% of the step)"
-    )
+    measured = "Measured: compute waits for 1.000 s (10% of the step), and works beside copies for 2.000 s (20%)"
     assert measured in section
     assert "Predicted: compute waits for" in section
     copies = int((plan.schedule.codes == Code.OFFLOAD).sum() + (plan.schedule.codes == Code.PREFETCH).sum())
