@@ -537,12 +537,10 @@ class Tables(nn.Module):
     [
         (False, torch.optim.SparseAdam),
         (True, partial(torch.optim.SGD, lr=0.1)),
-        pytest.param(
-            *(True, partial(torch.optim.Adagrad, lr=0.1)),
-            marks=pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
-        ),
+        (True, partial(torch.optim.Adagrad, lr=0.1)),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 def test_sparse_gradients_of_embeddings_reach_their_optimizer(dense: bool, optimizer: Any) -> None:
     words = [torch.randint(0, 50, (64, 6)) for _ in range(5)]
     labels = torch.randint(0, 10, (64,))
