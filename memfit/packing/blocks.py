@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from memfit.errors import InvalidBlocksError
 
 MOST_BYTES = 1 << 62  # of all blocks together, so that no sum of them leaves int64
+_AT_ONCE = 1 << 20  # blocks that are counted at a time
 MOST_STEP = 1 << 61  # of starts and ends, for the same reason
 
 
@@ -202,8 +203,29 @@ def make_layout(blocks: Blocks, offsets_bytes: NDArray[np.int64], *, packer: str
 
 
 def lower_bound_bytes(blocks: Blocks) -> int:
-    """Return the most bytes that are live in one step, sizes rounded up to the alignment: no layout is lower."""
-    return int(live_bytes(blocks)[1].max(initial=0))
+    """Return the most bytes that are live in one step, sizes rounded up to the alignment: no layout is lower.
+
+    The most bytes are live where a block starts. What has started is counted there, less what has ended; a count over
+    starts and ends together would take twice the memory.
+    """
+    if len(blocks) == 0:
+        return 0
+    starts, started_bytes = _sums_in_order(blocks.starts, blocks.sizes_bytes)
+    ends, ended_bytes = _sums_in_order(blocks.ends, blocks.sizes_bytes)
+    most = 0
+    for place in range(0, len(blocks), _AT_ONCE):
+        ended = np.searchsorted(ends, starts[place : place + _AT_ONCE], side="right")
+        gone = np.where(ended > 0, ended_bytes[ended - 1], 0)
+        most = max(most, int((started_bytes[place : place + _AT_ONCE] - gone).max()))
+    return most
+
+
+def _sums_in_order(steps: NDArray[np.int64], sizes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the steps in order, and the running sum of their sizes."""
+    order = np.argsort(steps)
+    sums = sizes[order]
+    np.cumsum(sums, out=sums)
+    return steps[order], sums
 
 
 def live_bytes(blocks: Blocks) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
