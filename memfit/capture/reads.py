@@ -211,7 +211,7 @@ class Reads:
         return self._classes[cls]
 
     def _discover(self, value: Any, path: str) -> None:
-        """Copy what a value holds, and what its own values hold, before the step reads it."""
+        """Copy what a value holds, at all depths, before the step reads it."""
         if isinstance(value, (*ATOMS, torch.Tensor, enum.Enum)) or id(value) in self._seen:
             return
         self._seen[id(value)] = value

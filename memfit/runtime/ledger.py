@@ -1,9 +1,9 @@
 """Ledger: one budget, shared among the planned graphs of a step with graph breaks.
 
 Only a step that has run shows what else is on the device: tensors of user code, gradients, the optimizer's update. The
-first steps therefore run the leanest plans. After them, the bytes at each moment of a step are known as a sum of three
-terms: what else is there, what the plans of the open graphs keep for their backward halves, and the peak of the half
-that runs. Each graph is planned within the bytes that this sum leaves to it.
+first steps therefore run the leanest plans. After them, the bytes at each moment of a step are known. They are a sum of
+three terms: what else is there, what the plans of the open graphs keep, and the peak of the half that runs. Each graph
+is planned within the bytes that this sum leaves to it.
 """
 
 from __future__ import annotations

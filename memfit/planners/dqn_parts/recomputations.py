@@ -6,8 +6,8 @@ recomputation therefore stands right before the op that reads its result, unless
 backward: then it is moved ahead to that stop, the earliest reused first, as many as the wait has room for. The move is
 kept if the step is faster for it and exceeds nothing that it did not exceed before.
 
-A *run* is what is computed again for one op, in order. It may be moved if each op in it reads only what no op mutates,
-and what has been computed for the first time before.
+A *run* is what is recomputed for one op, in order. A run may be moved if no op mutates what it reads, and if all of that
+has been computed by then.
 """
 
 from __future__ import annotations

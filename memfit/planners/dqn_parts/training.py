@@ -28,7 +28,7 @@ _LARGEST_GRADIENT = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """One step as raw states, so that node states are computed again, and gradients reach all parameters.
+    """One step as raw states. Node states are recomputed from them, so that gradients reach all parameters.
 
     Attributes:
         valid, next_valid: packed bits, one an action.

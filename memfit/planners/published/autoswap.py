@@ -28,7 +28,7 @@ class AutoSwap:
 
     A variable is absent between two accesses. Its duration of absence (DOA) is the time between them less its two
     transfers. AOA is DOA times its bytes. WDOA is the load above the budget, integrated over the absence. SWDOA is
-    WDOA, computed again after each choice. The priority is a weighted sum of the four. Without given weights, Bayesian
+    WDOA, recomputed after each choice. The priority is a weighted sum of the four. Without given weights, Bayesian
     optimization finds them over the simulator. Copies out run in order on one stream, right after the access before;
     copies back as late as they can, backwards from the accesses after, within the budget.
 

@@ -24,7 +24,7 @@ class RecomputeSeconds:
         self._found: dict[tuple[int, int], tuple[float, set[int]]] = {}
 
     def of(self, storage: int, position: int) -> float:
-        """Return the seconds; infinite if an op on the way must not be computed again.
+        """Return the seconds; infinite if an op on the way must not be recomputed.
 
         Args:
             storage: managed storage.
