@@ -6,7 +6,7 @@ recomputation therefore stands right before the op that reads its result, unless
 backward: then it is moved ahead to that stop, the earliest reused first, as many as the wait has room for. The move is
 kept if the step is faster for it and exceeds nothing that it did not exceed before.
 
-A *run* is what is recomputed for one op, in order. A run may be moved if no op mutates what it reads, and if all of that
+A *run* is what is recomputed for one op, in order. A run may be moved if no op mutates what it reads, and if all of it
 has been computed by then.
 """
 
