@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -311,3 +312,59 @@ def test_the_places_of_host_copies_do_not_overlap_in_time() -> None:
             held[storage] = place
         elif code == Code.DROP_HOST:
             del held[storage]
+
+
+def test_a_forked_process_has_a_file_of_its_own() -> None:
+    step = planned_step()
+    batch = make_batch()
+    step(batch)
+    store = step._store
+    (file,) = [os.fstat(slab._file._file).st_ino for slab in store._free]
+    process = os.fork()
+    if process == 0:
+        try:
+            step(batch)
+            os._exit(int(any(os.fstat(slab._file._file).st_ino == file for slab in store._free)))
+        finally:
+            os._exit(2)
+    _, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    step.verify()
+
+
+def test_a_step_that_failed_gives_its_slab_back_while_the_error_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    need = planned_step().plan.predicted.host_peak_bytes
+    step = planned_step(host_budget=need * 3 // 2)  # room for one slab
+
+    def broken(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(spill_file.os, "pwritev", broken)
+        with pytest.raises(HostMemoryError) as kept:
+            step(make_batch())
+    step(make_batch())
+    assert kept.value.__notes__
+
+
+def test_ctrl_c_while_a_copy_is_started_leaves_its_memory_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = SpillFile(1 << 20)
+    executor = spill_file._reader(os.getpid()).executor
+    go_on, memory = threading.Event(), torch.zeros(1 << 20, dtype=torch.uint8)
+    gone = weakref.ref(memory)
+    executor.submit(go_on.wait)
+    real = executor.submit
+
+    def interrupted(*arguments: Any) -> Any:
+        real(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(executor, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            file.read(memory.data_ptr(), 1 << 20, 0, memory)
+    del memory
+    assert gone() is not None
+    go_on.set()
+    file.settle()
+    assert gone() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,13 +117,17 @@ def _source(name: str, takes: Sequence[int], lines: Sequence[Line | str], return
 
 
 def _settling(function: Callable[[list[Any]], list[Any]], store: HostStore) -> Callable[[list[Any]], list[Any]]:
-    """Return a half that waits for all copies under way if it fails: their memory must not be used again before."""
+    """Return a half that waits for all copies under way if it fails: their memory must not be used again before.
+
+    Its variables are cleared then: while somebody keeps the error, they would keep the slab and the activations.
+    """
 
     def half(arguments: list[Any]) -> list[Any]:
         try:
             return function(arguments)
-        except BaseException:
+        except BaseException as error:
             store.settle()
+            traceback.clear_frames(error.__traceback__)
             raise
 
     return half

@@ -18,8 +18,8 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 
 from memfit.errors import HostMemoryError
@@ -61,7 +61,7 @@ class SpillFile:
                 "directory as host_dir"
             ) from error
         self._close = weakref.finalize(self, os.close, self._file)  # a copy under way refers to this object
-        self._pending: set[Future[Span]] = set()
+        self._pending: set[object] = set()  # a token for each copy under way, and for each that was to be started
         try:
             if self.size_bytes:
                 os.posix_fallocate(self._file, 0, self.size_bytes)
@@ -72,49 +72,57 @@ class SpillFile:
                 f"{error.strerror}; free some, lower the host budget, or name another directory as host_dir"
             ) from error
 
-    def write(self, address: int, size_bytes: int, offset: int) -> Future[Span]:
+    def write(self, address: int, size_bytes: int, offset: int, owner: object = None) -> Future[Span]:
         """Start the copy of `size_bytes` at a memory address to the file; the memory must stay as it is until then.
 
         Args:
             address: of the first byte in memory.
             size_bytes: how many.
             offset: in the file, a multiple of BLOCK_BYTES.
+            owner: of the memory; referred to until the copy has ended.
         """
-        return self._start(_writer(os.getpid()), self._write, address, size_bytes, offset)
+        return self._start(_writer(os.getpid()), partial(self._write, address, size_bytes, offset), owner)
 
-    def read(self, address: int, size_bytes: int, offset: int) -> Future[Span]:
+    def read(self, address: int, size_bytes: int, offset: int, owner: object = None) -> Future[Span]:
         """Start the copy from the file to memory.
 
         Args:
             address: of the first byte in memory.
             size_bytes: how many.
             offset: in the file, a multiple of BLOCK_BYTES.
+            owner: of the memory; referred to until the copy has ended.
         """
-        return self._start(_reader(os.getpid()), self._read, address, size_bytes, offset)
+        return self._start(_reader(os.getpid()), partial(self._read, address, size_bytes, offset), owner)
 
     def settle(self) -> None:
         """Wait until no copy is under way; errors of copies that nobody waits for any more are ignored."""
-        wait(self._pending)
+        if not self._pending:
+            return
+        for thread in (_writer(os.getpid()), _reader(os.getpid())):  # they copy in turn: what was before this has ended
+            thread.executor.submit(_nothing).result()
+        self._pending.clear()
 
     def close(self) -> None:
         """Give the disk's room back, after the copies under way."""
         self.settle()
         self._close()
 
-    def _start(
-        self, thread: _Thread, copy: Callable[[mmap.mmap, int, int, int], None], address: int, size: int, offset: int
-    ) -> Future[Span]:
+    def _start(self, thread: _Thread, copy: Callable[[mmap.mmap], None], owner: object) -> Future[Span]:
+        token, owners = object(), [owner]
+
         def timed() -> Span:
             started = time.perf_counter()
-            copy(thread.buffer, address, size, offset)
+            try:
+                copy(thread.buffer)
+            finally:
+                owners.clear()  # before whoever waits goes on, and counts what is in memory
+                self._pending.discard(token)
             return started, time.perf_counter()
 
-        future = thread.executor.submit(timed)
-        self._pending.add(future)
-        future.add_done_callback(self._pending.discard)
-        return future
+        self._pending.add(token)  # before the start: Ctrl-C may come after it, and the copy must not be forgotten
+        return thread.executor.submit(timed)
 
-    def _write(self, buffer: mmap.mmap, address: int, size_bytes: int, offset: int) -> None:
+    def _write(self, address: int, size_bytes: int, offset: int, buffer: mmap.mmap) -> None:
         for start in range(0, size_bytes, _BUFFER_BYTES):
             count = min(_BUFFER_BYTES, size_bytes - start)
             ctypes.memmove(_address(buffer), address + start, count)
@@ -124,7 +132,7 @@ class SpillFile:
             os.fdatasync(self._file)  # only what is on the disk can leave the page cache
             os.posix_fadvise(self._file, offset, size_bytes, os.POSIX_FADV_DONTNEED)
 
-    def _read(self, buffer: mmap.mmap, address: int, size_bytes: int, offset: int) -> None:
+    def _read(self, address: int, size_bytes: int, offset: int, buffer: mmap.mmap) -> None:
         for start in range(0, size_bytes, _BUFFER_BYTES):
             count = min(_BUFFER_BYTES, size_bytes - start)
             whole = -(-count // BLOCK_BYTES) * BLOCK_BYTES
@@ -203,6 +211,10 @@ def _all_of(call: Callable[..., int], file: int, buffer: mmap.mmap, size_bytes: 
         if moved == 0:
             raise OSError(errno.EIO, "the file ended early")
         done += moved
+
+
+def _nothing() -> None:
+    """Do nothing, after all that a thread was given before."""
 
 
 def _address(buffer: mmap.mmap) -> int:

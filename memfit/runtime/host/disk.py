@@ -36,7 +36,7 @@ class DiskCopy:
         self._form = Form.of(source)
         self._source: torch.Tensor | None = source
         self._returned: Future[Span] | None = None
-        self._written = file.write(source.untyped_storage().data_ptr(), self._form.storage_bytes, offset)
+        self._written = file.write(source.untyped_storage().data_ptr(), self._form.storage_bytes, offset, source)
 
     def wait(self) -> None:
         """Wait for the copy to the file, and release the tensor."""
@@ -47,7 +47,7 @@ class DiskCopy:
         """Allocate memory, start the copy back, and return the tensor, to be read after `arrived` only."""
         tensor = self._form.allocate()
         address = tensor.untyped_storage().data_ptr()
-        self._returned = self._file.read(address, self._form.storage_bytes, self._offset)
+        self._returned = self._file.read(address, self._form.storage_bytes, self._offset, tensor)
         return tensor
 
     def arrived(self) -> None:

@@ -9,6 +9,7 @@ A copy holds the bytes of a whole storage, so that all views of it come back as 
 from __future__ import annotations
 
 import itertools
+import os
 import time
 import weakref
 from collections.abc import Callable
@@ -78,21 +79,16 @@ class HostStore:
         self.device = device
         self.budget_bytes = budget_bytes
         self._directory = directory
+        self._process = os.getpid()
         self._needed_bytes = 0
         self._free: list[Slab] = []
         self._lent: weakref.WeakSet[Lease] = weakref.WeakSet()
-        self._last: tuple[list[HostCopy], list[Span]] = [], []  # copies and stalls of the last run
+        self._last = Transfers(to_host=(), to_device=(), stalls=())
 
     @property
     def transfers(self) -> Transfers:
         """The copies and stalls of the last run; on a GPU nobody notes the times of copies."""
-        copies, stalls = self._last
-        spans = [copy.spans() for copy in copies if isinstance(copy, DiskCopy)]
-        return Transfers(
-            to_host=tuple(span for span, _ in spans if span),
-            to_device=tuple(span for _, span in spans if span),
-            stalls=tuple(stalls),
-        )
+        return self._last
 
     def reserve(self, size_bytes: int) -> None:
         """Get a slab of at least this size before the first run.
@@ -120,8 +116,14 @@ class HostStore:
         Args:
             lease: of the run.
         """
-        self._free.append(lease.slab)
-        self._last = lease.copies, lease.stalls
+        if lease.process == os.getpid():
+            self._free.append(lease.slab)
+        spans = [copy.spans() for copy in lease.copies if isinstance(copy, DiskCopy)]
+        self._last = Transfers(  # not the copies: those of a step that failed may still have the device's tensors
+            to_host=tuple(span for span, _ in spans if span),
+            to_device=tuple(span for _, span in spans if span),
+            stalls=tuple(lease.stalls),
+        )
 
     def settle(self) -> None:
         """Wait until no copy is under way, as after an error."""
@@ -129,6 +131,10 @@ class HostStore:
             slab.settle()
 
     def _take(self) -> Slab:
+        if self._process != os.getpid():  # a forked process: the files are those of its parent, which copies to them
+            self._process = os.getpid()
+            self._free.clear()
+            self._lent.clear()
         while self._free:
             slab = self._free.pop()
             if slab.size_bytes >= self._needed_bytes:
@@ -152,6 +158,7 @@ class Lease:
 
     def __init__(self, store: HostStore, slab: Slab) -> None:
         self.slab = slab
+        self.process = os.getpid()
         self.copies: list[HostCopy] = []
         self.stalls: list[Span] = []
         self._store = store
@@ -215,5 +222,15 @@ def leave(*things: Any) -> torch.Tensor:
 
 
 def take_up(ticket: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a forward half left."""
-    return _left.pop(int(ticket))
+    """Return what a forward half left: its lease first.
+
+    Raises:
+        UnsupportedStepError: the forward half ran in another process.
+    """
+    things = _left.pop(int(ticket))
+    if things[0].process != os.getpid():
+        raise UnsupportedStepError(
+            "backward runs in a process that was forked after the planned forward pass, whose host copies are the "
+            "other process's; run forward again in this one"
+        )
+    return things
