@@ -204,15 +204,21 @@ def no_plan_error(result: Result, problem: Problem, planner: str) -> NoPlanError
     budget = f"{format_bytes(problem.budget_bytes)} ({problem.budget_bytes} bytes)"
     bound = f"no plan can go below {format_bytes(bound_bytes)} ({bound_bytes} bytes){_held_up(result, problem)}"
     reached = f"{format_bytes(found_bytes)} ({found_bytes} bytes)" if found_bytes else "none"
-    without_host = problem.device.has_link and problem.host_budget_bytes == 0
-    offload = ", give a host budget for storages to go to," if without_host else ""
+    offload = ", give a host budget for storages to go to," if problem.device.has_link else ""
+    if problem.host_budget_bytes:
+        offload = f" or the host budget of {format_bytes(problem.host_budget_bytes)}"
     if result.status is Status.INFEASIBLE:
         kind, text = InfeasibleBudgetError, f"no plan fits {budget}: planner {planner!r} reached {reached}, and {bound}"
         remedy = f"raise the budget{offload} or make the batch smaller"
     elif result.tried_all:
         kind, text = TimeLimitError, f"planner {planner!r} has no plan within {budget} (it tried all of its plans)"
         text += f"; another planner may: it reached {reached}, and {bound}"
-        remedy = f"name another planner, such as {DEFAULT_PLANNER}{offload} or raise the budget"
+        other = f"name another planner, such as {DEFAULT_PLANNER}"
+        remedy = (
+            f"{other}, or raise the budget{offload}"
+            if problem.host_budget_bytes
+            else f"{other}{offload} or raise the budget"
+        )
     else:
         kind, text = TimeLimitError, f"planner {planner!r} found no plan within {budget}, and nothing proves that there"
         text += f" is none: it reached {reached}, and {bound}"

@@ -19,7 +19,14 @@ from devices import linked
 from planned_steps import small_step
 
 import memfit
-from memfit.errors import HostMemoryError, UnsupportedStepError
+from memfit.errors import (
+    HostMemoryError,
+    InvalidBudgetError,
+    InvalidOptionError,
+    PlanMismatchError,
+    TimeLimitError,
+    UnsupportedStepError,
+)
 from memfit.plan import Plan, Problem
 from memfit.planners.offload import OffloadPlanner
 from memfit.planning import Settings
@@ -69,7 +76,7 @@ DYNAMO = pytest.mark.filterwarnings(  # Dynamo's own warning while it traces
     "ignore:The .grad attribute of a Tensor that is not a leaf",
     "ignore:<class 'torch.autograd.function.Function'> should",
 )
-ONLY_OFFLOADING: dict[str, Any] = {"planner": "offload", "options": {"rematerialize": False, "iterations": 3000}}
+ONLY_OFFLOADING: dict[str, Any] = {"planner": "offload", "options": {"rematerialize": False, "iterations": 20_000}}
 
 
 def tanh_layers(*, width: int = 128) -> torch.nn.Sequential:
@@ -368,3 +375,33 @@ def test_ctrl_c_while_a_copy_is_started_leaves_its_memory_until_it_ends(monkeypa
     go_on.set()
     file.settle()
     assert gone() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"host_budget": "50%"}, InvalidBudgetError, "host budget '50%' is a share; expected a size such as 64GiB"),
+        ({"host_budget": "much"}, InvalidBudgetError, "'much'"),
+        ({"host_dir": ""}, InvalidOptionError, "host_dir is '', expected the path of a directory"),
+        ({"host_dir": 3}, InvalidOptionError, "host_dir is 3, expected the path of a directory"),
+        ({"host_budget": "8KiB"}, TimeLimitError, r"raise the time limit or the budget or the host budget of 8 KiB"),
+    ],
+)
+def test_a_host_budget_that_cannot_be_used_is_named(
+    options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        planned_step(**options)
+
+
+def test_no_host_budget_is_zero_in_all_spellings() -> None:
+    for nothing in (0, "0", None):
+        step = planned_step(host_budget=nothing, budget="100%")
+        assert step.settings.host_budget_bytes == 0
+
+
+def test_a_given_plan_needs_no_more_than_a_given_host_budget() -> None:
+    plan = planned_step().plan
+    assert planned_step(plan=plan).plan.offloaded_bytes == plan.offloaded_bytes
+    with pytest.raises(PlanMismatchError, match=r"more than the host budget of 64 KiB; plan again"):
+        planned_step(plan=plan, host_budget="64KiB")

@@ -26,7 +26,6 @@ from memfit.errors import (
     InvalidOptionError,
     NoPlanError,
     TimeLimitError,
-    UnsupportedStepError,
 )
 from memfit.plan import Bounds, Plan, Problem, Result, Status
 from memfit.planners import PLANNERS
@@ -230,9 +229,11 @@ def test_every_setting_reaches_the_graphs_around_a_break(
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_host_budget_is_not_dropped_at_a_break(breaking: TrainingStep) -> None:
-    with pytest.raises(UnsupportedStepError, match="a host budget of 1 MiB"):
-        fit_step(breaking, roomy(host_budget_bytes=1 << 20, planner="none"))
+def test_a_host_budget_is_shared_at_a_break(breaking: TrainingStep) -> None:
+    planned = fit_step(breaking, roomy(host_budget_bytes=1 << 20, planner="none"))
+    planned(breaking.batch)
+    given = [plan.host_budget_bytes for plan in planned.plans]
+    assert len(given) == 2 and all(given) and sum(given) <= 1 << 20
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -76,14 +76,11 @@ def graph_with_costs(
     from memfit.cost.measurement import measure
     from memfit.cost.rooflines import roofline
 
-    def device_here(captured: Captured) -> Device:
-        host = (settings.host_budget_bytes, settings.host_dir) if settings else (0, None)
-        return linked_device(captured.binding.device, *host)
-
+    host = (settings.host_budget_bytes, settings.host_dir) if settings else (0, None)
     work.stage("capturing the step")
     if not costs:
         captured = capture(resolved)
-        return Costed(captured.graph, profile or device_here(captured), resolved, captured)
+        return Costed(captured.graph, profile or linked_device(captured.binding.device, *host), resolved, captured)
     if profile is not None:
         captured = capture(resolved)
         return Costed(roofline(captured.graph, captured.binding, profile), profile, resolved, captured)
@@ -95,4 +92,4 @@ def graph_with_costs(
 
     captured = with_real_results(finished)
     graph = measure(captured.graph, captured.binding, captured.observed)
-    return Costed(graph, device_here(captured), resolved, captured)
+    return Costed(graph, linked_device(captured.binding.device, *host), resolved, captured)

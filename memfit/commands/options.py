@@ -13,7 +13,7 @@ import typer
 from memfit.errors import InvalidFileError, InvalidOptionError
 from memfit.planners import PLANNERS, make_planner
 from memfit.planning import Settings
-from memfit.system.budget import parse_budget
+from memfit.system.budget import parse_budget, parse_host_budget, parse_host_dir
 
 _ANY_PEAK_BYTES = 1 << 50  # the peak that a percentage is taken of while only its form is checked
 
@@ -124,8 +124,8 @@ def plan_settings(
         options=typed_options("planner", planner, PLANNERS, read_settings(option, "--option")),
         time_limit_seconds=require_time_limit(time_limit),
         seed=seed,
-        host_budget_bytes=read_host_budget(host_budget),
-        host_dir=host_dir,
+        host_budget_bytes=parse_host_budget(host_budget),
+        host_dir=parse_host_dir(host_dir),
         reads_kept_plans=not no_cache,
     )
     make_planner(planner, **settings.options)
@@ -182,20 +182,6 @@ def typed_options(kind: str, name: str, classes: Mapping[str, type], texts: Mapp
         except msgspec.ValidationError as error:
             raise InvalidOptionError(f"{kind} {name!r}: option {option}={text!r}: {error}") from error
     return values
-
-
-def read_host_budget(text: str | None) -> int:
-    """Return the bytes of `--host-budget`; without it 0, which allows no offloading.
-
-    >>> read_host_budget("2GiB"), read_host_budget(None)
-    (2147483648, 0)
-
-    Raises:
-        InvalidBudgetError, InvalidOptionError: not a size.
-    """
-    if text is not None and text.strip().endswith("%"):
-        raise InvalidOptionError(f"--host-budget is {text!r}, expected a size such as 64GiB")
-    return 0 if text is None else parse_budget(text, unplanned_peak_bytes=0)
 
 
 def require_time_limit(seconds: float) -> float:

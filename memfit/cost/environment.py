@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -39,9 +40,8 @@ def hardware_name(device: torch.device) -> str:
     """Return the maker's model name of a processor or a GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    described = Path("/proc/cpuinfo")
-    if described.exists():
-        for line in described.read_text().splitlines():
+    with suppress(OSError):  # not Linux, or no file can be opened
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")
             if key.strip() == "model name":
                 return value.strip()

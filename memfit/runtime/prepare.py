@@ -20,6 +20,7 @@ from memfit.planning import Settings, make_plan
 from memfit.runtime.host.layout import host_layout, plan_within_host
 from memfit.runtime.host.store import HostStore, alignment_bytes
 from memfit.runtime.program import Program, make_program
+from memfit.system.budget import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ def prepare(
     if plan is None:
         plan = _make_plan(captured, settings, bytes_outside)
     else:
-        _require_usable(plan, captured)
+        _require_usable(plan, captured, settings.host_budget_bytes)
     seconds = {"measure": measured - started, "plan": time.perf_counter() - measured}
     program = program_of(captured, plan, outputs, settings, store)
     return Prepared(captured=captured, plan=plan, program=program, seconds=seconds)
@@ -123,9 +124,14 @@ def with_costs(captured: Captured, settings: Settings) -> Captured:
             set_state(name, state)
 
 
-def _require_usable(plan: Plan, captured: Captured) -> None:
-    """Raise PlanMismatchError unless `plan` was made for this graph and this torch."""
+def _require_usable(plan: Plan, captured: Captured, host_budget_bytes: int) -> None:
+    """Raise PlanMismatchError unless `plan` was made for this graph, this torch, and at most this host budget."""
     plan.require_graph(captured.graph)
+    if 0 < host_budget_bytes < plan.predicted.host_peak_bytes:
+        raise PlanMismatchError(
+            f"plan offloads {format_bytes(plan.predicted.host_peak_bytes)}, more than the host budget of "
+            f"{format_bytes(host_budget_bytes)}; plan again, or leave the host budget out: the plan has its own"
+        )
     made_with = plan.versions.get("torch", "").partition("+")[0]
     here: Any = torch.__version__.partition("+")[0]
     if made_with and made_with != here:

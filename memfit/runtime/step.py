@@ -43,7 +43,7 @@ from memfit.runtime.uncopied import Uncopied
 from memfit.runtime.variants import Variant, Variants
 from memfit.runtime.verify import require_same
 from memfit.simulate.overlap import Transfers
-from memfit.system.budget import parse_budget
+from memfit.system.budget import parse_host_budget, parse_host_dir
 from memfit.system.recorder import empty_cache, records_at_once, taken_bytes
 
 _log = logging.getLogger(__name__)
@@ -101,7 +101,8 @@ def fit(
             at the first tensor that differs.
         host_budget: the bytes that storages may be offloaded to, as text or an integer: host memory for a step on a
             GPU, which is pinned, so that no other program can use it meanwhile; a file for a step on a CPU. The
-            default 0 offloads nothing.
+            default 0 offloads nothing. A given `plan` has a host budget of its own; it is refused if it needs more
+            than this one.
         host_dir: a directory on the disk that a CPU offloads to; by default the system's temporary one. The file has no
             name there, and is gone with the process.
         arena: serve the requests of each call from memory that is laid out after the first call of its signature; see
@@ -131,8 +132,8 @@ def fit(
         options=options or {},
         time_limit_seconds=time_limit_seconds,
         seed=seed,
-        host_budget_bytes=parse_budget(host_budget, 0) if host_budget else 0,
-        host_dir=None if host_dir is None else Path(host_dir),
+        host_budget_bytes=parse_host_budget(host_budget),
+        host_dir=parse_host_dir(host_dir),
         arena=arena,
         stops_on_interrupt=True,
         on_stage=on_stage or ignored,

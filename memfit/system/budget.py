@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from pathlib import Path
 
-from memfit.errors import InvalidBudgetError
+from memfit.errors import InvalidBudgetError, InvalidOptionError
 
 _BYTES_PER_UNIT = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
@@ -80,3 +81,35 @@ def _checked(size_bytes: Fraction, shown: str) -> int:
     if size_bytes > _MOST_BYTES:
         raise InvalidBudgetError(f"budget {shown!r} is more than any device has ({_MOST_BYTES} bytes): {_FORMS}")
     return int(size_bytes)
+
+
+def parse_host_budget(given: str | int | None) -> int:
+    """Return the bytes that storages may be offloaded to; None and 0 offload nothing.
+
+    >>> parse_host_budget("2GiB"), parse_host_budget(0), parse_host_budget(None)
+    (2147483648, 0, 0)
+
+    Raises:
+        InvalidBudgetError: not a size; a share of the peak is none.
+    """
+    if given is None or str(given).strip() == "0":
+        return 0
+    if str(given).strip().endswith("%"):
+        raise InvalidBudgetError(f"host budget {given!r} is a share; expected a size such as 64GiB")
+    return parse_budget(given, unplanned_peak_bytes=0)
+
+
+def parse_host_dir(given: Path | str | None) -> Path | None:
+    """Return the directory for what is offloaded; None stands for the system's temporary one.
+
+    >>> parse_host_dir("/mnt/nvme"), parse_host_dir(None)
+    (PosixPath('/mnt/nvme'), None)
+
+    Raises:
+        InvalidOptionError: not a path, or an empty one.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, (str, Path)) or not str(given):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidOptionError(f"host_dir is {given!r}, expected the path of a directory")
+    return Path(given)

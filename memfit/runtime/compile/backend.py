@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from memfit.runtime.compile.halves import partitioned
 from memfit.runtime.compile.occupancy import bytes_beside
 from memfit.runtime.prepare import Prepared, prepare
 from memfit.runtime.signature import tensor_signature
-from memfit.system.budget import format_bytes, parse_budget
+from memfit.system.budget import format_bytes, parse_budget, parse_host_budget, parse_host_dir
 from memfit.system.recorder import allocated_bytes
 from memfit.torch_private import (
     any_autocast,
@@ -120,8 +119,8 @@ def read_options(options: Mapping[str, Any]) -> GraphSettings:
     chosen = {name: options[name] for name in shared if options.get(name) is not None}
     settings = Settings(
         budget=parse_budget(budget, 0),
-        host_budget_bytes=_size(options.get("host_budget", 0)),
-        host_dir=Path(options["host_dir"]) if options.get("host_dir") else None,
+        host_budget_bytes=parse_host_budget(options.get("host_budget")),
+        host_dir=parse_host_dir(options.get("host_dir")),
         stops_on_interrupt=True,
         **chosen,
     )
