@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -383,7 +384,7 @@ def test_a_plan_is_saved_and_used_again_for_its_own_graph_only(tmp_path: Any) ->
     with pytest.raises(PlanMismatchError, match="plan was made for graph"):
         fit_step(other, TIGHT, plan=tmp_path / "plan.json")
     text = (tmp_path / "plan.json").read_text()
-    (tmp_path / "plan.json").write_text(text.replace(f'"torch": "{torch.__version__}"', '"torch": "1.13.1"'))
+    (tmp_path / "plan.json").write_text(re.sub(r'"torch": "[^"]*"', '"torch": "1.13.1"', text))
     with pytest.raises(PlanMismatchError, match=r"made with torch 1\.13\.1"):
         fit_step(step, TIGHT, plan=tmp_path / "plan.json")
 
