@@ -204,25 +204,20 @@ def no_plan_error(result: Result, problem: Problem, planner: str) -> NoPlanError
     budget = f"{format_bytes(problem.budget_bytes)} ({problem.budget_bytes} bytes)"
     bound = f"no plan can go below {format_bytes(bound_bytes)} ({bound_bytes} bytes){_held_up(result, problem)}"
     reached = f"{format_bytes(found_bytes)} ({found_bytes} bytes)" if found_bytes else "none"
-    offload = ", give a host budget for storages to go to," if problem.device.has_link else ""
-    if problem.host_budget_bytes:
-        offload = f" or the host budget of {format_bytes(problem.host_budget_bytes)}"
+    has_host, has_link = problem.host_budget_bytes > 0, problem.device.has_link
+    offload = ", give a host budget for storages to go to," if has_link and not has_host else ""
+    host = f" or the host budget of {format_bytes(problem.host_budget_bytes)}" if has_host else ""
     if result.status is Status.INFEASIBLE:
         kind, text = InfeasibleBudgetError, f"no plan fits {budget}: planner {planner!r} reached {reached}, and {bound}"
         remedy = f"raise the budget{offload} or make the batch smaller"
     elif result.tried_all:
         kind, text = TimeLimitError, f"planner {planner!r} has no plan within {budget} (it tried all of its plans)"
         text += f"; another planner may: it reached {reached}, and {bound}"
-        other = f"name another planner, such as {DEFAULT_PLANNER}"
-        remedy = (
-            f"{other}, or raise the budget{offload}"
-            if problem.host_budget_bytes
-            else f"{other}{offload} or raise the budget"
-        )
+        remedy = f"name another planner, such as {DEFAULT_PLANNER}{offload} or raise the budget{host}"
     else:
         kind, text = TimeLimitError, f"planner {planner!r} found no plan within {budget}, and nothing proves that there"
         text += f" is none: it reached {reached}, and {bound}"
-        remedy = f"raise the time limit or the budget{offload} or name another planner"
+        remedy = f"raise the time limit or the budget{offload}{host} or name another planner"
     return kind(f"{text}; {remedy}", least_budget_found_bytes=found_bytes, least_budget_bound_bytes=bound_bytes)
 
 
