@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
+
+import pytest
+
+from memfit.commands.work import CommandInterrupted, working
 
 CALLS = """
 import signal, threading
@@ -56,3 +61,16 @@ def test_the_thread_that_waits_hears_ctrl_c() -> None:
 
 def test_an_integer_program_ends_at_ctrl_c() -> None:
     assert run(SOLVER) == ("stopped\n", "")
+
+
+def test_ctrl_c_that_python_drops_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A destructor or a callback that runs when the signal comes swallows the KeyboardInterrupt."""
+    seconds = [10.0]
+    monkeypatch.setattr("memfit.commands.work.time.monotonic", lambda: seconds[0])
+    with pytest.raises(CommandInterrupted), working() as work:
+        with suppress(KeyboardInterrupt):
+            work.interrupt()
+        work.done(0.0, 1.0)  # a planner that heard it may still report
+        seconds[0] += 0.5
+        work.done(0.5, 1.0)
+        raise AssertionError("the interrupt was lost")

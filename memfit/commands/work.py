@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -18,6 +20,8 @@ from memfit.errors import MemfitError
 from memfit.planning import SEARCHING, Settings
 from memfit.report.formatting import change_text
 from memfit.system.budget import format_bytes
+
+_HEARD_SECONDS = 0.3  # after Ctrl-C, a planner that heard it reports no progress any more
 
 
 class CommandInterrupted(MemfitError):  # noqa: N818 - nothing went wrong
@@ -39,12 +43,23 @@ class Work:
         self._task = progress.add_task("", total=None, detail="", visible=False)
         self._expected_seconds: float | None = None
         self.interrupted = False
+        self._interrupted_seconds = 0.0  # when, by `time.monotonic`
         self.kept: Path | None = None
 
     @property
     def exit_status(self) -> int:
         """The exit status of a command that answers with what it has after Ctrl-C."""
         return INTERRUPTED if self.interrupted else DONE
+
+    def interrupt(self) -> NoReturn:
+        """Note that Ctrl-C was pressed, and raise KeyboardInterrupt."""
+        self.interrupted, self._interrupted_seconds = True, time.monotonic()
+        raise KeyboardInterrupt
+
+    def _raise_again(self) -> None:
+        """Raise KeyboardInterrupt if Python lost the first one, as it does in destructors and callbacks."""
+        if self.interrupted and time.monotonic() - self._interrupted_seconds > _HEARD_SECONDS:
+            raise KeyboardInterrupt
 
     def stage(self, title: str, *, expected_seconds: float | None = None) -> None:
         """Show the name of a new stage; `expected_seconds`, if known, is how long it may take."""
@@ -53,6 +68,7 @@ class Work:
 
     def done(self, done: float, total: float) -> None:
         """Show how much of the present stage is done."""
+        self._raise_again()
         self._progress.update(self._task, completed=min(done, total), total=total)
 
     def follow(self, settings: Settings) -> Settings:
@@ -65,6 +81,7 @@ class Work:
 
     def on_search(self, progress: plan.Progress) -> None:
         """Show the progress of a search; this is the `progress` of a Problem."""
+        self._raise_again()
         detail = progress.message
         if progress.best_overhead is not None and progress.best_peak_bytes is not None:
             best = f"best {change_text(progress.best_overhead)} at {format_bytes(progress.best_peak_bytes)}"
@@ -106,8 +123,7 @@ def working() -> Generator[Work]:
     work = Work(progress)
 
     def on_interrupt(_signal: int, _frame: FrameType | None) -> None:
-        work.interrupted = True
-        raise KeyboardInterrupt
+        work.interrupt()
 
     previous = signal.signal(signal.SIGINT, on_interrupt)
     try:
