@@ -13,7 +13,8 @@ import typer
 from memfit.errors import InvalidFileError, InvalidOptionError
 from memfit.planners import PLANNERS, make_planner
 from memfit.planning import Settings
-from memfit.system.budget import parse_budget, parse_host_budget, parse_host_dir
+from memfit.system.budget import parse_budget, parse_host_budget
+from memfit.system.spill_file import parse_host_dir
 
 _ANY_PEAK_BYTES = 1 << 50  # the peak that a percentage is taken of while only its form is checked
 

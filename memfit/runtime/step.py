@@ -43,8 +43,9 @@ from memfit.runtime.uncopied import Uncopied
 from memfit.runtime.variants import Variant, Variants
 from memfit.runtime.verify import require_same
 from memfit.simulate.overlap import Transfers
-from memfit.system.budget import parse_host_budget, parse_host_dir
+from memfit.system.budget import parse_host_budget
 from memfit.system.recorder import empty_cache, records_at_once, taken_bytes
+from memfit.system.spill_file import parse_host_dir
 
 _log = logging.getLogger(__name__)
 

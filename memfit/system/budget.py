@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from pathlib import Path
 
-from memfit.errors import InvalidBudgetError, InvalidOptionError
+from memfit.errors import InvalidBudgetError
 
 _BYTES_PER_UNIT = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
@@ -97,19 +96,3 @@ def parse_host_budget(given: str | int | None) -> int:
     if str(given).strip().endswith("%"):
         raise InvalidBudgetError(f"host budget {given!r} is a share; expected a size such as 64GiB")
     return parse_budget(given, unplanned_peak_bytes=0)
-
-
-def parse_host_dir(given: Path | str | None) -> Path | None:
-    """Return the directory for what is offloaded; None stands for the system's temporary one.
-
-    >>> parse_host_dir("/mnt/nvme"), parse_host_dir(None)
-    (PosixPath('/mnt/nvme'), None)
-
-    Raises:
-        InvalidOptionError: not a path, or an empty one.
-    """
-    if given is None:
-        return None
-    if not isinstance(given, (str, Path)) or not str(given):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidOptionError(f"host_dir is {given!r}, expected the path of a directory")
-    return Path(given)

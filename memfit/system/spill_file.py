@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 
-from memfit.errors import HostMemoryError
+from memfit.errors import HostMemoryError, InvalidOptionError
 from memfit.system.budget import format_bytes
 
 BLOCK_BYTES = 4096  # offsets and sizes in a file are multiples: no disk has larger blocks
@@ -158,6 +158,22 @@ def _writer(_process: int) -> _Thread:
 @cache
 def _reader(_process: int) -> _Thread:
     return _Thread("from-disk")
+
+
+def parse_host_dir(given: Path | str | None) -> Path | None:
+    """Return the directory for what is offloaded; None stands for the system's temporary one.
+
+    >>> parse_host_dir("/mnt/nvme"), parse_host_dir(None)
+    (PosixPath('/mnt/nvme'), None)
+
+    Raises:
+        InvalidOptionError: not a path, or an empty one.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, (str, Path)) or not str(given):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidOptionError(f"host_dir is {given!r}, expected the path of a directory")
+    return Path(given)
 
 
 def spill_directory() -> Path:

@@ -33,8 +33,9 @@ from memfit.runtime.compile.halves import partitioned
 from memfit.runtime.compile.occupancy import bytes_beside
 from memfit.runtime.prepare import Prepared, prepare
 from memfit.runtime.signature import tensor_signature
-from memfit.system.budget import format_bytes, parse_budget, parse_host_budget, parse_host_dir
+from memfit.system.budget import format_bytes, parse_budget, parse_host_budget
 from memfit.system.recorder import allocated_bytes
+from memfit.system.spill_file import parse_host_dir
 from memfit.torch_private import (
     any_autocast,
     backward_keeps_graph,

@@ -86,8 +86,9 @@ def find_offload_intervals(problem: Problem, schedule: Schedule) -> OffloadInter
         intervals[name] = [row[column] for row in rows]
     intervals["host_bytes"] = [graph.storages[row[0]].bytes for row in rows]
     intervals["size_bytes"] = [device.aligned(graph.storages[row[0]].bytes) for row in rows]
-    intervals["offload_seconds"] = intervals["host_bytes"] / (device.to_host_bytes_per_second or np.inf)
-    intervals["prefetch_seconds"] = intervals["host_bytes"] / (device.to_device_bytes_per_second or np.inf)
+    rates = (device.to_host_bytes_per_second or np.inf, device.to_device_bytes_per_second or np.inf)
+    intervals["offload_seconds"] = device.copy_latency_seconds + intervals["host_bytes"] / rates[0]
+    intervals["prefetch_seconds"] = device.copy_latency_seconds + intervals["host_bytes"] / rates[1]
     return OffloadIntervals(
         schedule=schedule,
         stops=stops,

@@ -1,10 +1,12 @@
 """Which offload intervals pay: the three streams of a step with offloading, simulated, and annealing over the choice.
 
 The simulation is that of `memfit.simulate`, for the schedule that
-`memfit.planners.engine.offloading.intervals.with_offloads` makes. A copy to the host starts right after the use that
-opens the interval. The storage leaves the device before the first stop at which the copy is done, or earlier if the
-budget needs its bytes; compute then waits for the copy. The copy back starts as late as the link allows without a
-stall, or later if the budget has no room for it until then.
+`memfit.planners.engine.offloading.intervals.with_offloads` makes, but for what copies do to one another and to compute:
+here each copy has its direction's rate alone. `memfit.simulate` then judges the schedule.
+
+A copy to the host starts right after the use that opens the interval. The storage leaves the device before the first
+stop at which the copy is done, or earlier if the budget needs its bytes; compute then waits for the copy. The copy back
+starts as late as the link allows without a stall, or later if the budget has no room for it until then.
 """
 
 from __future__ import annotations
