@@ -6,6 +6,7 @@ no run: where it is not put back, they end well.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from unittest import mock
 
 from _fuzz_worlds import Case
 
-from memfit.capture import finish, generators, trace, whole_step
+from memfit.capture import generators, trace, whole_step
 from memfit.capture.guards import Guards
 from memfit.runtime import step as planned_step
 from memfit.runtime.step import PlannedStep
@@ -118,12 +119,8 @@ DEFECTS: Mapping[str, Defect] = {
         patches=((whole_step, "host_draws_refused", lambda _run_again: nullcontext()), *_UNCOMPARED),
         concerns=_blocks("python_draw", "numpy_draw", "module_draw"),
     ),
-    "backward() inside the loss": Defect(
-        patches=((whole_step._WholeStepCapture, "_no_backward", lambda _capture: nullcontext()), *_UNCOMPARED),
-        concerns=lambda case: case.loss == "own_backward",
-    ),
     "a false bound: updates' workspaces are guessed": Defect(
-        patches=((finish, "with_measured_updates", lambda graph, _binding: graph),),
+        patches=((sys.modules["memfit.capture.finish"], "with_measured_updates", lambda graph, _binding: graph),),
         concerns=lambda case: case.optimizer in ("foreach_adamw", "adamw", "adam", "two_groups", "amsgrad"),
     ),
     "checks of distributions end the capture": Defect(
@@ -131,7 +128,7 @@ DEFECTS: Mapping[str, Defect] = {
         concerns=lambda case: case.loss == "distribution",
     ),
     "kernels that autocast casts inside": Defect(
-        patches=((trace.Trace, "_cast_inside", lambda *_: None),),
+        patches=(*((trace._SPECIAL_CASES, kernel, lambda *_: None) for kernel in trace.CAST_INSIDE), *_UNCOMPARED),
         concerns=lambda case: case.loss == "autocast" and "bilinear" in case.blocks,
     ),
     "a batch normalization counts no steps": Defect(

@@ -57,6 +57,7 @@ def fuzz_refusals(found: Payload) -> Table:
         text = message.partition(": ")[2]
         for pattern, name in _NAMES:
             text = re.sub(pattern, name, text)
+        text = text.partition(", held up by")[0]  # long messages are stored up to a limit
         counts[text.replace("|", r"\|")] += count
     rows = [[text, str(count)] for text, count in counts.most_common()]
     return (

@@ -208,6 +208,8 @@ def _observed(case: Case, number: int, world: World, run: Callable[[], torch.Ten
     """Run a step and return what it left: loss, parameters, buffers, gradients, optimizer, generators; by name."""
     with _seeded(case, number), torch.autocast("cpu", torch.bfloat16, enabled=world.autocast):
         loss = run()
+        if world.autocast:
+            loss = run()  # what autocast casts is kept until its block ends
     model, left = world.model, dict[str, Any](loss=loss.detach())
     left |= {f"parameter {name}": each.detach() for name, each in model.named_parameters()}
     left |= {f"buffer {name}": each for name, each in model.named_buffers()}
@@ -273,7 +275,7 @@ def run_seed(seed: int) -> tuple[Case, Outcome]:
 
 
 def find_defect(name: str, seeds: int) -> dict[str, Any]:
-    """Put a defect back and run the seeds that may show it until one does; return which, and how."""
+    """Put a defect back and run the seeds that may show it until one fails, or is refused only then; return which."""
     logging.getLogger("memfit").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -284,7 +286,7 @@ def find_defect(name: str, seeds: int) -> dict[str, Any]:
         tried += 1
         with defect.put_back():
             outcome = run_case(case)
-        if outcome.kind in FAILURES:
+        if outcome.kind in FAILURES or (outcome.kind == REFUSED and run_case(case).kind == SAME):
             return {"defect": name, "seed": case.seed, "tried": tried, "kind": outcome.kind, "text": outcome.text}
     return {"defect": name, "seed": None, "tried": tried}
 

@@ -6,6 +6,7 @@ around a line that depends on a tensor's value, or `refused`, with the message. 
 
     python benchmarks/models.py                     # all of them: about half an hour
     python benchmarks/models.py --only bert "vit*"  # these, nothing stored
+    python benchmarks/models.py --only bert --again # these, in the place of their stored rows
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 from _models import MODELS, Tried
-from _record import store
+from _record import load, result_path, store
 from fuzz_steps import first_difference
 
 import memfit
@@ -139,6 +140,7 @@ def main() -> None:
     """Try the models, print a line for each, and store them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="names, or patterns of names; nothing is stored")
+    parser.add_argument("--again", action="store_true", help="replace the stored rows of these names")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args()
     names = [name for name in MODELS if not options.only or any(fnmatch(name, each) for each in options.only)]
@@ -149,7 +151,11 @@ def main() -> None:
             print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     counts = Counter(row["captured"] for row in rows)
     print(f"{len(rows)} models: {dict(counts)}", file=sys.stderr)
-    if not options.only:
+    if options.again:
+        again = {row["model"]: row for row in rows}
+        rows = [again.get(row["model"], row) for row in load(result_path("models"))["payload"]["models"]]
+        counts = Counter(row["captured"] for row in rows)
+    if options.again or not options.only:
         print(store("models", {"steps": STEPS, "counts": dict(counts), "models": rows}))
 
 

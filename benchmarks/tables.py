@@ -21,6 +21,7 @@ from _arena_tables import ARENA_NAMES, ARENA_TABLES
 from _baseline_tables import BASELINE_TABLES
 from _cells import memory, overhead, ratio, yes
 from _measure import EIGHT, MIB
+from _offloading_tables import OFFLOADING_SET_TABLES, OFFLOADING_TABLES
 from _paper_tables import PAPER_TABLES
 from _record import RESULTS, load, machine_name
 from _scale_tables import SCALE_TABLES
@@ -175,7 +176,7 @@ def _peaks(found: Sequence[dict[str, Any]]) -> list[str]:
     return [*(memory(each, "peak_bytes") for each in found), f"`{operator}`"]
 
 
-ONE_RESULT_TABLES = PAPER_TABLES | SCALE_TABLES | ABLATION_TABLES | TESTED_TABLES
+ONE_RESULT_TABLES = PAPER_TABLES | SCALE_TABLES | ABLATION_TABLES | TESTED_TABLES | OFFLOADING_TABLES
 TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     **{name: (script, _drawn_by(make)) for name, (script, make) in BASELINE_TABLES.items()},
     "sweep": ("sweep", sweep),
@@ -186,7 +187,10 @@ TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     "offloading": ("offloading", offloading),
     "inplace": ("inplace", inplace),
     **{name: (script, _of_one(make)) for name, (script, make) in ONE_RESULT_TABLES.items()},
-    **{name: (script, _drawn_by(make)) for name, (script, make) in (ARENA_TABLES | TESTED_SET_TABLES).items()},
+    **{
+        name: (script, _drawn_by(make))
+        for name, (script, make) in (ARENA_TABLES | TESTED_SET_TABLES | OFFLOADING_SET_TABLES).items()
+    },
 }
 """Each table by name: the script whose results it shows, and what renders it."""
 
@@ -196,7 +200,7 @@ def results_of(script: str, machine: str) -> Stored:
     if script == "gpu":
         paths = sorted(RESULTS.glob("*/gpu.json"))
         found = {path.parent.name: path for path in paths}
-    elif script in ("plan_shared_graphs", "offloading", "versions", "page_faults"):
+    elif script in ("plan_shared_graphs", "offloading", "offloading_planners", "versions", "page_faults"):
         found = {path.stem: path for path in sorted((RESULTS / machine / script).glob("*.json"))}
     elif script in {script for script, _ in ONE_RESULT_TABLES.values()}:
         found = {script: RESULTS / machine / f"{script}.json"}

@@ -64,9 +64,11 @@ def plan_or_kept(
         return Result(status=kept.status, plan=kept, bounds=kept.bounds)
     on_search()
     result = planner.plan(problem)
+    if result.interrupted:
+        return result  # at once: keeping a plan of a long step takes a second
     if result.plan is None:
         result = _with_leanest(result, problem, _path(shared, "leanest"))
-    if result.plan is not None and not result.interrupted and not own_files:
+    if result.plan is not None and not own_files:
         _keep(result.plan, path)
     return result
 

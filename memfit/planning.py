@@ -63,7 +63,8 @@ class Settings:
         progress: called by the planner while it searches.
 
     Raises:
-        InvalidOptionError: the time limit is not above 0, or the seed is not a whole number from 0 on.
+        InvalidOptionError: the time limit is not above 0, the seed is not a whole number from 0 on, or there is a
+            host_dir without a host budget.
     """
 
     budget: str | int
@@ -87,6 +88,11 @@ class Settings:
             raise InvalidOptionError(f"time_limit_seconds is {seconds!r}, expected a number of seconds above 0")
         if not isinstance(seed, int) or seed < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidOptionError(f"seed is {seed!r}, expected a whole number from 0 on")
+        if self.host_dir is not None and self.host_budget_bytes == 0:
+            raise InvalidOptionError(
+                f"host_dir is {str(self.host_dir)!r} and host_budget is 0, so that nothing goes there: give both, or "
+                "none"
+            )
 
     @property
     def is_in_bytes(self) -> bool:

@@ -78,7 +78,22 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict[Any, Any], d
 
 
 dict_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_version
-"""Returns a number that is another one after each change of a dictionary."""
+"""Returns a number that is another one after each change of a dictionary; but see ATTRIBUTES_HAVE_VERSIONS."""
+
+
+def _attributes_have_versions() -> bool:
+    class Holder:
+        value = 0
+
+    holder = Holder()
+    holder.value = 1
+    before = dict_version(holder.__dict__)
+    holder.value = 2
+    return dict_version(holder.__dict__) != before
+
+
+ATTRIBUTES_HAVE_VERSIONS = _attributes_have_versions()
+"""Whether an attribute that is set changes the version of its object's `__dict__`: no longer from Python 3.13 on."""
 
 
 def any_autocast() -> bool:

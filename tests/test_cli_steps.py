@@ -158,11 +158,11 @@ def test_fit_refuses_a_plan_of_another_torch(run: Run, own_file: Path, tmp_path:
     plan_file = tmp_path / "step.plan.json"
     assert run("plan", f"{own_file}:step", "--planner", "none", "--budget", "100%", "--save", plan_file)[0] == 0
     document = json.loads(plan_file.read_text(encoding="utf-8"))
-    document["versions"]["torch"] = "2.11.0"
+    document["versions"]["torch"] = "2.1.0"
     plan_file.write_text(json.dumps(document), encoding="utf-8")
     status, out, err = run("fit", f"{own_file}:step", "--plan", plan_file)
     assert (status, out) == (2, "")
-    assert "plan was made with torch 2.11.0" in err
+    assert "plan was made with torch 2.1.0" in err
     assert err.count("\n") == 1
 
 

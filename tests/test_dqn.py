@@ -25,12 +25,12 @@ from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.plan import Problem, Progress, Status
 from memfit.plan_cache import plan_or_kept
 from memfit.planners import make_planner
-from memfit.planners.dqn import DqnPlanner
-from memfit.planners.dqn_parts.environment import NOTHING, Environment
-from memfit.planners.dqn_parts.network import ROUNDS, Network, RowTensors
-from memfit.planners.dqn_parts.recomputations import moved_ahead
-from memfit.planners.dqn_parts.rows import VALID, Act, Kind
-from memfit.planners.dqn_parts.training import Agent, Learning
+from memfit.planners.dqn.environment import NOTHING, Environment
+from memfit.planners.dqn.network import ROUNDS, Network, RowTensors
+from memfit.planners.dqn.planner import DqnPlanner
+from memfit.planners.dqn.recomputations import moved_ahead
+from memfit.planners.dqn.rows import VALID, Act, Kind
+from memfit.planners.dqn.training import Agent, Learning
 from memfit.planners.engine.order import original_order
 from memfit.planners.engine.results import unplanned_peak_bytes
 from memfit.planners.engine.retention.decisions import evaluate, keep_only, simulated

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import cProfile
+import operator
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import memfit
+from memfit.capture.under_modes import gradients_that_differ
 from memfit.errors import InfeasibleBudgetError, UnsupportedStepError
 from memfit.runtime.measure import resident_bytes
 from memfit.runtime.parts import PartlyPlannedStep
@@ -288,3 +290,124 @@ def test_graphs_that_give_other_bits_are_refused() -> None:
     model = Network(Asking(), looks=True)
     with pytest.raises(UnsupportedStepError, match="compiles around that line give other bits than eager, first in"):
         memfit.fit(model, cross_entropy, batch(), budget="64MiB")
+
+
+class FirstCallHooks(nn.Module):
+    """Collects what its layers return, by hooks that the first forward adds, as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.is_hooked = False
+        self.found: list[torch.Tensor] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not self.is_hooked:
+            for layer in self.layers:
+                layer.register_forward_hook(lambda _module, _inputs, output: self.found.append(output))
+            self.is_hooked = True
+        self.found.clear()
+        for layer in self.layers:
+            inputs = layer(inputs)
+        for place, output in enumerate(self.found):
+            inputs = inputs + output * (place + 1)
+        return inputs
+
+
+def test_hooks_that_the_first_forward_adds() -> None:
+    model = Network(FirstCallHooks())
+    step = memfit.fit(
+        model, cross_entropy, batch(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), budget="100%"
+    )
+    assert not any(layer._forward_hooks for layer in model.between.layers)  # type: ignore[union-attr]
+    step.verify()
+
+
+@pytest.mark.parametrize("compare", [operator.lt, operator.ge, operator.eq, operator.ne])
+def test_a_closure_tensor_on_the_left_of_a_comparison(compare: Callable[[Any, Any], torch.Tensor]) -> None:
+    """Python asks a fake first, whose class is a subclass: the captured step calls the mirrored operator."""
+    bounds = torch.linspace(-1, 1, 5)
+
+    def loss(model: nn.Module, given: Any) -> torch.Tensor:
+        outputs = model(given[0])
+        return (outputs * compare(bounds, outputs)).square().mean()
+
+    model = Network()
+    step = memfit.fit(model, loss, batch(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), budget="100%")
+    step.verify()
+
+
+@pytest.mark.parametrize("budget", ["100%", "90%"])
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_a_loss_that_calls_backward_itself(has_optimizer: bool, budget: str) -> None:
+    """Its gradients and those of the loss that it returns are added, as in eager."""
+
+    def loss(model: nn.Module, given: Any) -> torch.Tensor:
+        outputs = model(given[0])
+        outputs.square().mean().backward(retain_graph=True)
+        return functional.cross_entropy(outputs, given[1])
+
+    model, other = Network(), Network()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, other)]
+    step = memfit.fit(model, loss, batch(2048), optimizer=optimizers[0] if has_optimizer else None, budget=budget)
+    for _ in range(3):
+        planned = step(batch(2048))
+        eager = loss(other, batch(2048))
+        eager.backward()
+        if has_optimizer:
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+        assert torch.equal(planned, eager.detach())
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+        assert has_optimizer or torch.equal(one.grad, two.grad)  # type: ignore[arg-type]
+
+
+def test_a_step_in_parts_inside_autocast_is_refused() -> None:
+    """Autocast keeps what it casts until its block ends: a second eager step there uses the weights of the first."""
+    model = Network(looks=True)
+    step = memfit.fit(
+        model, cross_entropy, batch(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), budget="120%"
+    )
+    assert isinstance(step, PartlyPlannedStep)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedStepError, match="autocast belongs in the"):
+        step(batch())
+    step(batch())
+
+
+def squared(inputs: torch.Tensor) -> torch.Tensor:
+    return inputs[:WIDTH].T @ inputs[:WIDTH]
+
+
+UNDER_MODES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], str | None]] = {
+    "svdvals": (lambda inputs, _: torch.linalg.svdvals(inputs).sum(), "computes singular values and eigenvalues"),
+    "eigvalsh": (lambda inputs, _: torch.linalg.eigvalsh(squared(inputs)).sum(), "computes singular values and eige"),
+    "cond": (lambda inputs, _: torch.linalg.cond(inputs), "computes singular values and eigenvalues"),
+    "nuclear norm": (lambda inputs, _: torch.linalg.matrix_norm(inputs, "nuc"), "computes singular values and eigen"),
+    "prod": (lambda _, outputs: (outputs.tanh() + 1).prod(1).mean(), "the gradient of torch.prod otherwise"),
+    "vectors": (lambda inputs, _: torch.linalg.eigh(squared(inputs))[1].sum(), None),
+    "with a gradient": (lambda _, outputs: torch.linalg.svdvals(outputs).sum(), None),
+    "prod of the batch": (lambda inputs, _: inputs.prod(1).mean(), None),
+    "cumprod": (
+        lambda _, outputs: (outputs.tanh() + 1).cumprod(1)[:, -1].mean(),
+        "the gradient of torch.cumprod otherwise" if torch.ops.aten.cumprod in gradients_that_differ() else None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNDER_MODES)
+def test_what_pytorch_computes_otherwise_while_a_step_is_recorded_is_refused(name: str) -> None:
+    """Once these were planned with other bits, which only `verify` saw."""
+    measure, message = UNDER_MODES[name]
+
+    def loss(model: nn.Module, given: Any) -> torch.Tensor:
+        outputs = model(given[0])
+        return outputs.square().mean() * measure(given[0], outputs)
+
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if message is None:
+        memfit.fit(model, loss, batch(), optimizer=optimizer, budget="100%").verify()
+        return
+    with pytest.raises(UnsupportedStepError, match=message):
+        memfit.fit(model, loss, batch(), optimizer=optimizer, budget="100%")

@@ -746,17 +746,6 @@ def test_a_counter_that_the_loop_sets_is_captured_each_time_and_said_twice(caplo
     assert len(step.plans) == 8
 
 
-def test_backward_in_the_loss_is_refused() -> None:
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        functional.cross_entropy(model(batch[0]), batch[1]).backward()
-        return functional.cross_entropy(model(batch[0]), batch[1])
-
-    for optimizer in (None, sgd):
-        own = case(loss=loss, optimizer=optimizer)
-        with pytest.raises(UnsupportedStepError, match=r"calls backward\(\) itself"):
-            memfit.fit(own.model, own.loss, dense_batch(), optimizer=own.optimizer, budget="64MiB", planner="none")
-
-
 # --- contexts, copies, accumulation
 
 

@@ -74,3 +74,11 @@ def test_ctrl_c_that_python_drops_is_raised_again(monkeypatch: pytest.MonkeyPatc
         seconds[0] += 0.5
         work.done(0.5, 1.0)
         raise AssertionError("the interrupt was lost")
+
+
+def test_an_error_that_ctrl_c_leads_to_is_reported_as_ctrl_c() -> None:
+    """Numba raises RuntimeError where its compilation was interrupted."""
+    with pytest.raises(CommandInterrupted), working() as work:
+        with suppress(KeyboardInterrupt):
+            work.interrupt()
+        raise RuntimeError("no compiled object yet")

@@ -405,3 +405,8 @@ def test_a_given_plan_needs_no_more_than_a_given_host_budget() -> None:
     assert planned_step(plan=plan).plan.offloaded_bytes == plan.offloaded_bytes
     with pytest.raises(PlanMismatchError, match=r"more than the host budget of 64 KiB; plan again"):
         planned_step(plan=plan, host_budget="64KiB")
+
+
+def test_a_host_dir_without_a_host_budget_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOptionError, match="host_budget is 0, so that nothing goes there"):
+        planned_step(host_dir=tmp_path, host_budget=0)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -254,3 +257,54 @@ def test_same_seed_same_layout(blocks: Blocks) -> None:
     search = make_packer("local_search", rounds=20)
     problem = PackingProblem(blocks=blocks, seed=3)
     assert np.array_equal(search.pack(problem).offsets_bytes, search.pack(problem).offsets_bytes)
+
+
+@pytest.mark.parametrize("alignment_bytes", [1, 64])
+def test_many_blocks_are_packed_stretch_by_stretch(monkeypatch: pytest.MonkeyPatch, alignment_bytes: int) -> None:
+    """Blocks of an earlier stretch that are still live keep their places; nothing is lost over packing at once."""
+    random = np.random.default_rng(3)
+    starts = random.permutation(random.integers(0, 6000, 3000))
+    lengths = random.geometric(1 / 60, 3000) + 900 * (random.random(3000) < 0.02)  # some live over several stretches
+    sizes = random.integers(1, 1 << 16, 3000)
+    blocks = Blocks(
+        ids=np.arange(3000), sizes_bytes=sizes, starts=starts, ends=starts + lengths, alignment_bytes=alignment_bytes
+    )
+    whole = pack(blocks, "first_fit")
+    monkeypatch.setattr("memfit.packing.portfolio._MOST_AT_ONCE", 1000)
+    monkeypatch.setattr("memfit.packing.portfolio._STRETCH", 250)
+    heights: list[int] = []
+    problem = PackingProblem(blocks=blocks, progress=lambda progress: heights.append(progress.height_bytes))
+    layout = make_packer("auto").pack(problem)
+    check_layout(blocks, layout)
+    assert len(heights) == 12 and heights[-1] == layout.height_bytes
+    assert layout.height_bytes <= 1.1 * whole.height_bytes
+
+
+MANY = """
+import resource, sys
+from memfit.cli import main
+status = main(["pack", sys.argv[1], "--json"])
+print(status, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+def test_ten_million_rows_are_packed_in_less_than_1_gb(tmp_path: Path) -> None:
+    random, count = np.random.default_rng(0), 10_000_000
+    starts = np.sort(random.integers(0, 2 * count, count))
+    columns = (
+        np.arange(count),
+        starts,
+        starts + 1 + random.geometric(1 / 200, count),
+        random.integers(1, 1 << 20, count),
+    )
+    trace = tmp_path / "trace.csv"
+    with trace.open("w", encoding="utf-8") as file:
+        file.write("id,lower,upper,size\n")
+        for place in range(0, count, 1_000_000):
+            rows = zip(*(column[place : place + 1_000_000].tolist() for column in columns), strict=True)
+            file.writelines("{},{},{},{}\n".format(*row) for row in rows)
+    found = subprocess.run([sys.executable, "-c", MANY, str(trace)], capture_output=True, text=True, check=True)
+    status, peak_bytes = map(int, found.stderr.split()[-2:])
+    assert status == 0
+    assert peak_bytes < 1_000_000_000

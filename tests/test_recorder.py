@@ -18,7 +18,7 @@ from torch import nn
 from memfit.errors import InvalidDeviceError, MemfitError
 from memfit.system import native, recorder
 from memfit.system.native import NativeLibraryError
-from memfit.system.recorder import Usage, allocated_bytes, record
+from memfit.system.recorder import Usage, allocated_bytes, record, records_at_once, watch
 from memfit.workloads import build
 
 KIB = 1024
@@ -412,3 +412,20 @@ def test_unused_memory_is_returned_by_the_instrument_that_counts_it(monkeypatch:
     monkeypatch.setitem(recorder._instruments, device, Pool())
     recorder.empty_cache(device)
     assert returned == ["all"]
+
+
+def test_cuda_is_watched_without_setting_its_peak_back(monkeypatch: pytest.MonkeyPatch):
+    """Torch's statistics are stood in for; a peak below an earlier one of the process cannot be seen in them."""
+    device = torch.device("cuda", 7)
+    bytes_now = {"current": 100, "peak": 900}
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats_as_nested_dict", lambda _device: {"allocated_bytes": {"all": bytes_now.copy()}}
+    )
+    monkeypatch.setitem(recorder._instruments, device, recorder._Cuda(source="test", device=device))
+    assert records_at_once(device)
+    with watch(device) as usage:
+        bytes_now |= {"current": 150, "peak": 1000}
+    assert (usage.peak_bytes, usage.end_bytes - usage.start_bytes) == (900, 50)
+    with watch(device) as usage:
+        bytes_now["current"] = 120
+    assert (usage.peak_bytes, usage.taken_bytes) == (0, 0)

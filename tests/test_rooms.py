@@ -45,13 +45,13 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("registry",),
         ("mirror",),
         ("published",),
-        ("auto", "dqn"),
-        ("dqn_parts", "offload"),
+        ("auto",),
+        ("dqn", "offload"),
         ("none", "search"),
         ("protocols",),
         ("engine",),
     ),
-    "planners/dqn_parts": (("training",), ("network",), ("environment",), ("copies", "recomputations", "rows")),
+    "planners/dqn": (("planner",), ("training",), ("network",), ("environment",), ("copies", "recomputations", "rows")),
     "planners/engine": (
         ("starts",),
         ("cpsat", "offloading", "pool"),
@@ -79,7 +79,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "runtime": (
         ("step",),
-        ("parts", "variants"),
+        ("freed_run", "parts", "variants"),
         ("compile", "ledger", "step_program"),
         ("prepare",),
         ("measure", "program"),
@@ -88,7 +88,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("arena", "bits", "eager_peak", "first_step", "measured", "signature", "uncopied"),
     ),
     "runtime/host": (("layout", "store"), ("disk", "pinned"), ("form",)),
-    "runtime/arena": (("arena",), ("cuda",), ("library",), ("layout",)),
+    "runtime/arena": (("arena",), ("cuda", "spilling"), ("library",), ("layout",)),
     "runtime/compile": (("backend",), ("halves", "occupancy")),
 }
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
@@ -96,8 +96,8 @@ INNER_LEVEL = {
     room: {name: level for level, names in enumerate(order) for name in names} for room, order in INNER_ORDER.items()
 }
 TORCH_ROOMS = {"baselines", "capture", "cost", "runtime", "torch_private", "workloads"}
-TORCH_FILES = {"system/recorder.py", "planners/dqn_parts/network.py", "planners/dqn_parts/training.py"}
-TORCH_LATE = {"planners/dqn.py"}  # may import torch inside functions
+TORCH_FILES = {"system/recorder.py", "planners/dqn/network.py", "planners/dqn/training.py"}
+TORCH_LATE = {"planners/dqn/planner.py"}  # may import torch inside functions
 PRIVATE_NAMES = "torch_private.py"
 
 # (file, room above it that it imports inside a function) -> why that is right.
@@ -230,7 +230,7 @@ def test_every_file_of_a_room_has_its_place(room: str) -> None:
         ("planners/engine/pace.py", "from memfit.planners.engine.order import original_order", _upward_imports),
         ("planners/search.py", "def plan():\n    import memfit.runtime.step", _upward_imports),
         ("plan.py", "def load():\n    import torch", _torch_imports),
-        ("planners/dqn.py", "import torch", _torch_imports),
+        ("planners/dqn/planner.py", "import torch", _torch_imports),
         ("runtime/step.py", "from torch._functorch import aot_autograd", _private_torch_names),
         ("runtime/step.py", "from torch.utils import _pytree", _private_torch_names),
         ("cost/rooflines.py", "import torch\nx = torch._C._get_tracing_state()", _private_torch_names),
@@ -247,7 +247,7 @@ def test_each_rule_can_fail(file: str, source: str, finder: object) -> None:
         ("plan.py", "from memfit.graph import Graph", _upward_imports),
         ("planners/published/recursive.py", "from memfit.planners.engine.order import original_order", _upward_imports),
         ("graph.py", "if TYPE_CHECKING:\n    from memfit.plan import Plan", _upward_imports),
-        ("planners/dqn.py", "def train():\n    import torch", _torch_imports),
+        ("planners/dqn/planner.py", "def train():\n    import torch", _torch_imports),
         ("runtime/step.py", "import torch\nx = torch.__version__", _private_torch_names),
         ("torch_private.py", "from torch._functorch import aot_autograd", _private_torch_names),
     ],

@@ -19,6 +19,7 @@ from memfit.capture.copies import MISSING, Cell, Items, Slots, function_parts, i
 from memfit.capture.reads import MODULE_NAMES, Reads
 from memfit.capture.training_step import TrainingStep
 from memfit.torch_private import (
+    ATTRIBUTES_HAVE_VERSIONS,
     DictVersions,
     GlobalState,
     TensorAddresses,
@@ -72,6 +73,13 @@ class _GuardedTable:
     is_fixed: bool = False
     numbers: dict[Any, int] = field(default_factory=dict[Any, int])
 
+    def is_untouched(self) -> bool:
+        """Return whether the dictionary holds the very objects that the step took from it."""
+        table = self.table
+        if self.is_whole and list(table) != list(self.values):
+            return False
+        return all(table.get(key, MISSING) is value for key, value in self.values.items())
+
     def difference(self, tensors: list[torch.Tensor]) -> Difference | None:
         """Return the first entry that differs; a tensor that took the place of another is put into `tensors`."""
         table = self.table
@@ -119,7 +127,10 @@ class Guards:
         for parameter in self._parameters:
             self._add_tensor(parameter, f"model.{names[parameter]}")
         self._add_modules(step, reads)
+        first_read = len(self._tables)
         self._add_reads(reads)
+        # Where attributes have no versions, their tables are looked into at each step.
+        self._unversioned = () if ATTRIBUTES_HAVE_VERSIONS else tuple(range(first_read, len(self._tables)))
         self._cell_numbers: dict[int, int] = {}
         for number, (cell, before) in enumerate(self._cells):
             if is_plain_dense(before):
@@ -175,7 +186,8 @@ class Guards:
 
     def _table_difference(self) -> Difference | None:
         volatile = list(map(dict_version, self._volatile))
-        if volatile != self._volatile_versions or not self._stable.match():
+        is_touched = any(not self._tables[number].is_untouched() for number in self._unversioned)
+        if is_touched or volatile != self._volatile_versions or not self._stable.match():
             difference = self._changed_table()
             if difference is not None:
                 return difference
@@ -188,7 +200,7 @@ class Guards:
         versions = [dict_version(guarded.table) for guarded in self._tables]
         tensors = list(self._tuple)
         changed = [i for i, pair in enumerate(zip(versions, self._versions, strict=True)) if pair[0] != pair[1]]
-        for number in changed:
+        for number in dict.fromkeys([*changed, *self._unversioned]):
             difference = self._tables[number].difference(tensors)
             if difference is not None:
                 return difference

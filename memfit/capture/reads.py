@@ -289,12 +289,20 @@ class Reads:
             self._seen[id(module)] = module
             self.modules.append((inner, module))
             self._add_object(module, inner)
+            self._copy_hooks(module, inner)
             for hooks in module_hooks(module):
                 for hook in hooks.values():
                     self._discover(hook, f"a hook of {inner}")
         for name, parameter in root.named_parameters():
             for hook in gradient_hooks(parameter).values():
                 self._discover(hook, f"a hook of {path}.{name}")
+
+    def _copy_hooks(self, module: torch.nn.Module, path: str) -> None:
+        """Copy the hooks of a module: a first forward may add some, and note in an attribute that it has."""
+        for name, hooks in module.__dict__.items():
+            if name in MODULE_NAMES and "hooks" in name and isinstance(hooks, dict):
+                entries = cast("dict[Any, Any]", hooks)
+                self.tables[id(entries)] = Table(f"{path}.{name}", entries, dict(entries), set())
 
     def _discover_class(self, cls: type) -> None:
         """Copy the values in a class of the user's, and look at its functions."""

@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import permutations
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -25,6 +26,13 @@ _CONTENT_BYTES = 1 << 20  # of a tensor from outside of the step: a draw is smal
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
 _LIFT = torch.ops.aten.lift_fresh.default  # of a tensor made from numbers: its result is new, its argument is not
+
+# Python asks a fake, whose class is a subclass, before a plain tensor: `plain < fake` becomes `fake > plain`.
+_MIRRORED = {
+    one: other
+    for pair in (("eq", "eq"), ("ne", "ne"), ("lt", "gt"), ("le", "ge"))
+    for one, other in permutations([getattr(torch.ops.aten, name).Tensor for name in pair])
+}
 
 # Calls that depend on whether tensors are fake, and compute nothing.
 _IDLE = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.set_.source_Storage)
@@ -89,7 +97,8 @@ class Stream:
     """Collects the calls of one run.
 
     Attributes:
-        own: the keys of the storages of parameters, buffers and batch, whose contents are not compared.
+        own: the keys of the storages of parameters, buffers and batch, whose contents are not compared; none are real
+            in a capture.
         calls: the calls so far.
         contents: the real tensors for which fakes stand, by the key of the fake's storage.
     """
@@ -113,6 +122,7 @@ class Stream:
         """
         if func in _IDLE or func.namespace in ("prim", "profiler") or _only_views(func, args, returned):
             return None
+        func, args = self._known_first(func, args)
         arguments = ((("number", _digest(args[0])),), {}) if func is _LIFT else self._described_arguments(args, kwargs)
         call = Dispatched(
             target=str(func),
@@ -123,6 +133,19 @@ class Stream:
         )
         self.calls.append(call)
         return call
+
+    def _known_first(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """Return a comparison with an operand from outside of the step as its second one; any other call as it is."""
+        if func not in _MIRRORED or self._is_known(args[0]) or not self._is_known(args[1]):
+            return func, args
+        return _MIRRORED[func], (args[1], args[0])
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is the step's own, or made in the step; in a capture those stand for no real one."""
+        key = self.key(tensor)
+        if not self.own:
+            return key not in self.contents
+        return key in self.own or (key in self._numbers and key not in self._outside)
 
     def key(self, tensor: torch.Tensor) -> int:
         """Return the key of a tensor's storage, which no other storage of this stream has, at any time."""

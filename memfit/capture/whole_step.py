@@ -41,6 +41,7 @@ from memfit.capture.step_check import check_not_distributed, require_training_co
 from memfit.capture.stream import Stream
 from memfit.capture.trace import Trace, TracedCall
 from memfit.capture.training_step import TrainingStep, plain
+from memfit.capture.under_modes import UnderModes, gradients_that_differ, is_looked_at
 from memfit.cost.observations import Corrections
 from memfit.errors import (
     CaptureError,
@@ -182,6 +183,8 @@ class _Recorder(TorchDispatchMode):
         if func is _aten._to_copy.default and kwargs.get("device") == _META and args[0].device != _META:
             # Forward-mode derivatives that are known to be zero have the device of the fakes' own metadata.
             kwargs = {**kwargs, "device": args[0].device}
+        if is_looked_at(func):
+            self.capture.under_modes.look_at(func, args, len(self.trace.calls), calling_line())
         if func is READS_A_NUMBER and not known_value(args[0]):
             returned = self._number(func, args)
         else:
@@ -266,6 +269,7 @@ class _WholeStepCapture:
         self.stream = Stream()
         self.leaves = tree_flatten(batch)[0]
         self.looks: list[Look] = []
+        self.under_modes = UnderModes()
         self.fake_of_storage: dict[int, torch.Tensor] = {}
         self.outputs: dict[str, Value] = {}
         self._modules = {module: name for name, module in step.model.named_modules()}
@@ -279,6 +283,7 @@ class _WholeStepCapture:
 
     def run(self) -> Captured:
         step = self.step
+        gradients_that_differ()  # which is found out outside of any mode
         check_not_distributed(step.model, "the step")
         if step.optimizer is not None:
             require_supported(step.optimizer)
@@ -310,6 +315,7 @@ class _WholeStepCapture:
                     self._require_gradients_found()
                     self._write_replaced(places)
                 self._collect_gradients(updates)
+                self.under_modes.require_read(self.trace.calls, {value.storage for value in self.outputs.values()})
         except DATA_DEPENDENT_ERRORS as error:
             line = user_line(error)
             raise GraphBreakError(
@@ -402,8 +408,7 @@ class _WholeStepCapture:
         return updates
 
     def _forward_and_backward(self, batch: Any, updates: dict[torch.Tensor, _Update]) -> None:
-        with self._no_backward():
-            loss = self.step.compute_loss(self.step.model, batch)
+        loss = self.step.compute_loss(self.step.model, batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(type(loss))
             raise CaptureError(f"loss returned {found}, expected a scalar tensor that depends on the parameters")
@@ -416,24 +421,6 @@ class _WholeStepCapture:
                     fake.register_post_accumulate_grad_hook(lambda done: self._update_one(done, updates[done]))
                 )
         self.step.scaled(loss).backward()
-
-    @contextmanager
-    def _no_backward(self) -> Iterator[None]:
-        """Refuse a backward pass inside the block that leaves gradients in `.grad`: the update would come twice."""
-
-        def refuse(_fake: torch.Tensor) -> None:
-            raise UnsupportedStepError(
-                "the loss function calls backward() itself; a step has one backward pass, which memfit makes: return "
-                "the sum of the losses, or use torch.autograd.grad for gradients that the loss is made of"
-            )
-
-        trained = [fake for fake in self._fakes.values() if fake.requires_grad and fake.is_leaf]
-        handles = [fake.register_post_accumulate_grad_hook(refuse) for fake in trained]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _require_gradients_found(self) -> None:
         """Refuse a gradient of a tensor that is not the model's: the planned step would not compute it.

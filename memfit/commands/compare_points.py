@@ -13,7 +13,7 @@ from memfit.errors import InvalidOptionError, InvalidTargetError, VerificationEr
 from memfit.graph import Graph
 from memfit.plan import Plan, Prediction, Problem, Result
 from memfit.planners import PLANNERS, make_planner
-from memfit.planners.dqn import DqnPlanner
+from memfit.planners.dqn.planner import DqnPlanner
 from memfit.planners.engine.bounds.bounds import least_budget_bound
 from memfit.planners.engine.results import predict, unplanned_schedule
 from memfit.planning import DEFAULT_PLANNER, Settings, TradeOff, budgets_between, make_problem

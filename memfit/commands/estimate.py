@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -12,17 +12,20 @@ from rich.text import Text
 
 from memfit.commands import options
 from memfit.commands.answer import Answer, columns_table, deliver, rows_table
-from memfit.commands.graph_with_costs import graph_with_costs
+from memfit.commands.graph_with_costs import Costed, graph_with_costs
 from memfit.commands.targets import resolve
-from memfit.commands.work import working
-from memfit.errors import InvalidOptionError, InvalidTargetError
+from memfit.commands.work import Work, working
+from memfit.errors import InvalidBudgetError, InvalidOptionError, InvalidTargetError
 from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.packing.strategies import STRATEGIES, ParallelBytes, parallel_bytes, strategy_bytes
 from memfit.plan import Problem
-from memfit.planners.engine.results import unplanned_schedule
+from memfit.planners.engine.results import unplanned_peak_bytes, unplanned_schedule
 from memfit.report.formatting import count_text, printable, share_text
 from memfit.report.live import Run, play
-from memfit.system.budget import format_bytes
+from memfit.system.budget import format_bytes, parse_budget
+
+if TYPE_CHECKING:
+    from memfit.runtime.freed_run import FreedRun
 
 EXAMPLES = """
 Examples:
@@ -32,6 +35,8 @@ memfit estimate resnet50 --set batch=256
 memfit estimate train.py:make_step --json
 
 memfit estimate gpt2 --forward-only --device-profile h100
+
+memfit estimate gpt2 --set batch=64 --seconds --within 8GiB
 
 memfit estimate inceptionv3 --forward-only --parallel-safe
 """
@@ -75,24 +80,61 @@ def estimate(
             help="Round sizes up as this device does (see `memfit devices`) instead of the one here.",
         ),
     ] = None,
+    seconds: Annotated[
+        bool,
+        typer.Option(
+            "--seconds",
+            help="Run the ops here, and estimate the step's seconds without its memory: what is big is freed as it "
+            "comes, and made anew before it is read.",
+        ),
+    ] = False,
+    within: Annotated[
+        str | None, typer.Option("--within", metavar="SIZE", help="What that run may take: 6GiB, or 60% of the peak.")
+    ] = None,
     as_json: options.Json = False,
 ) -> int:
     """Say how much memory TARGET needs unplanned, and which storages hold it. No op runs, no activation is allocated.
 
     The workspace of kernels, and the real bytes of what they return, are not known without running them: workspace is
-    left out unless TARGET is a graph file that has it, and bytes are those of fake tensors.
+    left out unless TARGET is a graph file that has it, and bytes are those of fake tensors. With --seconds ops run.
     """
     settings = options.read_settings(set_, "--set")
     strategies = _read_strategies(strategy)
+    _require_no_run_asked_in_vain(seconds, within, forward_only, device_profile)
     with working() as work:
-        graph, device, *_ = graph_with_costs(resolve(target, settings), device_profile, work, costs=False)
-        graph = forward_part(graph) if forward_only else graph
+        costed = graph_with_costs(resolve(target, settings), device_profile, work, costs=seconds)
+        timed = _freed_run(costed, within, work) if seconds else None
+        graph, device = forward_part(costed.graph) if forward_only else costed.graph, costed.device
         schedule = unplanned_schedule(Problem(graph=graph, device=device, budget_bytes=0))
         run = play(graph, schedule, device)
         work.stage("packing")
         needs = strategy_bytes(graph, schedule, device, strategies=strategies)
         parallel = parallel_bytes(graph, device) if parallel_safe else None
-    return deliver(_answer(target, run, needs, parallel), as_json=as_json)
+    return deliver(_answer(target, run, needs, parallel, timed), as_json=as_json)
+
+
+def _require_no_run_asked_in_vain(
+    seconds: bool, within: str | None, forward_only: bool, device_profile: str | None
+) -> None:
+    if within is not None and not seconds:
+        raise InvalidOptionError("--within is what the run of --seconds may take; give both")
+    for option, value in (("--forward-only", forward_only), ("--device-profile", device_profile)):
+        if seconds and value:
+            raise InvalidOptionError(f"--seconds runs the whole step on the device here; leave out {option}")
+
+
+def _freed_run(costed: Costed, within: str | None, work: Work) -> FreedRun:
+    if costed.step is None or costed.captured is None:
+        raise InvalidOptionError("--seconds runs ops, which a graph file does not have; name a workload or a script")
+    from memfit.runtime.freed_run import run_freed  # torch: other answers need none
+
+    whole_bytes = unplanned_peak_bytes(costed.graph, costed.device)
+    try:
+        within_bytes = None if within is None else parse_budget(within, whole_bytes)
+    except InvalidBudgetError as error:
+        raise InvalidBudgetError(f"--within: {error}") from error
+    work.stage("running the ops, freeing what is big")
+    return run_freed(costed.step, costed.captured, costed.graph, within_bytes=within_bytes, progress=work.done)
 
 
 def _read_strategies(names: list[str] | None) -> list[str]:
@@ -139,7 +181,9 @@ def _renumbered(op: Op, index: int, number: dict[int, int]) -> Op:
     )
 
 
-def _answer(target: str, run: Run, needs: dict[str, int], parallel: ParallelBytes | None) -> Answer:
+def _answer(
+    target: str, run: Run, needs: dict[str, int], parallel: ParallelBytes | None, timed: FreedRun | None
+) -> Answer:
     graph, position = run.graph, run.timeline.peak_position
     live = [graph.storages[storage] for storage in run.live_at(position)]
     layers = run.layers.items() if graph.ops else ()
@@ -156,6 +200,13 @@ def _answer(target: str, run: Run, needs: dict[str, int], parallel: ParallelByte
     }
     if parallel is not None:
         keys["parallel"] = {**parallel.needed_bytes, "series_dependences": parallel.series_dependences}
+    if timed is not None:
+        keys["seconds"] = {
+            "freed_run": timed.step_seconds,
+            "ops_one_by_one": sum(op.seconds for op in graph.ops),
+            "freed_run_peak_bytes": timed.peak_bytes,
+            "freed_bytes": timed.freed_bytes,
+        }
     return Answer(target=target, device=run.device.name, keys=keys, parts=_parts(run, keys, op))
 
 
@@ -168,6 +219,11 @@ def _parts(run: Run, keys: dict[str, Any], op: int | None) -> tuple[RenderableTy
     unknown = sum(o.workspace_bytes is None for o in run.graph.ops)
     if unknown:
         head["left out"] = f"workspace of {count_text(unknown, 'op')}, which is known only when they run"
+    if "seconds" in keys:
+        found = keys["seconds"]
+        took = format_bytes(found["freed_run_peak_bytes"])
+        head["step time"] = f"about {found['freed_run']:.3g} s, of a run that took {took}"
+        head["its ops alone"] = f"{found['ops_one_by_one']:.3g} s"
     for name, needed_bytes in keys["strategies"].items():
         head[_STRATEGY_ROWS[name]] = format_bytes(needed_bytes)
     roles = [(role, format_bytes(size), share_text(size, peak_bytes)) for role, size in keys["by_role"].items()]

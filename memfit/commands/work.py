@@ -129,8 +129,8 @@ def working() -> Generator[Work]:
     try:
         with progress:
             yield work
-    except (KeyboardInterrupt, MemfitError):
-        work.stop_if_interrupted()  # the error may only be that an interrupted planner had found no plan yet
+    except (KeyboardInterrupt, Exception):
+        work.stop_if_interrupted()  # an error after Ctrl-C comes of it: no plan was found yet, or no compilation ended
         raise
     finally:
         signal.signal(signal.SIGINT, previous)

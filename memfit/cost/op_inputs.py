@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,10 @@ class InputMaker:
         values = tuple(values_in((call.args, call.kwargs)))
         on_host = _storages_on_host(call)
         made = {
-            number: self._made(number, values, 0 if number in on_host else storages[number].bytes)
+            number: self.filled(
+                [value for value in values if value.storage == number],
+                0 if number in on_host else storages[number].bytes,
+            )
             for number in {v.storage for v in values}
         }
 
@@ -49,34 +52,48 @@ class InputMaker:
         kwargs = {name: _copied_generator(argument) for name, argument in call.kwargs.items()}
         return map_values(call.args, tensor), map_values(kwargs, tensor)
 
-    def _made(self, number: int, values: tuple[Value, ...], size_bytes: int) -> torch.Tensor:
-        """Return storage `number` as one flat tensor: noise, or zeros if any Value reads it as whole numbers."""
-        seen = [value for value in values if value.storage == number]
-        needed_bytes = max(_reach_bytes(value) for value in seen)
+    def filled(self, values: Sequence[Value], size_bytes: int) -> torch.Tensor:
+        """Return one storage as a flat tensor of bytes: noise, or zeros if any Value reads it as whole numbers.
+
+        Args:
+            values: all views of the storage.
+            size_bytes: of the storage in the graph.
+        """
+        needed_bytes = max(_reach_bytes(value) for value in values)
         # a graph counts the bytes of its own device: a storage of 0 bytes that has elements lives on the host
         device = self._device if size_bytes >= needed_bytes else torch.device("cpu")
         raw = torch.empty(max(size_bytes, needed_bytes), dtype=torch.uint8, device=device)
-        dtype = seen[0].dtype
-        if not all(value.dtype.is_floating_point or value.dtype.is_complex for value in seen):
+        dtype = values[0].dtype
+        if not all(holds_noise(value) for value in values):
             return raw.zero_()
         whole = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         self._fill(whole)
         return raw
 
     def _fill(self, tensor: torch.Tensor) -> None:
-        pattern = self._pattern(tensor.dtype, tensor.device)
+        pattern = self.pattern(tensor.dtype, tensor.device)
         rows = tensor.numel() // _PATTERN_ELEMENTS
         tensor[: rows * _PATTERN_ELEMENTS].view(rows, _PATTERN_ELEMENTS).copy_(pattern)
         rest = tensor[rows * _PATTERN_ELEMENTS :]
         rest.copy_(pattern[: rest.numel()])
 
-    def _pattern(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return the noise that is repeated in storages: drawing all of it anew would take longer than the ops."""
+    def pattern(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the noise that is repeated in storages: drawing all of it anew would take longer than the ops.
+
+        Args:
+            dtype: floating-point or complex.
+            device: that holds it.
+        """
         if (dtype, device) not in self._patterns:
             generator = torch.Generator().manual_seed(_SEED)
             noise = torch.empty(_PATTERN_ELEMENTS).uniform_(_LEAST, _MOST, generator=generator)
             self._patterns[dtype, device] = noise.to(dtype=dtype, device=device)
         return self._patterns[dtype, device]
+
+
+def holds_noise(value: Value) -> bool:
+    """Return whether a Value reads its storage as floating-point or complex numbers."""
+    return value.dtype.is_floating_point or value.dtype.is_complex
 
 
 def _copied_generator(argument: Any) -> Any:

@@ -77,54 +77,66 @@ def _fail_overlap(blocks: Blocks, layout: Layout, tops: NDArray[np.int64], first
     )
 
 
-def _events(blocks: Blocks) -> NDArray[np.int64]:
-    """Return int64[2n], sorted by step: i is the start of block i, `~i` its end. In a step, ends precede starts."""
-    count = len(blocks)
-    times = np.concatenate([blocks.ends, blocks.starts])
-    numbers = np.arange(count, dtype=np.int64)
-    return np.concatenate([~numbers, numbers])[np.argsort(times, kind="stable")]
+def _in_order(values: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Return the numbers of the blocks, sorted by a value of each; there are fewer than 2^31 blocks."""
+    return np.argsort(values, kind="stable").astype(np.int32)
 
 
 def _most_live_bytes(blocks: Blocks) -> int:
-    events = _events(blocks)
-    sizes = blocks.sizes_bytes
-    return int(np.cumsum(np.where(events < 0, -sizes[~events], sizes[events])).max(initial=0)) if len(events) else 0
+    by_start, by_end = _in_order(blocks.starts), _in_order(blocks.ends)
+    return int(_most_live(by_start, by_end, blocks.starts, blocks.ends, blocks.sizes_bytes))
 
 
 def _first_overlap(blocks: Blocks, offsets: NDArray[np.int64], tops: NDArray[np.int64]) -> tuple[int, int] | None:
     count = len(blocks)
     if count < 2:
         return None
-    by_offset = np.argsort(offsets, kind="stable")
-    ranks = np.empty(count, np.int64)
-    ranks[by_offset] = np.arange(count)
+    by_offset = _in_order(offsets)
+    ranks = np.empty(count, np.int32)
+    ranks[by_offset] = np.arange(count, dtype=np.int32)
     leaves = 1 << (count - 1).bit_length()
     live = np.zeros(2 * leaves, np.bool_)
-    first, second = _sweep(_events(blocks), ranks, by_offset, offsets, tops, live)
+    by_start, by_end = _in_order(blocks.starts), _in_order(blocks.ends)
+    first, second = _sweep(by_start, by_end, blocks.starts, blocks.ends, ranks, by_offset, offsets, tops, live)
     return None if first == _NONE else (int(first), int(second))
 
 
 @numba.njit(cache=True, nogil=True)  # pyright: ignore
-def _sweep(events: Any, ranks: Any, by_offset: Any, offsets: Any, tops: Any, live: Any) -> tuple[int, int]:
+def _most_live(by_start: Any, by_end: Any, starts: Any, ends: Any, sizes: Any) -> int:
+    """Return the most bytes that are live in a step; what ends there is gone before anything starts."""
+    bytes_now, most, ended = 0, 0, 0
+    for block in by_start:
+        while ends[by_end[ended]] <= starts[block]:
+            bytes_now -= sizes[by_end[ended]]
+            ended += 1
+        bytes_now += sizes[block]
+        most = max(most, bytes_now)
+    return most
+
+
+@numba.njit(cache=True, nogil=True)  # pyright: ignore
+def _sweep(
+    by_start: Any, by_end: Any, starts: Any, ends: Any, ranks: Any, by_offset: Any, offsets: Any, tops: Any, live: Any
+) -> tuple[int, int]:
     """Return the first two blocks that are live together and overlap, or (-1, -1).
 
     `live[leaves + r]` says whether the block of rank r is live, `live[k]` whether anything below node k is.
     """
-    leaves = len(live) // 2
-    for event in events:
-        if event < 0:
-            node = leaves + ranks[~event]
+    leaves, ended = len(live) // 2, 0
+    for block in by_start:
+        while ends[by_end[ended]] <= starts[block]:
+            node = leaves + ranks[by_end[ended]]
+            ended += 1
             live[node] = False
             while node > 1 and not live[node ^ 1]:
                 node //= 2
                 live[node] = False
-            continue
-        node = leaves + ranks[event]
+        node = leaves + ranks[block]
         below, above = _neighbour(live, node, 1), _neighbour(live, node, 0)
-        if below >= 0 and tops[by_offset[below]] > offsets[event]:
-            return by_offset[below], event
-        if above >= 0 and offsets[by_offset[above]] < tops[event]:
-            return by_offset[above], event
+        if below >= 0 and tops[by_offset[below]] > offsets[block]:
+            return by_offset[below], block
+        if above >= 0 and offsets[by_offset[above]] < tops[block]:
+            return by_offset[above], block
         while node >= 1 and not live[node]:
             live[node] = True
             node //= 2

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from memfit.packing.blocks import Blocks, Layout, PackingProblem
+import numpy as np
+from numpy.typing import NDArray
+
+from memfit.packing.blocks import Blocks, Layout, PackingProblem, PackingProgress, make_layout
 from memfit.packing.exact.exact import MOST_BLOCKS, exact_steps
 from memfit.packing.fitting import fit_in_order, make_shelf
 from memfit.packing.improve.beam import beam_steps
@@ -25,6 +28,8 @@ _BEAM_LATER = 100_000  # for each block: what is easy, exact has found by then
 _EXACT_LATER = 10_000  # for each block: trees of many blocks take a while to build
 _EJECTION_LATER = 15_000  # for each block: after the tight ones among many have been packed, and the others around them
 _LOCAL_LATER = 30_000  # for each block: of so many blocks ejection finds more than the others
+_MOST_AT_ONCE = 1 << 20  # blocks; of more, time is cut into stretches, so that ten million take less than 1 GB
+_STRETCH = 1 << 19  # blocks that start in one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +38,8 @@ class Portfolio:
 
     Which searches take part depends on the number of blocks; `memfit.packing.parts.Parts` lists them. The answer is
     never worse than that of any part that has had a turn. The search stops at the lower bound.
+
+    Of more than a million blocks, a million at a time are placed by first fit, in the order of their starts.
     """
 
     name: ClassVar[str] = "auto"
@@ -49,6 +56,8 @@ class Portfolio:
 
     def pack(self, problem: PackingProblem) -> Layout:
         """Return the best layout found by any part until it is proven, the work is done, or time is up."""
+        if len(problem.blocks) > _MOST_AT_ONCE:
+            return _pack_stretches(problem, self.name)
         best, sections = Best(problem), sections_of(problem.blocks)
         searches = _searches(problem, sections, best, parts_without(self.name, self.without))
         return search(problem, best, searches, self.name, most_work=self.work or None)
@@ -82,3 +91,47 @@ def _quick_steps(blocks: Blocks, sections: Sections, best: Best, parts: Parts) -
     if parts.best_fit:
         best.offer(fill_lines(blocks, sections), BestFit.name)
         yield work
+
+
+def _pack_stretches(problem: PackingProblem, packer: str) -> Layout:
+    """Return the layout by first fit of one stretch after the other, around what is still live from those before."""
+    blocks, started = problem.blocks, problem.clock()
+    bound_bytes, height_bytes = blocks.lower_bound_bytes, 0  # the bound first: it takes most memory
+    order = np.argsort(blocks.starts, kind="stable").astype(np.int32)
+    offsets, live = np.zeros(len(blocks), np.int64), order[:0]
+    for place in range(0, len(blocks), _STRETCH):
+        begin = int(blocks.starts[order[place]])
+        live = live[blocks.ends[live] > begin]
+        members = np.concatenate([live, order[place : place + _STRETCH]])
+        offsets[members] = _fit_stretch(blocks, members, offsets[live], begin)
+        live = members
+        height_bytes = max(height_bytes, int((offsets[members] + blocks.sizes_bytes[members]).max()))
+        problem.progress(
+            PackingProgress(seconds=problem.clock() - started, height_bytes=height_bytes, packer=FirstFit.name)
+        )
+    return make_layout(blocks, offsets, packer=packer, proven=height_bytes <= bound_bytes)
+
+
+def _fit_stretch(
+    blocks: Blocks, members: NDArray[np.int32], fixed_bytes: NDArray[np.int64], begin: int
+) -> NDArray[np.int64]:
+    """Return the offsets of some blocks by first fit.
+
+    Args:
+        blocks: all.
+        members: the numbers of those that are live in the stretch.
+        fixed_bytes: the offsets of the first of them, which are placed already.
+        begin: the step that the stretch begins with.
+    """
+    part = Blocks(
+        ids=members,
+        sizes_bytes=blocks.sizes_bytes[members],
+        starts=np.maximum(blocks.starts[members], begin),
+        ends=blocks.ends[members],
+        alignment_bytes=blocks.alignment_bytes,
+    )
+    fixed = np.full(len(members), -1, np.int64)
+    fixed[: len(fixed_bytes)] = fixed_bytes
+    sections = sections_of(part)
+    order = first_order(part, sections, before=np.arange(len(fixed_bytes)))
+    return fit_in_order(make_shelf(part, sections, fixed), order)

@@ -100,22 +100,41 @@ def _read_columns(path: Path | str) -> tuple[dict[str, str], dict[str, NDArray[A
     pieces = _whole_lines(read_chunks(Path(path)))
     first = next(pieces, b"").removeprefix(b"\xef\xbb\xbf")
     columns, names = _read_header(path, first)
-    ids: list[NDArray[np.int64] | list[str]] = []
-    parts: dict[str, list[NDArray[np.int64]]] = {column: [] for column in columns if column != "id"}
+    grown = [_Grown() for _ in columns]
+    texts: dict[int, list[str]] = {}  # row that a piece begins with -> its ids, where one of them is a text
     at, before = columns.index("id"), 0
     for lines in chain([first.partition(b"\n")[2]], pieces):
         content = b"\n" + lines
         rows = _read_rows(path, content, names, before)
-        ids.append(rows.numbers[:, at].copy())
         if (rows.numbers[:, at] < 0).any():
-            ids[-1] = _texts(path, names[at], content, rows.begins[:, at], rows.stops[:, at], before)
-        for column, part in parts.items():
-            part.append(rows.numbers[:, columns.index(column)].copy())
+            texts[before] = _texts(path, names[at], content, rows.begins[:, at], rows.stops[:, at], before)
+        for number, column in enumerate(grown):
+            column.add(rows.numbers[:, number])
         before += len(rows.numbers)
     if before == 0:
         _fail(path, 2, "id", "there is no block below the header, expected one or more")
-    values = {"id": _joined(ids)} | {column: np.concatenate(parts.pop(column)) for column in tuple(parts)}
+    values: dict[str, NDArray[Any]] = {name: column.whole() for name, column in zip(columns, grown, strict=True)}
+    if texts:
+        values["id"] = _with_texts(values["id"], texts)
     return dict(zip(columns, names, strict=True)), values
+
+
+class _Grown:
+    """A column that grows where it lies: pieces that are joined at the end would take its memory twice."""
+
+    def __init__(self) -> None:
+        self._values, self._count = np.empty(0, np.int64), 0
+
+    def add(self, more: NDArray[np.int64]) -> None:
+        count = self._count + len(more)
+        if count > len(self._values):
+            self._values.resize(max(count, len(self._values) * 9 // 8), refcheck=False)
+        self._values[self._count : count] = more
+        self._count = count
+
+    def whole(self) -> NDArray[np.int64]:
+        self._values.resize(self._count, refcheck=False)
+        return self._values
 
 
 def _whole_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -132,12 +151,16 @@ def _whole_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
         yield rest + b"\n"
 
 
-def _joined(ids: Sequence[NDArray[np.int64] | list[str]]) -> NDArray[Any]:
-    """Return the ids of all pieces: numbers, or if one is a text, texts."""
-    numbers = [part for part in ids if not isinstance(part, list)]
-    if len(numbers) == len(ids):
-        return np.concatenate(numbers)
-    texts = [text for part in ids for text in (part if isinstance(part, list) else map(str, part.tolist()))]
+def _with_texts(ids: NDArray[np.int64], pieces: Mapping[int, Sequence[str]]) -> NDArray[Any]:
+    """Return the ids as texts.
+
+    Args:
+        ids: those that are numbers.
+        pieces: row -> the texts of a piece that begins there.
+    """
+    texts: list[str] = [str(number) for number in ids.tolist()]
+    for row, piece in pieces.items():
+        texts[row : row + len(piece)] = piece
     widest_bytes = 4 * len(texts) * max(map(len, texts))
     return np.array(texts, dtype=object if widest_bytes > _WIDEST_BYTES else None)
 

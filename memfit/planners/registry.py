@@ -15,7 +15,7 @@ from typing import ClassVar
 from memfit.errors import InvalidOptionError
 from memfit.plan import Problem, Result
 from memfit.planners.auto import AutoPlanner
-from memfit.planners.dqn import DqnPlanner
+from memfit.planners.dqn.planner import DqnPlanner
 from memfit.planners.engine.results import Searched
 from memfit.planners.engine.retention.decisions import Retention
 from memfit.planners.mirror import Mirror, MirrorPlan, read_mirrors, with_mirrors

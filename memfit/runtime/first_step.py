@@ -9,7 +9,7 @@ import torch
 
 from memfit.plan import Plan
 from memfit.system.budget import format_bytes
-from memfit.system.recorder import empty_cache, record
+from memfit.system.recorder import empty_cache, record, watch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,20 +44,21 @@ def measured_step(
 ) -> tuple[torch.Tensor, int]:
     """Run a step; return its loss and the bytes that it took of `device`.
 
-    On CUDA the bytes that the caching allocator held count, with the blocks that no storage fitted into. With an arena
-    the whole arena counts.
+    On CUDA the bytes that the caching allocator held in a first step count, with the blocks that no storage fitted
+    into. Of a later step only what was allocated does, for the blocks may be those of an evaluation in between. With an
+    arena the whole arena counts.
 
     Args:
         run: runs the step.
         device: the device that the step runs on.
         bytes_before: the bytes of the step that are on the device already: residents, and an arena.
-        is_first: whether memory that the allocator holds unused is returned before.
+        is_first: whether the step is the first of its kind; memory that the allocator holds unused is returned before.
     """
     if is_first:
         empty_cache(device)
-    with record(device) as usage:
+    with record(device) if is_first else watch(device) as usage:
         loss = run()
-    return loss, bytes_before + usage.taken_bytes
+    return loss, bytes_before + (usage.taken_bytes if is_first else usage.peak_bytes)
 
 
 def needed_correction(plan: Plan, budget_bytes: int, measured_bytes: int) -> Correction | None:

@@ -11,6 +11,7 @@ import torch
 from memfit.capture import TrainingStep
 from memfit.capture.joint import BetweenHalves, JointCapture
 from memfit.capture.placement import step_device
+from memfit.capture.step_check import require_training_context
 from memfit.errors import (
     CaptureError,
     GraphBreakError,
@@ -165,7 +166,12 @@ class PartlyPlannedStep(Uncopied):
         return 0
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        """Run one step on `batch`; return the loss, detached."""
+        """Run one step on `batch`; return the loss, detached.
+
+        Raises:
+            UnsupportedStepError: the call is inside torch.no_grad or torch.autocast.
+        """
+        require_training_context("the step was called")
         seen = self._run(batch)
         if seen.is_new:
             try:

@@ -80,7 +80,7 @@ def make_step_program(
     assert names[0] == "loss", names
     return StepProgram(
         prepared=prepared,
-        fetchers=_fetchers(step.model, captured, half.takes),
+        fetchers=fetchers(step.model, captured, half.takes),
         gradients=tuple(name.removeprefix(_GRADIENT) for name in names[1:]),
     )
 
@@ -127,7 +127,7 @@ def set_gradients(gradients: Mapping[str, torch.Tensor], parameters: Mapping[str
             parameters[name].grad = gradient.data  # no view, as eager's is none
 
 
-def _fetchers(model: torch.nn.Module, captured: Captured, takes: Sequence[int]) -> tuple[Fetch, ...]:
+def fetchers(model: torch.nn.Module, captured: Captured, takes: Sequence[int]) -> tuple[Fetch, ...]:
     """Return a function for each storage that a program takes.
 
     Parameters, buffers and the tensors that guards hold are found anew at every step: load_state_dict, `.to` and user

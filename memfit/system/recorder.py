@@ -53,11 +53,7 @@ class Usage:
     @property
     def taken_bytes(self) -> int:
         """The most bytes taken from the device, above those live at the start: the peak, and on CUDA also the unused
-            parts of the allocator's blocks.
-
-        Args:
-            size_bytes: of the storage, 0 or more.
-            device: rounds it up to a multiple of its alignment.
+        parts of the allocator's blocks.
         """
         held_bytes = 0 if self.reserved_bytes is None else self.reserved_bytes - self.start_bytes
         return max(self.peak_bytes, held_bytes)
@@ -85,14 +81,29 @@ def record(device: torch.device | str) -> AbstractContextManager[Usage]:
     return _Record(_instrument_of(torch.device(device)))
 
 
+def watch(device: torch.device) -> AbstractContextManager[Usage]:
+    """Record as `record` does, without setting torch's own statistics back, which a training loop may print.
+
+    On CUDA the peak of a block that stays below an earlier peak of the process is not seen, and reads as 0 bytes.
+
+    Args:
+        device: a CPU or CUDA device.
+
+    Raises:
+        InvalidDeviceError: neither a CPU nor a CUDA device at hand.
+    """
+    instrument = _instrument_of(device)
+    return _CudaWatch(instrument) if isinstance(instrument, _Cuda) else _Record(instrument)
+
+
 def records_at_once(device: torch.device) -> bool:
-    """Return whether a record can be opened on `device` now, and costs microseconds: each step can then be recorded.
+    """Return whether `device` can be recorded now in microseconds: each step can then be watched.
 
     >>> records_at_once(torch.device("meta"))
     False
     """
     instrument = _instruments.get(device)
-    return isinstance(instrument, _Wrapper) and instrument.counts()
+    return instrument is not None and instrument.is_quick()
 
 
 def allocated_bytes(device: torch.device | str) -> int:
@@ -117,6 +128,10 @@ def taken_bytes(size_bytes: int, device: torch.device) -> int:
 
     >>> taken_bytes(40, torch.device("cpu")), taken_bytes(40, torch.device("cuda", 0))
     (64, 512)
+
+    Args:
+        size_bytes: of the storage, 0 or more.
+        device: rounds it up to a multiple of its alignment.
     """
     alignment_bytes = CUDA_ALIGNMENT_BYTES if device.type == "cuda" else CPU_ALIGNMENT_BYTES
     return -(-size_bytes // alignment_bytes) * alignment_bytes
@@ -148,6 +163,25 @@ class _Record:
         self._instrument.close(self._usage, self._token)
 
 
+class _CudaWatch:
+    """The `with` block of `watch` on CUDA."""
+
+    __slots__ = ("_instrument", "_peak_bytes", "_usage")
+
+    def __init__(self, instrument: _Cuda) -> None:
+        self._instrument = instrument
+
+    def __enter__(self) -> Usage:
+        live_bytes, self._peak_bytes = self._instrument.so_far()
+        self._usage = Usage(source=self._instrument.source, start_bytes=live_bytes)
+        return self._usage
+
+    def __exit__(self, *raised: object) -> None:
+        usage = self._usage
+        usage.end_bytes, peak_bytes = self._instrument.so_far()
+        usage.peak_bytes = peak_bytes - usage.start_bytes if peak_bytes > self._peak_bytes else 0
+
+
 class Instrument(ABC):
     """Counts the bytes of a device; `source` is its name in a record's Usage."""
 
@@ -164,6 +198,10 @@ class Instrument(ABC):
     @abstractmethod
     def live_bytes(self) -> int:
         """Return the bytes that are live now."""
+
+    def is_quick(self) -> bool:
+        """Return whether a record can be opened now, and costs microseconds."""
+        return True
 
     def empty_cache(self) -> None:  # noqa: B027 - an allocator may hold none
         """Return memory that the allocator holds unused; torch's allocator on a CPU holds none."""
@@ -208,7 +246,7 @@ class _Wrapper(Instrument):
     def live_bytes(self) -> int:
         return self._live_bytes()
 
-    def counts(self) -> bool:
+    def is_quick(self) -> bool:
         """Return whether no other allocator stands in front of this one."""
         return bool(self._counts())
 
@@ -262,6 +300,11 @@ class _Cuda(Segmented):
         peak = torch.cuda.max_memory_allocated(self.device)
         return self.live_bytes(), peak, torch.cuda.max_memory_reserved(self.device)
 
+    def so_far(self) -> tuple[int, int]:
+        """Return the bytes that are live now, and the most that torch's statistics have seen."""
+        allocated = torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
+        return allocated["current"], allocated["peak"]
+
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
 
@@ -291,6 +334,9 @@ class _Profiler(Segmented):
                 peak = max(peak, self.live)
             self.profiler = None
         return self.live, peak, None
+
+    def is_quick(self) -> bool:
+        return False
 
     def live_bytes(self) -> int:
         raise MemfitError(f"the bytes live on the CPU are not known: {self.source}")

@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
@@ -21,6 +22,8 @@ from memfit.errors import InvalidDeviceError, InvalidOptionError, MemfitError
 from memfit.packing import make_packer
 from memfit.runtime.arena.layout import ArenaPlan, make_arena_plan
 from memfit.runtime.arena.library import ArenaLibrary, ArenaUnavailableError, Counts, load_arena_library
+from memfit.runtime.arena.spilling import Spilling
+from memfit.system.spill_file import parse_host_dir
 from memfit.torch_private import tree_flatten
 
 ALIGNMENT_BYTES = {"cpu": 64, "cuda": 512}
@@ -45,6 +48,8 @@ def arena(
     packer: str = "auto",
     time_limit_seconds: float = DEFAULT_SOLVER_SECONDS,
     seed: int = 0,
+    spill: bool = False,
+    host_dir: Path | str | None = None,
 ) -> Arena:
     """Return an arena for a step that is called once for each batch.
 
@@ -75,15 +80,27 @@ def arena(
         time_limit_seconds: how long the packer may search after the first step. It may search for less after later
             ones.
         seed: of all that is random in the packer.
+        spill: whether a step that is recorded keeps what autograd saves elsewhere, for steps that only fit once their
+            memory is packed: a CPU's in files, CUDA's in the host's memory. That step is slower; its recording and its
+            results are the same.
+        host_dir: the directory of these files; by default the system's temporary one.
 
     Raises:
         ArenaUnavailableError: there is no C++ compiler, or torch's allocator cannot be replaced.
-        InvalidDeviceError, InvalidOptionError: no such device, packer or limit.
+        InvalidDeviceError, InvalidOptionError: no such device, packer, limit or directory.
 
     Guarantees: results have the same bits as without an arena. Two live tensors never overlap, whatever the step does:
     a request whose address is still taken, an unexpected request, and requests of other threads get ordinary memory.
     """
-    return Arena(step, device=device, packer=packer, time_limit_seconds=time_limit_seconds, seed=seed)
+    return Arena(
+        step,
+        device=device,
+        packer=packer,
+        time_limit_seconds=time_limit_seconds,
+        seed=seed,
+        spill=spill,
+        host_dir=host_dir,
+    )
 
 
 class Arena:
@@ -105,15 +122,21 @@ class Arena:
         packer: str = "auto",
         time_limit_seconds: float = DEFAULT_SOLVER_SECONDS,
         seed: int = 0,
+        spill: bool = False,
+        host_dir: Path | str | None = None,
     ) -> None:
         make_packer(packer)
         if not time_limit_seconds > 0:
             raise InvalidOptionError(f"time_limit_seconds is {time_limit_seconds}, expected more than 0")
+        if host_dir is not None and not spill:
+            raise InvalidOptionError(f"host_dir is {str(host_dir)!r} and spill is False, so that nothing goes there")
         self.device = torch.device(device)
         self._library = _library_for(self.device)
         self._handle: int | None = self._library.create()
         self._call = step
         self._packer, self._time_limit_seconds, self._seed = packer, time_limit_seconds, seed
+        self._spills, self._host_dir = spill, parse_host_dir(host_dir)
+        self._spilling: Spilling | None = None
         self._plans: OrderedDict[Hashable, _Numbered] = OrderedDict()
         self._next_number = 0
         self._height_bytes = self._slab_bytes = 0
@@ -253,12 +276,18 @@ class Arena:
                 self._plans.move_to_end(key)
                 self._settle(handle)
             self._library.begin_step(handle, None if numbered is None else numbered.number)
+            if numbered is None and self._spills:
+                self._spilling = Spilling(self._library, self.device, self._host_dir)
+                self._spilling.__enter__()
             on_error.pop_all()  # begun: `_end` releases the lock
         self._key, self._runs = key, True
 
     def _end(self, completed: bool) -> None:
         handle = self._require_open()
         was_interrupted, self._interrupted = self._interrupted, False
+        if self._spilling is not None:
+            self._spilling.__exit__(None, None, None)
+            self._spilling = None
         counts, requests = self._library.end_step(handle)
         self._runs = False
         _step_runs.release()

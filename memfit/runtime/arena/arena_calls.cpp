@@ -93,6 +93,7 @@ int memfit_arena_begin_step(void* handle, int64_t plan_id, uintptr_t origin) {
   now.plan = plan;
   now.on_track = true;
   now.alive_in_slab = 0;
+  now.again = memfit::kNoNumber;
   now.other_threads = 0;
   arena->counts = memfit::Counts{};
   arena->seen_bytes.clear();
@@ -128,6 +129,29 @@ void memfit_arena_seen(void* handle, int64_t* bytes, int64_t* ends) {
   auto* arena = static_cast<memfit::Arena*>(handle);
   std::copy(arena->seen_bytes.begin(), arena->seen_bytes.end(), bytes);
   std::copy(arena->seen_ends.begin(), arena->seen_ends.end(), ends);
+}
+
+// The number of the request of the running step that a pointer answered, or -1.
+int64_t memfit_arena_number(void* pointer) {
+  memfit::State& now = memfit::state();
+  std::lock_guard<std::mutex> guard(now.mutex);
+  const memfit::Entry* entry = now.running == nullptr ? nullptr : now.table.find(pointer);
+  return entry == nullptr || entry->step != now.step ? memfit::kNoNumber : entry->number;
+}
+
+// The next request is no new one: it brings the memory of an earlier one back.
+void memfit_arena_again(int64_t number) {
+  std::lock_guard<std::mutex> guard(memfit::state().mutex);
+  memfit::state().again = number;
+}
+
+// A request whose memory was given up before is over only now.
+void memfit_arena_ended(int64_t number) {
+  memfit::State& now = memfit::state();
+  std::lock_guard<std::mutex> guard(now.mutex);
+  if (now.running != nullptr && now.running->seen_ends[number] != memfit::kAlive) {
+    now.running->seen_ends[number] = static_cast<int64_t>(now.running->seen_bytes.size());
+  }
 }
 
 void memfit_arena_interrupt() {

@@ -26,6 +26,7 @@ void discard(char* begin, char* end);  // of a slab that stays: nobody will read
 
 constexpr int64_t kAlive = -1;
 constexpr int64_t kOutlivesStep = -1;
+constexpr int64_t kNoNumber = -1;
 constexpr size_t kFirstTableSize = 1024;  // a power of two
 
 struct Slab {
@@ -62,15 +63,21 @@ class Table {
     ++count_;
   }
 
-  bool take(void* pointer, Entry* found) {
+  const Entry* find(void* pointer) const {
     size_t at = place_of(pointer);
-    while (places_[at].pointer != pointer) {
-      if (places_[at].pointer == nullptr) {
-        return false;
-      }
+    while (places_[at].pointer != pointer && places_[at].pointer != nullptr) {
       at = next(at);
     }
-    *found = places_[at];
+    return places_[at].pointer == nullptr ? nullptr : &places_[at];
+  }
+
+  bool take(void* pointer, Entry* found) {
+    const Entry* there = find(pointer);
+    if (there == nullptr) {
+      return false;
+    }
+    *found = *there;
+    const auto at = static_cast<size_t>(there - places_.data());
     close(at);
     --count_;
     return true;
@@ -158,6 +165,7 @@ struct State {
   const Plan* plan = nullptr;
   bool on_track = true;         // every request so far was exactly as expected
   int64_t alive_in_slab = 0;    // of the blocks of this step
+  int64_t again = kNoNumber;    // the request whose memory was spilled, and that the next request stands for
   uint64_t step = 0;
   std::vector<uint64_t> taken;  // a bit for each segment of the plan
   std::atomic<uintptr_t> origin{0};  // the thread or stream that is served; 0: none is
@@ -223,6 +231,10 @@ inline Verdict request(int64_t bytes, void** pointer, int64_t* number) {
   Arena* arena = now.running;
   if (arena == nullptr || now.origin.load(std::memory_order_relaxed) == 0) {
     return Verdict::kOrdinary;
+  }
+  if (now.again != kNoNumber) {
+    *number = std::exchange(now.again, kNoNumber);
+    return Verdict::kTracked;
   }
   *number = static_cast<int64_t>(arena->seen_bytes.size());
   arena->seen_bytes.push_back(bytes);

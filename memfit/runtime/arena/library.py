@@ -99,6 +99,9 @@ class ArenaLibrary:
             "memfit_arena_live_blocks": ([handle], number),
             "memfit_arena_owns": ([handle, handle], ctypes.c_int),
             "memfit_arena_seen": ([handle, numbers, numbers], None),
+            "memfit_arena_number": ([handle], number),
+            "memfit_arena_again": ([number], None),
+            "memfit_arena_ended": ([number], None),
             "memfit_arena_interrupt": ([], None),
             "memfit_arena_resume": ([], None),
             f"{prefix}_end_step": ([handle, numbers], number),
@@ -123,6 +126,9 @@ class ArenaLibrary:
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, result
         self._end_step = getattr(library, f"{prefix}_end_step")
+        self.number = library.memfit_arena_number
+        self.again = library.memfit_arena_again
+        self.ended = library.memfit_arena_ended
         self.interrupt = library.memfit_arena_interrupt
         self.resume = library.memfit_arena_resume
 

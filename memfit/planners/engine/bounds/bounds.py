@@ -11,12 +11,16 @@ less p times the room for K. The maximum over prices, at any t, is a bound.
 Copies on the host. Let H be the storages that are not on the device at that time and return from the host later: a
 storage that is needed later is in K, in H, or written by an op of R. All of H is on the host then, within the host's
 budget. Its copies to the host have ended (else the storages could not have been dropped), and those back have not
-started (else the storages would be on the device). So the link was busy for the bytes of H in one direction before, and
-will be busy for them in the other. Both fit into the step's seconds T. H has therefore at most
-a(T) = min(host budget, T / (seconds to the host + seconds back, of a byte)) bytes. With that much more room for K and H
-together, the proof above gives T >= once + f(a(T)), where f falls with the room and a grows with T. For any guess g,
-then, T is at least g, or else at least once + f(a(g)): the best guess is found by bisection. Bytes on the host are not
-aligned; all storages are therefore counted with their exact bytes, which is no more.
+started (else the storages would be on the device). So the link was busy for the bytes of H in one direction before the
+time, and will be busy for them in the other after it. Say that the step takes x seconds beyond computing each op once.
+Descendants, t itself, and R are computed after the time, so that at most N + x - sec(R) seconds are before it, where N
+are the seconds of all ops but t and its descendants. Ancestors are computed before, so that at most M + x are after it,
+where M are the seconds of all ops but the ancestors. Both together take the whole step. With rates r in the two
+directions, H has therefore at most a = min(host budget, r1 (N + x - sec(R)), r2 (M + x), (once + x) / (1 / r1 + 1 /
+r2)) bytes. With that much more room for K and H together, the proof above gives sec(R) >= f(a). A guess g at x is too
+low if g < f(a) for the a that g allows; f(a) may then take the place of sec(R) in a, which falls, until nothing
+changes. The greatest guess that is too low is found by bisection. Bytes on the host are not aligned; all storages are
+therefore counted with their exact bytes, which is no more.
 """
 
 from __future__ import annotations
@@ -33,13 +37,13 @@ from memfit.graph import Graph, Op, Phase
 from memfit.plan import Bounds, Problem
 from memfit.planners.engine.bounds.computed_once import least_beside_computed_once
 from memfit.planners.engine.bounds.last_large_op import least_at_last_large_op
-from memfit.planners.engine.bounds.minimum_cuts import NO_BOUND, Bound, Cuts
+from memfit.planners.engine.bounds.minimum_cuts import NO_BOUND, Bound, Cuts, OpCuts
 from memfit.planners.engine.parts import ALL_PARTS, Parts
 from memfit.planners.engine.tables import Integers
 
 _LEAST_GRID, _MOST_GRID, _HALVINGS = 9, 65, 4  # ops tried at first, evenly; then between the best and its neighbours
 _GUESSES = 8  # at the seconds of a step with copies on the host
-_MOST_TIMES = 16  # that seconds of computing each op once are guessed
+_ROUNDS = 3  # of putting the seconds of recomputation into the bytes on the host
 _NEAR_BOUNDARY, _MOST_NEAR_BOUNDARY = 6, 24  # ops tried where backward begins, as a step is often at its fullest there
 _GRID_WORK = 60_000  # ops of the graph times ops tried: a second or so
 
@@ -106,15 +110,17 @@ def least_recompute_seconds(problem: Problem, *, until_seconds: float = math.inf
     candidates = _over_budget(problem)
     if len(candidates) == 0:
         return NO_BOUND
-    least_host_bytes = _most_host_bytes(problem, sum(op.seconds for op in problem.graph.ops))
-    alignment_bytes = 1 if least_host_bytes > 0 else problem.device.alignment_bytes
+    copies = may_copy(problem)
+    alignment_bytes = 1 if copies else problem.device.alignment_bytes
     cuts = Cuts(problem.graph, msgspec.structs.replace(problem.device, alignment_bytes=alignment_bytes))
     bounds: dict[int, float] = {}
 
     def at(place: int) -> float:
         op = int(candidates[place])
         if op not in bounds:
-            bounds[op] = cuts.at(op).bound_seconds(op_room_bytes(problem, cuts.resident_bytes, op) + least_host_bytes)
+            at_op = cuts.at(op)
+            more_bytes = _most_host_bytes(problem, at_op, 0.0, 0.0) if copies else 0
+            bounds[op] = at_op.bound_seconds(op_room_bytes(problem, cuts.resident_bytes, op) + more_bytes)
         return bounds[op]
 
     if min(op_room_bytes(problem, cuts.resident_bytes, int(op)) for op in candidates) < 0:
@@ -137,7 +143,7 @@ def least_recompute_seconds(problem: Problem, *, until_seconds: float = math.inf
         best = best_of(best, (max(0, best - distance), min(len(candidates) - 1, best + distance)))
     best = max(best, crossing, key=at)
     op, seconds = int(candidates[best]), at(best)
-    seconds = _least_seconds_with_host(problem, cuts, op, seconds) if least_host_bytes > 0 else seconds
+    seconds = _least_seconds_with_host(problem, cuts, op, seconds) if copies else seconds
     return Bound(op=op, seconds=seconds)
 
 
@@ -158,27 +164,51 @@ def _near_boundary(graph: Graph, candidates: Integers) -> list[int]:
     return deep[np.argsort(np.abs(candidates[deep] - crossing), kind="stable")][:count].tolist()
 
 
-def _most_host_bytes(problem: Problem, step_seconds: float) -> int:
-    """Return the most bytes that can be copied to the host and back within a step of so many seconds."""
+def may_copy(problem: Problem) -> bool:
+    """Return whether storages may go to the host and come back."""
     rates = problem.device.to_host_bytes_per_second, problem.device.to_device_bytes_per_second
-    if rates[0] is None or rates[1] is None:
-        return 0
-    return min(problem.host_budget_bytes, int(step_seconds / (1.0 / rates[0] + 1.0 / rates[1])) + 1)
+    return problem.host_budget_bytes > 0 and None not in rates
+
+
+def _most_host_bytes(problem: Problem, at_op: OpCuts, more_seconds: float, recompute_seconds: float) -> int:
+    """Return the most bytes that can be on the host while an op is first computed, and return later.
+
+    Args:
+        problem: with a link; its host budget counts.
+        at_op: tells what is computed before the op, and after it.
+        more_seconds: of the step, beyond computing each op once.
+        recompute_seconds: what is recomputed after the op takes at least so many of them.
+    """
+    to_host, to_device = problem.device.to_host_bytes_per_second, problem.device.to_device_bytes_per_second
+    assert to_host is not None and to_device is not None
+    before = max(0.0, at_op.not_after_seconds + more_seconds - recompute_seconds) * to_host
+    after = (at_op.not_before_seconds + more_seconds) * to_device
+    both = (at_op.once_seconds + more_seconds) / (1.0 / to_host + 1.0 / to_device)
+    return min(problem.host_budget_bytes, int(min(before, after, both)) + 1)
 
 
 def _least_seconds_with_host(problem: Problem, cuts: Cuts, op: int, most_seconds: float) -> float:
-    """Return the best bound by bisection over the seconds of the step, from none to `most_seconds` beyond once."""
+    """Return a bound on the seconds beyond computing each op once, by bisection from none to `most_seconds`."""
     at_op, room_bytes = cuts.at(op), op_room_bytes(problem, cuts.resident_bytes, op)
-    once_seconds = sum(op.seconds for op in problem.graph.ops)
-    low_seconds, high_seconds = 0.0, min(most_seconds, _MOST_TIMES * once_seconds)  # any guess is good for a bound
-    guess_seconds = high_seconds
+
+    def least_up_to(guess_seconds: float) -> float:
+        """Return a bound on x if it is at most the guess; one above the guess contradicts that."""
+        recompute_seconds = 0.0
+        for _ in range(_ROUNDS):
+            host_bytes = _most_host_bytes(problem, at_op, guess_seconds, recompute_seconds)
+            seconds = at_op.bound_seconds(room_bytes + host_bytes)
+            if seconds > guess_seconds or seconds <= recompute_seconds:
+                return seconds
+            recompute_seconds = seconds
+        return recompute_seconds
+
+    low_seconds, high_seconds = 0.0, most_seconds
     for _ in range(_GUESSES):
-        host_bytes = _most_host_bytes(problem, once_seconds + guess_seconds)
-        seconds = at_op.bound_seconds(room_bytes + host_bytes)
-        low_seconds = max(low_seconds, min(guess_seconds, seconds))
-        if seconds < guess_seconds:
-            high_seconds = guess_seconds
         guess_seconds = (low_seconds + high_seconds) / 2
+        seconds = least_up_to(guess_seconds)
+        low_seconds = max(low_seconds, min(guess_seconds, seconds))
+        if seconds <= guess_seconds:
+            high_seconds = guess_seconds
     return low_seconds
 
 

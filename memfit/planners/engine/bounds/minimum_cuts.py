@@ -127,12 +127,21 @@ class Cuts:
 
 
 class OpCuts:
-    """The minimum cuts at one op, for any price."""
+    """The minimum cuts at one op, for any price.
+
+    Attributes:
+        once_seconds: of all ops, once each.
+        not_after_seconds: of all ops but this one and those that can only be computed after it, once each.
+        not_before_seconds: of all ops but those that must be computed before it, once each.
+    """
 
     def __init__(self, cuts: Cuts, op: int) -> None:
         self.cuts, self.op = cuts, op
         ops, storages = len(cuts.graph.ops), len(cuts.graph.storages)
         before, after = cuts.ancestors(op), cuts.descendants(op)
+        self.once_seconds = float(cuts.seconds.sum())
+        self.not_after_seconds = float(cuts.seconds[~after].sum() - cuts.seconds[op])
+        self.not_before_seconds = float(cuts.seconds[~before].sum())
         self.own = np.zeros(storages, np.bool_)
         self.own[[*cuts.reads[op], *cuts.writes[op]]] = True
         needed = cuts.at_end.copy()

@@ -134,7 +134,13 @@ def improved(task: Offloading, best: Candidate, seed: int) -> Candidate:
 def _anneal_choice(task: Offloading, draft: Draft, seed: int, room_bytes: int = 0) -> Streams:
     """Anneal over the intervals of `draft` until they fit into the budget less `room_bytes`."""
     problem, intervals = task.problem, draft.offloads.intervals
-    streams = make_streams(draft.offloads, problem.budget_bytes - room_bytes, problem.host_budget_bytes, seed)
+    streams = make_streams(
+        draft.offloads,
+        problem.budget_bytes - room_bytes,
+        problem.host_budget_bytes,
+        seed,
+        copy_load=problem.device.copy_load,
+    )
     make_possible(streams)
     totals, pace = streams.totals, _pace(task, _OFFLOAD_MOVES * len(intervals))
     totals["penalty"] = task.mean_seconds / (_PENALTY_UNIT * max(1, problem.budget_bytes))

@@ -4,7 +4,7 @@ Two identities make it fast, and change nothing but the order of sums:
 
 - ReLU(W4 w) = ReLU(W4) w for a lag w >= 0, so that the edges' term of equation 1 is W3 ReLU(W4) times the sum of a
   row's lags, which never changes.
-- Sums over neighbours are made storage by storage (see `memfit.planners.dqn_parts.rows.Neighbours`). The relation is
+- Sums over neighbours are made storage by storage (see `memfit.planners.dqn.rows.Neighbours`). The relation is
   symmetric, so that the same sums carry gradients back.
 
 In x_v only the validity changes from state to state, so that a batch of states is one bool for each action and state.
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memfit.errors import InvalidFileError
-from memfit.planners.dqn_parts.rows import FEATURES, VALID, Rows
+from memfit.planners.dqn.rows import FEATURES, VALID, Rows
 from memfit.system.files import read_bytes, write_atomically
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false

@@ -1,7 +1,7 @@
 """Planner `dqn`: a deep Q-network learns, over the simulator, which storages to offload and which to recompute.
 
-The parts are in `memfit.planners.dqn_parts`: the graph of rows, the rule of copies, the environment, the network
-and its training. Each states what was decided where the paper is silent. torch is imported when the planner runs.
+The graph of rows, the rule of copies, the environment, the network and its training have files of their own beside this
+one. Each states what was decided where the paper is silent. torch is imported when the planner runs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from memfit.errors import InvalidOptionError
 from memfit.plan import Problem, Progress, Result
-from memfit.planners.dqn_parts.environment import Environment, Outcome
+from memfit.planners.dqn.environment import Environment, Outcome
 from memfit.planners.engine.bounds.bounds import Proofs, least_budget_bound
 from memfit.planners.engine.results import Ending, make_result
 
 if TYPE_CHECKING:
-    from memfit.planners.dqn_parts.training import Agent
+    from memfit.planners.dqn.training import Agent
 
 _REPORT_SECONDS = 1.0  # between two reports of progress within a long episode
 
@@ -173,8 +173,8 @@ class _Training:
             self.limit_bytes = (self.limit_bytes + self.reached_bytes) // 2
 
     def _agent(self) -> Agent:
-        from memfit.planners.dqn_parts.network import Network, RowTensors
-        from memfit.planners.dqn_parts.training import Agent, Learning
+        from memfit.planners.dqn.network import Network, RowTensors
+        from memfit.planners.dqn.training import Agent, Learning
 
         options, environment, seed = self.options, self.environment, self.problem.seed
         rows = RowTensors.of(environment.rows, environment.actions)

@@ -6,7 +6,7 @@ Actions (section 4.5). An offload is valid from the use that opens its gap on, a
 use that closes it; not if the host budget would be exceeded. A removal is valid in forward only, from the last forward
 use on. Offload and removal of one storage exclude each other. A removed storage leaves right after its last forward
 use, also if the agent decides later. It is recomputed when backward reads it, or before (see
-`memfit.planners.dqn_parts.recomputations`), and kept from there on.
+`memfit.planners.dqn.recomputations`), and kept from there on.
 
 Transitions (section 4.6). After doing nothing or a removal the agent is at the next row, after an offload at the first
 row that begins when its copy has ended, or later. Rows begin when they do in the simulated schedule of all decisions so
@@ -38,9 +38,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.plan import Problem
-from memfit.planners.dqn_parts.copies import Carried, Choice, with_trips
-from memfit.planners.dqn_parts.recomputations import moved_ahead
-from memfit.planners.dqn_parts.rows import Act, Kind, Rows, make_rows
+from memfit.planners.dqn.copies import Carried, Choice, with_trips
+from memfit.planners.dqn.recomputations import moved_ahead
+from memfit.planners.dqn.rows import Act, Kind, Rows, make_rows
 from memfit.planners.engine.offloading.intervals import OffloadIntervals, find_offload_intervals
 from memfit.planners.engine.order import update_at_once_order
 from memfit.planners.engine.retention.decisions import Retention, evaluate, keep_everything, simulated

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memfit.planners.dqn_parts.environment import Environment, State
-from memfit.planners.dqn_parts.network import Network, RowTensors
+from memfit.planners.dqn.environment import Environment, State
+from memfit.planners.dqn.network import Network, RowTensors
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 

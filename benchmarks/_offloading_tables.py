@@ -1,0 +1,138 @@
+"""The tables of docs/offloading.md: dqn2020's Figure 5 in numbers, joint plans, and steps profiled without memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from _measure import MIB
+from offloading_planners import CURVES, SHARES, WORKLOADS
+
+Payload = dict[str, Any]
+Table = tuple[list[str], list[list[str]], str]
+"""Head, rows, and the note below them."""
+
+_SHOWN = 0.45  # the share of the table; the pictures have all
+_LEAST = 1e-9  # of an overhead: less is equal
+
+
+def planners_on(machine: str) -> Callable[[dict[str, Payload]], Table]:
+    """Return what makes the table of one machine."""
+
+    def table(stored: dict[str, Payload]) -> Table:
+        """Overheads of all planners at one budget a workload."""
+        points = {name: stored[f"{name}_{machine}"]["points"] for name in WORKLOADS if f"{name}_{machine}" in stored}
+        curves = [curve for curve in CURVES if any(f"{curve}@{_SHOWN}" in each for each in points.values())]
+        rows = [
+            [name, *(_overhead(each.get(f"{curve}@{_SHOWN}")) for curve in curves)] for name, each in points.items()
+        ]
+        used = [_utilization(points, curve) for curve in curves]
+        rows.append(["*share of the step that compute works*", *used])
+        below, total = _lowest(points)
+        note = (
+            f"Budget: {_SHOWN:.0%} of the way from the proved least to the unplanned peak; a dash is a planner without "
+            f"a plan there. Of {total} points of other planners, at {len(SHARES)} budgets a workload, `auto` is slower "
+            f"than {total - below}. Simulated."
+        )
+        return ["workload", *(f"`{curve}`" for curve in curves)], rows, note
+
+    return table
+
+
+def _overhead(point: Payload | None) -> str:
+    if point is None:
+        return ""
+    return f"{point['overhead']:.1%}" if "overhead" in point else "-"
+
+
+def _utilization(points: dict[str, Payload], curve: str) -> str:
+    found = [each[f"{curve}@{_SHOWN}"] for each in points.values() if f"{curve}@{_SHOWN}" in each]
+    shares = [point["utilization"] for point in found if "utilization" in point]
+    return f"{statistics.mean(shares):.0%}" if shares else "-"
+
+
+def _lowest(points: dict[str, Payload]) -> tuple[int, int]:
+    """Return of how many points of other planners `auto` is no slower at the same budget, and how many there are."""
+    pairs = list(_pairs(points))
+    return sum(mine <= other + _LEAST for mine, other in pairs), len(pairs)
+
+
+def _pairs(points: dict[str, Payload]) -> Iterator[tuple[float, float]]:
+    for each in points.values():
+        for share in SHARES:
+            mine = each.get(f"auto@{share}", {})
+            for curve in CURVES:
+                other = each.get(f"{curve}@{share}", {})
+                if curve != "auto" and "overhead" in other:
+                    yield mine.get("overhead", float("inf")), other["overhead"]
+
+
+def joint_plans(found: Payload) -> Table:
+    """Recomputation alone, and with copies."""
+    head = ["machine", "workload", "recomputing only", "bound", "with copies", "bound", "of recomputing's overhead"]
+    rows = [
+        [
+            each["machine"],
+            each["workload"],
+            *(f"{each['recompute'][key]:.2%}" for key in ("overhead", "bound")),
+            *(f"{each['joint'][key]:.2%}" for key in ("overhead", "bound")),
+            f"{each['joint']['overhead'] / each['recompute']['overhead']:.0%}",
+        ]
+        for each in found["plans"]
+    ]
+    note = (
+        f"Batch {found['plans'][0]['batch']}, at {found['share']:.0%} of the unplanned peak; {found['seconds']:.0f} s"
+    )
+    return head, rows, f"{note} of search each. Simulated, by roofline."
+
+
+def profile_without_memory(found: Payload) -> Table:
+    """Seconds of a step by three ways, and what recording it takes."""
+    head = ["workload", "eager, s", "freed run", "ops one by one", "freed run, MiB", "unplanned peak, MiB"]
+    head += ["recorded, MiB", "recorded while spilling, MiB", "same recording"]
+    rows = [
+        [
+            each["workload"],
+            f"{each['eager_seconds']:.3f}",
+            *(f"{each[f'{way}_seconds'] / each['eager_seconds'] - 1:+.1%}" for way in ("freed_run", "one_by_one")),
+            *(f"{each[f'{what}_bytes'] / MIB:.0f}" for what in ("freed_run_peak", "unplanned_peak")),
+            *(f"{each[f'{what}_peak_bytes'] / MIB:.0f}" for what in ("recorded", "spilled")),
+            "yes" if each["same_recording"] else "**no**",
+        ]
+        for each in found["workloads"]
+    ]
+    return head, rows, f"Seconds: medians of {found['rounds']} rounds, interleaved."
+
+
+def disk_tier(found: Payload) -> Table:
+    """Errors of predictions for plans that offload to a disk."""
+    names = {
+        "step": "seconds of the step, ops measured in sequence",
+        "step_one_by_one": "seconds of the step, ops measured one by one",
+        "stall": "seconds that compute waited for copies",
+        "overlap": "seconds that both worked at once",
+    }
+    rows = [
+        [words, f"{found['errors'][name]['median']:.1%}", f"{found['errors'][name]['p90']:.1%}"]
+        for name, words in names.items()
+        if name in found["errors"]
+    ]
+    return (
+        ["predicted against measured", "median error", "90th percentile"],
+        rows,
+        (f"{len(found['plans'])} plans; errors are shares of the measured step."),
+    )
+
+
+OFFLOADING_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {
+    "joint-plans": ("joint_plans", joint_plans),
+    "profile-without-memory": ("profile_without_memory", profile_without_memory),
+    "disk-tier": ("disk_tier/plans", disk_tier),
+}
+"""Each table of one result by name: the script that stored it, and what makes it."""
+
+OFFLOADING_SET_TABLES: dict[str, tuple[str, Callable[[dict[str, Payload]], Table]]] = {
+    f"planners-{machine}": ("offloading_planners", planners_on(machine)) for machine in ("gtx1080ti", "h100", "cpu")
+}
+"""The same for tables of all results in a folder."""

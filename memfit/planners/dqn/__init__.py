@@ -1,0 +1,1 @@
+"""Planner `dqn`: the graph of rows, the rule of copies, the environment, the network, its training, and the planner."""

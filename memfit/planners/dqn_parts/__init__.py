@@ -1,1 +1,0 @@
-"""Parts of planner `dqn`: the graph of rows, the rule of copies, the environment, the network and its training."""
