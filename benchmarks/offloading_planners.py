@@ -5,7 +5,8 @@ for an H100 by roofline, and for this CPU with its disk by its own measured ops.
 budgets; planners that make single plans give these. Beside the overhead stands the share of the step in which compute
 works (the paper compares GPU utilization). Points are stored as they come, and a run goes on where it stopped.
 
-Planner `dqn` trains one network for each workload and machine: it goes on from budget to budget.
+Planner `dqn` trains one network for each workload and machine, with a budget drawn anew in each episode; each point
+goes on from it.
 
     python benchmarks/offloading_planners.py                          # everything: hours
     python benchmarks/offloading_planners.py resnet50 --machines gtx1080ti --planners dqn auto
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ from memfit.workloads import build
 FOLDER = "offloading_planners"
 SHARES = (0.9, 0.75, 0.6, 0.45, 0.3, 0.15)  # of the way from the least budget that is proved to the unplanned peak
 HOST_BUDGET_BYTES = 64 << 30
-SECONDS, DQN_SECONDS = 5.0, 60.0
+SECONDS = 5.0
+TRAIN_SECONDS, GO_ON_SECONDS = 120.0, 20.0  # of planner dqn: one network, and from there each point
 MACHINES = ("gtx1080ti", "h100", "cpu")
 
 
@@ -93,26 +95,33 @@ def costed(network: Network, machine: str) -> tuple[Graph, Device]:
     return roofline(captured.graph, captured.binding, device), device
 
 
-def plan_point(graph: Graph, device: Device, curve: str, share: float, network_file: Path) -> dict[str, Any]:
-    """Return what a planner makes of a budget."""
-    name, options = CURVES[curve]
+def problem_of(graph: Graph, device: Device, name: str, share: float) -> Problem:
+    """Return what a planner is asked for."""
     unplanned_bytes = unplanned_peak_bytes(graph, device)
     least_bytes, _ = least_budget_bound(Problem(graph=graph, device=device, budget_bytes=1))
-    if name == "dqn":
-        options = options | {"save_to": str(network_file)}
-        options |= {"start_from": str(network_file)} if network_file.exists() else {}
-    problem = Problem(
+    return Problem(
         graph=graph,
         device=device,
         budget_bytes=least_bytes + int(share * (unplanned_bytes - least_bytes)),
         host_budget_bytes=0 if name in ("search", "sublinear") else HOST_BUDGET_BYTES,
-        time_limit_seconds=DQN_SECONDS if name == "dqn" else SECONDS,
+        time_limit_seconds=GO_ON_SECONDS if name == "dqn" else SECONDS,
     )
+
+
+def plan_point(graph: Graph, device: Device, curve: str, share: float, network_file: Path) -> dict[str, Any]:
+    """Return what a planner makes of a budget."""
+    name, options = CURVES[curve]
+    problem = problem_of(graph, device, name, share)
+    if name == "dqn":
+        if not network_file.exists():
+            drawn = replace(problem_of(graph, device, name, min(SHARES)), time_limit_seconds=TRAIN_SECONDS)
+            make_planner(name, draw_budgets=True, save_to=str(network_file)).plan(drawn)
+        options = options | {"start_from": str(network_file)}
     started = time.perf_counter()
     result: Result = make_planner(name, **options).plan(problem)
     point: dict[str, Any] = {
         "status": str(result.status),
-        "unplanned_bytes": unplanned_bytes,
+        "unplanned_bytes": unplanned_peak_bytes(graph, device),
         "budget_bytes": problem.budget_bytes,
         "plan_seconds": time.perf_counter() - started,
         "overhead_bound": result.bounds.overhead,

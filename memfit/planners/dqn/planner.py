@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -34,7 +35,8 @@ class DqnPlanner:
 
     As long as no plan fits, the limit of an episode is not the budget: after an episode that fails, it is halfway from
     the last limit to the last one that was reached (at first the unplanned peak), after one that succeeds halfway to
-    the budget, or to the proved least if the budget is below it. This also gives the leanest plan.
+    the budget, or to the proved least if the budget is below it. This also gives the leanest plan. With `draw_budgets`
+    each episode has a limit of its own, drawn evenly between the budget and the unplanned peak.
 
     A step that fits unplanned is not planned, and nothing is learned from it. Without a host budget, or on a device
     without a link, storages are only recomputed. Training ends early if a plan takes no longer than the unplanned step.
@@ -56,6 +58,9 @@ class DqnPlanner:
     replay: int = field(default=10_000, metadata={"help": "transitions that are remembered, the latest ones"})
     threads: int = field(
         default=1, metadata={"help": "of torch while it trains; they are part of what a seed determines"}
+    )
+    draw_budgets: bool = field(
+        default=False, metadata={"help": "train for all budgets from this one up to the unplanned peak, one an episode"}
     )
     start_from: str = field(
         default="", metadata={"help": "FILE.safetensors of a trained network, perhaps of another graph"}
@@ -119,6 +124,7 @@ class _Training:
         self.best_reward: float | None = None
         self.episode = self.steps = 0
         self.limit_bytes, self.reached_bytes = aim_bytes, self.environment.unplanned.peak_bytes
+        self.random = random.Random(problem.seed)
 
     def result(self) -> Result:
         interrupted = False
@@ -152,6 +158,9 @@ class _Training:
             while not self._is_over():
                 self.episode += 1
                 share = self._share()
+                if self.options.draw_budgets:
+                    peak_bytes = self.environment.unplanned.peak_bytes
+                    self.limit_bytes = self.random.randrange(self.environment.problem.budget_bytes, peak_bytes)
                 reward = agent.episode(share, self._on_step, self.limit_bytes)
                 self._end_episode(reward)
                 self._report()
@@ -163,7 +172,7 @@ class _Training:
     def _end_episode(self, reward: float) -> None:
         """Remember the best reward of an episode within the budget, and set the limit of the next one."""
         fits, aim_bytes = self.environment.fits, self.environment.problem.budget_bytes
-        if fits and self.limit_bytes == aim_bytes:
+        if fits and (self.limit_bytes == aim_bytes or self.options.draw_budgets):
             self.best_reward = max(reward, -math.inf if self.best_reward is None else self.best_reward)
         if self.best is not None:
             self.limit_bytes = aim_bytes
