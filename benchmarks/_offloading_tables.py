@@ -105,10 +105,58 @@ def profile_without_memory(found: Payload) -> Table:
     return head, rows, f"Seconds: medians of {found['rounds']} rounds, interleaved."
 
 
+def disk_soak(stored: dict[str, Payload]) -> Table:
+    """What long runs hold at their beginning and at their end."""
+    rows = [
+        [
+            each["workload"],
+            str(each["options"].get("batch", "")),
+            f"{each['steps']:,}",
+            *(f"{each['looks'][place]['resident_bytes'] / MIB:.0f}" for place in (1, -1)),
+            *(f"{each['looks'][0][what]} / {each['looks'][-1][what]}" for what in ("open_files", "threads")),
+        ]
+        for name, each in stored.items()
+        if name.startswith("soak_")
+    ]
+    head = ["workload", "batch", "steps", "resident MiB after 100 steps", "at the end", "open files", "threads"]
+    return (
+        head,
+        rows,
+        "Offloading only, at half of the unplanned peak; the first and the last step verified bit by bit.",
+    )
+
+
+def dqn_curves(found: Payload) -> Table:
+    """When each training reached the baselines, and where it ended."""
+    best = min(overhead for overhead in found["baselines"].values() if overhead is not None)
+    rows = [
+        [
+            "afresh" if run["trained"] == "afresh" else "from ResNet-18",
+            str(run["seed"]),
+            _fall(run["first"]),
+            _fall(run["reached_baseline"]),
+            f"{run['overhead']:.1%}" if run["overhead"] is not None else "-",
+            f"{run['episodes']:,}",
+        ]
+        for run in found["runs"]
+    ]
+    note = (
+        f"ResNet-50, batch 64, predicted for a GTX 1080 Ti, {found['share']:.0%} of the way from the proved least to "
+        f"the unplanned peak; {found['seconds']:.0f} s of training on one core, {found['small_seconds']:.0f} s on "
+        f"ResNet-18. The best of the paper's baselines has an overhead of {best:.1%}."
+    )
+    head = ["network", "seed", "first plan", "as good as the best baseline", "best overhead", "episodes"]
+    return head, rows, note
+
+
+def _fall(fall: Payload | None) -> str:
+    return "-" if fall is None else f"{fall['overhead']:.1%} in episode {fall['episode']}, {fall['seconds']:.0f} s"
+
+
 def disk_tier(found: Payload) -> Table:
     """Errors of predictions for plans that offload to a disk."""
     names = {
-        "step": "seconds of the step, ops measured in sequence",
+        "step": "seconds of the step, ops measured in their places",
         "step_one_by_one": "seconds of the step, ops measured one by one",
         "stall": "seconds that compute waited for copies",
         "overlap": "seconds that both worked at once",
@@ -129,10 +177,11 @@ OFFLOADING_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {
     "joint-plans": ("joint_plans", joint_plans),
     "profile-without-memory": ("profile_without_memory", profile_without_memory),
     "disk-tier": ("disk_tier/plans", disk_tier),
+    "dqn-curves": ("dqn_curves", dqn_curves),
 }
 """Each table of one result by name: the script that stored it, and what makes it."""
 
 OFFLOADING_SET_TABLES: dict[str, tuple[str, Callable[[dict[str, Payload]], Table]]] = {
     f"planners-{machine}": ("offloading_planners", planners_on(machine)) for machine in ("gtx1080ti", "h100", "cpu")
-}
+} | {"disk-soak": ("disk_tier", disk_soak)}
 """The same for tables of all results in a folder."""

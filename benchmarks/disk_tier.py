@@ -2,10 +2,12 @@
 
 Ten plans on each of three workloads, six on a fourth: budgets, offloading only and with recomputation. Of each, the
 seconds of a step, the time that compute waited for copies, and the time that both worked at once, predicted by the
-simulator and measured. The simulator is given the seconds that ops take one after the other, and for comparison those
-of ops measured one by one.
+simulator and measured. The simulator is given the seconds of ops in their places in a step of the same budget that
+offloads nothing, which takes turns with the steps that do, and for comparison those of ops measured one by one. Of
+seven runs of each, the fastest and the slowest are left out of the means.
 
     python benchmarks/disk_tier.py                      # the plans, stored
+    python benchmarks/disk_tier.py unet                 # those of one workload again, the others as they are stored
     python benchmarks/disk_tier.py gpt2 --soak 1000     # one workload at half of its peak for 1,000 steps, stored
 """
 
@@ -15,56 +17,77 @@ import argparse
 import os
 import statistics
 import threading
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from _process import answer_if_child, in_fresh_process
-from _record import store
+from _record import load, result_path, store
 
-from memfit.graph import Graph
 from memfit.planning import Settings
-from memfit.runtime.freed_run import run_freed
+from memfit.runtime.state import left_as_it_was
 from memfit.runtime.step import PlannedStep, fit_step
 from memfit.simulate import simulate
-from memfit.simulate.overlap import Transfers, simulated_transfers
+from memfit.simulate.overlap import simulated_transfers
 from memfit.workloads import build
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5)  # of the unplanned peak
-WORKLOADS = {"resnet50": SHARES, "gpt2": SHARES, "unet": SHARES, "char_lstm": (0.9, 0.7, 0.5)}
+WORKLOADS = {"resnet50": SHARES, "gpt2": SHARES, "unet": SHARES, "char_lstm": (0.9, 0.8, 0.7)}
 WAYS: dict[str, dict[str, Any]] = {
     "offloading": {"planner": "offload", "options": {"rematerialize": False}},
     "both": {"planner": "auto"},
 }
+REFERENCE: dict[str, Any] = {"planner": "search"}
 HOST_BUDGET_BYTES = 8 << 30
 REPEATS = 7
+SEARCH_SECONDS = 5.0
+SOAK_OPTIONS: dict[str, dict[str, Any]] = {"resnet50": {"batch": 2}, "gpt2": {"batch": 1}}
 LOOK_EVERY = 100  # steps of a long run
 CHILD_SECONDS = 7200
 
 
-def fitted(workload: str, share: float, way: str) -> PlannedStep:
+def fitted(workload: str, share: float, way: str, **options: Any) -> PlannedStep:
     """Return a workload's step within a share of its unplanned peak, with a disk to offload to."""
-    step = build(workload)
-    settings = Settings(budget=f"{share:.0%}", host_budget_bytes=HOST_BUDGET_BYTES, time_limit_seconds=10, **WAYS[way])
+    step, chosen = build(workload, **options), WAYS.get(way, REFERENCE)
+    host_bytes = HOST_BUDGET_BYTES if way in WAYS else 0
+    settings = Settings(
+        budget=f"{share:.0%}", host_budget_bytes=host_bytes, time_limit_seconds=SEARCH_SECONDS, **chosen
+    )
     planned = fit_step(step, settings)
     assert isinstance(planned, PlannedStep)
     return planned
 
 
-def measure_plan(workload: str, share: float, way: str) -> dict[str, Any]:
-    """Return what was predicted of a plan and what was measured."""
-    planned = fitted(workload, share, way)
-    planned.verify()
-    plan = planned.plan
-    in_sequence = simulate(in_sequence_graph(planned), plan.schedule, plan.device)
-    transfers = simulated_transfers(in_sequence, plan.schedule)
-    measured = planned.measure(repeats=REPEATS)
-    seen = measured.transfers or Transfers()
+def measure_plans(workload: str, share: float) -> dict[str, Any]:
+    """Return what was predicted of the plans at one budget and what was measured."""
+    planned = {way: fitted(workload, share, way) for way in WAYS}
+    for each in planned.values():
+        each.verify()
+    op_seconds, runs = in_turns(planned, fitted(workload, share, "neither"))
+    return {"rows": [compared(workload, share, way, planned[way], op_seconds, runs[way]) for way in WAYS]}
+
+
+def compared(
+    workload: str,
+    share: float,
+    way: str,
+    planned: PlannedStep,
+    op_seconds: Mapping[str, float],
+    runs: Sequence[tuple[float, float, float]],
+) -> dict[str, Any]:
+    """Return what was predicted of a plan, with the seconds of ops in their places, and what was measured."""
+    plan, measured = planned.plan, planned.measure(repeats=2)
+    ops = (msgspec.structs.replace(op, seconds=op_seconds.get(op.name, op.seconds)) for op in plan.graph.ops)
+    in_place = simulate(msgspec.structs.replace(plan.graph, ops=tuple(ops)), plan.schedule, plan.device)
+    transfers = simulated_transfers(in_place, plan.schedule)
+    step_seconds, stall_seconds, overlap_seconds = (trimmed_mean(column) for column in zip(*runs, strict=True))
     seconds = {
-        "step": (in_sequence.makespan_seconds, measured.step_seconds),
-        "step_one_by_one": (plan.predicted.seconds, measured.step_seconds),
-        "stall": (transfers.stall_seconds, seen.stall_seconds),
-        "overlap": (transfers.overlap_seconds, seen.overlap_seconds),
+        "step": (in_place.makespan_seconds, step_seconds),
+        "step_one_by_one": (plan.predicted.seconds, step_seconds),
+        "stall": (transfers.stall_seconds, stall_seconds),
+        "overlap": (transfers.overlap_seconds, overlap_seconds),
     }
     return {
         "workload": workload,
@@ -78,17 +101,38 @@ def measure_plan(workload: str, share: float, way: str) -> dict[str, Any]:
         "unplanned_seconds": {"predicted": plan.unplanned.seconds, "measured": measured.baseline_step_seconds},
         **{name: {"predicted": guess, "measured": real} for name, (guess, real) in seconds.items()},
         "errors": {  # of the step's seconds as a share, of the others in points of the step
-            name: (guess - real) / measured.step_seconds for name, (guess, real) in seconds.items()
+            name: (guess - real) / step_seconds for name, (guess, real) in seconds.items()
         },
     }
 
 
-def in_sequence_graph(planned: PlannedStep) -> Graph:
-    """Return a step's graph with the seconds that its ops take one after the other (`memfit.runtime.freed_run`)."""
-    graph = planned.plan.graph
-    run = run_freed(planned.step, planned.captured, graph)
-    ops = (msgspec.structs.replace(op, seconds=took) for op, took in zip(graph.ops, run.op_seconds, strict=True))
-    return msgspec.structs.replace(graph, ops=tuple(ops))
+def in_turns(
+    planned: Mapping[str, PlannedStep], reference: PlannedStep
+) -> tuple[dict[str, float], dict[str, list[tuple[float, float, float]]]]:
+    """Return the seconds of each op in its place, by name, and of each step of each plan: its seconds, stalls, overlap.
+
+    They take turns, because the speed of a machine moves.
+    """
+    of_ops: list[tuple[float, ...]] = []
+    of_steps: dict[str, list[tuple[float, float, float]]] = {way: [] for way in planned}
+    for number in range(REPEATS + 1):
+        op_seconds = reference.op_seconds()
+        of_ops += [op_seconds] if number else []
+        for way, each in planned.items():
+            with left_as_it_was(each.step, each.generators):
+                each.step.model.zero_grad(set_to_none=True)
+                began = time.perf_counter()
+                each(each.step.batch)
+                took = time.perf_counter() - began
+            copies = each.transfers.since(began)
+            of_steps[way] += [(took, copies.stall_seconds, copies.overlap_seconds)] if number else []
+    names = [op.name for op in reference.plan.graph.ops]
+    return dict(zip(names, map(trimmed_mean, zip(*of_ops, strict=True)), strict=True)), of_steps
+
+
+def trimmed_mean(values: Sequence[float]) -> float:
+    """Return the mean without the smallest and the largest value."""
+    return statistics.mean(sorted(values)[1:-1])
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -102,7 +146,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def soak(workload: str, steps: int) -> dict[str, Any]:
     """Train at half of the unplanned peak; return resident memory, open files and threads as they went."""
-    planned = fitted(workload, 0.5, "offloading")
+    planned = fitted(workload, 0.5, "offloading", **SOAK_OPTIONS.get(workload, {}))
     planned.verify()
     looks: list[dict[str, int]] = []
     for number in range(steps + 1):
@@ -111,12 +155,18 @@ def soak(workload: str, steps: int) -> dict[str, Any]:
             looks.append({"step": number, **_held()})
             print(workload, looks[-1], flush=True)
     planned.verify()
-    return {"workload": workload, "steps": steps, "budget_bytes": planned.plan.budget_bytes, "looks": looks}
+    return {
+        "workload": workload,
+        "steps": steps,
+        "options": SOAK_OPTIONS.get(workload, {}),
+        "budget_bytes": planned.plan.budget_bytes,
+        "looks": looks,
+    }
 
 
 def answer(what: str, **request: Any) -> dict[str, Any]:
     """Return what a process of its own is asked for: a plan's measurement, or a long run."""
-    return soak(**request) if what == "soak" else measure_plan(**request)
+    return soak(**request) if what == "soak" else measure_plans(**request)
 
 
 def _held() -> dict[str, int]:
@@ -146,14 +196,18 @@ def main() -> None:
         for name in names:
             store(f"disk_tier/soak_{name}", _apart(what="soak", workload=name, steps=options.soak))
         return
-    rows: list[dict[str, Any]] = []
+    path = result_path("disk_tier/plans")
+    known: list[dict[str, Any]] = load(path)["payload"]["plans"] if path.exists() else []
     for name in names:
-        for way in WAYS:
-            for share in WORKLOADS[name]:
-                rows.append(_apart(what="plan", workload=name, share=share, way=way))
-                errors = {key: f"{error:+.1%}" for key, error in rows[-1]["errors"].items()}
-                print(name, way, f"{share:.0%}", errors, flush=True)
-    print(store("disk_tier/plans", {"plans": rows, "errors": summary(rows)}), summary(rows))
+        for share in WORKLOADS[name]:
+            known = [row for row in known if (row["workload"], row["share"]) != (name, share)]
+            rows = _apart(what="plan", workload=name, share=share)["rows"]
+            for row in rows:
+                errors = {key: f"{error:+.1%}" for key, error in row["errors"].items()}
+                print(name, row["way"], f"{share:.0%}", errors, flush=True)
+            known += rows
+            store("disk_tier/plans", {"plans": known, "errors": summary(known)})
+    print(summary(known))
 
 
 if __name__ == "__main__" and not answer_if_child(answer):

@@ -41,7 +41,7 @@ FOLDER = "offloading_planners"
 SHARES = (0.9, 0.75, 0.6, 0.45, 0.3, 0.15)  # of the way from the least budget that is proved to the unplanned peak
 HOST_BUDGET_BYTES = 64 << 30
 SECONDS = 5.0
-TRAIN_SECONDS, GO_ON_SECONDS = 120.0, 20.0  # of planner dqn: one network, and from there each point
+TRAIN_SECONDS, GO_ON_SECONDS = 60.0, 10.0  # of planner dqn: one network, and from there each point
 MACHINES = ("gtx1080ti", "h100", "cpu")
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from memfit.plan import Plan, Problem
     from memfit.planners.mirror import mirror
     from memfit.runtime.arena.arena import arena
+    from memfit.runtime.eager.eager import eager
+    from memfit.runtime.function import fit_function
     from memfit.runtime.step import PlannedStep, fit
 
 __all__ = [
@@ -29,7 +31,9 @@ __all__ = [
     "TrainingStep",
     "arena",
     "check",
+    "eager",
     "fit",
+    "fit_function",
     "mirror",
 ]
 
@@ -42,7 +46,9 @@ _HOME = {
     "Problem": "memfit.plan",
     "TrainingStep": "memfit.capture.training_step",
     "check": "memfit.checker",
+    "eager": "memfit.runtime.eager.eager",
     "fit": "memfit.runtime.step",
+    "fit_function": "memfit.runtime.function",
     "mirror": "memfit.planners.mirror",
 }
 

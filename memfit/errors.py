@@ -97,6 +97,12 @@ class InfeasibleBudgetError(NoPlanError):
     exit_status = 3
 
 
+class OverBudgetError(MemfitError, RuntimeError):
+    """In eager mode, a call does not fit, and nothing is left that could be let go; names the call and its line."""
+
+    exit_status = 3
+
+
 class VerificationError(MemfitError, RuntimeError):
     """A planned step and the unplanned one differ; names the first differing tensor."""
 

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from memfit.system.addresses import returns_same
 
@@ -94,6 +95,21 @@ def _attributes_have_versions() -> bool:
 
 ATTRIBUTES_HAVE_VERSIONS = _attributes_have_versions()
 """Whether an attribute that is set changes the version of its object's `__dict__`: no longer from Python 3.13 on."""
+
+
+def in_backward() -> bool:
+    """Return whether this thread is carrying out a backward pass."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def no_modes() -> Any:
+    """Return a context in which no dispatch mode sees what is called."""
+    return torch._C._DisableTorchDispatch()
+
+
+def without_autocast() -> Any:
+    """Return a context in which no operator is cast, whatever autocast is on."""
+    return torch._C._DisableAutocast()
 
 
 def any_autocast() -> bool:

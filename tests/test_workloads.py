@@ -29,6 +29,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "char_lstm": {"batch": 2, "steps": 9, "width": 8},
     "encoder": {"batch": 2, "tokens": 8, "layers": 2, "width": 16, "head_width": 8, "feedforward": 32},
 }
+ITERATIONS = ("kmeans", "power_iteration")  # which train nothing: see test_functions.py
 # Peak MiB allocated in zero_grad + forward + loss + backward at the default options, with one thread.
 EAGER_PEAKS = {
     "resnet50": 677.5,
@@ -57,7 +58,7 @@ def _tensors(step: TrainingStep) -> list[torch.Tensor]:
 
 
 def test_all_are_there() -> None:
-    assert sorted(WORKLOADS) == sorted(SMALL)
+    assert sorted(WORKLOADS) == sorted([*SMALL, *ITERATIONS])
     for name, workload in WORKLOADS.items():
         assert workload.name == name
         assert workload.description
@@ -201,7 +202,7 @@ def test_bad_options(name: str, options: dict[str, Any], message: str) -> None:
 
 def test_an_unknown_workload_lists_those_that_there_are() -> None:
     with pytest.raises(
-        InvalidTargetError, match=r"no workload is called 'resnet'; there are resnet50, .*encoder; did you"
+        InvalidTargetError, match=r"no workload is called 'resnet'; there are resnet50, .*encoder, .*; did you"
     ):
         build("resnet")
 

@@ -257,6 +257,10 @@ class _EagerRun:
         seen = set(tensors_of([list(self.step.model.parameters()), list(self.step.model.buffers())]))
         batch = tree_map(lambda leaf: self._entered(leaf, seen), self.batch)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        if not self.step.has_backward:
+            with torch.no_grad(), views_replayed(), self.watch:
+                self.step.compute_loss(self.step.model, batch)
+            return
         with torch.enable_grad(), views_replayed(), hooks if self.replaces_saved else nullcontext():
             with self.watch:
                 loss = self.step.compute_loss(self.step.model, batch)

@@ -31,23 +31,26 @@ def check_step(step: TrainingStep, where: str) -> None:
     step_device(step.model, step.batch, where)
 
 
-def require_training_context(what: str) -> None:
+def require_training_context(what: str, step: TrainingStep) -> None:
     """Refuse to capture or run a step inside a `with` block of torch that changes what a training step computes.
 
     Args:
         what: says in the message what was done there.
+        step: that is captured or run; one without a backward pass needs no gradients.
 
     Raises:
         UnsupportedStepError: gradients are off, or autocast is on.
     """
-    if not torch.is_grad_enabled():
+    if not step.has_backward and torch.is_inference_mode_enabled():
+        raise UnsupportedStepError(f"{what} inside torch.inference_mode(); leave that block, or use torch.no_grad()")
+    if step.has_backward and not torch.is_grad_enabled():
         raise UnsupportedStepError(
             f"{what} inside torch.no_grad() or torch.inference_mode(), where nothing is trained; leave that block first"
         )
     if any_autocast():
         raise UnsupportedStepError(
-            f"{what} inside torch.autocast, whose cache outlives a step; autocast belongs in the loss function: `with "
-            "torch.autocast(...)` around the model's call there"
+            f"{what} inside torch.autocast, whose cache outlives a step; autocast belongs in the step's own function: "
+            "`with torch.autocast(...)` around the model's call there"
         )
 
 
@@ -103,7 +106,7 @@ def _check_kinds(step: TrainingStep, where: str) -> None:
     norm = step.clip_norm
     if norm is not None and not (isinstance(norm, int | float) and math.isfinite(norm) and norm > 0):
         raise InvalidTargetError(f"{where}: clip_norm is {norm!r}, expected a number above 0, or None")
-    if not any(parameter.requires_grad for parameter in step.model.parameters()):
+    if step.has_backward and not any(parameter.requires_grad for parameter in step.model.parameters()):
         raise InvalidTargetError(
             f"{where}: no parameter of the model requires a gradient, so there is nothing to train"
         )

@@ -6,7 +6,7 @@ import enum
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -38,7 +38,12 @@ class TrainingStep:
         clip_norm: the largest global gradient norm, as `torch.nn.utils.clip_grad_norm_` takes it; None clips nothing.
         scaler: a `torch.amp.GradScaler` that scales the loss and guards the update.
         name: shown in reports; the model's class name where it is empty.
+
+    Attributes:
+        has_backward: whether it computes gradients; see `memfit.capture.function_step`.
     """
+
+    has_backward: ClassVar[bool] = True
 
     model: torch.nn.Module
     loss: Callable[..., torch.Tensor]

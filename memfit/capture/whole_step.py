@@ -21,6 +21,7 @@ from memfit.binding import Origin, Value, values_in
 from memfit.capture.build import Captured, build
 from memfit.capture.copies import ATOMS, MISSING, is_same
 from memfit.capture.draws import host_draws_refused, seeding_refused
+from memfit.capture.function_step import require_state_like
 from memfit.capture.functionalize import RequireTrue, as_the_real_kernel, corrected, is_pure
 from memfit.capture.generators import all_states, set_state, without_generator
 from memfit.capture.guards import Guards
@@ -77,7 +78,10 @@ from memfit.torch_private import (
 _aten = torch.ops.aten
 _META = torch.device("meta")
 _CONSTRAINTS = str(Path(torch.__file__).parent / "distributions" / "constraints.py")
+STATE = "state:"  # begins the names of the outputs of a function of a state
 _UPDATE = "optimizer_update"  # the name of its calls
+_AROUND = "memfit.fit and `memfit fit` plan the graphs around that line"
+_OUTSIDE = "take that decision outside of the function, between two calls"
 _CHECK_FRAMES = 8  # from a reading of a value out to the constraint that asked for it
 
 
@@ -99,7 +103,7 @@ def capture_whole_step(step: TrainingStep, batch: Any = None, corrections: Corre
         UnsupportedStepError: LBFGS, collectives.
     """
     batch = step.batch if batch is None else batch
-    require_training_context("the step was captured")
+    require_training_context("the step was captured", step)
     reads = Reads(step)
     try:
         with host_draws_refused(lambda: _WholeStepCapture(step, batch, corrections).run()):
@@ -304,13 +308,16 @@ class _WholeStepCapture:
                 checkpoints_inlined() if self.inlines else nullcontext(lambda: 0) as checkpoints,
                 failing_fakes_unlogged(),
                 autocast_watched() as self.trace.has_autocast,
-                torch.enable_grad(),
+                torch.set_grad_enabled(step.has_backward),
             ):
                 self._enter_parameters()
                 updates = self._enter_optimizer()
                 recorder = _Recorder(self)
                 with seeding_refused() if self.inlines else nullcontext(), self.mode, answered_as_eager(), recorder:
-                    self._forward_and_backward(fake_batch, updates)
+                    if step.has_backward:
+                        self._forward_and_backward(fake_batch, updates)
+                    else:
+                        self._next_state(fake_batch)
                     recorder.records_stream = False
                     self._require_gradients_found()
                     self._write_replaced(places)
@@ -320,7 +327,7 @@ class _WholeStepCapture:
             line = user_line(error)
             raise GraphBreakError(
                 f"{line}: the step depends on the value of a tensor ({type(error).__name__}: {error}), so it "
-                "cannot be one graph; memfit.fit and `memfit fit` plan the graphs around that line",
+                f"cannot be one graph; {_AROUND if step.has_backward else _OUTSIDE}",
                 line=line,
             ) from error
         except MemfitError:
@@ -421,6 +428,16 @@ class _WholeStepCapture:
                     fake.register_post_accumulate_grad_hook(lambda done: self._update_one(done, updates[done]))
                 )
         self.step.scaled(loss).backward()
+
+    def _next_state(self, batch: Any) -> None:
+        """Run a function of a state, without gradients; the leaves of the next state are the outputs."""
+        after = self.step.compute_loss(self.step.model, batch)
+        require_state_like(batch[0], after)
+        self.trace.write_back()
+        for number, leaf in enumerate(tree_flatten(after)[0]):
+            value = self.outputs[f"{STATE}{number}"] = self.trace.value(leaf)
+            if not self.trace.storages[value.storage].resident:
+                self.trace.storages[value.storage].role = Role.OUTPUT
 
     def _require_gradients_found(self) -> None:
         """Refuse a gradient of a tensor that is not the model's: the planned step would not compute it.

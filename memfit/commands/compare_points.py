@@ -65,7 +65,7 @@ class Grid:
         there = [name for name in PLANNERS if name not in _WITHOUT_MARKS]
         if self.settings.host_budget_bytes == 0:
             there = [name for name in there if name not in _WITHOUT_HOST]
-        if not isinstance(resolved, Graph):
+        if not isinstance(resolved, Graph) and resolved.has_backward:
             from memfit.baselines.checkpoints import checkpoint_names
             from memfit.baselines.torch_budget import torch_budget_names
 

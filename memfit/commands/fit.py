@@ -104,6 +104,7 @@ class Fitted:
         prediction: None for a step in several graphs, which nothing predicts together.
         measurement: planned and eager steps.
         corrections: made where the first step took more than the budget; `plan` is then the corrected one.
+        compared: what has the same bits as eager's.
     """
 
     plan: Plan
@@ -113,6 +114,7 @@ class Fitted:
     prediction: Prediction | None
     measurement: Measured
     corrections: tuple[Correction, ...] = ()
+    compared: str = "loss, gradients, parameters, buffers, optimizer state, generators"
 
     @property
     def measured(self) -> Measured:
@@ -174,6 +176,7 @@ def _run(planned: PlannedStep | PartlyPlannedStep, repeats: int, work: Work) -> 
         prediction=None if in_parts else plan.predicted,
         measurement=measurement,
         corrections=corrections,
+        **({} if planned.step.has_backward else {"compared": "the next state, generators"}),
     )
 
 
@@ -219,7 +222,7 @@ def _parts(fitted: Fitted, keys: dict[str, Any], save: Path | None, report: Path
     whole = "" if fitted.prediction else ", of the part with the highest peak"
     rows = {
         "budget": f"{format_bytes(fitted.budget_bytes)}, {resident} of it resident",
-        "same bits as eager": "loss, gradients, parameters, buffers, optimizer state, generators",
+        "same bits as eager": fitted.compared,
         "overhead": f"{change_text(keys['overhead'])} (measured, against eager)",
         "plan": f"by planner {fitted.plan.planner} in {seconds_text(fitted.plan_seconds)}: {fitted.plan.status}",
         **({"corrected": " ".join(map(_sentence, fitted.corrections))} if fitted.corrections else {}),

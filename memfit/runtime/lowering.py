@@ -33,10 +33,12 @@ class Line(NamedTuple):
     Attributes:
         code: a Python statement. All names in it are given here, none by the model.
         comment: may hold any text, such as the name of a module.
+        op: the op that the line computes, if it does.
     """
 
     code: str
     comment: str
+    op: int | None = None
 
     def __str__(self) -> str:
         return f"{self.code}  # {ascii(self.comment)[1:-1]}"  # without line ends: a comment cannot become code
@@ -198,18 +200,18 @@ class _Lowering:
                 bound.add(value.storage)
                 self.bases[value.storage] = value
         if not bound:
-            self._emit(code, comment)
+            self._emit(code, comment, call.op)
             return
         if _returns_one_tensor(call):
-            self._emit(f"{names[0]} = {code}", comment)
+            self._emit(f"{names[0]} = {code}", comment, call.op)
         else:
             trailing = "," if len(names) == 1 else ""
-            self._emit(f"{', '.join(names)}{trailing} = {code}", comment)
+            self._emit(f"{', '.join(names)}{trailing} = {code}", comment, call.op)
         if "_" in names:
             self._emit("del _", "never read")
 
-    def _emit(self, code: str, comment: str) -> None:
-        self.lines.append(Line(code, comment))
+    def _emit(self, code: str, comment: str, op: int | None = None) -> None:
+        self.lines.append(Line(code, comment, op))
 
     def _render(self, tree: Any) -> str:
         """Return Python source for an argument: a view is made where it is used, a constant is written out."""

@@ -171,7 +171,7 @@ class PartlyPlannedStep(Uncopied):
         Raises:
             UnsupportedStepError: the call is inside torch.no_grad or torch.autocast.
         """
-        require_training_context("the step was called")
+        require_training_context("the step was called", self.step)
         seen = self._run(batch)
         if seen.is_new:
             try:

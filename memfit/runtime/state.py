@@ -15,6 +15,7 @@ from memfit.capture.draws import HostGenerators
 from memfit.capture.generators import all_states, set_state
 from memfit.capture.reads import Reads
 from memfit.runtime.bits import same_bits, same_value
+from memfit.torch_private import tree_flatten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,7 @@ class StepState:
     """Copies of everything that a step changes.
 
     Attributes:
-        tensors: parameters and buffers, by name.
+        tensors: parameters and buffers, by name, and the leaves of a function's first state, which it may write to.
         gradients: `.grad` of each parameter, by the parameter's name.
         optimizer: the optimizer's state of each parameter, by the parameter's number in the optimizer's groups.
         scaler: the gradient scaler's state, if there is one.
@@ -164,4 +165,6 @@ def _optimized(step: TrainingStep) -> list[torch.Tensor]:
 
 
 def _tensors(step: TrainingStep) -> dict[str, torch.Tensor]:
-    return {**dict(step.model.named_parameters()), **dict(step.model.named_buffers())}
+    states = () if step.has_backward else tree_flatten(step.batch[0])[0]
+    own = {f"leaf {number} of the state": leaf for number, leaf in enumerate(states)}
+    return {**dict(step.model.named_parameters()), **dict(step.model.named_buffers()), **own}

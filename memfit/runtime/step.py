@@ -23,6 +23,7 @@ from memfit.cost.observations import Corrections
 from memfit.errors import (
     GraphBreakError,
     InfeasibleBudgetError,
+    InvalidDeviceError,
     InvalidOptionError,
     TimeLimitError,
     UnsupportedStepError,
@@ -30,6 +31,7 @@ from memfit.errors import (
 from memfit.plan import Plan, Progress
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Settings, ignored
 from memfit.runtime.arena.arena import Arena
+from memfit.runtime.chunked import make_function_program
 from memfit.runtime.eager_peak import with_eager_peak
 from memfit.runtime.first_step import Correction, measured_step, needed_correction
 from memfit.runtime.host.store import HostStore
@@ -37,6 +39,7 @@ from memfit.runtime.measure import measure_step, resident_bytes
 from memfit.runtime.measured import Measured
 from memfit.runtime.parts import PartlyPlannedStep
 from memfit.runtime.signature import batch_signature
+from memfit.runtime.state import left_as_it_was
 from memfit.runtime.step_memory import StepMemory
 from memfit.runtime.step_program import StepProgram, make_step_program, set_gradients
 from memfit.runtime.uncopied import Uncopied
@@ -46,6 +49,7 @@ from memfit.simulate.overlap import Transfers
 from memfit.system.budget import parse_host_budget
 from memfit.system.recorder import empty_cache, records_at_once, taken_bytes
 from memfit.system.spill_file import parse_host_dir
+from memfit.torch_private import tree_flatten, tree_unflatten
 
 _log = logging.getLogger(__name__)
 
@@ -164,7 +168,7 @@ def fit_step(
     try:
         planned = PlannedStep(step, settings, given)
     except GraphBreakError as broken:
-        if given is not None:
+        if given is not None or not step.has_backward:
             raise
         if settings.arena:
             raise UnsupportedStepError(
@@ -270,8 +274,8 @@ class PlannedStep(Uncopied):
         """The bytes that the step holds between calls, beside its residents: its arena's."""
         return self._memory.held_bytes
 
-    def __call__(self, batch: Any) -> torch.Tensor:
-        """Run one step on `batch`; return the loss, detached.
+    def __call__(self, batch: Any) -> Any:
+        """Run one step on `batch`; return the loss, detached. The step of a function returns its next state.
 
         Raises:
             InfeasibleBudgetError: a batch of a new shape, or a changed step, for which no plan fits the budget.
@@ -313,6 +317,28 @@ class PlannedStep(Uncopied):
         """Measure peak bytes and seconds of planned and eager steps, interleaved; both leave no trace."""
         return measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
 
+    def op_seconds(self, batch: Any = None) -> tuple[float, ...]:
+        """Run one step, and return the seconds of each op of the plan's graph in its place; it leaves no trace.
+
+        Ops that are measured one by one find other caches and other free memory. Only for a CPU, and for a plan that
+        offloads nothing.
+
+        Args:
+            batch: of the step; its own if None.
+
+        Raises:
+            InvalidDeviceError: the step runs on another device.
+            InvalidOptionError: the plan offloads.
+        """
+        batch = self.step.batch if batch is None else batch
+        if self.device.type != "cpu":
+            raise InvalidDeviceError(f"the step runs on {self.device}, expected a CPU: there ops only start in order")
+        program = self._variant(batch).program
+        if program.plan.offloaded_bytes:
+            raise InvalidOptionError("the plan offloads, so that copies would count with the ops; plan without a host")
+        with left_as_it_was(self.step, self.generators):
+            return program.op_seconds(batch)
+
     @property
     def _first(self) -> StepProgram:
         return next(iter(self._variants)).program
@@ -323,7 +349,7 @@ class PlannedStep(Uncopied):
         variant, difference = self._variants.find(signature, batch)
         if variant is not None:
             return variant
-        require_training_context("the step was called")
+        require_training_context("the step was called", self.step)
         if difference is not None:
             self._variants.notify(difference)
         variant, dropped = self._variants.add(signature, self._make_program(batch))
@@ -365,6 +391,8 @@ class PlannedStep(Uncopied):
                 settings = with_eager_peak(settings, self.step, captured, settings.device or local_device(self.device))
             if self._first_adds is None:
                 self._capture_seconds += time.perf_counter() - started
+            if not self.step.has_backward:
+                return make_function_program(self.step, captured, settings, plan, self._store)
             return make_step_program(self.step, captured, settings, plan, self._store)
 
         program = with_real_results(make)
@@ -376,21 +404,23 @@ class PlannedStep(Uncopied):
         is_other = self.step.optimizer is None and _adds_to_gradients(captured) != self._first_adds
         return self._first_settings if is_other else self.settings
 
-    def _run(self, variant: Variant, batch: Any) -> torch.Tensor:
+    def _run(self, variant: Variant, batch: Any) -> Any:
         parameters = variant.guards.parameters
         versions = [parameter._version for parameter in parameters.values()]
         try:
             with self._memory.call(variant.key):
-                loss, gradients = variant.program.run(batch)
+                outputs = variant.program.run(batch)
         except BaseException as error:
             changed = sum(p._version != v for p, v in zip(parameters.values(), versions, strict=True))
             error.add_note(_what_is_left(changed, len(versions)))
             raise
-        set_gradients(gradients, parameters)
+        if not self.step.has_backward:
+            return tree_unflatten(list(outputs.values()), tree_flatten(batch[0])[1])
+        set_gradients(outputs, parameters)
         if self.step.optimizer is not None:
             # A scheduler warns if the optimizer's own `step` was not called; the program updates each parameter itself.
             self.step.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
-        return loss
+        return outputs["loss"]
 
     def _correct(self, variant: Variant, correction: Correction) -> None:
         """Replace a variant's program by one that allows for what its plan mispredicted, if there is one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from memfit.plan import Plan
 from memfit.planning import Settings
 from memfit.runtime.host.store import HostStore
 from memfit.runtime.prepare import Prepared, prepare
+from memfit.runtime.program import make_program
 from memfit.system.recorder import taken_bytes
 from memfit.torch_private import tree_flatten
 
@@ -31,24 +33,45 @@ class StepProgram:
     Attributes:
         prepared: the captured step, its plan and the compiled program.
         fetchers: for each argument of the program, the function that finds its tensor.
-        gradients: the names of the parameters whose gradients the program returns after the loss, in order.
     """
 
     prepared: Prepared
     fetchers: tuple[Fetch, ...]
-    gradients: tuple[str, ...]
 
     @property
     def plan(self) -> Plan:
         """The plan that the program carries out."""
         return self.prepared.plan
 
-    def run(self, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Run all ops of the step on `batch`; return the loss, and the gradients by parameter name."""
+    def op_seconds(self, batch: Any) -> tuple[float, ...]:
+        """Run all ops on `batch`, and return the seconds of each op in its place in the step; outputs are dropped.
+
+        An op that is computed several times gets the mean. Only a CPU's ops are timed so: on a GPU they run later.
+        """
+        captured, plan = self.prepared.captured, self.plan
+        totals, counts = [0.0] * len(plan.graph.ops), [0] * len(plan.graph.ops)
+        began = 0.0
+
+        def tick(op: int) -> None:
+            nonlocal began
+            now = time.perf_counter()
+            if op >= 0:
+                totals[op] += now - began
+                counts[op] += 1
+            began = now
+
+        outputs = [list(captured.binding.outputs.values())]
+        (half,) = make_program(captured, plan.schedule, outputs, tick=tick).halves
+        leaves = tree_flatten(batch)[0]
+        half.function([fetch(leaves) for fetch in self.fetchers])
+        return tuple(total / max(1, count) for total, count in zip(totals, counts, strict=True))
+
+    def run(self, batch: Any) -> dict[str, torch.Tensor]:
+        """Run all ops of the step on `batch`; return its outputs by name (see `memfit.binding.Binding`)."""
         leaves = tree_flatten(batch)[0]
         (half,) = self.prepared.program.halves
-        loss, *gradients = half.function([fetch(leaves) for fetch in self.fetchers])
-        return loss, dict(zip(self.gradients, gradients, strict=True))
+        outputs = half.function([fetch(leaves) for fetch in self.fetchers])
+        return dict(zip(self.prepared.captured.binding.outputs, outputs, strict=True))
 
 
 def make_step_program(
@@ -76,13 +99,7 @@ def make_step_program(
     outside = bytes_of_others(step, captured)
     prepared = prepare(captured, settings, outputs=[outputs], plan=plan, bytes_outside=outside, store=store)
     (half,) = prepared.program.halves
-    names = tuple(captured.binding.outputs)
-    assert names[0] == "loss", names
-    return StepProgram(
-        prepared=prepared,
-        fetchers=fetchers(step.model, captured, half.takes),
-        gradients=tuple(name.removeprefix(_GRADIENT) for name in names[1:]),
-    )
+    return StepProgram(prepared=prepared, fetchers=fetchers(step.model, captured, half.takes))
 
 
 def bytes_of_others(step: TrainingStep, captured: Captured) -> int:
@@ -115,16 +132,17 @@ def bytes_of_others(step: TrainingStep, captured: Captured) -> int:
     return sum(size for pointer, size in storages.items() if pointer not in own)
 
 
-def set_gradients(gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.nn.Parameter]) -> None:
+def set_gradients(outputs: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.nn.Parameter]) -> None:
     """Set `.grad` of each parameter that has none. A gradient that was there before the step was added to in place.
 
     Args:
-        gradients: returned by the program, by parameter name.
+        outputs: returned by the program; the gradients among them are set.
         parameters: the model's, by name.
     """
-    for name, gradient in gradients.items():
-        if parameters[name].grad is None:
-            parameters[name].grad = gradient.data  # no view, as eager's is none
+    for name, gradient in outputs.items():
+        parameter = parameters[name.removeprefix(_GRADIENT)] if name.startswith(_GRADIENT) else None
+        if parameter is not None and parameter.grad is None:
+            parameter.grad = gradient.data  # no view, as eager's is none
 
 
 def fetchers(model: torch.nn.Module, captured: Captured, takes: Sequence[int]) -> tuple[Fetch, ...]:

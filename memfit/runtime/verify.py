@@ -12,6 +12,7 @@ from memfit.capture.compare import require_as_eager
 from memfit.errors import VerificationError
 from memfit.runtime.bits import same_bits
 from memfit.runtime.state import StepState, left_as_it_was
+from memfit.torch_private import tree_flatten
 
 # Added to each parameter after it is scaled: the second state differs in all values, and in no sign of a large one.
 _SCALE, _SHIFT = 1.0625, 2.0**-10
@@ -27,7 +28,7 @@ class RunsStep(Protocol):
         """The generators that the step's code hands to torch, beside the default ones."""
         ...
 
-    def __call__(self, batch: Any) -> torch.Tensor: ...
+    def __call__(self, batch: Any) -> Any: ...
 
 
 def require_same(planned: RunsStep, batch: Any, *, is_recorded: bool = True) -> None:
@@ -51,8 +52,8 @@ def require_same(planned: RunsStep, batch: Any, *, is_recorded: bool = True) -> 
     before = StepState.take(planned.step, planned.generators)
     try:
         if difference is None and is_recorded:
-            perturb(planned.step)
-            difference, where = first_difference(planned, batch), ", after the parameters were changed"
+            later, changed = _later(planned.step, batch)
+            difference, where = first_difference(planned, later), f", {changed}"
         if difference is None:
             return
         eager_difference = difference_of_eager(planned, batch)
@@ -94,6 +95,14 @@ def difference_of_eager(planned: RunsStep, batch: Any) -> str | None:
     return _difference(planned, batch, planned.step.run_eager)
 
 
+def _later(step: TrainingStep, batch: Any) -> tuple[Any, str]:
+    """Change what a step computes from: its parameters, or the state of a function; return a batch, and say so."""
+    if not step.has_backward:
+        return (step.run_eager(batch), batch[1]), "from the state after one call"
+    perturb(step)
+    return batch, "after the parameters were changed"
+
+
 def perturb(step: TrainingStep) -> None:
     """Change all values of all parameters that are trained."""
     with torch.no_grad():
@@ -102,19 +111,22 @@ def perturb(step: TrainingStep) -> None:
                 parameter.mul_(_SCALE).add_(_SHIFT)
 
 
-def _difference(planned: RunsStep, batch: Any, run: Callable[[Any], torch.Tensor]) -> str | None:
+def _difference(planned: RunsStep, batch: Any, run: Callable[[Any], Any]) -> str | None:
     """Return the first difference between an eager step and `run`."""
     step = planned.step
     with left_as_it_was(step, planned.generators) as put_back:
         expected_loss, expected = _outcome(step.run_eager, planned, batch)
         put_back()
         loss, outcome = _outcome(run, planned, batch)
-    if not same_bits(expected_loss, loss):
+    if step.has_backward and not same_bits(expected_loss, loss):
         return f"the loss ({expected_loss.item()!r} and {loss.item()!r})"
+    for number, (mine, theirs) in enumerate(zip(tree_flatten(expected_loss)[0], tree_flatten(loss)[0], strict=True)):
+        if not same_bits(mine, theirs):
+            return f"leaf {number} of the next state"
     return expected.first_difference(outcome)
 
 
-def _outcome(run: Callable[[Any], Any], planned: RunsStep, batch: Any) -> tuple[torch.Tensor, StepState]:
+def _outcome(run: Callable[[Any], Any], planned: RunsStep, batch: Any) -> tuple[Any, StepState]:
     loss = run(batch)
     return loss, StepState.take(planned.step, planned.generators)
 

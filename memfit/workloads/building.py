@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from memfit.capture.function_step import FunctionStep
 from memfit.capture.training_step import TrainingStep
 from memfit.cost.environment import find_device
 from memfit.errors import InvalidOptionError, InvalidTargetError
+from memfit.torch_private import tree_map
 from memfit.workloads import registry
-from memfit.workloads.parts import Options, Parts
+from memfit.workloads.parts import Iteration, Options, Parts
 from memfit.workloads.registry import OptionValue, Workload
 
 GRANULARITIES = ("block", "stage")
@@ -33,7 +35,7 @@ _INSTALL = {"pytorchcv": "--no-deps pytorchcv requests", "transformers": "transf
 
 
 def build_workload(name: str, given: Mapping[str, OptionValue]) -> TrainingStep:
-    """Return a built-in workload; `memfit.workloads.build` documents arguments and errors.
+    """Return a built-in workload, a `FunctionStep` for an iterative one; `memfit.workloads.build` documents errors.
 
     Args:
         name: one of `WORKLOADS`.
@@ -43,6 +45,8 @@ def build_workload(name: str, given: Mapping[str, OptionValue]) -> TrainingStep:
     options = workload.read_options(given)
     device = torch.device("meta") if options["device"] == "meta" else find_device(str(options["device"]))
     parts = _make(workload, options)
+    if isinstance(parts, Iteration):
+        return FunctionStep.of(parts.function, _moved(parts.state, device), _moved(parts.batch, device), name=name)
     model = parts.model.to(device)
     batch = _moved(parts.batch, device)
     if options.get("channels_last"):
@@ -69,8 +73,10 @@ def checkpoints_placed(step: TrainingStep, granularity: str = "block") -> Genera
 
     Raises:
         InvalidOptionError: another granularity.
-        InvalidTargetError: not a built-in step.
+        InvalidTargetError: not a built-in step, or one without a backward pass.
     """
+    if not step.has_backward:
+        raise InvalidTargetError(f"{step.name} has no backward pass, so that checkpoints have no meaning for it")
     if granularity not in GRANULARITIES:
         raise InvalidOptionError(f"granularity is {granularity!r}, expected one of {', '.join(GRANULARITIES)}")
     if step.name not in registry.WORKLOADS:
@@ -87,7 +93,7 @@ def checkpoints_placed(step: TrainingStep, granularity: str = "block") -> Genera
             del module.forward  # the class's own is visible again
 
 
-def _make(workload: Workload, options: Options) -> Parts:
+def _make(workload: Workload, options: Options) -> Parts | Iteration:
     """Make model and batch on the CPU for every device, so that they depend on the seed alone."""
     module = _module(workload)
     with torch.random.fork_rng(devices=[]):
@@ -108,6 +114,4 @@ def _module(workload: Workload) -> ModuleType:
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, dict):
-        return {key: tensor.to(device) for key, tensor in batch.items()}
-    return tuple(tensor.to(device) for tensor in batch)
+    return tree_map(lambda tensor: tensor.to(device), batch)

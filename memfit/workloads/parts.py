@@ -27,6 +27,15 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Iteration:
+    """An iterative workload before it is moved to its device: `state = function(state, batch)`."""
+
+    function: Callable[[Any, Any], Any]
+    state: Any
+    batch: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedLoss:
     """`criterion(model(inputs), targets)` of a batch (inputs, targets), under autocast if a dtype is given."""
 

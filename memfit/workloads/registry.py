@@ -147,6 +147,10 @@ _KNOWN = {
         Option(name="feedforward", default=1, what="features inside the feed-forward part", least=1),
         Option(name="vocabulary", default=2, what="different tokens", least=2),
         Option(name="dropout", default=0.1, what="dropout probability", least=0.0),
+        Option(name="points", default=1, what="points in the data", least=1),
+        Option(name="features", default=1, what="numbers in a point", least=1),
+        Option(name="centres", default=1, what="clusters to find", least=1),
+        Option(name="vectors", default=1, what="eigenvectors to find", least=1),
     )
 }
 _COMMON = (
@@ -159,11 +163,11 @@ _COMMON = (
 )
 
 
-def _options(*, depths: tuple[int, ...] = (), **defaults: OptionValue) -> tuple[Option, ...]:
+def _options(*, depths: tuple[int, ...] = (), trains: bool = True, **defaults: OptionValue) -> tuple[Option, ...]:
     """Return the options of a workload, those that all share last; `depths` are the choices of option `depth`."""
     choices = {"depth": depths}
     own = (replace(_KNOWN[name], default=value, choices=choices.get(name, ())) for name, value in defaults.items())
-    return (*own, *_COMMON)
+    return (*own, *(option for option in _COMMON if trains or option.name in ("device", "seed")))
 
 
 WORKLOADS: dict[str, Workload] = {
@@ -240,6 +244,20 @@ WORKLOADS: dict[str, Workload] = {
             source="Vaswani et al. 2017, arXiv:1706.03762; torch.nn.TransformerEncoder",
             module="encoder",
             options=_options(batch=4, tokens=256, layers=6, width=512, head_width=64, feedforward=2048, dropout=0.1),
+        ),
+        Workload(
+            name="kmeans",
+            description="Lloyd's iteration of k-means, all distances at once; no backward pass",
+            source="Lloyd 1982, as dqn2020 has it; on points made here",
+            module="iterations",
+            options=_options(points=200_000, features=16, centres=64, trains=False),
+        ),
+        Workload(
+            name="power_iteration",
+            description="Subspace iteration on a Gaussian kernel of all pairs of points; no backward pass",
+            source="Golub and Van Loan 2013, section 7.3; on points made here",
+            module="iterations",
+            options=_options(points=8192, features=16, vectors=8, trains=False),
         ),
     )
 }

@@ -1,0 +1,151 @@
+"""`memfit.eager`: a budget of bytes around an unchanged training loop."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from memfit.capture.placement import step_device
+from memfit.errors import InvalidBudgetError, InvalidOptionError
+from memfit.runtime.eager.mode import BudgetMode
+from memfit.runtime.eager.needs import Needs
+from memfit.runtime.uncopied import Uncopied
+from memfit.system.budget import format_bytes, parse_budget
+from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What eager mode did so far.
+
+    Attributes:
+        budget_bytes, peak_bytes: allowed, and the most that was live at once.
+        passes: backward passes.
+        calls: of operators, views not counted.
+        let_go, made_again: how often contents were let go, and how many calls were made again.
+        again_seconds: that these took.
+        bounded, exceeded: first calls of their kind, whose needs were bounded from above, and how many took more.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    passes: int
+    calls: int
+    let_go: int
+    made_again: int
+    again_seconds: float
+    bounded: int
+    exceeded: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.passes:,} passes, peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}; "
+            f"{self.made_again:,} of {self.calls:,} calls made again in {self.again_seconds:.3f} s; {self.bounded:,} "
+            f"calls were bounded before they were known, {self.exceeded:,} of them too low"
+        )
+
+
+class Eager(Uncopied):
+    """The `with` block of `eager`."""
+
+    def __init__(self, model: torch.nn.Module, budget_bytes: int) -> None:
+        self.device, self.budget_bytes, self._model = step_device(model, ()), budget_bytes, model
+        self._mode: BudgetMode | None = None
+        self._usage: Usage | None = None
+
+    def __enter__(self) -> Eager:
+        if self._mode is not None:
+            raise InvalidOptionError("the block was entered before; call memfit.eager again")
+        allocated_bytes(self.device)  # from here on the recorder counts
+        before_bytes = bytes_of_tensors(self.device)
+        self._window = record(self.device)
+        self._usage = self._window.__enter__()
+        self._before_bytes = before_bytes
+        needs = Needs(self.device)
+        live_bytes = _live(self.device, before_bytes)
+        self._mode = BudgetMode(self.budget_bytes, live_bytes, partial(_model_bytes, self._model), needs)
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        assert self._mode is not None
+        self._mode.__exit__(*raised)
+        self._window.__exit__(*raised)
+
+    def report(self) -> Report:
+        """Return what was done so far; the peak is known at the end of the block."""
+        if self._mode is None or self._usage is None:
+            raise InvalidOptionError("nothing has run yet; enter the block first")
+        counts, needs = self._mode.counts, self._mode.needs
+        return Report(
+            budget_bytes=self.budget_bytes,
+            peak_bytes=self._before_bytes + self._usage.peak_bytes,
+            passes=counts.passes + self._mode.is_in_pass,
+            calls=counts.calls,
+            let_go=counts.let_go,
+            made_again=counts.made_again,
+            again_seconds=counts.again_seconds,
+            bounded=needs.bounded,
+            exceeded=needs.exceeded,
+        )
+
+
+def eager(model: torch.nn.Module, *, budget: str | int) -> Eager:
+    """Keep a training loop within a budget, without changing it: `with memfit.eager(model, budget="6GiB") as steps:`.
+
+        >>> import torch, memfit
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with memfit.eager(model, budget="1MiB") as steps:
+        ...     for _ in range(3):
+        ...         model(torch.randn(32, 8)).sum().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> steps.report().passes
+        3
+
+    Inside the block, what autograd saves is let go when the next call would not fit, and made again where backward
+    reads it, with the same bits. Any Python may run between the calls. What code itself holds (a variable, a list of
+    hidden states) is never let go, so that whatever reads it finds it.
+
+    Args:
+        model: that is trained; its device is the one that has the budget.
+        budget: the bytes that all tensors on the device may take together, as text or as an integer.
+
+    Raises:
+        InvalidBudgetError: no positive size; a percentage has no meaning here.
+        OverBudgetError: in the block, where a call does not fit and nothing is left to let go.
+    """
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        raise InvalidBudgetError(
+            f"budget {budget!r} is a percentage, and nothing is known of the steps yet: give bytes"
+        )
+    return Eager(model, parse_budget(budget, 0))
+
+
+def bytes_of_tensors(device: torch.device) -> int:
+    """Return the bytes of the storages of all tensors that Python has on a device."""
+    sizes: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.device == device and thing.layout is torch.strided:
+            storage = thing.untyped_storage()
+            sizes[storage.data_ptr()] = taken_bytes(storage.nbytes(), device)
+    return sum(sizes.values())
+
+
+def _model_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of parameters, buffers and gradients."""
+    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def _live(device: torch.device, before_bytes: int) -> Callable[[], int]:
+    if device.type == "cuda":
+        return lambda: allocated_bytes(device)
+    offset_bytes = before_bytes - allocated_bytes(device)
+    return lambda: offset_bytes + allocated_bytes(device)

@@ -1,0 +1,85 @@
+"""What autograd saves, kept by eager mode in its place: all that may be let go to make room."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from memfit.runtime.eager.sources import Source
+from memfit.torch_private import no_modes
+
+
+class Kept:
+    """Contents that autograd has saved, once or more often.
+
+    Attributes:
+        source: the contents.
+        saved: what autograd holds in the place of tensors over them, as weak references.
+        is_there: whether they hold the storage.
+    """
+
+    __slots__ = ("is_there", "saved", "source")
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.saved: list[weakref.ref[Saved]] = []
+        self.is_there = True
+
+    def alive(self) -> list[Saved]:
+        """Return what autograd still holds."""
+        return [saved for each in self.saved if (saved := each()) is not None]
+
+    def let_go(self) -> None:
+        """Let go of the storage; its memory is free if nobody else holds it."""
+        for saved in self.alive():
+            saved.let_go()
+        self.is_there = False
+
+    def take(self, storage: torch.UntypedStorage) -> None:
+        """Hold a storage that has the contents."""
+        for saved in self.alive():
+            saved.take(storage)
+        self.source.storage = weakref.ref(storage)
+        self.is_there = True
+
+
+class Saved:
+    """What autograd holds in the place of a tensor.
+
+    Attributes:
+        kept: the contents; None for a tensor that is never let go.
+        alias: a tensor like the one that was saved, with its version counter.
+        version: of the tensor when it was saved.
+    """
+
+    __slots__ = ("__weakref__", "_place", "alias", "kept", "version")
+
+    def __init__(self, kept: Kept | None, alias: torch.Tensor) -> None:
+        self.kept, self.alias, self.version = kept, alias, alias._version
+        self._place: Any = None
+
+    def let_go(self) -> None:
+        """Let go of the storage, and remember the place in it."""
+        alias = self.alias
+        self._place = alias.shape, alias.stride(), alias.storage_offset()
+        with no_modes():
+            alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
+
+    def take(self, storage: torch.UntypedStorage) -> None:
+        """Be the tensor again that was let go, on a storage with the same contents."""
+        shape, stride, offset = self._place
+        alias = self.alias
+        with no_modes():
+            alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device).set_(storage, offset, shape, stride)
+        self._place = None
+
+    def require_unwritten(self) -> None:
+        """Raise the error that autograd raises without hooks, if the tensor was written to since it was saved."""
+        if self.alias._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {list(self.alias.shape)} was saved at version {self.version}, and is at version "
+                f"{self.alias._version} now"
+            )

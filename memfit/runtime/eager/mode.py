@@ -1,0 +1,357 @@
+"""The mode of eager mode: before each call there is room for it, and what autograd saves may be let go to make room."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memfit.capture.generators import STATE_BYTES
+from memfit.capture.trace import mutated_tensors
+from memfit.capture.whole_step import calling_line
+from memfit.errors import OverBudgetError
+from memfit.runtime.eager.kept import Kept, Saved
+from memfit.runtime.eager.needs import Need, Needs, key_of
+from memfit.runtime.eager.sources import (
+    Call,
+    Source,
+    Sources,
+    flat,
+    generator_states,
+    inputs_of,
+    make_again,
+    missing_calls,
+    seconds_to_make,
+    template,
+    views_in,
+)
+from memfit.system.budget import format_bytes
+from memfit.torch_private import TorchDispatchMode, in_backward, no_modes, tensors_in, without_autocast
+
+LEAST_BYTES = 1 << 12  # smaller contents are never let go
+_FORGET_EVERY = 4096  # calls
+_VIEW, _PLAIN, _WRITES, _DATA_DECIDES = range(4)  # kinds of operators
+
+
+class Counts:
+    """What happened so far; see `Report`."""
+
+    def __init__(self) -> None:
+        self.calls = self.let_go = self.made_again = self.passes = 0
+        self.again_seconds = 0.0
+        self.peak_bytes = 0
+
+
+class BudgetMode(TorchDispatchMode):
+    """Keeps what a device holds within a budget while calls run.
+
+    Args:
+        budget_bytes: that all of the device's tensors may take together.
+        live_bytes: returns what they take now.
+        model_bytes: returns what parameters, buffers and gradients take of it.
+        needs: of calls.
+    """
+
+    def __init__(
+        self, budget_bytes: int, live_bytes: Callable[[], int], model_bytes: Callable[[], int], needs: Needs
+    ) -> None:
+        super().__init__()
+        self.budget_bytes, self.live_bytes, self.needs = budget_bytes, live_bytes, needs
+        self._model_bytes = model_bytes
+        self.sources = Sources()
+        self.kept: dict[Source, Kept] = {}
+        self.counts = Counts()
+        self._gone: dict[Call, list[Kept]] = {}
+        self._kinds: dict[int, int] = {}
+        self._drawing: set[int] = set()
+        self._upper_bytes = budget_bytes  # at least what is live; read anew where it is too high
+        self._pinned: set[Source] = set()
+        self._target: Source | None = None  # what is being made again
+        self._is_busy = self._was_backward = False
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a backward pass has run since the last one that was counted."""
+        return self._was_backward
+
+    def __enter__(self) -> BudgetMode:
+        super().__enter__()
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._hooks.__exit__(*raised)
+        super().__exit__(*raised)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_busy:
+            return func(*args, **kwargs)
+        kind = self._kinds.get(id(func))
+        if kind is None:
+            kind = self._kinds[id(func)] = _kind(func)
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                self._drawing.add(id(func))
+        if kind == _VIEW:
+            return func(*args, **kwargs)
+        self.counts.calls += 1
+        is_forward = not in_backward()
+        records = is_forward or torch.is_grad_enabled()
+        if is_forward and self._was_backward:
+            self._end_pass()
+        elif self.counts.calls % _FORGET_EVERY == 0:
+            self._forget()
+        written = self._before_writes(func, args, kwargs) if kind == _WRITES else []
+        state_bytes = STATE_BYTES["cpu"] if records and id(func) in self._drawing else 0
+        generators = None
+        need = key = None
+        if kind != _DATA_DECIDES:
+            try:
+                key = key_of(func, args, kwargs)
+                need = self.needs.known.get(key)
+            except TypeError:  # an argument that has no hash
+                pass
+        if state_bytes:
+            if self._upper_bytes + state_bytes > self.budget_bytes:
+                self._make_room(state_bytes, str(func))
+            generators = generator_states(kwargs)
+            self._upper_bytes += state_bytes
+        if need is None:
+            returned, need = self._first_call(key, func, args, kwargs)
+            seconds = need.seconds
+        else:
+            if self._upper_bytes + need.peak_bytes > self.budget_bytes:
+                self._make_room(need.peak_bytes, str(func))
+            began = time.perf_counter()
+            returned = func(*args, **kwargs)
+            seconds = time.perf_counter() - began
+            self._upper_bytes += need.result_bytes
+        if records or written:
+            call = Call(self.counts.calls, func, seconds, need.peak_bytes + state_bytes, generators)
+            if kind == _WRITES:
+                self._note_writes(call if records else None, args, kwargs, written)
+            else:
+                self._note(call, args, kwargs, returned)
+        return returned
+
+    def _first_call(self, key: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Need]:
+        """Make a call that is like none before."""
+        self._is_busy = True
+        try:
+            bound_bytes = self.needs.bound(func, args, kwargs)
+            self._make_room(bound_bytes, str(func))
+            return self.needs.learn(key, func, args, kwargs, bound_bytes)
+        finally:
+            self._is_busy = False
+            self._upper_bytes = self.live_bytes()
+
+    def _note(self, call: Call, args: Any, kwargs: Any, returned: Any) -> None:
+        """Note how new contents were made."""
+        made = [(place, each) for place, each in enumerate(flat(returned)) if isinstance(each, torch.Tensor)]
+        try:
+            storages = [(place, each.untyped_storage()) for place, each in made]
+            new = [(place, storage) for place, storage in storages if self.sources.find(storage) is None]
+            if not new:
+                return
+            call.args = template(self.sources, args, self.counts.calls)
+            if kwargs:
+                call.kwargs = template(self.sources, kwargs, self.counts.calls)
+        except NotImplementedError:  # a sparse tensor has no storage
+            return
+        for place, storage in new:
+            self.sources.made(storage, call, place).used_at = self.counts.calls
+
+    def _before_writes(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Return the tensors that a call writes to; make again before what could not be made again after it."""
+        written = mutated_tensors(func, args, kwargs)
+        for tensor in written:
+            storage = tensor.untyped_storage()
+            source = self.sources.find(storage)
+            if source is None:
+                continue
+            kept = self.kept.get(source)
+            if kept is not None and not kept.is_there:  # what autograd saved is what is written to
+                kept.take(storage)
+            if source.call is None and source.readers:
+                self._bring_readers_back(source)
+        return written
+
+    def _note_writes(self, call: Call | None, args: Any, kwargs: Any, written: list[torch.Tensor]) -> None:
+        """Note that a call has written to tensors, and how, if it was one whose contents could be made again."""
+        everything = tensors_in((args, kwargs))
+        for tensor in written:
+            storage = tensor.untyped_storage()
+            before = self.sources.find(storage)
+            if len(written) > 1 or before is None or before.call is None:
+                call = None
+            if call is not None:
+                call.args = template(self.sources, args, self.counts.calls)
+                call.kwargs = template(self.sources, kwargs, self.counts.calls)
+            place = next(number for number, each in enumerate(everything) if each is tensor)
+            after = self.sources.written(storage, call, place)
+            kept = self.kept.pop(before, None) if before is not None else None
+            if kept is not None:
+                kept.source, self.kept[after] = after, kept
+
+    def _bring_readers_back(self, source: Source) -> None:
+        """Make again what can no longer be made once `source` is written to."""
+        self._forget_dead()
+        for kept in list(self.kept.values()):
+            if not kept.is_there and kept.alive():
+                order = missing_calls(kept.source) or []
+                if any(source is view.source for each in order for view in _views(each)):
+                    self._bring_back(kept)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        with no_modes():
+            alias = tensor.detach()  # a result that its own node saves would keep itself alive; the version is shared
+        if alias.layout is not torch.strided or alias.is_conj() or alias.is_neg():
+            return Saved(None, alias)
+        source = self.sources.find(alias.untyped_storage())
+        if source is None or source.call is None:
+            return Saved(None, alias)
+        kept = self.kept.get(source)
+        if kept is None:
+            kept = self.kept[source] = Kept(source)
+        saved = Saved(kept, alias)
+        kept.saved.append(weakref.ref(saved))
+        return saved
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        self._was_backward = True
+        saved.require_unwritten()
+        if saved.kept is not None:
+            saved.kept.source.used_at = self.counts.calls
+            if not saved.kept.is_there:
+                self._bring_back(saved.kept)
+        with no_modes():
+            return saved.alias.detach()  # one of its own: the alias may be let go while this one is in use
+
+    def _bring_back(self, kept: Kept) -> None:
+        """Hold contents again that were let go: their storage, if somebody else still has it, or made again."""
+        live = kept.source.live
+        if live is not None:
+            kept.take(live)
+            return
+        began = time.perf_counter()
+        was_busy, self._is_busy = self._is_busy, True
+        target, self._target = self._target, kept.source
+        try:
+            with torch.no_grad(), without_autocast():
+                made = make_again(kept.source, self._before_again, self._done_again)
+        finally:
+            self._is_busy, self._target = was_busy, target
+            self._pinned.clear()
+        assert made is not None, "only what can be made again is let go, and what it needs is held"
+        if not kept.is_there:
+            kept.take(made.untyped_storage())
+        self.counts.again_seconds += time.perf_counter() - began
+
+    def _before_again(self, call: Call) -> None:
+        self.counts.made_again += 1
+        self._pinned = {*inputs_of(call), *([] if self._target is None else [self._target])}
+        if self._upper_bytes + call.need_bytes > self.budget_bytes:
+            self._make_room(call.need_bytes, str(call.function))
+        self._upper_bytes += call.need_bytes
+
+    def _done_again(self, call: Call, found: dict[int, torch.Tensor]) -> None:
+        """Let autograd have contents that were made again on the way, as long as there is room for them."""
+        for kept in self._gone.pop(call, []):
+            tensor = found.get(kept.source.place)
+            if isinstance(tensor, torch.Tensor) and not kept.is_there and kept.alive():
+                kept.take(tensor.untyped_storage())
+                self.kept[kept.source] = kept
+
+    def _make_room(self, need_bytes: int, what: str) -> None:
+        """Let contents go until there is room for a call.
+
+        Raises:
+            OverBudgetError: not enough can be let go.
+        """
+        self._upper_bytes = self.live_bytes()
+        if self._upper_bytes + need_bytes <= self.budget_bytes:
+            return
+        self._forget_dead()
+        for kept in self._candidates():
+            self._let_go(kept)
+            self._upper_bytes = self.live_bytes()
+            if self._upper_bytes + need_bytes <= self.budget_bytes:
+                return
+        gc.collect()
+        self._upper_bytes = self.live_bytes()
+        if self._upper_bytes + need_bytes <= self.budget_bytes:
+            return
+        raise OverBudgetError(
+            f"{calling_line()}: {what} takes up to {format_bytes(need_bytes)}, and {format_bytes(self._upper_bytes)} "
+            f"of the budget of {format_bytes(self.budget_bytes)} are taken by what cannot be let go: "
+            f"{self._holding()}; give more, or a smaller batch"
+        )
+
+    def _candidates(self) -> list[Kept]:
+        """Return what may be let go, the best first: the lowest cost over bytes and staleness.
+
+        That is h of "Dynamic tensor rematerialization" (Kirisame et al. 2021), with measured costs; what a contents'
+        call lacks itself counts with them.
+        """
+        now = self.counts.calls + 1
+        scored: list[tuple[float, int, Kept]] = []
+        for number, (source, kept) in enumerate(self.kept.items()):
+            if kept.is_there and source.call is not None and source.bytes >= LEAST_BYTES and source not in self._pinned:
+                seconds = seconds_to_make(source)
+                if seconds < float("inf"):
+                    scored.append((seconds / (source.bytes * (now - source.used_at)), number, kept))
+        return [kept for _, _, kept in sorted(scored, key=lambda each: each[:2])]
+
+    def _let_go(self, kept: Kept) -> None:
+        source = kept.source
+        assert source.call is not None
+        kept.let_go()
+        self.counts.let_go += 1
+        self._gone.setdefault(source.call, []).append(kept)
+
+    def _forget_dead(self) -> None:
+        self.kept = {source: kept for source, kept in self.kept.items() if kept.alive()}
+
+    def _end_pass(self) -> None:
+        """Begin another pass: what autograd held of the last one is gone."""
+        self._was_backward = False
+        self.counts.passes += 1
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget how what nobody saved was made, or a loop's calls would all be remembered."""
+        self._forget_dead()
+        self.sources.forget_dead(with_calls=not self.kept)
+        self._gone = {call: alive for call, group in self._gone.items() if (alive := [k for k in group if k.alive()])}
+
+    def _holding(self) -> str:
+        """Say what holds the memory."""
+        saved_bytes = sum(source.bytes for source, kept in self.kept.items() if kept.is_there and kept.alive())
+        model_bytes = self._model_bytes()
+        rest_bytes = max(0, self._upper_bytes - saved_bytes - model_bytes)
+        return (
+            f"{format_bytes(model_bytes)} by parameters, buffers and gradients, {format_bytes(saved_bytes)} by what "
+            f"autograd saved and cannot be made again now, {format_bytes(rest_bytes)} by what code holds"
+        )
+
+
+def _views(source: Source) -> Any:
+    return [] if source.call is None else views_in((source.call.args, source.call.kwargs))
+
+
+def _kind(func: Any) -> int:
+    schema = func._schema
+    if torch.Tag.inplace_view in func.tags:
+        return _VIEW
+    if any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments):
+        return _WRITES
+    if schema.returns and all(returned.alias_info is not None for returned in schema.returns):
+        return _VIEW
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return _DATA_DECIDES
+    return _PLAIN

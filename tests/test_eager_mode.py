@@ -1,0 +1,330 @@
+"""`memfit.eager`: a budget around an unchanged training loop, with the bits of the bare loop."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.errors import InvalidBudgetError, InvalidOptionError, OverBudgetError
+from memfit.runtime.eager.eager import bytes_of_tensors
+from memfit.system.recorder import allocated_bytes, record
+
+CPU = torch.device("cpu")
+
+
+class Trained:
+    """A model, its optimizer, and what one of its steps does with a random generator."""
+
+    def __init__(self, make: Callable[[], nn.Module], loss: Callable[[nn.Module, int], torch.Tensor]) -> None:
+        torch.manual_seed(0)
+        self.model, self.loss = make(), loss
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+
+    def run(self, steps: int) -> list[float]:
+        torch.manual_seed(1)
+        losses: list[float] = []
+        for number in range(steps):
+            loss = self.loss(self.model, number)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def state(self) -> list[torch.Tensor]:
+        return [each.detach().clone() for each in (*self.model.parameters(), *self.model.buffers())]
+
+
+def compared(make: Callable[[], nn.Module], loss: Callable[[nn.Module, int], torch.Tensor], share: float) -> Any:
+    """Train a model with and without a budget, compare all bits, and return the report.
+
+    The budget is so much of what the bare loop takes above its parameters, gradients and momenta.
+    """
+    plain = Trained(make, loss)
+    allocated_bytes(CPU)
+    plain.run(1)
+    gc.collect()
+    with record(CPU) as usage:
+        plain.run(1)
+    held_bytes = 2 * sum(p.nbytes for p in plain.model.parameters())
+    plain = Trained(make, loss)
+    losses, state = plain.run(3), plain.state()
+    del plain
+    gc.collect()
+    budgeted = Trained(make, loss)
+    budget = bytes_of_tensors(CPU) + held_bytes + int(share * usage.peak_bytes)
+    with memfit.eager(budgeted.model, budget=budget) as steps:
+        again = budgeted.run(3)
+    report = steps.report()
+    assert again == losses
+    assert all(torch.equal(one, other) for one, other in zip(state, budgeted.state(), strict=True))
+    assert report.peak_bytes <= budget, report
+    return report
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(*[each for _ in range(8) for each in (nn.Linear(64, 64), nn.Tanh())], nn.Linear(64, 4))
+
+
+def mlp_loss(model: nn.Module, _number: int) -> torch.Tensor:
+    return model(torch.randn(2048, 64)).square().mean()
+
+
+def images_loss(model: nn.Module, _number: int) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(torch.randn(8, 3, 16, 16)), torch.randint(0, 4, (8,)))
+
+
+def convolutions() -> nn.Module:
+    def block(channels: int) -> list[nn.Module]:
+        return [nn.Conv2d(channels, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)]
+
+    blocks = [each for _ in range(9) for each in block(16)]
+    return nn.Sequential(*block(3), *blocks, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1024, 4))
+
+
+class Skips(nn.Module):
+    """Residual blocks of which each is left out at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if float(torch.rand(())) < 0.7:
+                x = x + block(x)
+        return x
+
+
+class Experts(nn.Module):
+    """Tokens go to the expert that their gate prefers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(32, 3)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 128), nn.SiLU(), nn.Linear(128, 32)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.gate(x).softmax(1)
+        chosen = weights.argmax(1)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            own = (chosen == number).nonzero().squeeze(1)
+            result = result.index_add(0, own, expert(x[own]) * weights[own, number].unsqueeze(1))
+        return result
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x)
+
+
+class TreeCells(nn.Module):
+    """A recursive network over random binary trees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaf, self.join = nn.Linear(32, 128), nn.Linear(256, 640)
+
+    def forward(self, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if depth == 0 or float(torch.rand(())) < 0.1:
+            hidden = torch.tanh(self.leaf(torch.randn(16, 32)))
+            return hidden, hidden
+        (left, left_cell), (right, right_cell) = self(depth - 1), self(depth - 1)
+        gates = self.join(torch.cat([left, right], 1)).chunk(5, 1)
+        i, f, g, o = (torch.sigmoid(gate) for gate in gates[:4])
+        cell = f * left_cell + g * right_cell + i * torch.tanh(gates[4])
+        return o * torch.tanh(cell), cell
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], torch.Tensor]]] = {
+    "mlp": (mlp, mlp_loss),
+    "dropout": (lambda: nn.Sequential(mlp()[:6], nn.Dropout(0.3), mlp()[:4], nn.Dropout(0.2)), mlp_loss),  # type: ignore[index]
+    "convolutions in place": (convolutions, images_loss),
+    "skipped blocks": (Skips, lambda model, _: model(torch.randn(512, 64)).square().mean()),
+    "experts": (Experts, lambda model, _: model(torch.randn(2048, 32)).square().mean()),
+    "attention": (Attention, lambda model, _: model(torch.randn(8, 32, 32)).square().mean()),
+    "sentences of all lengths": (
+        Attention,
+        lambda model, number: model(torch.randn(8, 20 + 7 * number, 32)).square().mean(),
+    ),
+    "trees": (TreeCells, lambda model, _: model(5)[0].square().mean()),
+}
+
+
+@pytest.mark.parametrize("share", [1.5, 0.85, 0.7])
+@pytest.mark.parametrize("case", CASES)
+def test_the_loop_has_its_bits_within_the_budget(case: str, share: float) -> None:
+    report = compared(*CASES[case], share)
+    assert (report.made_again > 0) == (share < 1) or report.peak_bytes < report.budget_bytes
+
+
+def test_autocast() -> None:
+    def loss(model: nn.Module, _number: int) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(torch.randn(2048, 64)).float().square().mean()
+
+    assert compared(mlp, loss, 0.6).made_again > 0
+
+
+def test_a_generator_of_the_users_own_is_replayed() -> None:
+    generators: dict[int, torch.Generator] = {}
+
+    def loss(model: nn.Module, number: int) -> torch.Tensor:
+        generator = generators.setdefault(number, torch.Generator()).manual_seed(number)
+        hidden = model[:8](torch.randn(2048, 64))  # type: ignore[index]
+        noisy = hidden * torch.empty_like(hidden).bernoulli_(0.5, generator=generator)
+        return model[8:](noisy).square().mean()  # type: ignore[index]
+
+    assert compared(mlp, loss, 0.6).made_again > 0
+
+
+def test_what_code_holds_stays_and_can_be_read_anyhow() -> None:
+    def loss(model: nn.Module, _number: int) -> torch.Tensor:
+        hidden = torch.randn(2048, 64)
+        held: list[torch.Tensor] = []
+        for layer in model:  # type: ignore[attr-defined]
+            hidden = layer(hidden)
+            held.append(hidden)
+        total = sum(float(each.detach().numpy().sum()) + each.tolist()[0][0] for each in held[::4])
+        return hidden.square().mean() * (1 + 0.0 * total)
+
+    compared(mlp, loss, 1.0)
+
+
+def test_checkpoints_of_torch_inside() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def loss(model: nn.Module, _number: int) -> torch.Tensor:
+        hidden: Any = torch.randn(2048, 64)
+        for start in range(0, 16, 4):
+            hidden = checkpoint(model[start : start + 4], hidden, use_reentrant=False)  # type: ignore[index]
+        return model[16](hidden).square().mean()  # type: ignore[index]
+
+    compared(mlp, loss, 0.9)
+
+
+def test_a_second_backward_and_gradients_of_gradients() -> None:
+    def loss(model: nn.Module, _number: int) -> torch.Tensor:
+        x = torch.randn(512, 64, requires_grad=True)
+        out = model(x).square().mean()
+        out.backward(retain_graph=True)
+        (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+        return out + gradient.square().sum()
+
+    compared(mlp, loss, 0.8)
+
+
+def test_accumulation_and_evaluation_between() -> None:
+    def loss(model: nn.Module, _number: int) -> torch.Tensor:
+        for _ in range(2):
+            mlp_loss(model, 0).backward()
+        with torch.no_grad():
+            mlp_loss(model, 0)
+        return mlp_loss(model, 0)
+
+    plain, budgeted = Trained(mlp, loss), Trained(mlp, loss)
+    expected = plain.run(2)
+    with memfit.eager(budgeted.model, budget=bytes_of_tensors(CPU) + (4 << 20)) as steps:
+        assert budgeted.run(2) == expected
+    assert steps.report().passes == 6 and steps.report().made_again > 0
+
+
+def test_a_function_of_the_users_own() -> None:
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            (x,) = ctx.saved_tensors
+            return gradients[0] * 3 * x**2
+
+    def loss(model: nn.Module, _number: int) -> torch.Tensor:
+        hidden = torch.randn(2048, 64)
+        for layer in model:  # type: ignore[attr-defined]
+            hidden = Cube.apply(layer(hidden)) * 0.1
+        return hidden.square().mean()
+
+    assert compared(mlp, loss, 0.6).made_again > 0
+
+
+def test_what_was_written_to_after_it_was_saved_is_refused_as_ever() -> None:
+    model = mlp()
+    with memfit.eager(model, budget="64MiB"):
+        hidden = model[0](torch.randn(64, 64)).exp()  # type: ignore[index]
+        loss = hidden.square().sum()
+        hidden.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_what_depends_on_something_written_to_is_made_again_before() -> None:
+    torch.manual_seed(0)
+    scale, x = torch.ones(2048, 64), torch.randn(2048, 64)
+    weight = torch.randn(64, 64, requires_grad=True)
+
+    def gradient() -> torch.Tensor:
+        scale.fill_(1.5)
+        hidden = (x @ weight) * scale
+        result = hidden.tanh()
+        for _ in range(6):
+            result = (result @ weight).tanh()
+        scale.fill_(7.0)  # after all readers in forward; the product needs what it was
+        (found,) = torch.autograd.grad(result.sum(), weight)
+        return found
+
+    def unsaved() -> torch.Tensor:
+        scale.fill_(1.5)
+        hidden = (x @ weight) + scale  # addition saves nothing
+        result = hidden.tanh()
+        for _ in range(6):
+            result = (result @ weight).tanh()
+        scale.fill_(7.0)
+        (found,) = torch.autograd.grad(result.sum(), weight)
+        return found
+
+    expected = unsaved()
+    with memfit.eager(nn.Linear(1, 1), budget=bytes_of_tensors(CPU) + (5 << 19)) as steps:
+        assert torch.equal(unsaved(), expected)
+        assert steps.report().made_again > 0
+        with pytest.raises(RuntimeError, match="inplace"):
+            gradient()
+
+
+def test_over_the_budget_names_the_call_and_the_line() -> None:
+    model = mlp()
+    with (
+        memfit.eager(model, budget=bytes_of_tensors(CPU) + (1 << 19)),
+        pytest.raises(OverBudgetError, match=r"test_eager_mode\.py:\d+: aten\..* takes up to .* of the budget of"),
+    ):
+        mlp_loss(model, 0).backward()
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(InvalidBudgetError, match="percentage"):
+        memfit.eager(mlp(), budget="60%")
+
+
+def test_nothing_is_left_after_the_block() -> None:
+    model = mlp()
+    with memfit.eager(model, budget="1GiB") as steps:
+        mlp_loss(model, 0).backward()
+    before = steps.report()
+    mlp_loss(model, 0).backward()
+    assert steps.report() == before
+    with pytest.raises(InvalidOptionError, match="entered before"), steps:
+        pass

@@ -1,0 +1,326 @@
+"""`memfit.fit_function`: iterative functions within a budget, with the bits of eager."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memfit
+from memfit.capture import capture, finish
+from memfit.capture.function_step import FunctionStep
+from memfit.capture.row_chunks import RowChunks, in_row_chunks
+from memfit.cli import main
+from memfit.errors import (
+    CaptureError,
+    GraphBreakError,
+    InfeasibleBudgetError,
+    InvalidTargetError,
+    UnsupportedStepError,
+    VerificationError,
+)
+from memfit.plan import Plan
+from memfit.workloads import build
+from memfit.workloads.iterations import lloyd, subspace
+
+POINTS, CENTRES = 20_000, 32
+
+
+@pytest.fixture
+def points() -> torch.Tensor:
+    return torch.randn(POINTS, 8, generator=torch.Generator().manual_seed(3))
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+
+
+def _run(function: Any, state: Any, batch: Any, calls: int) -> Any:
+    for _ in range(calls):
+        state = function(state, batch)
+    return state
+
+
+def _chunked(function: Any, state: Any, batch: Any, count: int) -> list[RowChunks]:
+    """Return what runs in chunks when a function is cut into `count`."""
+    found = in_row_chunks(finish(capture(FunctionStep.of(function, state, batch))), count)
+    return [] if found is None else [c.target for c in found.binding.calls if isinstance(c.target, RowChunks)]
+
+
+@pytest.mark.parametrize("budget", ["100%", "50%", "40%"])
+def test_k_means_gives_the_same_centres_within_its_budget(points: torch.Tensor, budget: str) -> None:
+    centres = points[:CENTRES].clone()
+    planned = memfit.fit_function(lloyd, centres, points, budget=budget, verify=True)
+    measured = planned.measure(repeats=1)
+    assert measured.peak_bytes <= planned.plan.budget_bytes
+    assert measured.peak_bytes == planned.plan.predicted.peak_bytes
+    assert _same(_run(planned, centres, points, 5), _run(lloyd, centres, points, 5))
+    assert len(planned.step.plans) == 1 and not planned.step.corrections
+    assert ("row_chunks" in str([op.target for op in planned.plan.graph.ops])) == (budget != "100%")
+
+
+def test_a_kernel_of_all_pairs_is_never_there_as_a_whole() -> None:
+    torch.manual_seed(0)
+    points, vectors = torch.randn(1024, 4), torch.randn(1024, 3)
+    planned = memfit.fit_function(subspace, vectors, points, budget="30%", verify=True)
+    assert planned.measure(repeats=1).peak_bytes <= planned.plan.budget_bytes < 4 * 1024 * 1024
+    assert _same(_run(planned, vectors, points, 3), _run(subspace, vectors, points, 3))
+
+
+def test_a_plan_that_was_saved_is_run_again_in_its_chunks(points: torch.Tensor, tmp_path: Path) -> None:
+    centres = points[:CENTRES].clone()
+    planned = memfit.fit_function(lloyd, centres, points, budget="50%")
+    planned.plan.save(tmp_path / "k.plan.json")
+    again = memfit.fit_function(lloyd, centres, points, budget="50%", plan=tmp_path / "k.plan.json", verify=True)
+    assert again.plan.graph == Plan.load(tmp_path / "k.plan.json").graph
+
+
+def test_a_budget_that_no_form_fits_is_refused(points: torch.Tensor) -> None:
+    with pytest.raises(InfeasibleBudgetError) as raised:
+        memfit.fit_function(lloyd, points[:CENTRES].clone(), points, budget=points.nbytes // 2)
+    found = raised.value.least_budget_found_bytes
+    assert found is not None and found < 2 * points.nbytes
+
+
+def test_a_state_may_be_nested_and_its_leaves_may_stay() -> None:
+    def step(state: dict[str, Any], batch: tuple[torch.Tensor, float]) -> dict[str, Any]:
+        rows, rate = batch
+        mean = state["mean"] + rate * (rows.mean(0) - state["mean"])
+        return {"mean": mean, "steps": state["steps"] + 1, "kept": state["kept"], "pair": (mean * 2, state["pair"][0])}
+
+    state = {
+        "mean": torch.zeros(4),
+        "steps": torch.tensor(0),
+        "kept": torch.ones(2),
+        "pair": (torch.zeros(4), torch.zeros(4)),
+    }
+    batch = torch.randn(16, 4), 0.1
+    planned = memfit.fit_function(step, state, batch, budget="100%", verify=True)
+    mine, theirs = _run(planned, state, batch, 4), _run(step, state, batch, 4)
+    assert int(mine["steps"]) == 4 and mine.keys() == theirs.keys()
+    for one, other in zip(torch.utils._pytree.tree_leaves(mine), torch.utils._pytree.tree_leaves(theirs), strict=True):
+        assert _same(one, other)
+
+
+def test_a_state_that_is_written_in_place_is_written_in_place() -> None:
+    def step(state: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return state.add_(batch).mul_(0.5)
+
+    state, batch = torch.ones(64), torch.arange(64.0)
+    planned = memfit.fit_function(step, state, batch, budget="100%", verify=True)
+    assert torch.equal(state, torch.ones(64))
+    after = planned(state, batch)
+    assert torch.equal(after, state) and torch.equal(state, (1 + batch) / 2)
+    assert after.data_ptr() == state.data_ptr()
+
+
+def test_what_it_closes_over_may_change_and_modules_need_no_gradients() -> None:
+    layer, scale = torch.nn.Linear(8, 8), torch.tensor(2.0)
+
+    def step(state: torch.Tensor, _batch: None) -> torch.Tensor:
+        return torch.tanh(layer(state)) * scale
+
+    state = torch.randn(16, 8)
+    planned = memfit.fit_function(step, state, budget="100%", verify=True)
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    scale.fill_(0.5)
+    assert not planned(state).requires_grad
+    assert _same(planned(state), step(state, None).detach())
+
+
+def test_random_draws_follow_the_stream() -> None:
+    def step(state: torch.Tensor, _batch: None) -> torch.Tensor:
+        return state + torch.rand_like(state)
+
+    planned = memfit.fit_function(step, torch.zeros(32), budget="100%", verify=True)
+    torch.manual_seed(4)
+    mine = _run(planned, torch.zeros(32), None, 3)
+    torch.manual_seed(4)
+    assert _same(mine, _run(step, torch.zeros(32), None, 3))
+
+
+def test_another_shape_is_planned_at_its_first_call(points: torch.Tensor) -> None:
+    centres = points[:CENTRES].clone()
+    planned = memfit.fit_function(lloyd, centres, points, budget="60%")
+    assert _same(planned(centres, points[:7777]), lloyd(centres, points[:7777]))
+    assert len(planned.step.plans) == 2
+
+
+def test_gradients_may_be_off_and_inference_mode_is_refused() -> None:
+    matrix, vector = torch.randn(8, 8), torch.randn(8)
+    with torch.no_grad():
+        planned = memfit.fit_function(lambda v, m: m @ v, vector, matrix, budget="100%", verify=True)
+        assert _same(planned(vector, matrix), matrix @ vector)
+    with torch.inference_mode(), pytest.raises(UnsupportedStepError, match="inference_mode"):
+        memfit.fit_function(lambda v, m: m @ v, vector, matrix, budget="100%")
+
+
+def _reads_a_value(state: torch.Tensor, _batch: None) -> torch.Tensor:
+    return state * state.argmax().item()
+
+
+@pytest.mark.parametrize(
+    ("function", "state", "error", "words"),
+    [
+        ("no function", torch.ones(2), InvalidTargetError, "expected a function"),
+        (lambda s, _: s, (torch.ones(2), 3), InvalidTargetError, r"leaf 1 of the state is a int.*torch\.tensor"),
+        (lambda s, _: s, (), InvalidTargetError, "holds no tensor"),
+        (lambda s, _: (s, s), torch.ones(2), CaptureError, "nested"),
+        (lambda s, _: s[:1], torch.ones(2), CaptureError, r"float32\[1\] on cpu for leaf 0.*float32\[2\]"),
+        (lambda s, _: s.double(), torch.ones(2), CaptureError, "float64"),
+        (lambda s, _: s.shape, torch.ones(2), CaptureError, "nested|int"),
+        (_reads_a_value, torch.ones(2), GraphBreakError, "between two calls"),
+        (lambda s, _: s + undefined, torch.ones(2), CaptureError, "NameError"),  # noqa: F821
+    ],
+)
+def test_what_cannot_be_planned_is_refused(function: Any, state: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        memfit.fit_function(function, state, budget="100%")
+
+
+def test_a_number_that_was_frozen_is_found() -> None:
+    calls: list[int] = []
+
+    def step(state: torch.Tensor, _batch: None) -> torch.Tensor:
+        calls.append(1)
+        return state + len(calls)
+
+    with pytest.raises((UnsupportedStepError, CaptureError, VerificationError)):
+        memfit.fit_function(step, torch.zeros(4), budget="100%", verify=True)
+
+
+ROWS = 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("softmax over rows", lambda s, b: s + torch.softmax(b.exp(), 0).sum(1)),
+        ("running sums", lambda s, b: s + b.exp().cumsum(0).sum(1)),
+        ("sorted rows", lambda s, b: s + b.exp().sort(0).values.sum(1)),
+        ("rolled rows", lambda s, b: s + b.exp().roll(1, 0).sum(1)),
+        ("flipped rows", lambda s, b: s + b.exp().flip(0).sum(1)),
+        ("gathered rows", lambda s, b: s + b.exp()[torch.arange(ROWS - 1, -1, -1)].sum(1)),
+        ("normalized by all", lambda s, b: s + (b.exp() / b.exp().sum()).sum(1)),
+        ("differences of rows", lambda s, b: s + torch.diff(b.exp(), dim=0, prepend=b[:1]).sum(1)),
+    ],
+)
+def test_what_mixes_rows_keeps_its_bits(name: str, function: Any) -> None:
+    state, batch = torch.zeros(ROWS), torch.randn(ROWS, 64)
+    expected = _run(function, state, batch, 2)
+    for budget in ("75%", "60%"):
+        try:
+            planned = memfit.fit_function(function, state, batch, budget=budget, time_limit_seconds=1)
+        except memfit.MemfitError:
+            continue
+        assert _same(_run(planned, state, batch, 2), expected), name
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, b: s + b.exp().sum(1),
+        lambda s, b: s + torch.softmax(b.exp(), 1).amax(1),
+        lambda s, b: s + (b.exp().unsqueeze(2) * 2).flatten(1).sum(1),
+        lambda s, b: s + torch.where(b > 0, b, -b).sum(1),
+        lambda s, b: s + torch.cat([b, b * 2], 1).sum(1),
+        lambda s, b: s + (b.exp() * s.unsqueeze(1)).mean(1),
+        lambda s, b: s + b.exp().topk(3, 1).values.sum(1),
+        lambda s, b: s + b.sort(1).values[:, 0],
+        lambda s, b: s + torch.cdist(b, b[:7]).amin(1),
+        lambda s, b: s + (b @ b[:64].T).relu().sum(1),
+    ],
+)
+@pytest.mark.parametrize("count", [2, 16])
+def test_chains_of_rows_are_found(function: Any, count: int) -> None:
+    state, batch = torch.zeros(ROWS), torch.randn(ROWS, 64)
+    (found,) = _chunked(function, state, batch, count)
+    assert found.rows == ROWS and found.count == count
+
+
+def test_two_chains_with_a_sum_over_all_rows_between_them() -> None:
+    def step(state: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        largest = batch.exp().amax(1)
+        return state + (batch.exp() / largest.sum()).cos().sum(1)
+
+    state, batch = torch.zeros(ROWS), torch.randn(ROWS, 64)
+    assert len(_chunked(step, state, batch, 4)) == 2
+    planned = memfit.fit_function(step, state, batch, budget=2 * batch.nbytes, verify=True)
+    assert planned.measure(repeats=1).peak_bytes <= 2 * batch.nbytes
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, b: (b @ b.T).exp() @ s,
+        lambda s, b: torch.cdist(b, b).amin(1) + s,
+        lambda s, b: ((b @ b.T) / s.shape[0] + b[:, 0]).exp().mean(1) + s,
+        lambda s, b: ((b @ b.T).softmax(1) @ b).sum(1) + s,
+    ],
+)
+def test_all_pairs_of_rows(function: Any) -> None:
+    state, batch = torch.rand(1024), torch.randn(1024, 32)
+    expected = _run(function, state, batch, 2)
+    planned = memfit.fit_function(function, state, batch, budget="60%", verify=True, time_limit_seconds=1)
+    assert planned.measure(repeats=1).peak_bytes <= planned.plan.budget_bytes
+    assert _same(_run(planned, state, batch, 2), expected)
+
+
+def test_rows_that_no_count_divides() -> None:
+    state, batch = torch.zeros(4099), torch.randn(4099, 64)
+    planned = memfit.fit_function(lambda s, b: s + b.exp().sum(1), state, batch, budget="70%", verify=True)
+    assert planned.measure(repeats=1).peak_bytes <= planned.plan.budget_bytes
+
+
+def test_the_workloads_are_functions() -> None:
+    for name, options in {"kmeans": {"points": 500}, "power_iteration": {"points": 200}}.items():
+        step = build(name, **options)
+        assert isinstance(step, FunctionStep) and not step.has_backward
+        after = step.run_eager(step.batch)
+        assert after.shape == step.batch[0].shape and torch.isfinite(after).all()
+        graph = capture(step).graph
+        assert {op.phase for op in graph.ops} == {"forward"}
+
+
+def test_lloyd_finds_the_clusters() -> None:
+    step = build("kmeans", points=4000, centres=4, features=2)
+    centres, data = step.batch
+
+    def spread(state: torch.Tensor) -> float:
+        return float(torch.cdist(data, state).amin(1).square().mean())
+
+    assert spread(_run(lloyd, centres, data, 10)) < spread(centres)
+
+
+FUNCTION_FILE = """
+import torch
+from memfit.capture.function_step import FunctionStep
+
+def make():
+    return FunctionStep.of(lambda state, batch: state + batch.exp().sum(1), torch.zeros(2048), torch.randn(2048, 64))
+"""
+
+
+@pytest.mark.parametrize("command", ["fit", "plan", "compare", "estimate"])
+def test_on_the_command_line(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION_FILE)
+    extra = {
+        "fit": ["--budget", "75%", "--report", str(tmp_path / "page.html")],
+        "plan": ["--budget", "100%"],
+        "compare": ["--planners", "auto,search,none", "--budgets", "2"],
+        "estimate": [],
+    }[command]
+    for target in (f"{tmp_path / 'mine.py'}:make", "kmeans"):
+        set_ = ["--set", "points=3000"] if target == "kmeans" else []
+        assert main([command, target, *set_, *extra, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert command != "fit" or found["measured"]["peak_bytes"] <= found["budget_bytes"]
+
+
+def test_what_needs_gradients_refuses_functions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "kmeans", "--set", "points=500", "--planners", "checkpoint:block"]) == 2
+    assert "expected all or some of" in capsys.readouterr().err
