@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.errors import InvalidBudgetError, InvalidOptionError, OverBudgetError
+from memfit.capture.under_modes import gradients_that_differ
+from memfit.errors import InvalidBudgetError, InvalidOptionError, OverBudgetError, UnsupportedStepError
 from memfit.runtime.eager.eager import bytes_of_tensors
 from memfit.system.recorder import allocated_bytes, record
 
@@ -328,3 +329,21 @@ def test_nothing_is_left_after_the_block() -> None:
     assert steps.report() == before
     with pytest.raises(InvalidOptionError, match="entered before"), steps:
         pass
+
+
+def test_what_pytorch_computes_otherwise_under_a_mode_is_refused() -> None:
+    matrix = torch.randn(8, 8)
+    with memfit.eager(mlp(), budget="1GiB"):
+        with pytest.raises(UnsupportedStepError, match=r"test_eager_mode\.py:\d+: .*svdvals"):
+            torch.linalg.svdvals(matrix)
+        if gradients_that_differ():
+            with pytest.raises(UnsupportedStepError, match=r"test_eager_mode\.py:\d+: .*torch\.prod"):
+                matrix.clone().requires_grad_().prod(1)
+
+
+def test_what_was_let_go_and_is_saved_again() -> None:
+    def loss(model: nn.Module, _number: int) -> torch.Tensor:
+        return model(torch.randn(40, 32, 32))[0].square().mean()
+
+    for make in (lambda: nn.GRU(32, 64, 2, dropout=0.2), lambda: nn.RNN(32, 64, 2)):
+        compared(make, loss, 0.9)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from memfit.capture.placement import step_device
+from memfit.capture.under_modes import gradients_that_differ
 from memfit.errors import InvalidBudgetError, InvalidOptionError
 from memfit.runtime.eager.mode import BudgetMode
 from memfit.runtime.eager.needs import Needs
@@ -61,6 +62,7 @@ class Eager(Uncopied):
     def __enter__(self) -> Eager:
         if self._mode is not None:
             raise InvalidOptionError("the block was entered before; call memfit.eager again")
+        gradients_that_differ()  # which is found out outside of any mode
         allocated_bytes(self.device)  # from here on the recorder counts
         before_bytes = bytes_of_tensors(self.device)
         self._window = record(self.device)

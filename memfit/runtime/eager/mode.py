@@ -12,8 +12,9 @@ import torch
 
 from memfit.capture.generators import STATE_BYTES
 from memfit.capture.trace import mutated_tensors
+from memfit.capture.under_modes import UnderModes, is_looked_at
 from memfit.capture.whole_step import calling_line
-from memfit.errors import OverBudgetError
+from memfit.errors import OverBudgetError, UnsupportedStepError
 from memfit.runtime.eager.kept import Kept, Saved
 from memfit.runtime.eager.needs import Need, Needs, key_of
 from memfit.runtime.eager.sources import (
@@ -68,6 +69,7 @@ class BudgetMode(TorchDispatchMode):
         self._gone: dict[Call, list[Kept]] = {}
         self._kinds: dict[int, int] = {}
         self._drawing: set[int] = set()
+        self._looked_at: set[int] = set()
         self._upper_bytes = budget_bytes  # at least what is live; read anew where it is too high
         self._pinned: set[Source] = set()
         self._target: Source | None = None  # what is being made again
@@ -97,8 +99,12 @@ class BudgetMode(TorchDispatchMode):
             kind = self._kinds[id(func)] = _kind(func)
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self._drawing.add(id(func))
+            if is_looked_at(func):
+                self._looked_at.add(id(func))
         if kind == _VIEW:
             return func(*args, **kwargs)
+        if id(func) in self._looked_at:
+            require_as_bare(func, args)
         self.counts.calls += 1
         is_forward = not in_backward()
         records = is_forward or torch.is_grad_enabled()
@@ -218,6 +224,8 @@ class BudgetMode(TorchDispatchMode):
         kept = self.kept.get(source)
         if kept is None:
             kept = self.kept[source] = Kept(source)
+        elif not kept.is_there:  # let go, and still held by somebody
+            kept.take(alias.untyped_storage())
         saved = Saved(kept, alias)
         kept.saved.append(weakref.ref(saved))
         return saved
@@ -342,6 +350,21 @@ class BudgetMode(TorchDispatchMode):
 
 def _views(source: Source) -> Any:
     return [] if source.call is None else views_in((source.call.args, source.call.kwargs))
+
+
+def require_as_bare(func: Any, args: Any) -> None:
+    """Refuse a call that PyTorch makes otherwise under a dispatch mode than in the bare loop.
+
+    Raises:
+        UnsupportedStepError: names the line.
+    """
+    found = UnderModes()
+    found.look_at(func, args, 0, calling_line())
+    if found.decomposed:
+        raise UnsupportedStepError(
+            f"{calling_line()}: PyTorch computes singular values and eigenvalues of a tensor without gradient "
+            "otherwise in eager mode (svdvals, eigvalsh, cond, matrix norms): compute them outside of the block"
+        )
 
 
 def _kind(func: Any) -> int:
