@@ -43,7 +43,7 @@ REFERENCE: dict[str, Any] = {"planner": "search"}
 HOST_BUDGET_BYTES = 8 << 30
 REPEATS = 7
 SEARCH_SECONDS = 5.0
-SOAK_OPTIONS: dict[str, dict[str, Any]] = {"resnet50": {"batch": 2}, "gpt2": {"batch": 1}}
+SOAK_OPTIONS: dict[str, dict[str, Any]] = {"resnet50": {"batch": 4}, "gpt2": {"batch": 2}}
 LOOK_EVERY = 100  # steps of a long run
 CHILD_SECONDS = 7200
 
@@ -151,6 +151,7 @@ def soak(workload: str, steps: int) -> dict[str, Any]:
     looks: list[dict[str, int]] = []
     for number in range(steps + 1):
         planned(planned.step.batch)
+        planned.step.model.zero_grad(set_to_none=True)
         if number % LOOK_EVERY == 0:
             looks.append({"step": number, **_held()})
             print(workload, looks[-1], flush=True)

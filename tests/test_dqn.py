@@ -356,6 +356,23 @@ def test_a_trained_network_goes_on_on_a_larger_graph(tmp_path: Path) -> None:
     assert not torch.equal(trained[2], network[2])
 
 
+def test_budgets_are_drawn_between_the_budget_and_the_unplanned_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int | None] = []
+    reset = Environment.reset
+
+    def noted(self: Environment, limit_bytes: int | None = None) -> None:
+        limits.append(limit_bytes)
+        reset(self, limit_bytes)
+
+    monkeypatch.setattr(Environment, "reset", noted)
+    problem = tight(chain(12), 700)
+    unplanned_bytes = Environment(problem).unplanned.peak_bytes
+    result = DqnPlanner(episodes=12, hidden=8, draw_budgets=True).plan(problem)
+    drawn = [limit for limit in limits if limit is not None]
+    assert len(set(drawn)) > 6 and all(problem.budget_bytes <= limit < unplanned_bytes for limit in drawn)
+    assert result.plan is None or result.plan.predicted.peak_bytes <= problem.budget_bytes
+
+
 def test_a_file_that_is_no_network_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import save
 
