@@ -194,8 +194,8 @@ def functions(found: Payload) -> Table:
     ]
     head = ["function", "budget", "chunks", "peak, MiB", "budget, MiB", "eager's peak, MiB", "time against eager"]
     note = (
-        "k-means: 1,000,000 points of 16 numbers, 64 centres; power iteration: a kernel of 8,192 points. 100% is the peak "
-        "of the captured function, which writes in place where eager does not. Whole peaks, with the data."
+        "k-means: 1,000,000 points of 16 numbers, 64 centres; power iteration: a kernel of 8,192 points. 100% is the "
+        "peak of the captured function, which writes in place where eager does not. Whole peaks, with the data."
     )
     return [*head, f"same bits after {found['calls']} calls"], rows, note
 
@@ -232,7 +232,7 @@ def eager_loops(found: Payload) -> Table:
     return (
         [*head, "after the first third", "calls made again"],
         rows,
-        "The largest step is measured bare, residents included.",
+        "The largest step: bare, with residents.",
     )
 
 

@@ -64,7 +64,9 @@ class Eager(Uncopied):
             raise InvalidOptionError("the block was entered before; call memfit.eager again")
         gradients_that_differ()  # which is found out outside of any mode
         allocated_bytes(self.device)  # from here on the recorder counts
+        gc.collect()
         before_bytes = bytes_of_tensors(self.device)
+        gc.freeze()  # what is remembered of calls would have all older objects looked through again and again
         self._window = record(self.device)
         self._usage = self._window.__enter__()
         self._before_bytes = before_bytes
@@ -77,6 +79,7 @@ class Eager(Uncopied):
     def __exit__(self, *raised: Any) -> None:
         assert self._mode is not None
         self._mode.__exit__(*raised)
+        gc.unfreeze()
         self._window.__exit__(*raised)
 
     def report(self) -> Report:

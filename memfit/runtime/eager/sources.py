@@ -18,6 +18,7 @@ from memfit.capture.functionalize import BATCH_NORMS
 from memfit.capture.generators import all_states, set_state
 from memfit.cost.views import lazy_view, reinterpret
 
+_ATOMS = {int, float, bool, type(None), str, torch.dtype, torch.device}
 _LONGEST_CHAIN = 256  # calls that are counted for the cost of making contents again
 
 
@@ -139,6 +140,8 @@ def template(sources: Sources, tree: Any, now: int) -> Any:
         tree: an argument, or a tuple, list or dict of them.
         now: number of the call.
     """
+    if type(tree) in _ATOMS:
+        return tree
     if isinstance(tree, torch.Tensor):
         source = sources.of(tree.untyped_storage())
         source.used_at = now
