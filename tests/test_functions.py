@@ -206,6 +206,13 @@ ROWS = 4096
         ("flipped rows", lambda s, b: s + b.exp().flip(0).sum(1)),
         ("gathered rows", lambda s, b: s + b.exp()[torch.arange(ROWS - 1, -1, -1)].sum(1)),
         ("normalized by all", lambda s, b: s + (b.exp() / b.exp().sum()).sum(1)),
+        ("running sums of a mask", lambda s, b: s + (b * (b < 0).cumsum(0)).sum(1)),
+        ("running sums of floors", lambda s, b: s + (b.floor().cumsum(0) * 2).sum(1)),
+        ("running products", lambda s, b: s + ((b > 0).float().cumprod(0) + b).sum(1)),
+        ("a table of whole numbers", lambda s, b: s + torch.gather(b.long(), 0, (b > 0).long()).sum(1)),
+        ("a triangle", lambda s, b: s + b.exp().tril().sum(1)),
+        ("largest so far", lambda s, b: s + b.exp().cummax(0).values.sum(1)),
+        ("scaled rows", lambda s, b: s + torch.renorm(b.exp(), 2, 1, 1.0).sum(1)),
         ("differences of rows", lambda s, b: s + torch.diff(b.exp(), dim=0, prepend=b[:1]).sum(1)),
     ],
 )

@@ -1,9 +1,12 @@
 """Row chunks: a chain of ops that work row by row becomes one op that runs the chain on some rows at a time.
 
 The distances of a million points to each centre are one large result of which the next op keeps a number a row. Run on
-a sixteenth of the points at a time, the chain takes a sixteenth of the memory. What runs so is found by its shapes: all
-results of the chain have as many rows (their first dimension), and each argument with as many is taken row by row. That
-this is right is not proved, but tried: the new op is kept only if it gave the bits of the old ones on the same inputs.
+a sixteenth of the points at a time, the chain takes a sixteenth of the memory.
+
+Which operators keep rows apart is known: those that work element by element, those that name other dimensions than the
+first, products with a matrix on the left, and what is picked from a table. All results of a chain have as many rows,
+and so have the arguments that are taken row by row. Kernels may still give other bits for fewer rows, which is tried:
+the chain is run both ways on the same inputs, and stays as it was if one bit differs.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ _WHOLE: dict[Any, tuple[int, ...]] = {
     _aten._cdist_forward: (1,),
     _aten._euclidean_dist: (1,),
 }
+_COPIES = (_aten._to_copy, _aten.clone)
+_MIXES_ROWS = (_aten.renorm, _aten.unique_dim, _aten.unique_consecutive)  # along the dimensions that they do not name
 COUNTS = (2, 4, 8, 16, 32, 64, 128, 256)
 _LEAST_SHARE = 0.01  # of the largest storage: a chain that holds less inside is left as it is
 _ALIGNED_ROWS = 64  # chunks begin at multiples, so that vectors of a kernel hold the same rows
@@ -78,12 +83,14 @@ class RowChunks:
         rows: of each result.
         count: the chunks; all but the last have equally many rows.
         outputs: what it returns.
+        device: where its results are.
     """
 
     parts: tuple[_Part, ...]
     rows: int
     count: int
     outputs: tuple[Value, ...]
+    device: torch.device
 
     @property
     def __name__(self) -> str:
@@ -97,9 +104,8 @@ class RowChunks:
         return min(self.rows, -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS if rows > _ALIGNED_ROWS else rows)
 
     def __call__(self, *given: torch.Tensor) -> Any:
-        device = given[0].device
         whole = {
-            value.storage: torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+            value.storage: torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self.device)
             for value in self.outputs
         }
         for start in range(0, self.rows, self.rows_at_once):
@@ -304,9 +310,30 @@ def _is_row_wise(op: Op, call: Call, rows: int) -> bool:
     results = [value for value in call.results if value is not None]
     if len(results) != len(call.results) or len({value.storage for value in results}) != len(results):
         return False
-    if isinstance(call.target, RowChunks) or not all(v.shape[:1] == (rows,) and _is_plain(v) for v in results):
+    if not _keeps_rows_apart(call) or not all(v.shape[:1] == (rows,) and _is_plain(v) for v in results):
         return False
     return any(by_rows for _, by_rows in _arguments(call, rows))
+
+
+def _keeps_rows_apart(call: Call) -> bool:
+    """Return whether each row of an operator's result depends on the same row of what it takes by rows.
+
+    Operators that work element by element do; so do those that work along other dimensions than the first, which they
+    name, products with a matrix on the left, and what is picked from a table.
+    """
+    packet = getattr(call.target, "overloadpacket", None)
+    if packet is None or packet in _MIXES_ROWS:
+        return False
+    if packet in _WHOLE or packet in _COPIES or torch.Tag.pointwise in call.target.tags:  # pyright: ignore
+        return True
+    given = {argument.name: arg for argument, arg in zip(call.target._schema.arguments, call.args, strict=False)}  # pyright: ignore
+    given |= call.kwargs
+    first = next(values_in(call.args), None)
+    along = given.get("dim", given.get("dims"))
+    if first is None or along is None or along == []:
+        return False
+    dimensions = along if isinstance(along, list | tuple) else [along]
+    return all(isinstance(each, int) and each % len(first.shape) != 0 for each in dimensions)
 
 
 def _arguments(call: Call, rows: int) -> Iterator[tuple[Value, bool]]:
@@ -430,7 +457,8 @@ def _target(binding: Binding, chain: _Chain, count: int, outputs: set[int]) -> t
         for number, call in enumerate(calls)
     )
     returned = tuple(v for call in calls for v in values_in(call.results) if v.storage in outputs)
-    return RowChunks(parts=parts, rows=chain.rows, count=count, outputs=returned), tuple(given)
+    chunks = RowChunks(parts=parts, rows=chain.rows, count=count, outputs=returned, device=binding.device)
+    return chunks, tuple(given)
 
 
 def _order(graph: Graph, chain: _Chain) -> list[int]:

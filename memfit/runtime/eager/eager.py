@@ -66,7 +66,9 @@ class Eager(Uncopied):
         allocated_bytes(self.device)  # from here on the recorder counts
         gc.collect()
         before_bytes = bytes_of_tensors(self.device)
-        gc.freeze()  # what is remembered of calls would have all older objects looked through again and again
+        self._freezes = gc.get_freeze_count() == 0
+        if self._freezes:  # or what is remembered of calls would have all older objects looked through again and again
+            gc.freeze()
         self._window = record(self.device)
         self._usage = self._window.__enter__()
         self._before_bytes = before_bytes
@@ -79,7 +81,8 @@ class Eager(Uncopied):
     def __exit__(self, *raised: Any) -> None:
         assert self._mode is not None
         self._mode.__exit__(*raised)
-        gc.unfreeze()
+        if self._freezes:
+            gc.unfreeze()
         self._window.__exit__(*raised)
 
     def report(self) -> Report:
@@ -135,8 +138,14 @@ def eager(model: torch.nn.Module, *, budget: str | int) -> Eager:
 
 def bytes_of_tensors(device: torch.device) -> int:
     """Return the bytes of the storages of all tensors that Python has on a device."""
+    if gc.get_freeze_count():  # objects that are frozen are not among those that it returns
+        gc.unfreeze()
+        found = gc.get_objects()
+        gc.freeze()
+    else:
+        found = gc.get_objects()
     sizes: dict[int, int] = {}
-    for thing in gc.get_objects():
+    for thing in found:
         if issubclass(type(thing), torch.Tensor) and thing.device == device and thing.layout is torch.strided:
             storage = thing.untyped_storage()
             sizes[storage.data_ptr()] = taken_bytes(storage.nbytes(), device)

@@ -10,6 +10,8 @@ import torch
 from memfit.runtime.eager.sources import Source
 from memfit.torch_private import no_modes
 
+_ROW_BYTES = 4096
+
 
 class Kept:
     """Contents that autograd has saved, once or more often.
@@ -18,14 +20,16 @@ class Kept:
         source: the contents.
         saved: what autograd holds in the place of tensors over them, as weak references.
         is_there: whether they hold the storage.
+        checksum: of the contents when they were let go.
     """
 
-    __slots__ = ("is_there", "saved", "source")
+    __slots__ = ("checksum", "is_there", "saved", "source")
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.saved: list[weakref.ref[Saved]] = []
         self.is_there = True
+        self.checksum: list[int] | None = None
 
     def alive(self) -> list[Saved]:
         """Return what autograd still holds."""
@@ -33,6 +37,8 @@ class Kept:
 
     def let_go(self) -> None:
         """Let go of the storage; its memory is free if nobody else holds it."""
+        storage = self.source.live
+        self.checksum = None if storage is None else checksum(storage)
         for saved in self.alive():
             saved.let_go()
         self.is_there = False
@@ -41,8 +47,11 @@ class Kept:
         """Hold a storage that has the contents."""
         for saved in self.alive():
             saved.take(storage)
-        self.source.storage = weakref.ref(storage)
         self.is_there = True
+
+    def is_as_before(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether a storage has the contents that were let go."""
+        return self.checksum is None or self.checksum == checksum(storage)
 
 
 class Saved:
@@ -83,3 +92,16 @@ class Saved:
                 f"tensor of shape {list(self.alias.shape)} was saved at version {self.version}, and is at version "
                 f"{self.alias._version} now"
             )
+
+
+def checksum(storage: torch.UntypedStorage) -> list[int]:
+    """Return numbers that tell contents apart: sums over all, over the first half, and over every second row of 4 KiB.
+
+    It reads the storage twice, and takes no memory to speak of.
+    """
+    with no_modes(), torch.no_grad():
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        count = whole.numel() // _ROW_BYTES * _ROW_BYTES
+        rows = whole[:count].view(torch.int64).view(-1, _ROW_BYTES // 8)
+        parts = (rows, rows[: len(rows) // 2], rows[::2])
+        return [int(part.sum()) for part in parts] + whole[count:].tolist()

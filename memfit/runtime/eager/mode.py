@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memfit.capture.functionalize import BATCH_NORMS
 from memfit.capture.generators import STATE_BYTES
 from memfit.capture.trace import mutated_tensors
 from memfit.capture.under_modes import UnderModes, is_looked_at
@@ -19,23 +20,33 @@ from memfit.runtime.eager.kept import Kept, Saved
 from memfit.runtime.eager.needs import Need, Needs, key_of
 from memfit.runtime.eager.sources import (
     Call,
+    LostContentsError,
     Source,
     Sources,
     flat,
     generator_states,
     inputs_of,
     make_again,
-    missing_calls,
+    needed_by,
     seconds_to_make,
     template,
-    views_in,
 )
 from memfit.system.budget import format_bytes
 from memfit.torch_private import TorchDispatchMode, in_backward, no_modes, tensors_in, without_autocast
 
 LEAST_BYTES = 1 << 12  # smaller contents are never let go
+_RESERVE_BYTES = 1 << 12  # of the budget, for the mode's own numbers
 _FORGET_EVERY = 4096  # calls
-_VIEW, _PLAIN, _WRITES, _DATA_DECIDES = range(4)  # kinds of operators
+_VIEW, _PLAIN, _WRITES, _DATA_DECIDES, _FOREIGN = range(5)  # kinds of operators
+_aten = torch.ops.aten
+_LIFTED = _aten.lift_fresh.default
+_HIDDEN_STATE = (
+    _aten._cudnn_rnn,
+    _aten.miopen_rnn,
+    _aten.batch_norm_gather_stats,
+    _aten.batch_norm_gather_stats_with_counts,
+)
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class Counts:
@@ -61,7 +72,8 @@ class BudgetMode(TorchDispatchMode):
         self, budget_bytes: int, live_bytes: Callable[[], int], model_bytes: Callable[[], int], needs: Needs
     ) -> None:
         super().__init__()
-        self.budget_bytes, self.live_bytes, self.needs = budget_bytes, live_bytes, needs
+        self.budget_bytes = budget_bytes - _RESERVE_BYTES
+        self.live_bytes, self.needs = live_bytes, needs
         self._model_bytes = model_bytes
         self.sources = Sources()
         self.kept: dict[Source, Kept] = {}
@@ -70,8 +82,10 @@ class BudgetMode(TorchDispatchMode):
         self._kinds: dict[int, int] = {}
         self._drawing: set[int] = set()
         self._looked_at: set[int] = set()
+        self._unseen: set[int] = set()
         self._upper_bytes = budget_bytes  # at least what is live; read anew where it is too high
         self._pinned: set[Source] = set()
+        self._held_back: frozenset[Source] = frozenset()  # until a call has written to what they are made of
         self._target: Source | None = None  # what is being made again
         self._is_busy = self._was_backward = False
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -89,6 +103,8 @@ class BudgetMode(TorchDispatchMode):
     def __exit__(self, *raised: Any) -> None:
         self._hooks.__exit__(*raised)
         super().__exit__(*raised)
+        self._forget()
+        self.sources = Sources()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -101,18 +117,22 @@ class BudgetMode(TorchDispatchMode):
                 self._drawing.add(id(func))
             if is_looked_at(func):
                 self._looked_at.add(id(func))
+            if func is _LIFTED or torch.Tag.inplace_view in func.tags:
+                self._unseen.add(id(func))
         if kind == _VIEW:
-            return func(*args, **kwargs)
+            returned = func(*args, **kwargs)
+            if id(func) in self._unseen:  # memory that was taken where the mode does not look
+                self._upper_bytes = self.live_bytes()
+            return returned
         if id(func) in self._looked_at:
             require_as_bare(func, args)
         self.counts.calls += 1
         is_forward = not in_backward()
-        records = is_forward or torch.is_grad_enabled()
+        records = (is_forward or torch.is_grad_enabled()) and kind != _FOREIGN
         if is_forward and self._was_backward:
             self._end_pass()
         elif self.counts.calls % _FORGET_EVERY == 0:
             self._forget()
-        written = self._before_writes(func, args, kwargs) if kind == _WRITES else []
         state_bytes = STATE_BYTES["cpu"] if records and id(func) in self._drawing else 0
         generators = None
         need = key = None
@@ -120,37 +140,59 @@ class BudgetMode(TorchDispatchMode):
             try:
                 key = key_of(func, args, kwargs)
                 need = self.needs.known.get(key)
-            except TypeError:  # an argument that has no hash
+            except (TypeError, RuntimeError):  # an argument that has no hash, or a tensor that has no shape
                 pass
         if state_bytes:
             if self._upper_bytes + state_bytes > self.budget_bytes:
                 self._make_room(state_bytes, str(func))
-            generators = generator_states(kwargs)
+            generators = generator_states((*args, *kwargs.values()))
             self._upper_bytes += state_bytes
+        written = self._written(kind, func, args, kwargs)
         if need is None:
-            returned, need = self._first_call(key, func, args, kwargs)
+            returned, need = self._first_call(key, func, args, kwargs, written)
             seconds = need.seconds
         else:
             if self._upper_bytes + need.peak_bytes > self.budget_bytes:
                 self._make_room(need.peak_bytes, str(func))
+            if written:
+                self._before_writes(written, need.peak_bytes, str(func))
             began = time.perf_counter()
             returned = func(*args, **kwargs)
             seconds = time.perf_counter() - began
             self._upper_bytes += need.result_bytes
+        self._held_back = frozenset()
         if records or written:
             call = Call(self.counts.calls, func, seconds, need.peak_bytes + state_bytes, generators)
             if kind == _WRITES:
                 self._note_writes(call if records else None, args, kwargs, written)
             else:
-                self._note(call, args, kwargs, returned)
+                for tensor in written:
+                    self.sources.written(tensor.untyped_storage(), None, 0)
+                if records:
+                    self._note(call, args, kwargs, returned)
         return returned
 
-    def _first_call(self, key: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Need]:
+    def _written(self, kind: int, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Return the tensors that a call writes to, those included that its schema hides."""
+        if kind == _WRITES:
+            found = mutated_tensors(func, args, kwargs)
+        elif kind == _FOREIGN:
+            found = tensors_in((args, kwargs))
+        elif func._overloadpacket in BATCH_NORMS:
+            mean, variance, _ = BATCH_NORMS[func._overloadpacket]
+            found = [arg for arg in args[mean : variance + 1] if isinstance(arg, torch.Tensor)]
+        else:
+            return []
+        return [tensor for tensor in found if is_dense(tensor)]
+
+    def _first_call(self, key: Any, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> tuple[Any, Need]:
         """Make a call that is like none before."""
         self._is_busy = True
         try:
             bound_bytes = self.needs.bound(func, args, kwargs)
             self._make_room(bound_bytes, str(func))
+            if written:
+                self._before_writes(written, bound_bytes, str(func))
             return self.needs.learn(key, func, args, kwargs, bound_bytes)
         finally:
             self._is_busy = False
@@ -159,22 +201,22 @@ class BudgetMode(TorchDispatchMode):
     def _note(self, call: Call, args: Any, kwargs: Any, returned: Any) -> None:
         """Note how new contents were made."""
         made = [(place, each) for place, each in enumerate(flat(returned)) if isinstance(each, torch.Tensor)]
+        storages = [(place, each.untyped_storage()) for place, each in made if is_dense(each)]
+        new = [(place, storage) for place, storage in storages if self.sources.find(storage) is None]
+        if not new:
+            return
         try:
-            storages = [(place, each.untyped_storage()) for place, each in made]
-            new = [(place, storage) for place, storage in storages if self.sources.find(storage) is None]
-            if not new:
-                return
             call.args = template(self.sources, args, self.counts.calls)
             if kwargs:
                 call.kwargs = template(self.sources, kwargs, self.counts.calls)
-        except NotImplementedError:  # a sparse tensor has no storage
+        except (NotImplementedError, RuntimeError):  # a tensor without a storage, or without a shape, of its own
             return
         for place, storage in new:
             self.sources.made(storage, call, place).used_at = self.counts.calls
 
-    def _before_writes(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        """Return the tensors that a call writes to; make again before what could not be made again after it."""
-        written = mutated_tensors(func, args, kwargs)
+    def _before_writes(self, written: list[torch.Tensor], need_bytes: int, what: str) -> None:
+        """Make again what could not be made again after these tensors are written to, and keep it until they are."""
+        lost: set[Source] = set()
         for tensor in written:
             storage = tensor.untyped_storage()
             source = self.sources.find(storage)
@@ -182,10 +224,21 @@ class BudgetMode(TorchDispatchMode):
                 continue
             kept = self.kept.get(source)
             if kept is not None and not kept.is_there:  # what autograd saved is what is written to
-                kept.take(storage)
+                self._give(kept, storage)
             if source.call is None and source.readers:
-                self._bring_readers_back(source)
-        return written
+                lost.add(source)
+        if not lost:
+            return
+        self._forget_dead()
+        back = [
+            kept for kept in self.kept.values() if not kept.is_there and not lost.isdisjoint(needed_by([kept.source]))
+        ]
+        self._held_back = frozenset(kept.source for kept in back)
+        for kept in back:
+            if not kept.is_there:
+                self._bring_back(kept)
+        if back and self.live_bytes() + need_bytes > self.budget_bytes:
+            self._make_room(need_bytes, what)
 
     def _note_writes(self, call: Call | None, args: Any, kwargs: Any, written: list[torch.Tensor]) -> None:
         """Note that a call has written to tensors, and how, if it was one whose contents could be made again."""
@@ -204,19 +257,10 @@ class BudgetMode(TorchDispatchMode):
             if kept is not None:
                 kept.source, self.kept[after] = after, kept
 
-    def _bring_readers_back(self, source: Source) -> None:
-        """Make again what can no longer be made once `source` is written to."""
-        self._forget_dead()
-        for kept in list(self.kept.values()):
-            if not kept.is_there and kept.alive():
-                order = missing_calls(kept.source) or []
-                if any(source is view.source for each in order for view in _views(each)):
-                    self._bring_back(kept)
-
     def _pack(self, tensor: torch.Tensor) -> Any:
         with no_modes():
             alias = tensor.detach()  # a result that its own node saves would keep itself alive; the version is shared
-        if alias.layout is not torch.strided or alias.is_conj() or alias.is_neg():
+        if not is_dense(alias) or alias.is_conj() or alias.is_neg():
             return Saved(None, alias)
         source = self.sources.find(alias.untyped_storage())
         if source is None or source.call is None:
@@ -225,7 +269,7 @@ class BudgetMode(TorchDispatchMode):
         if kept is None:
             kept = self.kept[source] = Kept(source)
         elif not kept.is_there:  # let go, and still held by somebody
-            kept.take(alias.untyped_storage())
+            self._give(kept, alias.untyped_storage())
         saved = Saved(kept, alias)
         kept.saved.append(weakref.ref(saved))
         return saved
@@ -244,21 +288,39 @@ class BudgetMode(TorchDispatchMode):
         """Hold contents again that were let go: their storage, if somebody else still has it, or made again."""
         live = kept.source.live
         if live is not None:
-            kept.take(live)
+            self._give(kept, live)
             return
         began = time.perf_counter()
         was_busy, self._is_busy = self._is_busy, True
         target, self._target = self._target, kept.source
         try:
             with torch.no_grad(), without_autocast():
-                made = make_again(kept.source, self._before_again, self._done_again)
+                made = make_again(self.sources, kept.source, self._before_again, self._done_again)
+            if made is None:
+                raise LostContentsError
+            if not kept.is_there:
+                self._give(kept, made.untyped_storage())
+        except LostContentsError:
+            raise UnsupportedStepError(
+                f"{calling_line()}: what autograd saved cannot be made again with the same contents: something that it "
+                "is made of was written to where torch's operators do not show it (NumPy, another thread, a kernel of "
+                "another library), or its kernels do not give the same bits twice; give a budget in which it stays"
+            ) from None
         finally:
             self._is_busy, self._target = was_busy, target
             self._pinned.clear()
-        assert made is not None, "only what can be made again is let go, and what it needs is held"
-        if not kept.is_there:
-            kept.take(made.untyped_storage())
         self.counts.again_seconds += time.perf_counter() - began
+
+    def _give(self, kept: Kept, storage: torch.UntypedStorage) -> None:
+        """Let autograd hold contents again.
+
+        Raises:
+            LostContentsError: they are not those that were let go.
+        """
+        if storage.nbytes() != kept.source.bytes or not kept.is_as_before(storage):
+            raise LostContentsError
+        kept.take(storage)
+        self.sources.enter(storage, kept.source)
 
     def _before_again(self, call: Call) -> None:
         self.counts.made_again += 1
@@ -271,8 +333,9 @@ class BudgetMode(TorchDispatchMode):
         """Let autograd have contents that were made again on the way, as long as there is room for them."""
         for kept in self._gone.pop(call, []):
             tensor = found.get(kept.source.place)
-            if isinstance(tensor, torch.Tensor) and not kept.is_there and kept.alive():
-                kept.take(tensor.untyped_storage())
+            is_its = kept.source.call is call and not kept.is_there and kept.alive()
+            if is_its and isinstance(tensor, torch.Tensor):
+                self._give(kept, tensor.untyped_storage())
                 self.kept[kept.source] = kept
 
     def _make_room(self, need_bytes: int, what: str) -> None:
@@ -290,6 +353,7 @@ class BudgetMode(TorchDispatchMode):
             self._upper_bytes = self.live_bytes()
             if self._upper_bytes + need_bytes <= self.budget_bytes:
                 return
+        self._forget()
         gc.collect()
         self._upper_bytes = self.live_bytes()
         if self._upper_bytes + need_bytes <= self.budget_bytes:
@@ -309,7 +373,8 @@ class BudgetMode(TorchDispatchMode):
         now = self.counts.calls + 1
         scored: list[tuple[float, int, Kept]] = []
         for number, (source, kept) in enumerate(self.kept.items()):
-            if kept.is_there and source.call is not None and source.bytes >= LEAST_BYTES and source not in self._pinned:
+            is_free = source not in self._pinned and source not in self._held_back and not source.is_blank
+            if kept.is_there and source.call is not None and source.bytes >= LEAST_BYTES and is_free:
                 seconds = seconds_to_make(source)
                 if seconds < float("inf"):
                     scored.append((seconds / (source.bytes * (now - source.used_at)), number, kept))
@@ -334,7 +399,7 @@ class BudgetMode(TorchDispatchMode):
     def _forget(self) -> None:
         """Forget how what nobody saved was made, or a loop's calls would all be remembered."""
         self._forget_dead()
-        self.sources.forget_dead(with_calls=not self.kept)
+        self.sources.forget(needed_by(self.kept))
         self._gone = {call: alive for call, group in self._gone.items() if (alive := [k for k in group if k.alive()])}
 
     def _holding(self) -> str:
@@ -348,8 +413,9 @@ class BudgetMode(TorchDispatchMode):
         )
 
 
-def _views(source: Source) -> Any:
-    return [] if source.call is None else views_in((source.call.args, source.call.kwargs))
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has a storage of its own that can be let go and made again."""
+    return tensor.layout is torch.strided and not tensor.is_nested and type(tensor) in _PLAIN_TYPES
 
 
 def require_as_bare(func: Any, args: Any) -> None:
@@ -369,6 +435,8 @@ def require_as_bare(func: Any, args: Any) -> None:
 
 def _kind(func: Any) -> int:
     schema = func._schema
+    if func.namespace not in ("aten", "prims") or func.overloadpacket in _HIDDEN_STATE:
+        return _FOREIGN
     if torch.Tag.inplace_view in func.tags:
         return _VIEW
     if any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memfit.capture.generators import without_generator
 from memfit.system.recorder import record, taken_bytes
 from memfit.torch_private import DATA_DEPENDENT_ERRORS, FakeTensorMode, storage_key, tensors_in, tree_map
 
@@ -84,7 +85,7 @@ class Needs:
             with mode:
                 fakes = {id(tensor): _like(tensor) for tensor in given}
                 filled = tree_map(lambda leaf: fakes.get(id(leaf), leaf), (args, kwargs))
-                returned = function(*filled[0], **filled[1])
+                returned = function(*filled[0], **without_generator(filled[1]))
         except DATA_DEPENDENT_ERRORS:  # as many results as there are elements, each with an index for each dimension
             return 2 * sum(8 * tensor.numel() * max(1, tensor.ndim) for tensor in given)
         except Exception:  # noqa: BLE001 (fakes raise all kinds of errors)
@@ -98,14 +99,15 @@ class Needs:
 def key_of(function: Any, args: Any, kwargs: Any) -> Hashable:
     """Return the key of a call: its operator, the shapes and dtypes of its tensors, and its other arguments."""
     parts: list[Any] = [function]
+    if function is not None and not any(isinstance(arg, torch.Tensor | list) for arg in args):
+        return (function, args, *kwargs.values())  # numbers decide the size of what is made of them alone
     for arg in args:
         if isinstance(arg, torch.Tensor):
-            parts.append(arg.shape)
-            parts.append(arg.dtype)
+            parts += (arg.shape, arg.stride(), arg.dtype, arg.device)
         elif isinstance(arg, list | tuple):
             parts.append(key_of(None, arg, None))  # pyright: ignore[reportUnknownArgumentType]
         else:
-            parts.append(arg)
+            parts.append(float if type(arg) is float else arg)  # a number that changes in each step changes no need
     if kwargs:
         parts.append(key_of(None, tuple(kwargs.values()), None))
     return tuple(parts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,21 @@ from memfit.cost.views import lazy_view, reinterpret
 
 _ATOMS = {int, float, bool, type(None), str, torch.dtype, torch.device}
 _LONGEST_CHAIN = 256  # calls that are counted for the cost of making contents again
+
+
+BLANK = (
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.empty_permuted,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+)
+"""Operators whose results have no contents yet: what fills them may do so where the mode does not look."""
+
+
+class LostContentsError(Exception):
+    """What contents are made of is gone, or gives other contents than before."""
 
 
 class Call:
@@ -62,6 +77,11 @@ class Source:
         self.bytes = storage.nbytes()
         self.call, self.place, self.in_place = call, place, in_place
         self.used_at = self.readers = 0
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether the contents are what somebody else has filled them with."""
+        return self.call is not None and not self.in_place and self.call.function.overloadpacket in BLANK
 
     @property
     def live(self) -> torch.UntypedStorage | None:
@@ -107,7 +127,12 @@ class Sources:
             found = self._of[storage._cdata] = Source(storage, None, 0)
         return found
 
-    def made(self, storage: torch.UntypedStorage, call: Call, place: int) -> Source:
+    def enter(self, storage: torch.UntypedStorage, source: Source) -> None:
+        """Note that a storage holds contents that were made again."""
+        source.storage = weakref.ref(storage)
+        self._of[storage._cdata] = source
+
+    def made(self, storage: torch.UntypedStorage, call: Call | None, place: int) -> Source:
         """Enter the contents of a new storage."""
         found = self._of[storage._cdata] = Source(storage, call, place)
         return found
@@ -120,15 +145,15 @@ class Sources:
         found = self._of[storage._cdata] = Source(storage, call, place, in_place=True)
         return found
 
-    def forget_dead(self, *, with_calls: bool) -> None:
-        """Drop the entries of storages that are gone.
+    def forget(self, needed: set[Source]) -> None:
+        """Drop the entries of storages that are gone, and forget how the others were made.
 
         Args:
-            with_calls: forget also how the others were made: nothing depends on it.
+            needed: contents of which it is not forgotten.
         """
         self._of = {key: source for key, source in self._of.items() if source.live is not None}
-        if with_calls:
-            for source in self._of.values():
+        for source in self._of.values():
+            if source not in needed:
                 source.call = None
 
 
@@ -205,16 +230,29 @@ def seconds_to_make(source: Source) -> float:
         at = waiting.pop()
         if at.live is not None:
             continue
-        if at.call is None:
+        if at.call is None or len(seen) >= _LONGEST_CHAIN:
             return float("inf")
-        if at.call not in seen and len(seen) < _LONGEST_CHAIN:
+        if at.call not in seen:
             seen.add(at.call)
             total += at.call.seconds
             waiting += inputs_of(at.call)
     return total
 
 
+def needed_by(sources: Iterable[Source]) -> set[Source]:
+    """Return contents with all that they are made of, what is there now included."""
+    seen = set(sources)
+    waiting = list(seen)
+    while waiting:
+        at = waiting.pop()
+        new = [each for each in inputs_of(at.call) if each not in seen] if at.call is not None else []
+        seen.update(new)
+        waiting += new
+    return seen
+
+
 def make_again(
+    sources: Sources,
     source: Source,
     before_call: Callable[[Call], None],
     done: Callable[[Call, dict[int, torch.Tensor]], None],
@@ -224,6 +262,7 @@ def make_again(
     What is there when a call comes may be let go before, and is then made again for it.
 
     Args:
+        sources: of all storages.
         source: the contents.
         before_call: called before each call, whose inputs are there, to make room.
         done: called after each, with what it has made, by place.
@@ -236,13 +275,13 @@ def make_again(
     for number, at in enumerate(order):
         if at.live is None:
             call = _call(at)
-            inputs = [_hold(each, held, before_call, done) for each in inputs_of(call)]
+            inputs = [_hold(sources, each, held, before_call, done) for each in inputs_of(call)]
             before_call(call)
             found = _run_again(call, at, last, number)
             for each in order[number:]:
                 if each.call is call:
-                    held[each] = found[each.place]
-                    each.storage = weakref.ref(held[each].untyped_storage())
+                    held[each] = _same_size(each, found[each.place])
+                    sources.enter(held[each].untyped_storage(), each)
             done(call, found)
             del found, inputs
         held = {each: tensor for each, tensor in held.items() if last.get(each, -1) > number or each is source}
@@ -250,6 +289,7 @@ def make_again(
 
 
 def _hold(
+    sources: Sources,
     source: Source,
     held: dict[Source, torch.Tensor],
     before_call: Callable[[Call], None],
@@ -259,8 +299,9 @@ def _hold(
     live = source.live
     if live is not None:
         return _whole(live)
-    made = make_again(source, before_call, done)
-    assert made is not None, "what it needs could be made again when its order was found"
+    made = make_again(sources, source, before_call, done)
+    if made is None:
+        raise LostContentsError
     held[source] = made
     return made
 
@@ -278,6 +319,12 @@ def _run_again(call: Call, made: Source, last: Mapping[Source, int], number: int
         old.storage = None
     _run(call, {old: storage})
     return {made.place: _whole(storage)}
+
+
+def _same_size(source: Source, tensor: Any) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor) or tensor.untyped_storage().nbytes() != source.bytes:
+        raise LostContentsError
+    return tensor
 
 
 def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -301,7 +348,7 @@ def _run(call: Call, instead: Mapping[Source, torch.UntypedStorage]) -> list[Any
     kwargs = _filled(call.kwargs, instead)
     if call.generators is None:
         return flat(call.function(*args, **kwargs))
-    before = generator_states(call.kwargs)
+    before = generator_states(call.generators)
     try:
         _set_generators(call.generators)
         return flat(call.function(*args, **kwargs))
@@ -323,10 +370,14 @@ def _filled(tree: Any, instead: Mapping[Source, torch.UntypedStorage]) -> Any:
     return tree
 
 
-def generator_states(kwargs: Any) -> dict[Any, torch.Tensor]:
-    """Return the state of the generator that a call is given, or of all default ones, by generator or device."""
-    given = kwargs.get("generator")
-    return all_states() if given is None else {given: given.get_state()}
+def generator_states(drawing: Any) -> dict[Any, torch.Tensor]:
+    """Return the states of the generators that a call draws from, by generator or device.
+
+    Args:
+        drawing: the call's arguments, or earlier such states.
+    """
+    given = [each for each in drawing if isinstance(each, torch.Generator)]
+    return {each: each.get_state() for each in given} if given else all_states()
 
 
 def _set_generators(states: Mapping[Any, torch.Tensor]) -> None:
