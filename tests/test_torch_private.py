@@ -42,6 +42,7 @@ from memfit.torch_private import (
     has_accumulation_hooks,
     has_kernel,
     ilp_knapsack,
+    in_backward,
     is_fake,
     is_plain_dense,
     known_value,
@@ -50,6 +51,7 @@ from memfit.torch_private import (
     module_hooks,
     module_tables,
     next_sequence_number,
+    no_modes,
     only_mode,
     optimizer_hooks,
     real_tensors,
@@ -61,7 +63,9 @@ from memfit.torch_private import (
     trace_joint,
     tree_flatten,
     tree_map,
+    tree_unflatten,
     views_replayed,
+    without_autocast,
 )
 
 
@@ -523,3 +527,44 @@ def test_kernels_of_their_own(device_type: str) -> None:
     assert not has_kernel(
         aten.native_dropout_backward.out, device_type
     )  # generated: it computes a result and copies it
+
+
+class _Counts(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_mode_sees_what_is_called_in_between() -> None:
+    with _Counts() as mode:
+        torch.ones(2).add(1)
+        seen = mode.calls
+        with no_modes():
+            torch.ones(2).add(1)
+        assert mode.calls == seen > 0
+
+
+def test_nothing_is_cast_without_autocast() -> None:
+    a = torch.ones(4, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (a @ a).dtype == torch.bfloat16
+        with without_autocast():
+            assert (a @ a).dtype == torch.float32
+
+
+def test_a_backward_pass_is_known_from_inside() -> None:
+    seen: list[bool] = []
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_hook(lambda _gradient: seen.append(in_backward()))
+    assert not in_backward()
+    leaf.sum().backward()
+    assert seen == [True] and not in_backward()
+
+
+def test_trees_are_put_together_again() -> None:
+    leaves, structure = torch_private.tree_flatten({"a": (1, [2]), "b": 3})
+    assert tree_unflatten([leaf + 1 for leaf in leaves], structure) == {"a": (2, [3]), "b": 4}

@@ -49,8 +49,8 @@ def require_training_context(what: str, step: TrainingStep) -> None:
         )
     if any_autocast():
         raise UnsupportedStepError(
-            f"{what} inside torch.autocast, whose cache outlives a step; autocast belongs in the step's own function: "
-            "`with torch.autocast(...)` around the model's call there"
+            f"{what} inside torch.autocast, whose cache outlives a step; autocast belongs in the loss function: `with "
+            "torch.autocast(...)` around the model's call there"
         )
 
 

@@ -18,6 +18,7 @@ from memfit.runtime.eager.needs import Needs
 from memfit.runtime.uncopied import Uncopied
 from memfit.system.budget import format_bytes, parse_budget
 from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
+from memfit.torch_private import is_plain_dense
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,9 +147,13 @@ def bytes_of_tensors(device: torch.device) -> int:
         found = gc.get_objects()
     sizes: dict[int, int] = {}
     for thing in found:
-        if issubclass(type(thing), torch.Tensor) and thing.device == device and thing.layout is torch.strided:
+        if not issubclass(type(thing), torch.Tensor) or not is_plain_dense(thing) or thing.device != device:
+            continue
+        try:
             storage = thing.untyped_storage()
             sizes[storage.data_ptr()] = taken_bytes(storage.nbytes(), device)
+        except (NotImplementedError, RuntimeError):  # wrappers of torch.func and of AOTAutograd have none
+            continue
     return sum(sizes.values())
 
 
