@@ -7,7 +7,8 @@ The loops: a ResNet-110 of which blocks are skipped at random (stochastic depth,
 experts, GPT-2 over sentences of all lengths, and a recursive network over random trees. Each trains with and without a
 budget from the same seed; the budget is 60% of what the longest, deepest step takes bare, residents included.
 
-    python benchmarks/eager_mode.py              # both, stored: half an hour
+    python benchmarks/eager_mode.py              # all, stored as they come: half an hour
+    python benchmarks/eager_mode.py lstm trees   # some
     python benchmarks/eager_mode.py --steps 20   # shorter loops, nothing stored
 """
 
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 from _process import answer_if_child, in_fresh_process
-from _record import store
+from _record import load, result_path, store
 from torch import Tensor, nn
 
 import memfit
@@ -294,25 +295,29 @@ def run_loop(name: str, steps: int) -> dict[str, Any]:
 
 def child(what: str, name: str, steps: int) -> dict[str, Any]:
     """Return what a process of its own is asked for."""
-    return cost(name) if what == "cost" else run_loop(name, steps)
+    return cost(name) if what == "costs" else run_loop(name, steps)
 
 
 def main() -> None:
     """Measure, print, and store."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: " + ", ".join([*COSTS, *LOOPS]))
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
-    found: dict[str, list[dict[str, Any]]] = {"cost": [], "loop": []}
-    for what, names in {"cost": list(COSTS), "loop": list(LOOPS)}.items():
-        for name in names:
-            request = {"what": what, "name": name, "steps": options.steps}
-            row = in_fresh_process(__file__, request, timeout_seconds=CHILD_SECONDS)
-            if "error" in row:
-                raise SystemExit(f"{name}: {row['error']}")
-            found[what].append(row)
-            print(row, flush=True)
-    if options.steps == STEPS:
-        print(store("eager_mode", {"rounds": ROUNDS, "costs": found["cost"], "loops": found["loop"]}))
+    path = result_path("eager_mode")
+    found: dict[str, Any] = load(path)["payload"] if path.exists() else {"costs": [], "loops": []}
+    names = options.names or [*COSTS, *LOOPS]
+    for name in names:
+        what = "costs" if name in COSTS else "loops"
+        request = {"what": what, "name": name, "steps": options.steps}
+        row = in_fresh_process(__file__, request, timeout_seconds=CHILD_SECONDS)
+        if "error" in row:
+            raise SystemExit(f"{name}: {row['error']}")
+        print(row, flush=True)
+        key = "workload" if what == "costs" else "loop"
+        found[what] = [each for each in found[what] if each[key] != name] + [row]
+        if options.steps == STEPS:
+            store("eager_mode", found | {"rounds": ROUNDS})
 
 
 if __name__ == "__main__" and not answer_if_child(child):
