@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -31,7 +32,7 @@ from memfit.errors import CaptureError, WrongFakesError
 from memfit.graph import Op, Phase, Role, Storage
 from memfit.planning import Settings
 from memfit.runtime.step import PlannedStep, fit_step
-from memfit.system.recorder import record
+from memfit.system.recorder import allocated_bytes, record
 from memfit.workloads import build
 
 CPU = torch.device("cpu")
@@ -169,6 +170,30 @@ def test_workspace_is_what_is_held_beside_the_results() -> None:
 
     graph = measured(*one_op(tripled, 1000))
     assert graph.ops[0].workspace_bytes == 3 * 4000 + 32  # torch fills up the last 64 bytes
+
+
+def test_garbage_that_is_collected_meanwhile_does_not_hide_a_workspace() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.own, self.held = self, torch.empty(1 << 10)
+
+    def tripled(x: torch.Tensor) -> torch.Tensor:
+        gc.set_threshold(1)
+        objects = [[] for _ in range(100)]  # more than a collection waits for
+        gc.set_threshold(10**9)
+        held = torch.cat([x, x, x])
+        return held[: x.shape[0]].relu() if objects else x
+
+    step = one_op(tripled, 1000)
+    threshold = gc.get_threshold()
+    gc.set_threshold(10**9)
+    allocated_bytes("cpu")
+    Cycle()
+    try:
+        graph = measured(*step)
+    finally:
+        gc.set_threshold(*threshold)
+    assert graph.ops[0].workspace_bytes == 3 * 4000 + 32
 
 
 def test_workspace_freed_before_the_result_is_made_may_hide_behind_it() -> None:

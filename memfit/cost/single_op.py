@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,18 @@ def undisturbed(device: torch.device) -> Generator[None]:
     generators = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=generators), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
+
+
+@contextmanager
+def uncollected() -> Generator[None]:
+    """Leave garbage where it is inside the block: what is freed there would count against what the block takes."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +106,7 @@ class Measurer:
     def _cost(self, op: Op, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Observation:
         if self.device.type == "cuda":
             call.target(*args, **kwargs)  # libraries take workspaces of their own at their first call, and keep them
-        with record(self.device) as usage:
+        with uncollected(), record(self.device) as usage:
             started = self.clock()
             returned = call.target(*args, **kwargs)
             first_seconds = self.clock() - started

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memfit.capture.generators import without_generator
+from memfit.cost.single_op import uncollected
 from memfit.system.recorder import record, taken_bytes
 from memfit.torch_private import DATA_DEPENDENT_ERRORS, FakeTensorMode, storage_key, tensors_in, tree_map
 
@@ -63,7 +64,7 @@ class Needs:
     def learn(self, key: Hashable, function: Any, args: Any, kwargs: Any, bound_bytes: int) -> tuple[Any, Need]:
         """Make a call for the first time, remember what it took; return what it returned, and what it took."""
         began = _now(self.device)
-        with record(self.device) as usage:
+        with uncollected(), record(self.device) as usage:
             returned = function(*args, **kwargs)
         seconds = _now(self.device) - began
         result_bytes = max(0, usage.end_bytes - usage.start_bytes)
