@@ -179,7 +179,9 @@ class BudgetMode(TorchDispatchMode):
         elif kind == _FOREIGN:
             found = tensors_in((args, kwargs))
         elif func._overloadpacket in BATCH_NORMS:
-            mean, variance, _ = BATCH_NORMS[func._overloadpacket]
+            mean, variance, training = BATCH_NORMS[func._overloadpacket]
+            if training is not None and not args[training]:
+                return []
             found = [arg for arg in args[mean : variance + 1] if isinstance(arg, torch.Tensor)]
         else:
             return []
