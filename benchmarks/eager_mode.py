@@ -36,7 +36,7 @@ from memfit.workloads import build
 
 CPU = torch.device("cpu")
 COSTS: dict[str, dict[str, Any]] = {  # small, so that the operators' own work does not hide what a mode adds to it
-    "resnet50": {"batch": 1, "size": 32},
+    "resnet50": {"batch": 2, "size": 32},
     "gpt2": {"batch": 1, "tokens": 16, "width": 64, "vocabulary": 500},
     "lstm": {"batch": 2, "width": 32},
 }
