@@ -458,3 +458,53 @@ def test_tensors_that_are_not_dense_stay_as_they_are() -> None:
         with torch.no_grad():
             encoder(torch.randn(2, 8, 32), src_key_padding_mask=torch.tensor([[False] * 8, [False] * 5 + [True] * 3]))
     assert embedding.weight.grad is not None and embedding.weight.grad.is_sparse
+
+
+def test_a_library_that_writes_in_place_unseen_by_its_schema() -> None:
+    """An operator of another library may write to what it is given, whatever its schema says."""
+    library = torch.library.Library("memfit_eager_test", "DEF")
+    library.define("double(Tensor x) -> Tensor")
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        x.numpy()[:] *= 2
+        return x.clone()
+
+    library.impl("double", double, "CPU")
+    weight = torch.randn(64, 64, requires_grad=True)
+    x = torch.randn(2048, 64)
+
+    def gradient() -> torch.Tensor:
+        hidden = (x @ weight).exp()  # its result is what exp saves
+        with torch.no_grad():
+            torch.ops.memfit_eager_test.double(hidden.detach())
+        result = hidden.tanh()
+        del hidden
+        for _ in range(8):
+            result = (result @ weight).tanh()
+        return torch.autograd.grad(result.sum(), weight)[0]
+
+    expected = gradient()
+    gc.collect()
+    with memfit.eager(nn.Linear(1, 1), budget=bytes_of_tensors(CPU) + (7 << 19)) as steps:
+        assert torch.equal(gradient(), expected)
+    assert steps.report().made_again > 0
+
+
+def test_what_code_holds_and_numpy_changes_is_as_it_is_or_refused() -> None:
+    weight, x = torch.randn(64, 64, requires_grad=True), torch.randn(2048, 64)
+
+    def gradient() -> torch.Tensor:
+        held = (x @ weight).tanh()
+        result = held
+        for _ in range(8):
+            result = (result @ weight).tanh()
+        held.detach().numpy()[:] = 0.25
+        return torch.autograd.grad(result.sum(), weight)[0]
+
+    expected = gradient()
+    gc.collect()
+    with memfit.eager(nn.Linear(1, 1), budget=bytes_of_tensors(CPU) + (7 << 19)):
+        try:
+            assert torch.equal(gradient(), expected)
+        except UnsupportedStepError as error:
+            assert "cannot be made again with the same contents" in str(error)

@@ -37,10 +37,10 @@ class Kept:
 
     def let_go(self) -> None:
         """Let go of the storage; its memory is free if nobody else holds it."""
-        storage = self.source.live
-        self.checksum = None if storage is None else checksum(storage)
-        for saved in self.alive():
-            saved.let_go()
+        saved = self.alive()
+        self.checksum = checksum(saved[0].alias.untyped_storage()) if saved else None
+        for each in saved:
+            each.let_go()
         self.is_there = False
 
     def take(self, storage: torch.UntypedStorage) -> None:

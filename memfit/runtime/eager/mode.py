@@ -55,7 +55,6 @@ class Counts:
     def __init__(self) -> None:
         self.calls = self.let_go = self.made_again = self.passes = 0
         self.again_seconds = 0.0
-        self.peak_bytes = 0
 
 
 class BudgetMode(TorchDispatchMode):
@@ -163,13 +162,10 @@ class BudgetMode(TorchDispatchMode):
         self._held_back = frozenset()
         if records or written:
             call = Call(self.counts.calls, func, seconds, need.peak_bytes + state_bytes, generators)
-            if kind == _WRITES:
-                self._note_writes(call if records else None, args, kwargs, written)
-            else:
-                for tensor in written:
-                    self.sources.written(tensor.untyped_storage(), None, 0)
-                if records:
-                    self._note(call, args, kwargs, returned)
+            if written:
+                self._note_writes(call if records and kind == _WRITES else None, args, kwargs, written)
+            if records and kind != _WRITES:
+                self._note(call, args, kwargs, returned)
         return returned
 
     def _written(self, kind: int, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -299,15 +295,11 @@ class BudgetMode(TorchDispatchMode):
             with torch.no_grad(), without_autocast():
                 made = make_again(self.sources, kept.source, self._before_again, self._done_again)
             if made is None:
-                raise LostContentsError
+                raise _lost()
             if not kept.is_there:
                 self._give(kept, made.untyped_storage())
         except LostContentsError:
-            raise UnsupportedStepError(
-                f"{calling_line()}: what autograd saved cannot be made again with the same contents: something that it "
-                "is made of was written to where torch's operators do not show it (NumPy, another thread, a kernel of "
-                "another library), or its kernels do not give the same bits twice; give a budget in which it stays"
-            ) from None
+            raise _lost() from None
         finally:
             self._is_busy, self._target = was_busy, target
             self._pinned.clear()
@@ -317,10 +309,10 @@ class BudgetMode(TorchDispatchMode):
         """Let autograd hold contents again.
 
         Raises:
-            LostContentsError: they are not those that were let go.
+            UnsupportedStepError: they are not those that were let go.
         """
         if storage.nbytes() != kept.source.bytes or not kept.is_as_before(storage):
-            raise LostContentsError
+            raise _lost()
         kept.take(storage)
         self.sources.enter(storage, kept.source)
 
@@ -413,6 +405,14 @@ class BudgetMode(TorchDispatchMode):
             f"{format_bytes(model_bytes)} by parameters, buffers and gradients, {format_bytes(saved_bytes)} by what "
             f"autograd saved and cannot be made again now, {format_bytes(rest_bytes)} by what code holds"
         )
+
+
+def _lost() -> UnsupportedStepError:
+    return UnsupportedStepError(
+        f"{calling_line()}: what autograd saved cannot be made again with the same contents: something that it is made "
+        "of was written to where torch's operators do not show it (NumPy, another thread, a kernel of another "
+        "library), or its kernels do not give the same bits twice; give a budget in which it stays"
+    )
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -1,8 +1,8 @@
 """What eager mode knows of storages: how the contents of each were made, and how they are made again.
 
-Contents are a `Source`: a storage that is written to in place has another Source from then on. Contents that were made
-under the mode, while gradients were on, know the call that made them; others (parameters, batches, what backward
-computes) are never made again.
+Contents are a `Source`: a storage that is written to in place has another Source from then on. Contents that a forward
+pass made under the mode know the call that made them; others (parameters, batches, what backward computes) are never
+made again.
 """
 
 from __future__ import annotations
@@ -111,9 +111,6 @@ class Sources:
 
     def __init__(self) -> None:
         self._of: dict[int, Source] = {}
-
-    def __len__(self) -> int:
-        return len(self._of)
 
     def find(self, storage: torch.UntypedStorage) -> Source | None:
         """Return the present contents of a storage, if they are known."""
@@ -285,7 +282,15 @@ def make_again(
             done(call, found)
             del found, inputs
         held = {each: tensor for each, tensor in held.items() if last.get(each, -1) > number or each is source}
-    return held[source]
+    return held[source] if source in held else _whole_of(source)
+
+
+def _whole_of(source: Source) -> torch.Tensor:
+    """Return a tensor over contents that came back while others were made again."""
+    live = source.live
+    if live is None:
+        raise LostContentsError
+    return _whole(live)
 
 
 def _hold(
@@ -311,8 +316,7 @@ def _run_again(call: Call, made: Source, last: Mapping[Source, int], number: int
     if not made.in_place:
         return dict(enumerate(_run(call, {})))
     old = next(itertools.islice(views_in((call.args, call.kwargs)), made.place, None)).source
-    storage = old.live
-    assert storage is not None, "its inputs are there"
+    storage = _whole_of(old).untyped_storage()
     if last[old] > number:  # another call reads what this one writes over
         storage = _whole(storage).clone().untyped_storage()
     else:
@@ -360,9 +364,8 @@ def _filled(tree: Any, instead: Mapping[Source, torch.UntypedStorage]) -> Any:
     """Return arguments with tensors in the places of Views. (An inner function that calls itself is a cycle, which
     would keep the storages until the next collection of garbage.)"""
     if isinstance(tree, View):
-        storage = instead.get(tree.source, tree.source.live)
-        assert storage is not None, "its inputs are there"
-        return tree.on(_whole(storage))
+        storage = instead.get(tree.source)
+        return tree.on(_whole_of(tree.source) if storage is None else _whole(storage))
     if isinstance(tree, list):
         return [_filled(each, instead) for each in tree]  # pyright: ignore[reportUnknownVariableType]
     if isinstance(tree, dict):
