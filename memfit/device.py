@@ -26,8 +26,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         to_host_shared_bytes_per_second, to_device_shared_bytes_per_second: the rates while both directions copy; None
             where they do not slow each other down.
         copy_latency_seconds: the time of a copy of nothing.
-        copy_load: the share of compute's rate that each copy under way takes away; 0 where copies have engines of their
-            own.
+        copy_compute_seconds_per_byte: the seconds of compute that each copied byte takes away; 0 where copies have
+            engines of their own.
         launch_seconds: the least time of an op.
         source: where the figures are from.
     """
@@ -43,7 +43,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     to_host_shared_bytes_per_second: Rate | None = None
     to_device_shared_bytes_per_second: Rate | None = None
     copy_latency_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    copy_load: Annotated[float, msgspec.Meta(ge=0, lt=0.5)] = 0.0
+    copy_compute_seconds_per_byte: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     launch_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     source: str = ""
 

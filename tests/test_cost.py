@@ -455,8 +455,8 @@ def quick_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.cost.calibration._SMALLEST_PRODUCT", 16)
     monkeypatch.setattr("memfit.cost.calibration._LARGEST_PRODUCT", 16)
     monkeypatch.setattr("memfit.cost.calibration._COPY_BYTES", 1 << 16)
-    monkeypatch.setattr("memfit.cost.link._COPY_BYTES", 1 << 16)
-    monkeypatch.setattr("memfit.cost.link._ROWS", 16)
+    monkeypatch.setattr("memfit.cost.link._DISK_COPY_BYTES", 1 << 16)
+    monkeypatch.setattr("memfit.cost.link._TURN_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("quick_calibration")

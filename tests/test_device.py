@@ -28,8 +28,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.cost.calibration._SMALLEST_PRODUCT", 16)
     monkeypatch.setattr("memfit.cost.calibration._LARGEST_PRODUCT", 64)
     monkeypatch.setattr("memfit.cost.calibration._COPY_BYTES", 1 << 16)
-    monkeypatch.setattr("memfit.cost.link._COPY_BYTES", 1 << 16)
-    monkeypatch.setattr("memfit.cost.link._ROWS", 16)
+    monkeypatch.setattr("memfit.cost.link._DISK_COPY_BYTES", 1 << 16)
+    monkeypatch.setattr("memfit.cost.link._TURN_SECONDS", 0.0)
 
 
 def test_the_known_devices() -> None:

@@ -122,7 +122,7 @@ def test_a_copy_takes_its_latency_once() -> None:
 
 
 def test_copies_take_a_share_of_compute_while_they_run() -> None:
-    loaded = msgspec.structs.replace(SLOW_LINK, copy_load=0.25)
+    loaded = msgspec.structs.replace(SLOW_LINK, copy_compute_seconds_per_byte=0.25 / 32)
     timeline = run("compute 0; offload 2; compute 1; compute 2; wait 2", device=loaded)
     # The copy runs from 2 s to 4 s: 1.5 s of work are done by then, and the last half second takes half a second.
     assert sum(times(timeline)[1:4], ()) == pytest.approx((2, 4, 2, 2 + 4 / 3, 2 + 4 / 3, 4.5))

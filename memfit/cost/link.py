@@ -1,16 +1,21 @@
 """The link of a device to where its storages are offloaded: pinned host memory on CUDA, a disk on a CPU.
 
-Both directions are measured alone and together, the time of the smallest copy, and how much a copy slows compute down.
+Each direction is measured by itself and both together, and the time of the smallest copy. A CPU's copies are measured
+while it computes, with what they take of compute's rate.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Protocol
+from threading import Event
+from typing import Annotated
 
 import msgspec
 import torch
@@ -19,14 +24,17 @@ from memfit.cost.environment import environment, free_bytes
 from memfit.device import Device, Rate
 from memfit.errors import HostMemoryError
 from memfit.system.cache import environment_path, keep, read_kept
-from memfit.system.spill_file import BLOCK_BYTES, Span, SpillFile, spill_directory
+from memfit.system.spill_file import BLOCK_BYTES, SpillFile, spill_directory
 
 _COPY_BYTES = 128 << 20  # well beyond every cache
 _COPY_SHARE = 8  # a copy takes at most this part of the device's free memory: one eighth
+_DISK_COPY_BYTES = 8 << 20  # about those of a step's copies
 _RUNS = 5
 _SMALL_RUNS = 50
 _ROWS = 768  # of the matrices that are multiplied while something is copied
-_MOST_LOAD = 0.45
+_SUM_BYTES = 32 << 20
+_SIZE = 4  # bytes of a float32
+_TURN_SECONDS, _LEAST_CALLS = 0.25, 3  # of work, while something is copied
 
 
 class LinkRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,7 +45,7 @@ class LinkRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     to_host_shared_bytes_per_second: Rate
     to_device_shared_bytes_per_second: Rate
     copy_latency_seconds: Annotated[float, msgspec.Meta(ge=0)]
-    copy_load: Annotated[float, msgspec.Meta(ge=0, lt=0.5)]
+    copy_compute_seconds_per_byte: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 def with_link(profile: Device, device: torch.device, directory: Path | None = None) -> Device:
@@ -77,148 +85,178 @@ def link_rates(device: torch.device, directory: Path | None = None, *, again: bo
     if kept is not None:
         return kept
     with torch.no_grad():
-        measured = _disk_rates(directory) if device.type == "cpu" else _pcie_rates(device)
+        measured = rates_beside(_everyday_work(), directory) if device.type == "cpu" else _pcie_rates(device)
     keep(measured, path, "rates of the link")
     return measured
 
 
-class _Copies(Protocol):
-    """Starts copies of some bytes; each returns a function that waits for the end, and returns when that was."""
+def rates_beside(work: Callable[[], object], directory: Path | None = None) -> LinkRates:
+    """Return the rates of copies to a disk and back while a CPU works, and what the copies take of that work's rate.
 
-    def to_host(self, size_bytes: int) -> Callable[[], float]:
-        """Start a copy to the host or disk."""
-        ...
+    Copies of a step run while it computes, on the same cores and over the same memory; so what counts is not how fast
+    they are alone. Copies back go to new memory, as they do in a step.
 
-    def to_device(self, size_bytes: int) -> Callable[[], float]:
-        """Start a copy back."""
-        ...
+    Args:
+        work: is called again and again: for a second in all, or twelve times if that takes longer.
+        directory: on the disk; by default see `spill_directory`.
+
+    Raises:
+        HostMemoryError: the directory cannot be used.
+    """
+    size_bytes = _copy_bytes(torch.device("cpu"), _DISK_COPY_BYTES)
+    file = SpillFile(2 * size_bytes, directory)
+    try:
+        copies = _DiskCopies(file, size_bytes)
+        to_host, to_device = partial(copies.to_host, size_bytes), partial(copies.to_device, size_bytes)
+        work()
+        alone, *turns = (_Turn.of(work, threads) for threads in ((), (to_host,), (to_device,), (to_host, to_device)))
+        lost_seconds = sum(turn.seconds - turn.calls * alone.seconds / alone.calls for turn in turns)
+        rates = [turn.copied_bytes[0] / turn.seconds for turn in turns[:2]]
+        shared = [min(rate, size / turns[2].seconds) for rate, size in zip(rates, turns[2].copied_bytes, strict=True)]
+        starts = (copies.to_host, copies.to_device)
+        latencies = (_median_seconds(partial(start, BLOCK_BYTES), _SMALL_RUNS) for start in starts)
+        return LinkRates(
+            to_host_bytes_per_second=rates[0],
+            to_device_bytes_per_second=rates[1],
+            to_host_shared_bytes_per_second=shared[0],
+            to_device_shared_bytes_per_second=shared[1],
+            copy_latency_seconds=statistics.mean(latencies),
+            copy_compute_seconds_per_byte=max(0.0, lost_seconds) / sum(sum(turn.copied_bytes) for turn in turns),
+        )
+    except OSError as error:
+        raise HostMemoryError(f"copies to {str(directory)!r} fail: {error.strerror or error}") from error
+    finally:
+        file.close()
 
 
-def _rates(copies: _Copies, size_bytes: int) -> LinkRates:
-    """Measure a link; the load of the copies on compute is left at 0."""
-    starts = copies.to_host, copies.to_device
-    alone = [size_bytes / _median_seconds(lambda start=start: start(size_bytes)) for start in starts]
+def _everyday_work() -> Callable[[], object]:
+    """Return a function whose time is about half a matrix product's, and half that of a sum in new memory."""
+    size_bytes = _copy_bytes(torch.device("cpu"), _SUM_BYTES)
+    rows = min(_ROWS, math.isqrt(size_bytes // _SIZE))
+    square, long = torch.ones(rows, rows), torch.ones(size_bytes // _SIZE)
+
+    def work() -> None:
+        torch.mm(square, square)
+        torch.add(long, long)
+
+    return work
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Some calls of a function, the seconds that they took, and the bytes that were copied meanwhile by each thread."""
+
+    calls: int
+    seconds: float
+    copied_bytes: tuple[int, ...]
+
+    @staticmethod
+    def of(work: Callable[[], object], copies: Sequence[Callable[[], int]]) -> _Turn:
+        """Call `work` while a thread for each of `copies` calls that."""
+        is_over, copied = Event(), [0] * len(copies)
+
+        def go(number: int) -> None:
+            while not is_over.is_set():
+                copied[number] += copies[number]()
+
+        with ThreadPoolExecutor(max(1, len(copies))) as threads:
+            ends = [threads.submit(go, number) for number in range(len(copies))]
+            try:
+                before, began, calls = tuple(copied), time.perf_counter(), 0
+                while calls < _LEAST_CALLS or time.perf_counter() - began < _TURN_SECONDS:
+                    work()
+                    calls += 1
+                seconds, after = time.perf_counter() - began, tuple(copied)
+            finally:
+                is_over.set()
+            for end in ends:
+                end.result()
+        return _Turn(calls, seconds, tuple(late - early for late, early in zip(after, before, strict=True)))
+
+
+class _DiskCopies:
+    """Copies to a disk and back, each of which returns its bytes."""
+
+    def __init__(self, file: SpillFile, size_bytes: int) -> None:
+        self._file, self._size_bytes = file, size_bytes
+        self._memory = torch.ones(size_bytes, dtype=torch.uint8)
+        for place in range(2):  # what was never written is not read from the disk
+            file.write(self._memory.data_ptr(), size_bytes, place * size_bytes).result()
+
+    def to_host(self, size_bytes: int) -> int:
+        self._file.write(self._memory.data_ptr(), size_bytes, 0).result()
+        return size_bytes
+
+    def to_device(self, size_bytes: int) -> int:
+        memory = torch.empty(size_bytes, dtype=torch.uint8)
+        self._file.read(memory.data_ptr(), size_bytes, self._size_bytes, memory).result()
+        return size_bytes
+
+
+def _copy_bytes(device: torch.device, most_bytes: int) -> int:
+    """Return the size of the copies that are timed: whole blocks that the device has room for."""
+    free = free_bytes(device)
+    size_bytes = most_bytes if free is None else min(most_bytes, free // _COPY_SHARE)
+    return max(1, size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _median_seconds(copy: Callable[[], object], runs: int = _RUNS) -> float:
+    seconds: list[float] = []
+    for _ in range(runs):
+        began = time.perf_counter()
+        copy()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+class _PinnedCopies:
+    """Copies to pinned memory and back, which have engines of their own; each is started and waited for."""
+
+    def __init__(self, device: torch.device, size_bytes: int) -> None:
+        self._device = [torch.ones(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._host = [torch.ones(size_bytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)]
+
+    def start(self, direction: int, size_bytes: int) -> None:
+        target, source = (self._host, self._device) if direction == 0 else (self._device, self._host)
+        with torch.cuda.stream(self._streams[direction]):
+            target[direction][:size_bytes].copy_(source[direction][:size_bytes], non_blocking=True)
+
+    def wait(self, direction: int) -> float:
+        """Return when the copies of a direction have ended."""
+        self._streams[direction].synchronize()
+        return time.perf_counter()
+
+    def run(self, direction: int, size_bytes: int) -> None:
+        self.start(direction, size_bytes)
+        self.wait(direction)
+
+    def together(self, sizes: Sequence[int]) -> list[float]:
+        """Copy in both directions at once; return the seconds that each took."""
+        began = time.perf_counter()
+        for direction, size in enumerate(sizes):
+            self.start(direction, size)
+        return [self.wait(direction) - began for direction in range(2)]
+
+
+def _pcie_rates(device: torch.device) -> LinkRates:
+    size_bytes = _copy_bytes(device, _COPY_BYTES)
+    copies = _PinnedCopies(device, size_bytes)
+    alone = [size_bytes / _median_seconds(partial(copies.run, direction, size_bytes)) for direction in range(2)]
     # As many bytes in each direction as take equally long alone.
     sizes = [int(size_bytes * rate / max(alone)) for rate in alone]
-    runs = [_together(starts, sizes) for _ in range(_RUNS)]
+    runs = [copies.together(sizes) for _ in range(_RUNS)]
     ends = [statistics.median(run[direction] for run in runs) for direction in range(2)]
     overlap = min(ends)  # until then both copied; after it one did, alone
     shared = [
         max(size - rate * (end - overlap), 0.1 * size) / overlap
         for size, rate, end in zip(sizes, alone, ends, strict=True)
     ]
-    latencies = [_median_seconds(lambda start=start: start(BLOCK_BYTES), _SMALL_RUNS) for start in starts]
+    latencies = (_median_seconds(partial(copies.run, direction, BLOCK_BYTES), _SMALL_RUNS) for direction in range(2))
     return LinkRates(
         to_host_bytes_per_second=alone[0],
         to_device_bytes_per_second=alone[1],
         to_host_shared_bytes_per_second=min(shared[0], alone[0]),
         to_device_shared_bytes_per_second=min(shared[1], alone[1]),
         copy_latency_seconds=statistics.mean(latencies),
-        copy_load=0.0,
     )
-
-
-def _together(starts: Sequence[Callable[[int], Callable[[], float]]], sizes: Sequence[int]) -> list[float]:
-    """Copy in both directions at once; return the seconds that each took."""
-    began = time.perf_counter()
-    waits = [start(size) for start, size in zip(starts, sizes, strict=True)]
-    return [wait() - began for wait in waits]
-
-
-def _median_seconds(start: Callable[[], Callable[[], float]], runs: int = _RUNS) -> float:
-    seconds: list[float] = []
-    for _ in range(runs):
-        began = time.perf_counter()
-        seconds.append(start()() - began)
-    return statistics.median(seconds)
-
-
-def _copy_bytes(device: torch.device) -> int:
-    """Return the size of the copies that are timed: whole blocks that the device has room for."""
-    free = free_bytes(device)
-    size_bytes = _COPY_BYTES if free is None else min(_COPY_BYTES, free // _COPY_SHARE)
-    return max(1, size_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
-class _DiskCopies:
-    def __init__(self, directory: Path | None) -> None:
-        self.size_bytes = _copy_bytes(torch.device("cpu"))
-        self.file = SpillFile(2 * self.size_bytes, directory)
-        self._memory = [torch.ones(self.size_bytes, dtype=torch.uint8) for _ in range(2)]
-        for place in range(2):  # what was never written is not read from the disk
-            self.file.write(self._memory[0].data_ptr(), self.size_bytes, place * self.size_bytes).result()
-
-    def to_host(self, size_bytes: int) -> Callable[[], float]:
-        return _end_of(self.file.write(self._memory[0].data_ptr(), size_bytes, 0))
-
-    def to_device(self, size_bytes: int) -> Callable[[], float]:
-        return _end_of(self.file.read(self._memory[1].data_ptr(), size_bytes, self.size_bytes))
-
-
-def _end_of(copy: Future[Span]) -> Callable[[], float]:
-    return lambda: copy.result()[1]
-
-
-def _disk_rates(directory: Path | None) -> LinkRates:
-    copies = _DiskCopies(directory)
-    try:
-        rates = _rates(copies, copies.size_bytes)
-        load = statistics.mean(_load(start, copies.size_bytes) for start in (copies.to_host, copies.to_device))
-        return msgspec.structs.replace(rates, copy_load=min(_MOST_LOAD, load))
-    except OSError as error:
-        raise HostMemoryError(f"copies to {str(directory)!r} fail: {error.strerror or error}") from error
-    finally:
-        copies.file.close()
-
-
-def _load(start: Callable[[int], Callable[[], float]], size_bytes: int) -> float:
-    """Return the share of the rate of a matrix product and a sum that copies take away."""
-    square = torch.ones(_ROWS, _ROWS)
-    long = torch.ones(size_bytes // 16)
-
-    def work() -> float:
-        began = time.perf_counter()
-        torch.mm(square, square)
-        torch.add(long, long)
-        return time.perf_counter() - began
-
-    work()
-    alone = statistics.median(work() for _ in range(_RUNS))
-    beside: list[float] = []
-    for _ in range(_RUNS):
-        wait = start(size_bytes)
-        began, seconds = time.perf_counter(), [work()]
-        ended = wait()
-        while began + sum(seconds) < ended:
-            seconds.append(work())
-        beside += seconds
-    return max(0.0, 1.0 - alone / statistics.median(beside))
-
-
-class _PinnedCopies:
-    def __init__(self, device: torch.device) -> None:
-        self.size_bytes = _copy_bytes(device)
-        self._device = [torch.ones(self.size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._host = [torch.ones(self.size_bytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)]
-
-    def to_host(self, size_bytes: int) -> Callable[[], float]:
-        return self._start(0, self._host[0][:size_bytes], self._device[0][:size_bytes])
-
-    def to_device(self, size_bytes: int) -> Callable[[], float]:
-        return self._start(1, self._device[1][:size_bytes], self._host[1][:size_bytes])
-
-    def _start(self, direction: int, target: torch.Tensor, source: torch.Tensor) -> Callable[[], float]:
-        with torch.cuda.stream(self._streams[direction]):
-            target.copy_(source, non_blocking=True)
-
-        def wait() -> float:
-            self._streams[direction].synchronize()
-            return time.perf_counter()
-
-        return wait
-
-
-def _pcie_rates(device: torch.device) -> LinkRates:
-    copies = _PinnedCopies(device)
-    return _rates(copies, copies.size_bytes)

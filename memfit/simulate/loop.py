@@ -61,13 +61,13 @@ class Link(NamedTuple):
     """The link to the host; each pair is (to host, to device).
 
     `rates` are in bytes per second, 0 without a link; `slower` is how many times as long a copy takes while the other
-    direction copies too; `load` is the share of compute's rate that a copy under way takes away.
+    direction copies too; `loads` are the shares of compute's rate that a copy under way takes away when it is alone.
     """
 
     rates: tuple[float, float]
     slower: tuple[float, float]
     latency_seconds: float
-    load: float
+    loads: tuple[float, float]
 
 
 class Copies(NamedTuple):
@@ -305,10 +305,18 @@ def _await_copy(copies: Copies, link: Link, position: int) -> None:
 
 
 @_compiled
+def _load(copies: Copies, link: Link, direction: int) -> float:
+    """Return the share of compute's rate that a direction's copy takes away now."""
+    if not _active(copies, direction):
+        return 0.0
+    return link.loads[direction] / (link.slower[direction] if _active(copies, 1 - direction) else 1.0)
+
+
+@_compiled
 def _work(copies: Copies, link: Link, seconds: float) -> None:
     """Let time pass until compute has worked for `seconds` at its own rate; copies under way take a share of it."""
     while True:
-        rate = 1.0 - link.load * (_active(copies, 0) + _active(copies, 1))
+        rate = 1.0 - _load(copies, link, 0) - _load(copies, link, 1)
         end, next_end = copies.clock[_NOW] + seconds / rate, min(copies.ends[0], copies.ends[1])
         if end <= next_end:
             copies.clock[_NOW] = end

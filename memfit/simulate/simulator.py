@@ -30,6 +30,8 @@ from memfit.graph import Graph
 from memfit.schedule import Code, Schedule, format_instruction
 from memfit.simulate.loop import GraphArrays, Link, trace
 
+_MOST_LOAD = 0.45  # of each direction's copies on compute: it never stands still for both
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
@@ -114,8 +116,12 @@ def link_of(device: Device) -> Link:
     rates = (device.to_host_bytes_per_second or 0.0, device.to_device_bytes_per_second or 0.0)
     shared = device.to_host_shared_bytes_per_second, device.to_device_shared_bytes_per_second
     to_host, to_device = (max(1.0, alone / (both or alone or 1.0)) for alone, both in zip(rates, shared, strict=True))
+    loads = [min(rate * device.copy_compute_seconds_per_byte, _MOST_LOAD) for rate in rates]
     return Link(
-        rates=rates, slower=(to_host, to_device), latency_seconds=device.copy_latency_seconds, load=device.copy_load
+        rates=rates,
+        slower=(to_host, to_device),
+        latency_seconds=device.copy_latency_seconds,
+        loads=(loads[0], loads[1]),
     )
 
 

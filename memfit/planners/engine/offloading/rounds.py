@@ -139,7 +139,7 @@ def _anneal_choice(task: Offloading, draft: Draft, seed: int, room_bytes: int = 
         problem.budget_bytes - room_bytes,
         problem.host_budget_bytes,
         seed,
-        copy_load=problem.device.copy_load,
+        copy_compute_seconds_per_byte=problem.device.copy_compute_seconds_per_byte,
     )
     make_possible(streams)
     totals, pace = streams.totals, _pace(task, _OFFLOAD_MOVES * len(intervals))

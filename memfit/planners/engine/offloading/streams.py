@@ -30,7 +30,8 @@ _ADAPT_EVERY, _STIFFER, _SOFTER = 50, 1.05, 0.95  # of the penalty, as in `memfi
 _TOTALS = record(
     "budget_bytes host_budget_bytes peak_bytes peak_stop host_peak_bytes offloaded_bytes host_bytes "
     "started leaving returning read blocked_until tried",
-    floats="seconds excess now offload_end prefetch_end copy_load temperature penalty cost best_seconds",
+    floats="seconds excess now offload_end prefetch_end copy_compute_seconds_per_byte temperature penalty cost "
+    "best_seconds",
     flags="is_impossible",
     unsigned="random",
 )
@@ -54,7 +55,12 @@ class Streams(NamedTuple):
 
 
 def make_streams(
-    found: OffloadIntervals, budget_bytes: int, host_budget_bytes: int, seed: int, *, copy_load: float = 0.0
+    found: OffloadIntervals,
+    budget_bytes: int,
+    host_budget_bytes: int,
+    seed: int,
+    *,
+    copy_compute_seconds_per_byte: float = 0.0,
 ) -> Streams:
     """Return the streams of these intervals, not simulated yet.
 
@@ -63,12 +69,12 @@ def make_streams(
         budget_bytes: most bytes on the device, residents and bytes outside the graph included.
         host_budget_bytes: most bytes of host copies.
         seed: of the annealing's random numbers.
-        copy_load: the share of compute's rate that a copy takes away.
+        copy_compute_seconds_per_byte: the seconds of compute that a copied byte takes away.
     """
     totals = np.zeros(1, _TOTALS)
     totals["random"] = np.random.SeedSequence(seed).generate_state(1, np.uint64) | np.uint64(1)
     totals["budget_bytes"], totals["host_budget_bytes"] = budget_bytes, host_budget_bytes
-    totals["best_seconds"], totals["copy_load"] = np.inf, copy_load
+    totals["best_seconds"], totals["copy_compute_seconds_per_byte"] = np.inf, copy_compute_seconds_per_byte
     best = np.zeros(len(found.intervals), np.bool_)
     return Streams(found.stops, found.intervals, found.by_end, found.host_copies, best, totals)
 
@@ -170,7 +176,7 @@ def _start_prefetches(streams: Streams, stop: int) -> None:
                 return
             totals.offloaded_bytes -= interval.size_bytes
             totals.prefetch_end = max(totals.now, totals.prefetch_end) + interval.prefetch_seconds
-            totals.now += totals.copy_load * interval.prefetch_seconds
+            totals.now += totals.copy_compute_seconds_per_byte * interval.host_bytes
             totals.blocked_until = _NOWHERE
             interval.prefetch_end = totals.prefetch_end
             interval.returned = stop
@@ -217,7 +223,7 @@ def _start_offloads(streams: Streams, stop: int, first_read: int) -> None:
             if interval.copied:
                 host_copies[interval.host_copy].is_made = True
                 totals.offload_end = max(totals.now, totals.offload_end) + interval.offload_seconds
-                totals.now += totals.copy_load * interval.offload_seconds
+                totals.now += totals.copy_compute_seconds_per_byte * interval.host_bytes
                 interval.offload_end = totals.offload_end
                 totals.host_bytes += interval.host_bytes
                 totals.host_peak_bytes = max(totals.host_peak_bytes, totals.host_bytes)
