@@ -30,6 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.cost.calibration._COPY_BYTES", 1 << 16)
     monkeypatch.setattr("memfit.cost.link._DISK_COPY_BYTES", 1 << 16)
     monkeypatch.setattr("memfit.cost.link._TURN_SECONDS", 0.0)
+    monkeypatch.setattr("memfit.cost.link._SUM_BYTES", 1 << 14)
 
 
 def test_the_known_devices() -> None:
