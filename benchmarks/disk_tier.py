@@ -3,8 +3,9 @@
 Ten plans on each of three workloads, six on a fourth: budgets, offloading only and with recomputation. Of each, the
 seconds of a step, the time that compute waited for copies, and the time that both worked at once, predicted by the
 simulator and measured. The simulator is given the seconds of ops in their places in a step of the same budget that
-offloads nothing, which takes turns with the steps that do, and for comparison those of ops measured one by one. Of
-seven runs of each, the fastest and the slowest are left out of the means.
+offloads nothing, and the link's rates as `memfit calibrate` measures them, both in turns with the steps; and for
+comparison those of ops measured one by one. Of seven runs of each, the fastest and the slowest are left out of the
+means.
 
     python benchmarks/disk_tier.py                      # the plans, stored
     python benchmarks/disk_tier.py unet                 # those of one workload again, the others as they are stored
@@ -23,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from _process import answer_if_child, in_fresh_process
 from _record import load, result_path, store
 
+from memfit.cost.link import link_rates
 from memfit.planning import Settings
 from memfit.runtime.state import left_as_it_was
 from memfit.runtime.step import PlannedStep, fit_step
@@ -33,6 +36,7 @@ from memfit.simulate import simulate
 from memfit.simulate.overlap import simulated_transfers
 from memfit.workloads import build
 
+CPU = torch.device("cpu")
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5)  # of the unplanned peak
 WORKLOADS = {"resnet50": SHARES, "gpt2": SHARES, "unet": SHARES, "char_lstm": (0.9, 0.8, 0.7)}
 WAYS: dict[str, dict[str, Any]] = {
@@ -65,8 +69,8 @@ def measure_plans(workload: str, share: float) -> dict[str, Any]:
     planned = {way: fitted(workload, share, way) for way in WAYS}
     for each in planned.values():
         each.verify()
-    op_seconds, runs = in_turns(planned, fitted(workload, share, "neither"))
-    return {"rows": [compared(workload, share, way, planned[way], op_seconds, runs[way]) for way in WAYS]}
+    op_seconds, link, runs = in_turns(planned, fitted(workload, share, "neither"))
+    return {"rows": [compared(workload, share, way, planned[way], op_seconds, link, runs[way]) for way in WAYS]}
 
 
 def compared(
@@ -75,12 +79,14 @@ def compared(
     way: str,
     planned: PlannedStep,
     op_seconds: Mapping[str, float],
+    link: Mapping[str, float],
     runs: Sequence[tuple[float, float, float]],
 ) -> dict[str, Any]:
-    """Return what was predicted of a plan, with the seconds of ops in their places, and what was measured."""
+    """Return what was predicted of a plan, with these seconds of ops and rates of the link, and what was measured."""
     plan, measured = planned.plan, planned.measure(repeats=2)
     ops = (msgspec.structs.replace(op, seconds=op_seconds.get(op.name, op.seconds)) for op in plan.graph.ops)
-    in_place = simulate(msgspec.structs.replace(plan.graph, ops=tuple(ops)), plan.schedule, plan.device)
+    device = msgspec.structs.replace(plan.device, **link)
+    in_place = simulate(msgspec.structs.replace(plan.graph, ops=tuple(ops)), plan.schedule, device)
     transfers = simulated_transfers(in_place, plan.schedule)
     step_seconds, stall_seconds, overlap_seconds = (trimmed_mean(column) for column in zip(*runs, strict=True))
     seconds = {
@@ -97,6 +103,7 @@ def compared(
         "predicted_peak_bytes": plan.predicted.peak_bytes,
         "measured_peak_bytes": measured.peak_bytes,
         "offloaded_bytes": plan.offloaded_bytes,
+        "link": dict(link),
         "overhead": {"predicted": plan.overhead, "measured": measured.overhead},
         "unplanned_seconds": {"predicted": plan.unplanned.seconds, "measured": measured.baseline_step_seconds},
         **{name: {"predicted": guess, "measured": real} for name, (guess, real) in seconds.items()},
@@ -108,16 +115,18 @@ def compared(
 
 def in_turns(
     planned: Mapping[str, PlannedStep], reference: PlannedStep
-) -> tuple[dict[str, float], dict[str, list[tuple[float, float, float]]]]:
-    """Return the seconds of each op in its place, by name, and of each step of each plan: its seconds, stalls, overlap.
+) -> tuple[dict[str, float], dict[str, float], dict[str, list[tuple[float, float, float]]]]:
+    """Return the seconds of ops in their places, by name; the link's rates; each step's seconds, stalls, overlap.
 
     They take turns, because the speed of a machine moves.
     """
     of_ops: list[tuple[float, ...]] = []
+    of_link: list[dict[str, float]] = []
     of_steps: dict[str, list[tuple[float, float, float]]] = {way: [] for way in planned}
     for number in range(REPEATS + 1):
         op_seconds = reference.op_seconds()
         of_ops += [op_seconds] if number else []
+        of_link += [msgspec.structs.asdict(link_rates(CPU, again=True))]
         for way, each in planned.items():
             with left_as_it_was(each.step, each.generators):
                 each.step.model.zero_grad(set_to_none=True)
@@ -127,7 +136,8 @@ def in_turns(
             copies = each.transfers.since(began)
             of_steps[way] += [(took, copies.stall_seconds, copies.overlap_seconds)] if number else []
     names = [op.name for op in reference.plan.graph.ops]
-    return dict(zip(names, map(trimmed_mean, zip(*of_ops, strict=True)), strict=True)), of_steps
+    link = {name: trimmed_mean([rates[name] for rates in of_link]) for name in of_link[0]}
+    return dict(zip(names, map(trimmed_mean, zip(*of_ops, strict=True)), strict=True)), link, of_steps
 
 
 def trimmed_mean(values: Sequence[float]) -> float:
