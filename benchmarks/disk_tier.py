@@ -5,7 +5,8 @@ seconds of a step, the time that compute waited for copies, and the time that bo
 simulator and measured. The simulator is given the seconds of ops in their places in a step of the same budget that
 offloads nothing, and the link's rates as `memfit calibrate` measures them, both in turns with the steps; and for
 comparison those of ops measured one by one. Of seven runs of each, the fastest and the slowest are left out of the
-means.
+means. The C library is told to keep memory that is freed: a step would else spend up to a quarter of its time on new
+pages from the system, more or less of it by what ran before.
 
     python benchmarks/disk_tier.py                      # the plans, stored
     python benchmarks/disk_tier.py unet                 # those of one workload again, the others as they are stored
@@ -48,6 +49,7 @@ HOST_BUDGET_BYTES = 8 << 30
 REPEATS = 7
 SEARCH_SECONDS = 5.0
 SOAK_OPTIONS: dict[str, dict[str, Any]] = {"resnet50": {"batch": 4}, "gpt2": {"batch": 2}}
+KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # man 3 mallopt
 LOOK_EVERY = 100  # steps of a long run
 CHILD_SECONDS = 7200
 
@@ -207,6 +209,7 @@ def main() -> None:
         for name in names:
             store(f"disk_tier/soak_{name}", _apart(what="soak", workload=name, steps=options.soak))
         return
+    os.environ.update(KEEPS_MEMORY)
     path = result_path("disk_tier/plans")
     known: list[dict[str, Any]] = load(path)["payload"]["plans"] if path.exists() else []
     for name in names:

@@ -282,3 +282,112 @@ def test_the_command_line_gives_the_bounds_of_the_whole_step(run: Run, tmp_path:
     status, out, err = run("fit", f"{file}:make", "--budget", bound - 1, *search)
     assert status == InfeasibleBudgetError.exit_status, err
     assert json.loads(out)["least_budget_bound_bytes"] == bound
+
+
+def trained(planned: Any, model: nn.Module, batch: Any, steps: int = 3) -> list[torch.Tensor]:
+    for _ in range(steps):
+        planned(batch)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),
+    "foreach": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, foreach=True),
+    "fused": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, fused=True),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_are_updated_in_backward_with_eagers_bits(name: str) -> None:
+    batch = batch_of(64)
+    found: list[list[torch.Tensor]] = []
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        model = Looking(count=2)
+        model.last.bias.requires_grad_(requires_grad=False)
+        step = memfit.TrainingStep(
+            model=model, loss=nn.CrossEntropyLoss(), batch=batch, optimizer=OPTIMIZERS[name](model.parameters())
+        )
+        found.append(trained(planned_within(step, "90%") if is_planned else step.run_eager, model, batch))
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(mine, eager) for mine, eager in zip(*found, strict=True))
+
+
+def test_gradients_do_not_wait_for_each_other() -> None:
+    """Where parameters are most of the memory, all gradients together would be a quarter of it."""
+    torch.manual_seed(0)
+    held = {}
+    for clip_norm in (None, 1.0):
+        model = Looking(count=4, width=256)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        step = memfit.TrainingStep(
+            model=model, loss=nn.CrossEntropyLoss(), batch=batch_of(8, 256), optimizer=optimizer, clip_norm=clip_norm
+        )
+        held[clip_norm] = planned_within(step, "100%").measure(repeats=1).peak_bytes
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    assert held[1.0] - held[None] > 0.3 * gradients
+
+
+def test_a_scheduler_sees_the_updates(recwarn: pytest.WarningsRecorder) -> None:
+    torch.manual_seed(0)
+    model, batch = Looking(count=2), batch_of(64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    planned = memfit.fit(model, nn.CrossEntropyLoss(), batch, optimizer=optimizer, budget="90%", time_limit_seconds=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    recwarn.clear()
+    for _ in range(2):
+        before = model.last.weight.detach().clone()
+        planned(batch)
+        scheduler.step()
+    moved = float((model.last.weight - before).abs().max())
+    assert 0 < moved < 1e-2
+    assert not [each for each in recwarn if "lr_scheduler.step()" in str(each.message)]
+
+
+def test_a_step_that_fails_in_backward_says_what_is_left() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, values: torch.Tensor) -> torch.Tensor:
+            return values.clone()
+
+        @staticmethod
+        def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            if fails:
+                raise ValueError("on purpose")
+            return gradient
+
+    class Failing(Looking):
+        @torch._dynamo.disable
+        def middle(self, values: torch.Tensor) -> torch.Tensor:
+            return Fails.apply(values if values.sum().item() < 1e9 else -values)
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return self.last(self.middle(self.first(values)))
+
+    fails = False
+    torch.manual_seed(0)
+    model, batch = Failing(count=2), batch_of(64)
+    planned = planned_within(step_of(model, batch), "90%")
+    fails = True
+    with pytest.raises(ValueError, match="on purpose") as raised:
+        planned(batch)
+    assert "2 of 10 parameters had been updated when the step failed" in raised.value.__notes__[0]
+    assert not any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters())
+
+
+def test_a_gradient_that_backward_does_not_reach_is_used_as_eager_does() -> None:
+    batch = batch_of(64)
+    found: list[list[torch.Tensor]] = []
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        model = Choosing(count=2)
+        step = step_of(model, batch_of(64, shift=-1.0))
+        run = planned_within(step, "95%") if is_planned else step.run_eager
+        for parameter in model.second.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        run(step.batch)
+        found.append(trained(run, model, batch, steps=2))
+    assert all(torch.equal(mine, eager) for mine, eager in zip(*found, strict=True))

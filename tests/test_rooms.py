@@ -86,7 +86,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("measure", "program"),
         ("lowering", "step_memory", "verify"),
         ("host", "state"),
-        ("arena", "bits", "eager_peak", "first_step", "measured", "signature", "uncopied"),
+        ("arena", "backward_updates", "bits", "eager_peak", "first_step", "measured", "signature", "uncopied"),
     ),
     "runtime/host": (("layout", "store"), ("disk", "pinned"), ("form",)),
     "runtime/arena": (("arena",), ("cuda", "spilling"), ("library",), ("layout",)),

@@ -24,12 +24,13 @@ from memfit.plan import Bounds, Plan
 from memfit.planners.mirror import read_mirrors
 from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import Settings
+from memfit.runtime.backward_updates import run_updating, updates_in_backward
 from memfit.runtime.compile.backend import CompiledGraph, GraphSettings, PlannedGraph, settings_of
 from memfit.runtime.ledger import Ledger, Part, StepSeen
 from memfit.runtime.measure import measure_step, measured_eager_peak, resident_bytes, resident_storages
 from memfit.runtime.measured import Measured
 from memfit.runtime.prepare import Prepared, program_of, with_costs
-from memfit.runtime.state import PythonState, StepState
+from memfit.runtime.state import PythonState, StepState, saying_what_is_left
 from memfit.runtime.uncopied import Uncopied
 from memfit.runtime.verify import difference_of_eager, first_difference, require_same
 from memfit.simulate.overlap import Transfers
@@ -46,7 +47,8 @@ class PartlyPlannedStep(Uncopied):
 
     Each graph's forward and backward are planned, with all of the settings, inside the bytes that the others and the
     code between them leave (`memfit.runtime.ledger`). The loss outside of the model and the optimizer's update run as
-    eager does, so that all gradients exist together at the end of backward.
+    eager does. Each parameter is updated as soon as its gradient is there, where that gives eager's bits; elsewhere all
+    gradients exist together at the end of backward.
 
     A step that takes another way through the graphs than any before (another branch, a batch of another shape) is
     followed by new plans.
@@ -102,12 +104,13 @@ class PartlyPlannedStep(Uncopied):
             python.put_back()
         self._require_eagers_bits()
         gradients = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
+        together = f", and the gradients ({format_bytes(gradients)}) are held together to the end of backward"
         _log.warning(
             "memfit: %s: the step depends on the value of a tensor, so that %d graphs around that line are planned; "
-            "the loss and the update run unplanned, and the gradients (%s) are held together to the end of backward",
+            "what is outside of the model runs unplanned%s",
             self.line,
             len(ledger.parts),
-            format_bytes(gradients),
+            "" if updates_in_backward(step) else together,
         )
 
     def _require_eagers_bits(self) -> None:
@@ -191,7 +194,8 @@ class PartlyPlannedStep(Uncopied):
         return measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
 
     def _run(self, batch: Any) -> StepSeen:
-        return self._ledger.run(lambda: self.step.run_eager(batch, model=self._model), resident_bytes(self, batch))
+        with saying_what_is_left(self.step.model.parameters()):
+            return self._ledger.run(lambda: run_updating(self.step, batch, self._model), resident_bytes(self, batch))
 
     def _plan_parts(self, before: StepState, python: PythonState) -> None:
         """Run the first steps with the leanest plans, share the budget, and run a step with the plans in use."""

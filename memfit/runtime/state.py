@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -168,3 +168,24 @@ def _tensors(step: TrainingStep) -> dict[str, torch.Tensor]:
     states = () if step.has_backward else tree_flatten(step.batch[0])[0]
     own = {f"leaf {number} of the state": leaf for number, leaf in enumerate(states)}
     return {**dict(step.model.named_parameters()), **dict(step.model.named_buffers()), **own}
+
+
+@contextmanager
+def saying_what_is_left(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Run a step; to its error, if there is one, add a note that says whether the step can be run again.
+
+    Args:
+        parameters: that the step updates.
+    """
+    before = [(parameter, parameter._version) for parameter in parameters]
+    try:
+        yield
+    except BaseException as error:
+        changed = sum(parameter._version != version for parameter, version in before)
+        error.add_note(
+            "memfit: no parameter had been updated when the step failed; it can be run again"
+            if changed == 0
+            else f"memfit: {changed} of {len(before)} parameters had been updated when the step failed, so the step is "
+            "lost: go on from a checkpoint"
+        )
+        raise

@@ -39,7 +39,7 @@ from memfit.runtime.measure import measure_step, resident_bytes
 from memfit.runtime.measured import Measured
 from memfit.runtime.parts import PartlyPlannedStep
 from memfit.runtime.signature import batch_signature
-from memfit.runtime.state import left_as_it_was
+from memfit.runtime.state import left_as_it_was, saying_what_is_left
 from memfit.runtime.step_memory import StepMemory
 from memfit.runtime.step_program import StepProgram, make_step_program, set_gradients
 from memfit.runtime.uncopied import Uncopied
@@ -406,14 +406,8 @@ class PlannedStep(Uncopied):
 
     def _run(self, variant: Variant, batch: Any) -> Any:
         parameters = variant.guards.parameters
-        versions = [parameter._version for parameter in parameters.values()]
-        try:
-            with self._memory.call(variant.key):
-                outputs = variant.program.run(batch)
-        except BaseException as error:
-            changed = sum(p._version != v for p, v in zip(parameters.values(), versions, strict=True))
-            error.add_note(_what_is_left(changed, len(versions)))
-            raise
+        with saying_what_is_left(parameters.values()), self._memory.call(variant.key):
+            outputs = variant.program.run(batch)
         if not self.step.has_backward:
             return tree_unflatten(list(outputs.values()), tree_flatten(batch[0])[1])
         set_gradients(outputs, parameters)
@@ -440,16 +434,6 @@ class PlannedStep(Uncopied):
         self._forget(variant)
         empty_cache(self.device)
         variant.program = corrected
-
-
-def _what_is_left(changed: int, count: int) -> str:
-    """Return the note on an error in the middle of a step: whether it can be run again."""
-    if changed == 0:
-        return "memfit: no parameter had been updated when the step failed; it can be run again"
-    return (
-        f"memfit: {changed} of {count} parameters had been updated when the step failed, so the step is lost: go on "
-        "from a checkpoint"
-    )
 
 
 def _adds_to_gradients(captured: Captured) -> bool:

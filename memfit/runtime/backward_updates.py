@@ -1,0 +1,77 @@
+"""A step that runs as eager does, but for its updates: each parameter is updated as soon as its gradient is there.
+
+Its gradient is freed at once, so that gradients do not wait for each other until the end of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from memfit.capture import TrainingStep
+from memfit.capture.optimizer import ParameterUpdate, overlap, updates_one_by_one
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def run_updating(step: TrainingStep, batch: Any, model: Any) -> torch.Tensor:
+    """Run a step with the updates in backward where that gives eager's bits, else as `step.run_eager`; return the loss.
+
+    Args:
+        step: the training step.
+        batch: nested like the step's own.
+        model: called in place of the step's own: a compiled form of it.
+    """
+    if not updates_in_backward(step):
+        return step.run_eager(batch, model=model)
+    updates = _updates(step)
+    loss = step.compute_loss(model, batch)
+    # Only now: Dynamo must not find the hooks.
+    trained = ((parameter, update) for parameter, update in updates.items() if parameter.requires_grad)
+    handles = [parameter.register_post_accumulate_grad_hook(update) for parameter, update in trained]
+    try:
+        loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    for parameter, update in updates.items():
+        update(parameter)  # if it had a gradient before, and was not reached
+    _as_after_step(step)
+    return loss.detach()
+
+
+def updates_in_backward(step: TrainingStep) -> bool:
+    """Return whether each parameter may be updated as soon as its gradient is there, with eager's bits.
+
+    An optimizer of torch treats its parameters one by one. Not so with clipping by the global norm, with a scaler, with
+    hooks that read gradients, or where parameters share memory.
+    """
+    if step.optimizer is None or not updates_one_by_one(step):
+        return False
+    parameters = [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
+    has_hooks = any(getattr(parameter, name, None) for parameter in parameters for name in _HOOKS)
+    return not has_hooks and not overlap(parameters)
+
+
+def _updates(step: TrainingStep) -> dict[torch.nn.Parameter, Callable[[torch.Tensor], None]]:
+    assert step.optimizer is not None
+    found: dict[torch.nn.Parameter, Callable[[torch.Tensor], None]] = {}
+    for number, group in enumerate(step.optimizer.param_groups):
+        for parameter in group["params"]:
+            found[parameter] = partial(_update, ParameterUpdate(step.optimizer, parameter, number, 0))
+    return found
+
+
+def _update(update: ParameterUpdate, parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        update(parameter.grad)
+
+
+def _as_after_step(step: TrainingStep) -> None:
+    """Leave what the optimizer's own `step` and `zero_grad` would: a scheduler warns if it was not called."""
+    assert step.optimizer is not None
+    step.optimizer.zero_grad(set_to_none=True)
+    step.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
