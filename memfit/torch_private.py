@@ -112,6 +112,28 @@ def without_autocast() -> Any:
     return torch._C._DisableAutocast()
 
 
+class UnwrappedMode(TorchDispatchMode):
+    """A dispatch mode whose calls cost less: torch wraps those of others, so that Dynamo does not compile them.
+
+    Here Dynamo is told once to skip the code of `__torch_dispatch__`, and all that it calls.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        dynamo = torch._C._dynamo.eval_frame
+        skip = dynamo._FrameAction.SKIP
+        dynamo.set_code_exec_strategy(cls.__torch_dispatch__.__code__, dynamo._FrameExecStrategy(skip, skip))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def default_saved_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the innermost hooks of saved tensors (pack, unpack) that are on in this thread, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
 def any_autocast() -> bool:
     """Return whether autocast is on for any device."""
     return torch._C._is_any_autocast_enabled()
@@ -253,6 +275,11 @@ def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a number that two tensors share exactly if they share their storage, as long as both are alive."""
     return tensor.untyped_storage()._cdata
+
+
+def storage_users(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and other holders share a storage, the caller's own reference included."""
+    return torch._C._storage_Use_Count(storage._cdata)
 
 
 def release_cublas_workspaces() -> None:

@@ -8,85 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from eager_loops import CPU, Trained, compared, convolutions, images_loss, mlp, mlp_loss
 from torch import nn
 
 import memfit
 from memfit.capture.under_modes import gradients_that_differ
 from memfit.errors import InvalidBudgetError, InvalidOptionError, OverBudgetError, UnsupportedStepError
 from memfit.runtime.eager.eager import bytes_of_tensors
-from memfit.system.recorder import allocated_bytes, record
-
-CPU = torch.device("cpu")
-
-
-class Trained:
-    """A model, its optimizer, and what one of its steps does with a random generator."""
-
-    def __init__(self, make: Callable[[], nn.Module], loss: Callable[[nn.Module, int], torch.Tensor]) -> None:
-        torch.manual_seed(0)
-        self.model, self.loss = make(), loss
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
-
-    def run(self, steps: int) -> list[float]:
-        torch.manual_seed(1)
-        losses: list[float] = []
-        for number in range(steps):
-            loss = self.loss(self.model, number)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    def state(self) -> list[torch.Tensor]:
-        return [each.detach().clone() for each in (*self.model.parameters(), *self.model.buffers())]
-
-
-def compared(make: Callable[[], nn.Module], loss: Callable[[nn.Module, int], torch.Tensor], share: float) -> Any:
-    """Train a model with and without a budget, compare all bits, and return the report.
-
-    The budget is so much of what the bare loop takes above its parameters, gradients and momenta.
-    """
-    plain = Trained(make, loss)
-    allocated_bytes(CPU)
-    plain.run(1)
-    gc.collect()
-    with record(CPU) as usage:
-        plain.run(1)
-    held_bytes = 2 * sum(p.nbytes for p in plain.model.parameters())
-    plain = Trained(make, loss)
-    losses, state = plain.run(3), plain.state()
-    del plain
-    gc.collect()
-    budgeted = Trained(make, loss)
-    budget = bytes_of_tensors(CPU) + held_bytes + int(share * usage.peak_bytes)
-    with memfit.eager(budgeted.model, budget=budget) as steps:
-        again = budgeted.run(3)
-    report = steps.report()
-    assert again == losses
-    assert all(torch.equal(one, other) for one, other in zip(state, budgeted.state(), strict=True))
-    assert report.peak_bytes <= budget, report
-    return report
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(*[each for _ in range(8) for each in (nn.Linear(64, 64), nn.Tanh())], nn.Linear(64, 4))
-
-
-def mlp_loss(model: nn.Module, _number: int) -> torch.Tensor:
-    return model(torch.randn(2048, 64)).square().mean()
-
-
-def images_loss(model: nn.Module, _number: int) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(torch.randn(8, 3, 16, 16)), torch.randint(0, 4, (8,)))
-
-
-def convolutions() -> nn.Module:
-    def block(channels: int) -> list[nn.Module]:
-        return [nn.Conv2d(channels, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)]
-
-    blocks = [each for _ in range(9) for each in block(16)]
-    return nn.Sequential(*block(3), *blocks, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1024, 4))
+from memfit.system.recorder import allocated_bytes
 
 
 class Skips(nn.Module):
@@ -311,7 +240,7 @@ def test_over_the_budget_names_the_call_and_the_line() -> None:
     gc.collect()
     with (
         memfit.eager(model, budget=bytes_of_tensors(CPU) + (1 << 19)),
-        pytest.raises(OverBudgetError, match=r"test_eager_mode\.py:\d+: aten\..* takes up to .* of the budget of"),
+        pytest.raises(OverBudgetError, match=r"eager_loops\.py:\d+: aten\..* takes up to .* of the budget of"),
     ):
         mlp_loss(model, 0).backward()
 

@@ -90,7 +90,13 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "runtime/host": (("layout", "store"), ("disk", "pinned"), ("form",)),
     "runtime/arena": (("arena",), ("cuda", "spilling"), ("library",), ("layout",)),
-    "runtime/eager": (("eager",), ("mode",), ("kept",), ("needs", "sources")),
+    "runtime/eager": (
+        ("eager",),
+        ("mode",),
+        ("contents",),
+        ("again", "kept", "operators"),
+        ("needs", "sources"),
+    ),
     "runtime/compile": (("backend",), ("halves", "occupancy")),
 }
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

@@ -23,6 +23,7 @@ from memfit.torch_private import (
     TensorAddresses,
     TensorMetadata,
     TorchDispatchMode,
+    UnwrappedMode,
     answered_as_eager,
     any_autocast,
     as_fake,
@@ -33,6 +34,7 @@ from memfit.torch_private import (
     checkpoints_inlined,
     compile_with_budget,
     compiled_around_breaks,
+    default_saved_hooks,
     dict_version,
     dp_knapsack,
     failing_fakes_unlogged,
@@ -59,6 +61,7 @@ from memfit.torch_private import (
     runs_under_ddp,
     stood_for,
     storage_key,
+    storage_users,
     tensors_in,
     trace_joint,
     tree_flatten,
@@ -546,6 +549,54 @@ def test_no_mode_sees_what_is_called_in_between() -> None:
         with no_modes():
             torch.ones(2).add(1)
         assert mode.calls == seen > 0
+
+
+class _Unwrapped(UnwrappedMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.calls += 1
+        return func(*args, **kwargs)
+
+
+def test_dynamo_skips_a_mode_that_is_not_wrapped() -> None:
+    from torch._dynamo.utils import counters
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().cos() + 1
+
+    expected = function(torch.ones(4))
+    compiled = torch.compile(function, backend="eager")
+    counters.clear()
+    with _Unwrapped() as mode:
+        assert torch.equal(compiled(torch.ones(4)), expected)
+    assert mode.calls >= 3
+    assert not counters["stats"].get("unique_graphs", 0)
+    assert torch.equal(compiled(torch.ones(4)), expected)
+
+
+def test_the_users_of_a_storage() -> None:
+    tensor = torch.ones(4)
+    alone = storage_users(tensor.untyped_storage())
+    view = tensor[1:]
+    assert storage_users(tensor.untyped_storage()) == alone + 1
+    del view
+    assert storage_users(tensor.untyped_storage()) == alone == 2
+
+
+def test_the_innermost_hooks_of_saved_tensors() -> None:
+    assert default_saved_hooks() is None
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with hooks:
+        assert default_saved_hooks() == (hooks.pack_hook, hooks.unpack_hook)
+        with torch.autograd.graph.save_on_cpu():
+            assert default_saved_hooks() != (hooks.pack_hook, hooks.unpack_hook)
+    assert default_saved_hooks() is None
 
 
 def test_nothing_is_cast_without_autocast() -> None:

@@ -20,6 +20,7 @@ _IN_LIBRARIES = ("conv", "mm", "attention", "rnn", "lstm", "gru", "linalg", "fft
 _MARGIN = 1.5  # on the largest share that was seen
 _SMALL_BYTES = 1 << 12  # workspaces below it do not grow with the inputs
 _POINTWISE = torch.Tag.pointwise  # such operators work without any
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 
 
 class Need(NamedTuple):
@@ -29,25 +30,25 @@ class Need(NamedTuple):
         peak_bytes: the most during the call: results and workspace.
         result_bytes: what it takes more after it.
         seconds: it took.
+        number: tells calls of different keys apart.
     """
 
     peak_bytes: int
     result_bytes: int
     seconds: float
+    number: int
 
 
 class Needs:
-    """The needs of all calls so far.
+    """What calls took so far.
 
     Attributes:
-        known: by the key of a call: its operator, and what it was given.
         bounded: how many calls were bounded because none like them had been seen, and how many took more than that.
         exceeded: how many of those took more than their bound.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.known: dict[Hashable, Need] = {}
         self.bounded = self.exceeded = 0
         self._shares: dict[Any, float] = {}  # operator -> the largest share of workspace seen
 
@@ -61,16 +62,14 @@ class Needs:
         share = _MARGIN * self._shares.get(function, _never_seen(function))
         return results + _SMALL_BYTES + math.ceil(share * (_input_bytes(args, kwargs) + results))
 
-    def learn(self, key: Hashable, function: Any, args: Any, kwargs: Any, bound_bytes: int) -> tuple[Any, Need]:
-        """Make a call for the first time, remember what it took; return what it returned, and what it took."""
+    def learn(self, function: Any, args: Any, kwargs: Any, bound_bytes: int) -> tuple[Any, Need]:
+        """Make a call for the first time; return what it returned, and what it took."""
         began = _now(self.device)
         with uncollected(), record(self.device) as usage:
             returned = function(*args, **kwargs)
         seconds = _now(self.device) - began
         result_bytes = max(0, usage.end_bytes - usage.start_bytes)
-        need = Need(usage.peak_bytes, result_bytes, seconds)
-        if key is not None:
-            self.known[key] = need
+        need = Need(usage.peak_bytes, result_bytes, seconds, self.bounded)
         share = max(0, usage.peak_bytes - result_bytes - _SMALL_BYTES) / max(
             1, _input_bytes(args, kwargs) + result_bytes
         )
@@ -97,20 +96,38 @@ class Needs:
         return sum(taken_bytes(size, self.device) for size in sizes)
 
 
-def key_of(function: Any, args: Any, kwargs: Any) -> Hashable:
-    """Return the key of a call: its operator, the shapes and dtypes of its tensors, and its other arguments."""
-    parts: list[Any] = [function]
-    if function is not None and not any(isinstance(arg, torch.Tensor | list) for arg in args):
-        return (function, args, *kwargs.values())  # numbers decide the size of what is made of them alone
+def key_of(args: Any, kwargs: Any = None, *, is_whole: bool = True) -> Hashable:
+    """Return what decides the needs of an operator's call: shapes and dtypes of its tensors, and its other arguments.
+
+    Args:
+        args, kwargs: of the call.
+        is_whole: whether these are all of its arguments.
+
+    Raises:
+        RuntimeError: an argument is a tensor without a shape.
+    """
+    parts: list[Any] = []
+    has_tensor = has_list = False
     for arg in args:
-        if isinstance(arg, torch.Tensor):
+        kind = type(arg)
+        if kind is _Tensor or kind is _Parameter or isinstance(arg, _Tensor):
             parts += (arg.shape, arg.stride(), arg.dtype, arg.device)
-        elif isinstance(arg, list | tuple):
-            parts.append(key_of(None, arg, None))  # pyright: ignore[reportUnknownArgumentType]
+            has_tensor = True
+        elif kind is float:
+            parts.append(float)  # a number that changes in each step changes no need
+        elif kind is bool:
+            parts.append((arg,))  # or it would equal a number, which gives other dtypes
+        elif kind is list or kind is tuple:
+            parts.append(tuple(arg) if not arg or type(arg[0]) is int else key_of(arg, is_whole=False))
+            has_list = True
         else:
-            parts.append(float if type(arg) is float else arg)  # a number that changes in each step changes no need
+            parts.append(arg)
+    if not has_tensor:
+        parts.append(torch.get_default_dtype())
+        if not has_list and is_whole:
+            parts += args  # numbers decide the size of what is made of them alone
     if kwargs:
-        parts.append(key_of(None, tuple(kwargs.values()), None))
+        parts.append(key_of(tuple(kwargs.values()), is_whole=False))
     return tuple(parts)
 
 

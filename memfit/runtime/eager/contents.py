@@ -1,0 +1,317 @@
+"""All contents that eager mode knows: what autograd saved of them is let go to make room, and made again."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memfit.capture.whole_step import calling_line
+from memfit.errors import OverBudgetError, UnsupportedStepError
+from memfit.runtime.eager.again import LostContentsError, make_again
+from memfit.runtime.eager.kept import Kept, Saved
+from memfit.runtime.eager.operators import is_dense
+from memfit.runtime.eager.sources import (
+    Call,
+    Source,
+    Sources,
+    flat,
+    inputs_of,
+    needed_by,
+    seconds_to_make,
+)
+from memfit.system.budget import format_bytes
+from memfit.torch_private import no_modes, tensors_in, without_autocast
+
+LEAST_BYTES = 1 << 12  # smaller contents are never let go
+
+
+class Counts:
+    """What happened so far; see `Report`."""
+
+    def __init__(self) -> None:
+        self.calls = self.let_go = self.made_again = self.passes = 0
+        self.again_seconds = 0.0
+
+
+class Contents:
+    """What is on a device, as far as calls and autograd show it, and room for what comes.
+
+    Attributes:
+        budget_bytes: that all of the device's tensors may take together.
+        live_bytes: returns what they take now.
+        upper_bytes: at least what is live; read anew where it is too high.
+        sources: how contents were made.
+        kept: what autograd saved, by its contents.
+        held: storages that a plan has longer than the loop.
+        counts: what happened so far.
+        made_again: called with contents that were made again.
+        is_busy: whether calls are made that are none of the loop's.
+
+    Args:
+        budget_bytes, live_bytes: see above.
+        model_bytes: returns what parameters, buffers and gradients take of it.
+    """
+
+    def __init__(self, budget_bytes: int, live_bytes: Callable[[], int], model_bytes: Callable[[], int]) -> None:
+        self.budget_bytes, self.live_bytes = budget_bytes, live_bytes
+        self.upper_bytes = budget_bytes
+        self._model_bytes = model_bytes
+        self.sources = Sources()
+        self.kept: dict[Source, Kept] = {}
+        self.held: dict[Source, torch.UntypedStorage] = {}
+        self.made_again: Callable[[Source], None] = _ignored
+        self.counts = Counts()
+        self.is_busy = False
+        self._gone: dict[Call, list[Kept]] = {}
+        self._pinned: set[Source] = set()
+        self._held_back: frozenset[Source] = frozenset()  # until a call has written to what they are made of
+        self._target: Source | None = None  # what is being made again
+
+    def note(self, call: Call, args: Any, kwargs: Any, returned: Any) -> list[Source]:
+        """Note how a call made new contents, and return them."""
+        made = [(place, each) for place, each in enumerate(flat(returned)) if isinstance(each, torch.Tensor)]
+        storages = [(place, each.untyped_storage()) for place, each in made if is_dense(each)]
+        new = [(place, storage) for place, storage in storages if self.sources.find(storage) is None]
+        if not new:
+            return []
+        try:
+            call.read(self.sources, args, kwargs)
+        except (NotImplementedError, RuntimeError):  # a tensor without a storage, or without a shape, of its own
+            return []
+        found = [self.sources.made(storage, call, place) for place, storage in new]
+        for source in found:
+            source.used_at = call.number
+        return found
+
+    def before_writes(self, written: list[torch.Tensor], need_bytes: int, what: Any) -> None:
+        """Make again what could not be made again after these tensors are written to, and keep it until they are."""
+        lost: set[Source] = set()
+        for tensor in written:
+            storage = tensor.untyped_storage()
+            source = self.sources.find(storage)
+            if source is None:
+                continue
+            kept = self.kept.get(source)
+            if kept is not None and not kept.is_there:  # what autograd saved is what is written to
+                self._give(kept, storage)
+            if source.call is None and source.readers:
+                lost.add(source)
+        if not lost:
+            return
+        self._forget_dead()
+        back = [
+            kept for kept in self.kept.values() if not kept.is_there and not lost.isdisjoint(needed_by([kept.source]))
+        ]
+        self._held_back = frozenset(kept.source for kept in back)
+        for kept in back:
+            if not kept.is_there:
+                self._bring_back(kept)
+        if back and self.live_bytes() + need_bytes > self.budget_bytes:
+            self.make_room(need_bytes, what)
+
+    def note_writes(self, call: Call | None, args: Any, kwargs: Any, written: list[torch.Tensor]) -> list[Source]:
+        """Note that a call has written to tensors, and how, if it was one whose contents could be made again.
+
+        Returns:
+            what can be made again of it.
+        """
+        self._held_back = frozenset()
+        found: list[Source] = []
+        everything = tensors_in((args, kwargs))
+        for tensor in written:
+            storage = tensor.untyped_storage()
+            before = self.sources.find(storage)
+            if len(written) > 1 or before is None or before.call is None:
+                call = None
+            if call is not None:
+                call.read(self.sources, args, kwargs)
+            place = next(number for number, each in enumerate(everything) if each is tensor)
+            after = self.sources.written(storage, call, place)
+            kept = self.kept.pop(before, None) if before is not None else None
+            if kept is not None:
+                kept.source, self.kept[after] = after, kept
+            if call is not None:
+                found.append(after)
+        return found
+
+    def pack(self, tensor: torch.Tensor) -> Saved:
+        """Return what autograd holds in the place of a tensor that it saves."""
+        with no_modes():
+            alias = tensor.detach()  # a result that its own node saves would keep itself alive; the version is shared
+        if not is_dense(alias) or alias.is_conj() or alias.is_neg():
+            return Saved(None, alias)
+        source = self.sources.find(alias.untyped_storage())
+        if source is None or source.call is None:
+            return Saved(None, alias)
+        kept = self.kept.get(source)
+        if kept is None:
+            kept = self.kept[source] = Kept(source)
+        elif not kept.is_there:  # let go, and still held by somebody
+            self._give(kept, alias.untyped_storage())
+        saved = Saved(kept, alias)
+        kept.saved.append(weakref.ref(saved))
+        return saved
+
+    def unpack(self, saved: Saved) -> torch.Tensor:
+        """Return the tensor that autograd saved."""
+        saved.require_unwritten()
+        if saved.kept is not None:
+            saved.kept.source.used_at = self.counts.calls
+            if not saved.kept.is_there:
+                self._bring_back(saved.kept)
+        with no_modes():
+            return saved.alias.detach()  # one of its own: the alias may be let go while this one is in use
+
+    def _bring_back(self, kept: Kept) -> None:
+        """Hold contents again that were let go: their storage, if somebody else still has it, or made again."""
+        live = kept.source.live
+        if live is not None:
+            self._give(kept, live)
+            return
+        began = time.perf_counter()
+        was_busy, self.is_busy = self.is_busy, True
+        target, self._target = self._target, kept.source
+        try:
+            with torch.no_grad(), without_autocast():
+                made = make_again(self.sources, kept.source, self._before_again, self._done_again)
+            if made is None:
+                raise _lost()
+            if not kept.is_there:
+                self._give(kept, made.untyped_storage())
+        except LostContentsError:
+            raise _lost() from None
+        finally:
+            self.is_busy, self._target = was_busy, target
+            self._pinned.clear()
+        self.counts.again_seconds += time.perf_counter() - began
+
+    def _give(self, kept: Kept, storage: torch.UntypedStorage) -> None:
+        """Let autograd hold contents again.
+
+        Raises:
+            UnsupportedStepError: they are not those that were let go.
+        """
+        if storage.nbytes() != kept.source.bytes or not kept.is_as_before(storage):
+            raise _lost()
+        kept.take(storage)
+        self.sources.enter(storage, kept.source)
+
+    def _before_again(self, call: Call) -> None:
+        self.counts.made_again += 1
+        self._pinned = {*inputs_of(call), *([] if self._target is None else [self._target])}
+        if self.upper_bytes + call.need_bytes > self.budget_bytes:
+            self.make_room(call.need_bytes, call.function)
+        self.upper_bytes += call.need_bytes
+
+    def _done_again(self, call: Call, found: dict[int, torch.Tensor]) -> None:
+        """Let autograd have contents that were made again on the way, as long as there is room for them."""
+        for kept in self._gone.pop(call, []):
+            tensor = found.get(kept.source.place)
+            is_its = kept.source.call is call and not kept.is_there and kept.alive()
+            if is_its and isinstance(tensor, torch.Tensor):
+                self._give(kept, tensor.untyped_storage())
+                self.kept[kept.source] = kept
+        for tensor in found.values():
+            source = self.sources.find(tensor.untyped_storage()) if isinstance(tensor, torch.Tensor) else None
+            if source is not None:
+                self.made_again(source)
+
+    def make_room(self, need_bytes: int, what: Any) -> None:
+        """Let contents go until there is room for a call.
+
+        Args:
+            need_bytes: that it takes.
+            what: is called, for the error.
+
+        Raises:
+            OverBudgetError: not enough can be let go.
+        """
+        self.upper_bytes = self.live_bytes()
+        if self.upper_bytes + need_bytes <= self.budget_bytes:
+            return
+        self._forget_dead()
+        for kept in self._candidates():
+            self._let_go(kept)
+            self.upper_bytes = self.live_bytes()
+            if self.upper_bytes + need_bytes <= self.budget_bytes:
+                return
+        self.held.clear()
+        self.forget()
+        gc.collect()
+        self.upper_bytes = self.live_bytes()
+        if self.upper_bytes + need_bytes <= self.budget_bytes:
+            return
+        raise OverBudgetError(
+            f"{calling_line()}: {what} takes up to {format_bytes(need_bytes)}, and {format_bytes(self.upper_bytes)} "
+            f"of the budget of {format_bytes(self.budget_bytes)} are taken by what cannot be let go: "
+            f"{self._holding()}; give more, or a smaller batch"
+        )
+
+    def _candidates(self) -> list[Kept]:
+        """Return what may be let go, the best first: the lowest cost over bytes and staleness.
+
+        That is h of "Dynamic tensor rematerialization" (Kirisame et al. 2021), with measured costs; what a contents'
+        call lacks itself counts with them.
+        """
+        now = self.counts.calls + 1
+        scored: list[tuple[float, int, Kept]] = []
+        for number, (source, kept) in enumerate(self.kept.items()):
+            if self._can_go(kept):
+                seconds = seconds_to_make(source)
+                if seconds < float("inf"):
+                    scored.append((seconds / (source.bytes * (now - source.used_at)), number, kept))
+        return [kept for _, _, kept in sorted(scored, key=lambda each: each[:2])]
+
+    def _can_go(self, kept: Kept) -> bool:
+        source = kept.source
+        is_free = source not in self._pinned and source not in self._held_back and not source.is_blank
+        return kept.is_there and source.call is not None and source.bytes >= LEAST_BYTES and is_free
+
+    def let_go(self, source: Source) -> None:
+        """Let contents go that autograd saved, if they are there and can be made again."""
+        kept = self.kept.get(source)
+        if kept is not None and kept.alive() and self._can_go(kept) and seconds_to_make(source) < float("inf"):
+            self._let_go(kept)
+
+    def _let_go(self, kept: Kept) -> None:
+        source = kept.source
+        assert source.call is not None
+        kept.let_go()
+        self.counts.let_go += 1
+        self._gone.setdefault(source.call, []).append(kept)
+
+    def _forget_dead(self) -> None:
+        self.kept = {source: kept for source, kept in self.kept.items() if kept.alive()}
+
+    def forget(self) -> None:
+        """Forget how what nobody saved was made, or a loop's calls would all be remembered."""
+        self._forget_dead()
+        self.sources.forget(needed_by(self.kept))
+        self._gone = {call: alive for call, group in self._gone.items() if (alive := [k for k in group if k.alive()])}
+
+    def _holding(self) -> str:
+        """Say what holds the memory."""
+        saved_bytes = sum(source.bytes for source, kept in self.kept.items() if kept.is_there and kept.alive())
+        model_bytes = self._model_bytes()
+        rest_bytes = max(0, self.upper_bytes - saved_bytes - model_bytes)
+        return (
+            f"{format_bytes(model_bytes)} by parameters, buffers and gradients, {format_bytes(saved_bytes)} by what "
+            f"autograd saved and cannot be made again now, {format_bytes(rest_bytes)} by what code holds"
+        )
+
+
+def _ignored(_source: Source) -> None:
+    """Take contents that were made again, and do nothing."""
+
+
+def _lost() -> UnsupportedStepError:
+    return UnsupportedStepError(
+        f"{calling_line()}: what autograd saved cannot be made again with the same contents: something that it is made "
+        "of was written to where torch's operators do not show it (NumPy, another thread, a kernel of another "
+        "library), or its kernels do not give the same bits twice; give a budget in which it stays"
+    )
