@@ -93,7 +93,10 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     "runtime/eager": (
         ("eager",),
         ("mode",),
-        ("contents",),
+        ("passes",),
+        ("contents", "structures"),
+        ("pass_graph",),
+        ("trace",),
         ("again", "kept", "operators"),
         ("needs", "sources"),
     ),

@@ -15,6 +15,7 @@ from memfit.capture.under_modes import gradients_that_differ
 from memfit.errors import InvalidBudgetError, InvalidOptionError
 from memfit.runtime.eager.mode import BudgetMode
 from memfit.runtime.eager.needs import Needs
+from memfit.runtime.eager.passes import Ran, Way
 from memfit.runtime.uncopied import Uncopied
 from memfit.system.budget import format_bytes, parse_budget
 from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
@@ -28,6 +29,9 @@ class Report:
     Attributes:
         budget_bytes, peak_bytes: allowed, and the most that was live at once.
         passes: backward passes.
+        calm, by_policy, by_plan, left_plan: of the passes, those in which memory was plentiful and nothing was noted;
+            in which it was decided call by call what had to go; in which the plan of a structure was followed that
+            repeats; and in which such a plan was left at the first call that differed.
         calls: of operators, views not counted.
         let_go, made_again: how often contents were let go, and how many calls were made again.
         again_seconds: that these took.
@@ -43,12 +47,24 @@ class Report:
     again_seconds: float
     bounded: int
     exceeded: int
+    calm: Ran
+    by_policy: Ran
+    by_plan: Ran
+    left_plan: Ran
 
     def __str__(self) -> str:
+        ways = {
+            "calm": self.calm,
+            "by policy": self.by_policy,
+            "by plan": self.by_plan,
+            "leaving a plan midway": self.left_plan,
+        }
+        how = ", ".join(f"{ran.passes:,} {way} (+{ran.overhead:.1%})" for way, ran in ways.items() if ran.passes)
         return (
-            f"{self.passes:,} passes, peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}; "
-            f"{self.made_again:,} of {self.calls:,} calls made again in {self.again_seconds:.3f} s; {self.bounded:,} "
-            f"calls were bounded before they were known, {self.exceeded:,} of them too low"
+            f"{self.passes:,} passes: {how}; peak {format_bytes(self.peak_bytes)} of "
+            f"{format_bytes(self.budget_bytes)}; {self.made_again:,} of {self.calls:,} calls made again in "
+            f"{self.again_seconds:.3f} s; {self.bounded:,} calls were bounded before they were known, "
+            f"{self.exceeded:,} of them too low"
         )
 
 
@@ -90,7 +106,8 @@ class Eager(Uncopied):
         """Return what was done so far; the peak is known at the end of the block."""
         if self._mode is None or self._usage is None:
             raise InvalidOptionError("nothing has run yet; enter the block first")
-        counts, needs = self._mode.counts, self._mode.needs
+        counts, needs, passes = self._mode.counts, self._mode.needs, self._mode.passes
+        ran = passes.with_present() if self._mode.is_in_pass else passes.ran
         return Report(
             budget_bytes=self.budget_bytes,
             peak_bytes=self._before_bytes + self._usage.peak_bytes,
@@ -101,6 +118,10 @@ class Eager(Uncopied):
             again_seconds=counts.again_seconds,
             bounded=needs.bounded,
             exceeded=needs.exceeded,
+            calm=ran[Way.CALM],
+            by_policy=ran[Way.POLICY],
+            by_plan=ran[Way.PLAN],
+            left_plan=ran[Way.LEFT],
         )
 
 

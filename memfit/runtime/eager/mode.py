@@ -16,6 +16,7 @@ from memfit.runtime.eager.again import generator_states
 from memfit.runtime.eager.contents import Contents
 from memfit.runtime.eager.needs import Need, Needs
 from memfit.runtime.eager.operators import FOREIGN, VIEW, WRITES, Operator, require_as_bare
+from memfit.runtime.eager.passes import Passes
 from memfit.runtime.eager.sources import Call, Sources
 from memfit.torch_private import UnwrappedMode, default_saved_hooks, in_backward
 
@@ -32,7 +33,7 @@ class BudgetMode(UnwrappedMode):
         budget_bytes: that all of the device's tensors may take together.
         live_bytes: returns what they take now.
         model_bytes: returns what parameters, buffers and gradients take of it.
-        needs: of calls.
+        needs: of calls on the device.
     """
 
     def __init__(
@@ -41,6 +42,8 @@ class BudgetMode(UnwrappedMode):
         super().__init__()
         self.contents = Contents(budget_bytes - _RESERVE_BYTES, live_bytes, model_bytes)
         self.needs, self.counts = needs, self.contents.counts
+        self.passes = Passes(self.contents, needs.device)
+        self.contents.made_again = self.passes.hold
         self._operators: dict[int, Operator] = {}
         self._was_backward = False
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -58,9 +61,15 @@ class BudgetMode(UnwrappedMode):
         super().__enter__()
         self._outer_hooks = default_saved_hooks()
         self._hooks.__enter__()
+        self.passes.begin(is_noted=True)
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        if self._was_backward:
+            self._was_backward = False
+            self.counts.passes += 1
+            self.passes.end()
+        self.passes.close()
         if self._is_noting:
             self._hooks.__exit__(*raised)
         super().__exit__(*raised)
@@ -82,7 +91,7 @@ class BudgetMode(UnwrappedMode):
         self.counts.calls += 1
         is_forward = not in_backward()
         if not is_forward:
-            self._was_backward = True
+            self._begin_backward()
         elif self._was_backward:
             self._end_pass()
         if self._is_noting:
@@ -102,9 +111,13 @@ class BudgetMode(UnwrappedMode):
 
     def _noted(self, operator: Operator, args: Any, kwargs: Any, *, is_forward: bool) -> Any:
         """Make a call, and note how it makes contents."""
-        contents, func, kind, number = self.contents, operator.function, operator.kind, self.counts.calls
+        contents, passes, func, kind = self.contents, self.passes, operator.function, operator.kind
+        number = self.counts.calls
         if number % _FORGET_EVERY == 0:
             contents.forget()
+        need = operator.need(args, kwargs)
+        passes.before_call(need)
+        read = None if passes.trace is None else passes.trace.read(args, kwargs)
         is_remade = (is_forward or torch.is_grad_enabled()) and kind != FOREIGN
         state_bytes = STATE_BYTES["cpu"] if is_remade and operator.draws else 0
         generators = None
@@ -114,9 +127,9 @@ class BudgetMode(UnwrappedMode):
             generators = generator_states((*args, *kwargs.values()))
             contents.upper_bytes += state_bytes
         written = operator.written(args, kwargs)
-        need = operator.need(args, kwargs)
         if need is None:
             returned, need = self._first_call(operator, args, kwargs, written)
+            passes.learned(need)
             seconds = need.seconds
         else:
             if contents.upper_bytes + need.peak_bytes > self._watch_bytes:
@@ -130,9 +143,11 @@ class BudgetMode(UnwrappedMode):
         if is_remade or written:
             call = Call(number, func, seconds, need.peak_bytes + state_bytes, generators)
             if written:
-                contents.note_writes(call if is_remade and kind == WRITES else None, args, kwargs, written)
+                passes.made(contents.note_writes(call if is_remade and kind == WRITES else None, args, kwargs, written))
             if is_remade and kind != WRITES:
-                contents.note(call, args, kwargs, returned)
+                passes.made(contents.note(call, args, kwargs, returned))
+        if read is not None:
+            passes.traced(str(func), need, seconds, read, written, returned)
         return returned
 
     def _first_call(self, operator: Operator, args: Any, kwargs: Any, written: list[torch.Tensor]) -> tuple[Any, Need]:
@@ -155,18 +170,25 @@ class BudgetMode(UnwrappedMode):
         return self.contents.pack(tensor)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        self._was_backward = True
+        self._begin_backward()
         return self.contents.unpack(saved)
+
+    def _begin_backward(self) -> None:
+        if not self._was_backward:
+            self._was_backward = True
+            self.passes.begin_backward()
 
     def _end_pass(self) -> None:
         """Begin another pass: what autograd held of the last one is gone."""
         self._was_backward = False
         self.counts.passes += 1
+        self.passes.end()
         self.contents.forget()
         is_quiet = self._watch_bytes < self.contents.budget_bytes and not self.contents.kept
         self._quiet_passes = self._quiet_passes + 1 if is_quiet else 0
         self._watch_bytes = self._calm_bytes()
         self._set_noting(is_wanted=self._quiet_passes < _QUIET_PASSES)
+        self.passes.begin(is_noted=self._is_noting)
 
     def _calm_bytes(self) -> int:
         """Return the bytes below which a pass stays quiet."""
@@ -208,6 +230,7 @@ class BudgetMode(UnwrappedMode):
                 self._hooks.__enter__()
             except RuntimeError:  # inside of torch.func
                 return False
+            self.passes.note_from_here()
         else:
             self._hooks.__exit__()
             self.contents.sources = Sources()

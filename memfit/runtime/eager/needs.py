@@ -20,6 +20,7 @@ _IN_LIBRARIES = ("conv", "mm", "attention", "rnn", "lstm", "gru", "linalg", "fft
 _MARGIN = 1.5  # on the largest share that was seen
 _SMALL_BYTES = 1 << 12  # workspaces below it do not grow with the inputs
 _POINTWISE = torch.Tag.pointwise  # such operators work without any
+_WITHOUT_BYTES = (torch.Generator, torch.ScriptObject)  # which of them a call is given changes no need
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 
 
@@ -121,7 +122,7 @@ def key_of(args: Any, kwargs: Any = None, *, is_whole: bool = True) -> Hashable:
             parts.append(tuple(arg) if not arg or type(arg[0]) is int else key_of(arg, is_whole=False))
             has_list = True
         else:
-            parts.append(arg)
+            parts.append(kind if kind in _WITHOUT_BYTES else arg)
     if not has_tensor:
         parts.append(torch.get_default_dtype())
         if not has_list and is_whole:
