@@ -228,6 +228,11 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return sum(storage.bytes for storage in self.storages if storage.resident)
 
     @cached_property
+    def all_bytes(self) -> int:
+        """Bytes of all storages, by which graphs of one structure are ordered (unaligned sum)."""
+        return sum(storage.bytes for storage in self.storages)
+
+    @cached_property
     def fingerprint(self) -> str:
         """A hash of structure and bytes. A plan is good for one fingerprint.
 

@@ -5,6 +5,9 @@ its options, the time limit, the seed, and memfit's version. When a kept plan is
 those of the problem, and the checker replays it, as it does any plan. Where no plan fits, the leanest plan that was
 found is kept, for a later call with as many bytes as it needs; its bytes do not depend on seconds, so that they are no
 part of its key.
+
+The name of a plan's file begins with the structure of its graph and its bytes, so that `kept_near` finds plans of the
+same step on batches of other sizes. All plans together take a bounded number of bytes on the disk.
 """
 
 from __future__ import annotations
@@ -22,13 +25,15 @@ import msgspec
 from memfit.errors import MemfitError, PlanMismatchError
 from memfit.plan import Plan, Problem, Result
 from memfit.planners import uses_files
+from memfit.planners.engine.carried import structure_of
 from memfit.planners.engine.results import Ending, make_result
 from memfit.planners.protocols import Planner
 from memfit.system.cache import is_kept
 from memfit.system.files import cache_folder
 from memfit.system.version import __version__
 
-_MOST_PLANS = 64  # the least recently used ones are deleted
+_MOST_BYTES = 256 << 20  # of all plans, compressed; the least recently used ones are deleted
+_SUFFIX = ".plan.json.gz"
 _KEY = "kept as"  # among the versions of a kept plan: the name of its file, which holds the key
 
 _log = logging.getLogger(__name__)
@@ -58,7 +63,8 @@ def plan_or_kept(
         __version__,
     )
     own_files = uses_files(planner)  # which a kept plan would neither read nor write
-    path = _path(shared, problem.graph, problem.budget_bytes, problem.time_limit_seconds, problem.seed)
+    key = shared, problem.graph, problem.budget_bytes, problem.time_limit_seconds, problem.seed
+    path = _path(*key, prefix=f"{_near_key(problem, planner)}-{problem.graph.all_bytes}-")
     kept = _read(path, partial(Plan.load, graph=problem.graph)) if reads and not own_files else None
     if kept is not None:
         return Result(status=kept.status, plan=kept, bounds=kept.bounds)
@@ -71,6 +77,36 @@ def plan_or_kept(
     if result.plan is not None and not own_files:
         _keep(result.plan, path)
     return result
+
+
+def kept_near(problem: Problem, planner: Planner) -> dict[int, Path]:
+    """Return the bytes of graphs of the problem's structure that were planned for its budget -> file of such a plan.
+
+    Args:
+        problem: its graph, device and budgets count.
+        planner: with its options.
+    """
+    near: dict[int, Path] = {}
+    for path in sorted((cache_folder() / "plans").glob(f"{_near_key(problem, planner)}-*-*{_SUFFIX}")):
+        middle = path.name.split("-")[1]
+        if middle.isdecimal():
+            near[int(middle)] = path
+    return near
+
+
+def read_near(path: Path) -> Plan | None:
+    """Return the plan of a file that `kept_near` has named, or None if it cannot be read, with a warning.
+
+    Args:
+        path: of the file.
+    """
+    return _read(path, Plan.load)
+
+
+def _near_key(problem: Problem, planner: Planner) -> str:
+    budgets = problem.budget_bytes, problem.host_budget_bytes, problem.bytes_outside
+    parts = structure_of(problem.graph), problem.device, budgets, repr(planner), __version__
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
 
 def _with_leanest(result: Result, problem: Problem, path: Path) -> Result:
@@ -94,14 +130,15 @@ def _with_leanest(result: Result, problem: Problem, path: Path) -> Result:
     return replace(result, status=plan.status, plan=plan, bounds=bounds)
 
 
-def _path(*key_parts: object) -> Path:
+def _path(*key_parts: object, prefix: str = "") -> Path:
     """Return the file of a plan, whether or not it exists.
 
     Args:
         key_parts: all that the plan was made from.
+        prefix: begins the name.
     """
     key = hashlib.sha256(msgspec.json.encode(key_parts)).hexdigest()[:32]
-    return cache_folder() / "plans" / f"{key}.plan.json.gz"
+    return cache_folder() / "plans" / f"{prefix}{key}{_SUFFIX}"
 
 
 def _read(path: Path, load: Callable[[Path], Plan]) -> Plan | None:
@@ -126,8 +163,20 @@ def _keep(plan: Plan, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         msgspec.structs.replace(plan, versions={**plan.versions, _KEY: path.name}).save(path)
-        kept = sorted(path.parent.glob("*.plan.json.gz"), key=lambda file: file.stat().st_mtime, reverse=True)
-        for old in kept[_MOST_PLANS:]:
-            old.unlink(missing_ok=True)
+        _drop_oldest(path.parent)
     except (MemfitError, OSError) as error:
         _log.warning("the plan is not kept: %s; MEMFIT_CACHE names another folder", error)
+
+
+def _drop_oldest(folder: Path) -> None:
+    """Delete the least recently used plans beyond the bytes that all may take; the last one stays in any case."""
+    states: list[tuple[float, int, Path]] = []
+    for file in folder.glob(f"*{_SUFFIX}"):
+        with suppress(FileNotFoundError):  # another process has deleted it
+            state = file.stat()
+            states.append((state.st_mtime, state.st_size, file))
+    taken_bytes = 0
+    for place, (_, file_bytes, file) in enumerate(sorted(states, reverse=True)):
+        taken_bytes += file_bytes
+        if place > 0 and taken_bytes > _MOST_BYTES:
+            file.unlink(missing_ok=True)

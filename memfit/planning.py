@@ -57,6 +57,8 @@ class Settings:
         device: takes the place of the step's own device, whose profile is then not read.
         whole_bytes: what a budget in percent is a share of; None stands for the unplanned peak of the graph.
         reads_kept_plans: whether a plan that was kept on disk is used; a new plan is kept in either case.
+        carry_over: whether a batch of a new size is planned from the plans of other sizes, where one fits.
+        search_behind: whether such plans are searched further on a thread, while steps run.
         stops_on_interrupt: whether a Ctrl-C during a search is raised as KeyboardInterrupt. Otherwise the best
             plan so far is returned.
         on_stage: called with the name of each stage when it begins.
@@ -78,6 +80,8 @@ class Settings:
     device: Device | None = None
     whole_bytes: int | None = None
     reads_kept_plans: bool = True
+    carry_over: bool = True
+    search_behind: bool = True
     stops_on_interrupt: bool = False
     on_stage: Callable[[str], None] = ignored
     progress: Callable[[Progress], None] = ignored

@@ -24,7 +24,7 @@ ORDER = (
     ("runtime",),
     ("capture",),
     ("cost",),
-    ("planning", "plan_cache"),
+    ("near_plans", "planning", "plan_cache"),
     ("planners",),
     ("packing",),
     ("plan",),
@@ -54,7 +54,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     "planners/dqn": (("planner",), ("training",), ("network",), ("environment",), ("copies", "recomputations", "rows")),
     "planners/engine": (
         ("starts",),
-        ("cpsat", "offloading", "pool"),
+        ("carried", "cpsat", "offloading", "pool"),
         ("annealing", "results"),
         ("bounds", "peak_reducing_order", "retention"),
         ("order", "pace", "parts", "solver", "tables"),
@@ -80,8 +80,8 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     "runtime": (
         ("function",),
         ("step",),
-        ("chunked", "eager", "freed_run", "parts", "variants"),
-        ("compile", "ledger", "step_program"),
+        ("chunked", "eager", "freed_run", "near_sizes", "parts", "variants"),
+        ("behind", "compile", "ledger", "step_program"),
         ("prepare",),
         ("measure", "program"),
         ("lowering", "step_memory", "verify"),

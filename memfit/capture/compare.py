@@ -8,15 +8,47 @@ from typing import Any
 from memfit.capture.eager_run import NotComparableError, leaves_are_real, run_as_eager
 from memfit.capture.placement import step_device
 from memfit.capture.stream import Difference, Stream
+from memfit.capture.stream_structure import structure_of
 from memfit.capture.training_step import TrainingStep
 from memfit.errors import CaptureError, UnsupportedStepError
 
 _log = logging.getLogger("memfit")
 
 
+class Comparisons:
+    """Compares the captures of one step with eager, one for each structure of the calls.
+
+    A comparison finds code that treats fake tensors otherwise than real ones. Each size of a batch is captured on its
+    own, so that what Python computes from sizes is right for that size without it. What is left to one comparison for
+    all sizes is the choice of operators: a capture of an equal structure (`memfit.capture.stream_structure`) was made
+    by the same lines of the user's code, which called the same operators on the same data flow, as the one that was
+    compared. Each op is still run by itself at each size, where its results are compared with the captured ones.
+    """
+
+    def __init__(self) -> None:
+        self._compared: set[str] = set()
+
+    def require_as_eager(
+        self, step: TrainingStep, batch: Any, captured: Stream | None, *, limit_bytes: int | None = None
+    ) -> None:
+        """Compare a capture by the function of this name, unless one of its structure was compared before.
+
+        Args:
+            step, batch, captured, limit_bytes: as for the function.
+
+        Raises:
+            MemfitError: as the function.
+        """
+        structure = None if captured is None else structure_of(captured)
+        if structure in self._compared:
+            return
+        if require_as_eager(step, batch, captured, limit_bytes=limit_bytes) and structure is not None:
+            self._compared.add(structure)
+
+
 def require_as_eager(
     step: TrainingStep, batch: Any, captured: Stream | None, *, limit_bytes: int | None = None
-) -> None:
+) -> bool:
     """Run forward and backward once as eager does, and refuse a captured step that dispatches other calls.
 
     If they differ, two eager runs are compared too: the message blames the step only if these differ as well. A step
@@ -29,22 +61,25 @@ def require_as_eager(
         captured: what the captured step dispatched.
         limit_bytes: how many bytes the results of the forward pass may take together; None is no limit.
 
+    Returns:
+        whether both were compared: they were found equal, or a warning named what torch makes different.
+
     Raises:
         UnsupportedStepError: two eager runs differ: the step draws or counts outside of torch. Names the line.
         CaptureError: the captured step is not the one that eager runs. Names the line.
     """
     if captured is None or not leaves_are_real(step, batch):
-        return
+        return False
     handed = [(generator, generator.get_state()) for generator in captured.generators()]
     try:
         difference = run_as_eager(step, batch, expected=captured, limit_bytes=limit_bytes)[1]
         if difference is None:
-            return
+            return True
         first = run_as_eager(step, batch)[0]
         own = run_as_eager(step, batch, expected=first)[1]
     except NotComparableError as error:
         _log.warning("memfit: the captured step was not compared with eager's: %s", error)
-        return
+        return False
     finally:
         for generator, state in handed:
             generator.set_state(state)
@@ -60,7 +95,7 @@ def require_as_eager(
             _place(difference),
             _calls(difference, "captured", "eager"),
         )
-        return
+        return True
     raise CaptureError(
         f"{_place(difference)}: the captured step is not the one that eager runs: "
         f"{_calls(difference, 'captured', 'eager')}; the code there asks what kind of tensor it is given: report this, "

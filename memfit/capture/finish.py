@@ -15,10 +15,11 @@ import msgspec
 
 from memfit.binding import Binding, Call
 from memfit.capture.build import Captured
-from memfit.capture.update_trial import with_measured_updates
+from memfit.capture.update_trial import is_update, with_measured_updates
 from memfit.cost.in_place_trials import forms_to_try
 from memfit.cost.observations import Corrections, Observation
-from memfit.cost.observe import observe
+from memfit.cost.observe import observe, observe_once
+from memfit.cost.samples import Samples
 from memfit.errors import WrongFakesError
 from memfit.graph import Graph, Op, Storage
 
@@ -71,6 +72,34 @@ def finish(captured: Captured, *, progress: Callable[[float, float], None] | Non
     observed = observe(captured.graph, captured.binding, progress=progress)
     finished = finish_as_observed(captured, observed)
     return replace(finished, graph=with_measured_updates(finished.graph, finished.binding))
+
+
+def finish_near(captured: Captured, near: Captured, samples: Samples) -> Captured:
+    """Return `captured` finished after one run of each op that is new, with what another size of the step has shown.
+
+    Results, workspaces and in-place forms are observed at this size. Seconds come from `samples`. Workspaces of the
+    optimizer's updates, which do not depend on the batch, are those of `near`.
+
+    Args:
+        captured: a captured step, whose device is here.
+        near: a finished capture of the same structure, on a batch of another size.
+        samples: seconds of that structure.
+
+    Raises:
+        WrongFakesError, CaptureError: as `finish`.
+    """
+
+    def tried(op: int) -> bool:
+        seen = near.observed[op]
+        return seen is not None and any(seen.overwrites.values())
+
+    observed = observe_once(captured.graph, captured.binding, samples, tried)
+    finished = finish_as_observed(captured, observed)
+    ops = (
+        msgspec.structs.replace(op, workspace_bytes=known.workspace_bytes) if is_update(call) else op
+        for op, known, call in zip(finished.graph.ops, near.graph.ops, finished.binding.calls, strict=True)
+    )
+    return replace(finished, graph=msgspec.structs.replace(finished.graph, ops=tuple(ops)))
 
 
 def finish_as_observed(captured: Captured, observed: Sequence[Observation | None]) -> Captured:

@@ -44,6 +44,11 @@ def with_measured_updates(graph: Graph, binding: Binding) -> Graph:
     return msgspec.structs.replace(graph, ops=tuple(ops))
 
 
+def is_update(call: Call) -> bool:
+    """Return whether a call is the optimizer's update of a parameter, or of all."""
+    return isinstance(call.target, ParameterUpdate | WholeUpdate)
+
+
 def _is_dense(call: Call) -> bool:
     """Return whether all gradients are tensors, and none the indices and values of a sparse one."""
     return all(isinstance(gradient, Value) for gradient in call.args)

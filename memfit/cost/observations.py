@@ -73,22 +73,28 @@ class _Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 @dataclass(kw_only=True)
 class Observations:
-    """The observations of one environment, by the key of the call."""
+    """The observations of one environment, by the key of the call; those that do not last are not added on disk."""
 
     environment: Mapping[str, str]
     path: Path
+    is_lasting: bool = True
     by_key: dict[str, Observation] = field(default_factory=dict[str, Observation])
 
     @staticmethod
-    def load(environment: Mapping[str, str]) -> Observations:
-        """Return the observations that the disk holds for this environment: none if the file is missing or damaged."""
+    def load(environment: Mapping[str, str], *, is_lasting: bool = True) -> Observations:
+        """Return the observations that the disk holds for this environment: none if the file is missing or damaged.
+
+        Args:
+            environment: of the device.
+            is_lasting: whether what is added is written to the disk.
+        """
         path = environment_path("costs", environment)
-        return Observations(environment=environment, path=path, by_key=_read(path))
+        return Observations(environment=environment, path=path, is_lasting=is_lasting, by_key=_read(path))
 
     def add(self, new: Mapping[str, Observation]) -> None:
-        """Add `new`, on disk as well. Entries that another process has written in the meantime are kept."""
+        """Add `new`, on disk as well if it lasts. Entries that another process has written in the meantime are kept."""
         self.by_key.update(new)
-        if all(key.startswith(PRIVATE) for key in new):
+        if not self.is_lasting or all(key.startswith(PRIVATE) for key in new):
             return
         lasting = {key: seen for key, seen in self.by_key.items() if not key.startswith(PRIVATE)}
         everything = _read(self.path) | lasting

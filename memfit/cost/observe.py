@@ -16,6 +16,7 @@ from memfit.cost.in_place_trials import forms_to_try, gives_same_bits
 from memfit.cost.observations import PRIVATE, Observation, Observations, RealResult, call_key
 from memfit.cost.op_inputs import InputMaker
 from memfit.cost.result_check import differs
+from memfit.cost.samples import Samples, work_of
 from memfit.cost.single_op import Clock, Measurer, undisturbed
 from memfit.errors import WrongFakesError
 from memfit.graph import Graph
@@ -62,6 +63,51 @@ def observe(
     _warn_of(skipped)
     _try_missing_forms(measurer, binding, keys, known)
     return tuple(known.by_key.get(key) for key in keys)
+
+
+def observe_once(
+    graph: Graph,
+    binding: Binding,
+    samples: Samples,
+    tried: Callable[[int], bool],
+    *,
+    clock: Clock = time.perf_counter,
+) -> tuple[Observation | None, ...]:
+    """Return what each op was seen to do in one run; its seconds are those of `samples`, where these are near.
+
+    One run gives the workspace, and shows whether the fake kernel was right about the results, as `observe` does. Its
+    seconds are rough: they are kept for this process, as samples, and not on disk. Ops that the disk knows are not run.
+
+    Args:
+        graph: a captured graph.
+        binding: its calls.
+        samples: of graphs of the same structure; seconds of ops without a near sample are added.
+        tried: of the number of an op: whether its unpromised in-place forms are worth a trial.
+        clock: as for `observe`.
+
+    Raises:
+        WrongFakesError, CaptureError: as `observe`.
+    """
+    device: torch.device = binding.device
+    known = Observations.load(environment(device), is_lasting=False)
+    exact = set(known.by_key)
+    measurer = Measurer(graph=graph, device=device, inputs=InputMaker(device), clock=clock, most_runs=1)
+    keys = [call_key(call) or f"{PRIVATE}{call.op}" for call in binding.calls]
+    skipped = _measure_missing(measurer, binding, keys, known, None)
+    _require_real_results(graph, binding, keys, known)
+    _warn_of(skipped)
+    _try_missing_forms(measurer, binding, keys, known, tried)
+    estimated: dict[str, Observation] = {}
+    for op, call, key in zip(graph.ops, binding.calls, keys, strict=True):
+        seen = known.by_key.get(key)
+        if seen is None or key in exact or key in estimated:
+            continue
+        work = work_of(call, op, graph.storages)
+        seconds = samples.estimate(op.id, work)
+        if seconds is None:
+            samples.add(op.id, work, seen.seconds)
+        estimated[key] = seen if seconds is None else msgspec.structs.replace(seen, seconds=seconds)
+    return tuple(estimated.get(key, known.by_key.get(key)) for key in keys)
 
 
 @contextmanager
@@ -116,18 +162,24 @@ def _require_real_results(graph: Graph, binding: Binding, keys: Sequence[str], k
         )
 
 
-def _try_missing_forms(measurer: Measurer, binding: Binding, keys: Sequence[str], known: Observations) -> None:
-    """Try each unpromised form that `known` lacks, of calls that were observed and have room."""
+def _try_missing_forms(
+    measurer: Measurer,
+    binding: Binding,
+    keys: Sequence[str],
+    known: Observations,
+    tried: Callable[[int], bool] = lambda _op: True,
+) -> None:
+    """Try each unpromised form that `known` lacks, of calls that were observed, have room and are worth a trial."""
     storages = measurer.graph.storages
     with _adding_to(known, measurer.device) as new:
         for op, call, key in zip(measurer.graph.ops, binding.calls, keys, strict=True):
             seen = new.get(key, known.by_key.get(key))
-            if seen is None:
+            if seen is None or not tried(op.id):
                 continue
             missing = {read: place for read, place in forms_to_try(call).items() if place not in seen.overwrites}
             if missing and measurer.has_room(op, call):
-                tried = {p: gives_same_bits(call, read, measurer.inputs, storages) for read, p in missing.items()}
-                new[key] = msgspec.structs.replace(seen, overwrites={**seen.overwrites, **tried})
+                bits = {p: gives_same_bits(call, read, measurer.inputs, storages) for read, p in missing.items()}
+                new[key] = msgspec.structs.replace(seen, overwrites={**seen.overwrites, **bits})
 
 
 def _warn_of(skipped: Mapping[str, str]) -> None:

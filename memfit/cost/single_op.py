@@ -57,12 +57,14 @@ class Measurer:
         device: where they run.
         inputs: makes their inputs.
         clock: gives seconds; CUDA devices are timed by events.
+        most_runs: how often an op is run at most; 1 gives its workspace and results, and rough seconds.
     """
 
     graph: Graph
     device: torch.device
     inputs: InputMaker
     clock: Clock
+    most_runs: int = _MOST_RUNS
 
     def measure(self, op: Op, call: Call) -> Observation | str:
         """Return the observation of `op`, or the reason why it cannot be run by itself.
@@ -123,7 +125,7 @@ class Measurer:
         is_cuda = self.device.type == "cuda"
         run = self._cuda_run if is_cuda else self._cpu_run
         seconds = [run(call, args, kwargs)] if is_cuda else [first_seconds]
-        while len(seconds) < _MOST_RUNS and sum(seconds) < _MOST_SECONDS:
+        while len(seconds) < self.most_runs and sum(seconds) < _MOST_SECONDS:
             if len(seconds) > 1 and min(seconds) * len(seconds) >= _ENOUGH_SECONDS:
                 break
             seconds.append(run(call, args, kwargs))

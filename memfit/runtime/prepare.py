@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,6 +15,7 @@ from memfit.capture import Captured, finish
 from memfit.capture.generators import all_states, set_state
 from memfit.cost.calibration import linked_device
 from memfit.cost.measurement import measure
+from memfit.device import Device
 from memfit.errors import PlanMismatchError
 from memfit.plan import Plan
 from memfit.planning import Settings, make_plan
@@ -33,6 +35,56 @@ class Prepared:
     seconds: Mapping[str, float]
 
 
+class Planning(Protocol):
+    """Where the costs of a captured step and its plan come from."""
+
+    def with_costs(self, captured: Captured, settings: Settings) -> Captured:
+        """Return the step finished on its device, with the seconds and the workspace of each op."""
+        ...
+
+    def plan(self, captured: Captured, settings: Settings, bytes_outside: int) -> Plan:
+        """Return a plan of the step with its costs."""
+        ...
+
+
+class Anew:
+    """Each op is measured, and a plan is searched, or was kept."""
+
+    def with_costs(self, captured: Captured, settings: Settings) -> Captured:
+        """Return what `with_costs` does."""
+        return with_costs(captured, settings)
+
+    def plan(self, captured: Captured, settings: Settings, bytes_outside: int) -> Plan:
+        """Return a plan whose host copies fit the host budget as they are laid out, with their alignment."""
+        at = captured.binding.device
+        device = planned_device(captured, settings)
+        return plan_within_host(
+            lambda settings: make_plan(captured.graph, device, settings, bytes_outside), settings, alignment_bytes(at)
+        )
+
+
+class AsItIs(Anew):
+    """The step has its costs already."""
+
+    def with_costs(self, captured: Captured, settings: Settings) -> Captured:  # noqa: ARG002
+        """Return the step itself."""
+        return captured
+
+
+ANEW, AS_IT_IS = Anew(), AsItIs()
+
+
+def planned_device(captured: Captured, settings: Settings) -> Device:
+    """Return the profile that a step is planned with: the settings' own, or the one of the device that it runs on.
+
+    Args:
+        captured: a captured step.
+        settings: with a host budget, the profile has a link.
+    """
+    at = captured.binding.device
+    return settings.device or linked_device(at, settings.host_budget_bytes, settings.host_dir)
+
+
 def prepare(
     captured: Captured,
     settings: Settings,
@@ -41,6 +93,7 @@ def prepare(
     plan: Plan | None = None,
     bytes_outside: int = 0,
     store: HostStore | None = None,
+    planning: Planning = ANEW,
 ) -> Prepared:
     """Return the program of a captured step within the settings' budget.
 
@@ -51,6 +104,7 @@ def prepare(
         plan: a plan made before, used instead of asking a planner.
         bytes_outside: bytes on the device that are not the graph's (see `Problem`).
         store: for host copies; one of its own if None.
+        planning: where costs and plan come from.
 
     Raises:
         HostMemoryError: the host, or the disk, has no room for what the plan offloads.
@@ -59,24 +113,15 @@ def prepare(
         PlanMismatchError: `plan` is for another graph, or another torch.
     """
     started = time.perf_counter()
-    captured = replace(with_costs(captured, settings), stream=None)  # compared by the caller, and large
+    captured = replace(planning.with_costs(captured, settings), stream=None)  # compared by the caller, and large
     measured = time.perf_counter()
     if plan is None:
-        plan = _make_plan(captured, settings, bytes_outside)
+        plan = planning.plan(captured, settings, bytes_outside)
     else:
         _require_usable(plan, captured, settings.host_budget_bytes)
     seconds = {"measure": measured - started, "plan": time.perf_counter() - measured}
     program = program_of(captured, plan, outputs, settings, store)
     return Prepared(captured=captured, plan=plan, program=program, seconds=seconds)
-
-
-def _make_plan(captured: Captured, settings: Settings, bytes_outside: int) -> Plan:
-    """Return a plan whose host copies fit the host budget as they are laid out, with their alignment."""
-    at = captured.binding.device
-    device = settings.device or linked_device(at, settings.host_budget_bytes, settings.host_dir)
-    return plan_within_host(
-        lambda settings: make_plan(captured.graph, device, settings, bytes_outside), settings, alignment_bytes(at)
-    )
 
 
 def program_of(
@@ -115,10 +160,17 @@ def with_costs(captured: Captured, settings: Settings) -> Captured:
         WrongFakesError, CaptureError: see `memfit.capture.finish`.
     """
     settings.on_stage("measuring each op")
-    states = all_states()  # a step that is planned in the middle of training leaves the generators where they are
-    try:
+    with generators_kept():
         captured = finish(captured)
         return replace(captured, graph=measure(captured.graph, captured.binding, captured.observed))
+
+
+@contextmanager
+def generators_kept() -> Generator[None]:
+    """Leave the generators where they are: a step may be planned in the middle of training."""
+    states = all_states()
+    try:
+        yield
     finally:
         for name, state in states.items():
             set_state(name, state)

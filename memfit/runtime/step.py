@@ -14,7 +14,7 @@ import torch
 
 from memfit.binding import Origin
 from memfit.capture import Captured, TrainingStep, capture, with_real_results
-from memfit.capture.compare import require_as_eager
+from memfit.capture.compare import Comparisons
 from memfit.capture.placement import step_device
 from memfit.capture.step_check import check_step, require_training_context
 from memfit.capture.stream import Stream
@@ -28,6 +28,7 @@ from memfit.errors import (
     TimeLimitError,
     UnsupportedStepError,
 )
+from memfit.near_plans import PROVISIONAL
 from memfit.plan import Plan, Progress
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Settings, ignored
 from memfit.runtime.arena.arena import Arena
@@ -37,7 +38,9 @@ from memfit.runtime.first_step import Correction, measured_step, needed_correcti
 from memfit.runtime.host.store import HostStore
 from memfit.runtime.measure import measure_step, resident_bytes
 from memfit.runtime.measured import Measured
+from memfit.runtime.near_sizes import NearSizes
 from memfit.runtime.parts import PartlyPlannedStep
+from memfit.runtime.prepare import ANEW, AS_IT_IS
 from memfit.runtime.signature import batch_signature
 from memfit.runtime.state import left_as_it_was, saying_what_is_left
 from memfit.runtime.step_memory import StepMemory
@@ -72,6 +75,8 @@ def fit(
     host_budget: str | int = 0,
     host_dir: Path | str | None = None,
     arena: bool = False,
+    carry_over: bool = True,
+    search_behind: bool = True,
     on_stage: Callable[[str], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> PlannedStep | PartlyPlannedStep:
@@ -112,6 +117,9 @@ def fit(
             name there, and is gone with the process.
         arena: serve the requests of each call from memory that is laid out after the first call of its signature; see
             `memfit.arena`. On CUDA call `memfit.arena(device="cuda")` before anything is put on the device.
+        carry_over: plan a batch of another size from the plans of the sizes that were there before, where one fits;
+            False searches a plan for each size. Only for planners that search.
+        search_behind: search such plans further on a thread while steps run, and run what is found.
         on_stage: called with the name of each stage when it begins.
         progress: called by the planner while it searches.
 
@@ -140,6 +148,8 @@ def fit(
         host_budget_bytes=parse_host_budget(host_budget),
         host_dir=parse_host_dir(host_dir),
         arena=arena,
+        carry_over=carry_over,
+        search_behind=search_behind,
         stops_on_interrupt=True,
         on_stage=on_stage or ignored,
         progress=progress or ignored,
@@ -209,6 +219,8 @@ class PlannedStep(Uncopied):
         self._memory = StepMemory(arena, step.optimizer)
         self._store = HostStore(self.device, settings.host_budget_bytes, settings.host_dir)
         self._variants = Variants()
+        self._sizes = NearSizes()
+        self._comparisons = Comparisons()
         self._resident_bytes: dict[tuple[Hashable, int], int] = {}  # before a step, by the memory's key of its call
         self._told_bytes: dict[Hashable, int] = {}  # by variant: what steps took that no plan could prevent
         self._capture_seconds = 0.0
@@ -217,10 +229,11 @@ class PlannedStep(Uncopied):
         self._latest: StepProgram | None = None
         first = self._make_program(step.batch, plan)
         self._first_adds = _adds_to_gradients(first.prepared.captured)
-        self._variants.add(batch_signature(step.batch), first)
+        variant, _ = self._variants.add(batch_signature(step.batch), first)
         self._latest = first
         # From here on the budget is in bytes: a share of another batch's peak would be another budget.
         self.settings = settings.within(first.plan.budget_bytes)
+        self._sizes.add(variant.key, first.prepared, self.settings)
 
     @property
     def plan(self) -> Plan:
@@ -288,6 +301,7 @@ class PlannedStep(Uncopied):
                 "the step was called with None, expected a batch like the one that it was made with"
             )
         variant = self._variant(batch)
+        self._take_better(variant)
         self._latest = variant.program
         key = self._memory.key(variant.key)
         is_first = key not in self._resident_bytes
@@ -316,6 +330,14 @@ class PlannedStep(Uncopied):
     def measure(self, batch: Any = None, *, repeats: int = 3) -> Measured:
         """Measure peak bytes and seconds of planned and eager steps, interleaved; both leave no trace."""
         return measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
+
+    def wait_for_searches(self, seconds: float | None = None) -> bool:
+        """Wait until no plan is searched behind the steps; return whether that is so.
+
+        Args:
+            seconds: how long to wait at most; None waits as long as it takes.
+        """
+        return self._sizes.wait(seconds)
 
     def op_seconds(self, batch: Any = None) -> tuple[float, ...]:
         """Run one step, and return the seconds of each op of the plan's graph in its place; it leaves no trace.
@@ -352,10 +374,24 @@ class PlannedStep(Uncopied):
         require_training_context("the step was called", self.step)
         if difference is not None:
             self._variants.notify(difference)
-        variant, dropped = self._variants.add(signature, self._make_program(batch))
+        with self._sizes.paused():
+            program = self._make_program(batch)
+        variant, dropped = self._variants.add(signature, program)
         for old in dropped:
             self._forget(old)
+            self._sizes.forget(old.key)
+        self._sizes.add(variant.key, variant.program.prepared, self.settings)
         return variant
+
+    def _take_better(self, variant: Variant) -> None:
+        """Replace a variant's program if a better plan was found behind the steps."""
+        better = self._sizes.better(variant.key, variant.program.plan)
+        if better is None:
+            return
+        captured = variant.program.prepared.captured
+        settings = self.settings.within(better.budget_bytes)
+        program = make_step_program(self.step, captured, settings, better, self._store, AS_IT_IS)
+        self._replace(variant, program)
 
     def _gradient_bytes(self, variant: Variant) -> int:
         """Return the bytes of the gradients that the variant adds to."""
@@ -373,7 +409,7 @@ class PlannedStep(Uncopied):
         """Compare what was captured with eager's calls, within what the budget leaves beside the residents."""
         self.settings.on_stage("comparing with eager's calls")
         limit_bytes = program.plan.budget_bytes - resident_bytes(self, batch) - self.held_bytes
-        require_as_eager(self.step, batch, stream, limit_bytes=max(0, limit_bytes))
+        self._comparisons.require_as_eager(self.step, batch, stream, limit_bytes=max(0, limit_bytes))
 
     def _make_program(self, batch: Any, plan: Plan | None = None) -> StepProgram:
         streams: list[Stream | None] = []
@@ -393,7 +429,8 @@ class PlannedStep(Uncopied):
                 self._capture_seconds += time.perf_counter() - started
             if not self.step.has_backward:
                 return make_function_program(self.step, captured, settings, plan, self._store)
-            return make_step_program(self.step, captured, settings, plan, self._store)
+            planning = ANEW if plan is not None else self._sizes.planning(captured, settings)
+            return make_step_program(self.step, captured, settings, plan, self._store, planning)
 
         program = with_real_results(make)
         self._compare(batch, program, streams[-1])
@@ -423,7 +460,9 @@ class PlannedStep(Uncopied):
         try:
             # The same capture: the step has left gradients by now, and a new capture would add to them.
             captured = variant.program.prepared.captured
-            corrected = make_step_program(self.step, captured, settings, store=self._store)
+            is_own = variant.program.plan.planner not in PROVISIONAL
+            planning = ANEW if is_own else self._sizes.planning(captured, settings)
+            corrected = make_step_program(self.step, captured, settings, store=self._store, planning=planning)
         except (InfeasibleBudgetError, TimeLimitError) as error:
             self.corrections.append(replace(correction, aim_bytes=None))
             self._told_bytes[variant.key] = correction.measured_bytes
@@ -431,9 +470,15 @@ class PlannedStep(Uncopied):
             return
         self.corrections.append(correction)
         _log.warning("%s", correction)
+        self._replace(variant, corrected)
+
+    def _replace(self, variant: Variant, program: StepProgram) -> None:
+        """Give a variant another program, whose steps may take other memory."""
         self._forget(variant)
+        self._sizes.forget(variant.key)
         empty_cache(self.device)
-        variant.program = corrected
+        variant.program = program
+        self._sizes.add(variant.key, program.prepared, self.settings)
 
 
 def _adds_to_gradients(captured: Captured) -> bool:

@@ -15,7 +15,7 @@ from memfit.cost.views import at_offset_zero
 from memfit.plan import Plan
 from memfit.planning import Settings
 from memfit.runtime.host.store import HostStore
-from memfit.runtime.prepare import Prepared, prepare
+from memfit.runtime.prepare import ANEW, Planning, Prepared, prepare
 from memfit.runtime.program import make_program
 from memfit.system.recorder import taken_bytes
 from memfit.torch_private import tree_flatten
@@ -80,6 +80,7 @@ def make_step_program(
     settings: Settings,
     plan: Plan | None = None,
     store: HostStore | None = None,
+    planning: Planning = ANEW,
 ) -> StepProgram:
     """Plan a captured step, and return its program.
 
@@ -89,6 +90,7 @@ def make_step_program(
         settings: the budget, and how a plan is searched.
         plan: a plan made before, used instead of searching.
         store: for host copies; one of its own if None.
+        planning: where costs and plan come from.
 
     Raises:
         HostMemoryError: the host, or the disk, has no room for what the plan offloads.
@@ -97,7 +99,9 @@ def make_step_program(
     """
     outputs: list[Value] = list(captured.binding.outputs.values())
     outside = bytes_of_others(step, captured)
-    prepared = prepare(captured, settings, outputs=[outputs], plan=plan, bytes_outside=outside, store=store)
+    prepared = prepare(
+        captured, settings, outputs=[outputs], plan=plan, bytes_outside=outside, store=store, planning=planning
+    )
     (half,) = prepared.program.halves
     return StepProgram(prepared=prepared, fetchers=fetchers(step.model, captured, half.takes))
 

@@ -1,0 +1,130 @@
+"""Schedules carried over from one graph to another of the same structure: the same step on a batch of another size."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+
+from memfit.errors import InvalidScheduleError
+from memfit.graph import Graph
+from memfit.plan import Prediction, Problem, Result
+from memfit.planners.engine.bounds.bounds import Proofs
+from memfit.planners.engine.bounds.minimum_cuts import NO_BOUND
+from memfit.planners.engine.results import Ending, make_result, unplanned_schedule
+from memfit.schedule import Compute, Drop, Instruction, Schedule
+from memfit.simulate import simulate
+from memfit.simulate.in_place import in_place
+
+CARRIED = "carried over"
+"""The planner of a plan whose schedule was made for a graph of other sizes."""
+
+
+def structure_of(graph: Graph) -> str:
+    """Return a hash that two graphs share if they differ only in bytes, seconds, workspaces, names and `reuses`.
+
+    A schedule that is legal on one of them, and reuses nothing in place, is legal on the other.
+
+    Args:
+        graph: the step.
+    """
+    digest = hashlib.sha256()
+    for storage in graph.storages:
+        digest.update(f"s{storage.resident:d}{storage.required_at_end:d};".encode())
+    for op in graph.ops:
+        flags = f"{op.recomputable:d}{op.random or ''}"
+        digest.update(f"o{op.target},{op.phase},{op.reads},{op.writes},{op.mutates},{flags};".encode())
+    for boundary in graph.boundaries:
+        digest.update(f"b{boundary.position},{boundary.arrivals},{boundary.departures};".encode())
+    return digest.hexdigest()
+
+
+def carry_over(problem: Problem, schedules: Iterable[Schedule], started_seconds: float) -> Result:
+    """Return the schedule that keeps everything if it fits a problem, or else the fastest of some schedules that fits.
+
+    What is recomputed, dropped and offloaded stays as it is; in-place reuses are found anew. The result's plan is
+    checked and simulated on the problem's graph. Its only bound is the bytes of the residents. Without a plan the
+    result is timed out.
+
+    Args:
+        problem: what to plan.
+        schedules: legal on graphs of the same structure as the problem's; others are left out.
+        started_seconds: the problem's clock when planning began.
+    """
+    unplanned = unplanned_schedule(problem)
+    predicted = _prediction(problem, unplanned)
+    best = unplanned if _fits(problem, predicted) else None
+    least_bytes, least_seconds = predicted.peak_bytes, predicted.seconds
+    for schedule in schedules if best is None else ():
+        try:
+            moved = in_place(problem.graph, _without_reuses(schedule))
+            prediction = _prediction(problem, moved)
+        except InvalidScheduleError:
+            continue
+        least_bytes = min(least_bytes, prediction.peak_bytes)
+        if _fits(problem, prediction) and (best is None or prediction.seconds < least_seconds):
+            best, least_seconds = moved, prediction.seconds
+    ending = Ending(
+        planner=CARRIED,
+        started_seconds=started_seconds,
+        schedule=best,
+        least_found_bytes=least_bytes,
+        proofs=Proofs(least_budget=(problem.graph.resident_bytes, ()), recompute=NO_BOUND),
+        unplanned=predicted,
+    )
+    return make_result(problem, ending)
+
+
+def predicted_seconds(problem: Problem, schedule: Schedule) -> float | None:
+    """Return the seconds that a schedule takes when it is carried over, or None where it does not fit.
+
+    Args:
+        problem: what to plan.
+        schedule: legal on a graph of the same structure.
+    """
+    try:
+        prediction = _prediction(problem, in_place(problem.graph, _without_reuses(schedule)))
+    except InvalidScheduleError:
+        return None
+    return prediction.seconds if _fits(problem, prediction) else None
+
+
+def nearest_first(sizes_bytes: Sequence[int], size_bytes: int) -> list[int]:
+    """Return the places of sizes, those from `size_bytes` on first, each kind from the nearest to the farthest.
+
+    >>> nearest_first([100, 400, 300, 200], 250)
+    [2, 1, 3, 0]
+
+    Args:
+        sizes_bytes: of graphs whose plans are known.
+        size_bytes: of the graph to plan. The plan of a larger graph fits; the plan of a smaller one may not.
+    """
+    places = range(len(sizes_bytes))
+    return sorted(places, key=lambda p: (sizes_bytes[p] < size_bytes, abs(sizes_bytes[p] - size_bytes), p))
+
+
+def _without_reuses(schedule: Schedule) -> Schedule:
+    return Schedule.of(_each_without_reuses(schedule))
+
+
+def _each_without_reuses(schedule: Schedule) -> Iterator[Instruction]:
+    for instruction in schedule:
+        if isinstance(instruction, Compute) and instruction.in_place_of is not None:
+            yield Compute(op=instruction.op)
+            yield Drop(storage=instruction.in_place_of)
+        else:
+            yield instruction
+
+
+def _prediction(problem: Problem, schedule: Schedule) -> Prediction:
+    timeline = simulate(problem.graph, schedule, problem.device)
+    outside = 0 if problem.graph.boundaries else problem.bytes_outside
+    return Prediction(
+        peak_bytes=timeline.peak_bytes + outside,
+        seconds=timeline.makespan_seconds,
+        host_peak_bytes=timeline.host_peak_bytes,
+    )
+
+
+def _fits(problem: Problem, prediction: Prediction) -> bool:
+    is_within_host = prediction.host_peak_bytes <= problem.host_budget_bytes
+    return is_within_host and prediction.peak_bytes <= problem.budget_bytes
