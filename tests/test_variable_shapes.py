@@ -18,7 +18,6 @@ from steps import TiedLanguageModel
 from torch import nn
 
 import memfit
-from memfit.capture.compare import Comparisons
 from memfit.near_plans import PROVISIONAL
 from memfit.planners.engine.carried import CARRIED, nearest_first
 from memfit.planning import SEARCHING
@@ -138,8 +137,8 @@ def test_a_size_that_fits_as_it_is_recomputes_nothing() -> None:
     torch.manual_seed(0)
     step, _ = fitted(*gpt2(), sentences(64), "60%")
     step(sentences(9))
+    assert step.plan.overhead > 0
     assert step.plans[1].overhead == 0
-    assert step.plans[1].predicted.seconds < step.plan.predicted.seconds
 
 
 def test_batch_tails_and_single_rows() -> None:
@@ -375,4 +374,3 @@ print("began to end at", time.monotonic())
 def test_nearest_sizes() -> None:
     assert nearest_first([100, 400, 300, 200], 250) == [2, 1, 3, 0]
     assert nearest_first([], 250) == []
-    assert isinstance(Comparisons(), Comparisons)
