@@ -12,7 +12,14 @@ import torch
 from memfit.capture.generators import without_generator
 from memfit.cost.single_op import uncollected
 from memfit.system.recorder import record, taken_bytes
-from memfit.torch_private import DATA_DEPENDENT_ERRORS, FakeTensorMode, storage_key, tensors_in, tree_map
+from memfit.torch_private import (
+    DATA_DEPENDENT_ERRORS,
+    FakeTensorMode,
+    failing_fakes_unlogged,
+    storage_key,
+    tensors_in,
+    tree_map,
+)
 
 # Workspace of an operator that was never called, as a share of its inputs and results: of libraries, and of others.
 _OF_LIBRARIES, _OF_OTHERS = 1.0, 0.1
@@ -83,7 +90,7 @@ class Needs:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         given = tensors_in((args, kwargs))
         try:
-            with mode:
+            with failing_fakes_unlogged(), mode:
                 fakes = {id(tensor): _like(tensor) for tensor in given}
                 filled = tree_map(lambda leaf: fakes.get(id(leaf), leaf), (args, kwargs))
                 returned = function(*filled[0], **without_generator(filled[1]))

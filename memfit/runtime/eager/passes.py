@@ -152,7 +152,7 @@ class Passes:
 
     def learned(self, need: Need) -> None:
         """Note what a call took that was made for the first time."""
-        if self._pass.numbers:
+        if self._pass.is_whole and self._pass.numbers:
             self._pass.numbers[-1] = need.number
 
     def made(self, sources: Iterable[Source]) -> None:
