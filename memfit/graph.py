@@ -239,15 +239,27 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Names, seconds and workspaces are not in it, and neither are `reuses`: which inputs a kernel may write over
         differs between devices, and the checker judges each schedule by the `reuses` of the graph at hand.
         """
+        return self._digest(has_bytes=True)[:32]
+
+    @cached_property
+    def structure(self) -> str:
+        """A hash that two graphs share if they differ only in bytes, seconds, workspaces, names and `reuses`.
+
+        A schedule that is legal on one of them, and reuses nothing in place, is legal on the other.
+        """
+        return self._digest(has_bytes=False)
+
+    def _digest(self, *, has_bytes: bool) -> str:
         digest = hashlib.sha256()
         for s in self.storages:
-            digest.update(f"s{s.bytes},{s.resident:d}{s.required_at_end:d};".encode())
+            size = f"{s.bytes}," if has_bytes else ""
+            digest.update(f"s{size}{s.resident:d}{s.required_at_end:d};".encode())
         for op in self.ops:
             flags = f"{op.recomputable:d}{op.random or ''}"
             digest.update(f"o{op.target},{op.phase},{op.reads},{op.writes},{op.mutates},{flags};".encode())
         for b in self.boundaries:
             digest.update(f"b{b.position},{b.arrivals},{b.departures};".encode())
-        return digest.hexdigest()[:32]
+        return digest.hexdigest()
 
 
 class GraphDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

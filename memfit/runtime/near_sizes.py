@@ -15,7 +15,7 @@ from memfit.cost.measurement import measure
 from memfit.cost.samples import Samples
 from memfit.near_plans import CARRIED, PROVISIONAL, is_carried, make_near_plan
 from memfit.plan import Plan, Problem, Progress
-from memfit.planners.engine.carried import carry_over, predicted_seconds, structure_of
+from memfit.planners.engine.carried import carry_over, predicted_seconds
 from memfit.planning import Settings, ignored, make_plan
 from memfit.runtime.behind import Behind
 from memfit.runtime.host.layout import host_layout, plan_within_host
@@ -92,7 +92,7 @@ class NearSizes:
         """
         if not self._structures or not is_carried(settings):
             return ANEW
-        structure = self._structures.get(structure_of(captured.graph))
+        structure = self._structures.get(captured.graph.structure)
         return ANEW if structure is None else _Near(structure)
 
     def add(self, key: Hashable, prepared: Prepared, settings: Settings) -> None:
@@ -106,7 +106,7 @@ class NearSizes:
         if not is_carried(settings):
             return
         captured, plan = prepared.captured, prepared.plan
-        name = structure_of(captured.graph)
+        name = captured.graph.structure
         if name not in self._structures:
             self._structures[name] = _Structure(first=captured)
         self._structure_of[key] = name

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 
 from memfit.errors import InvalidScheduleError
-from memfit.graph import Graph
 from memfit.plan import Prediction, Problem, Result
 from memfit.planners.engine.bounds.bounds import Proofs
 from memfit.planners.engine.bounds.minimum_cuts import NO_BOUND
@@ -17,25 +15,6 @@ from memfit.simulate.in_place import in_place
 
 CARRIED = "carried over"
 """The planner of a plan whose schedule was made for a graph of other sizes."""
-
-
-def structure_of(graph: Graph) -> str:
-    """Return a hash that two graphs share if they differ only in bytes, seconds, workspaces, names and `reuses`.
-
-    A schedule that is legal on one of them, and reuses nothing in place, is legal on the other.
-
-    Args:
-        graph: the step.
-    """
-    digest = hashlib.sha256()
-    for storage in graph.storages:
-        digest.update(f"s{storage.resident:d}{storage.required_at_end:d};".encode())
-    for op in graph.ops:
-        flags = f"{op.recomputable:d}{op.random or ''}"
-        digest.update(f"o{op.target},{op.phase},{op.reads},{op.writes},{op.mutates},{flags};".encode())
-    for boundary in graph.boundaries:
-        digest.update(f"b{boundary.position},{boundary.arrivals},{boundary.departures};".encode())
-    return digest.hexdigest()
 
 
 def carry_over(problem: Problem, schedules: Iterable[Schedule], started_seconds: float) -> Result:
