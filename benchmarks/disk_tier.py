@@ -5,8 +5,8 @@ seconds of a step, the time that compute waited for copies, and the time that bo
 simulator and measured. The simulator is given the seconds of ops in their places in a step of the same budget that
 offloads nothing, and the link's rates as `memfit calibrate` measures them, both in turns with the steps; and for
 comparison those of ops measured one by one. Of seven runs of each, the fastest and the slowest are left out of the
-means. The C library is told to keep memory that is freed: a step would else spend up to a quarter of its time on new
-pages from the system, more or less of it by what ran before.
+means. The C library is told to keep memory that is freed: a step would else spend time on
+new pages from the system, more or less of it by what ran before (`benchmarks/page_faults.py`).
 
     python benchmarks/disk_tier.py                      # the plans, stored
     python benchmarks/disk_tier.py unet                 # those of one workload again, the others as they are stored
@@ -48,7 +48,7 @@ REFERENCE: dict[str, Any] = {"planner": "search"}
 HOST_BUDGET_BYTES = 8 << 30
 REPEATS = 7
 SEARCH_SECONDS = 5.0
-SOAK_OPTIONS: dict[str, dict[str, Any]] = {"resnet50": {"batch": 4}, "gpt2": {"batch": 2}}
+SOAK_OPTIONS: dict[str, dict[str, Any]] = {"resnet50": {"batch": 4}, "gpt2": {"batch": 3}}
 KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # man 3 mallopt
 LOOK_EVERY = 100  # steps of a long run
 CHILD_SECONDS = 7200

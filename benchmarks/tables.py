@@ -200,7 +200,7 @@ def results_of(script: str, machine: str) -> Stored:
     if script == "gpu":
         paths = sorted(RESULTS.glob("*/gpu.json"))
         found = {path.parent.name: path for path in paths}
-    elif script in ("plan_shared_graphs", "offloading", "offloading_planners", "versions", "page_faults"):
+    elif script in ("disk_tier", "plan_shared_graphs", "offloading", "offloading_planners", "versions", "page_faults"):
         found = {path.stem: path for path in sorted((RESULTS / machine / script).glob("*.json"))}
     elif script in {script for script, _ in ONE_RESULT_TABLES.values()}:
         found = {script: RESULTS / machine / f"{script}.json"}

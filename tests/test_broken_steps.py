@@ -396,24 +396,31 @@ def test_a_gradient_that_backward_does_not_reach_is_used_as_eager_does() -> None
 class Stopped(nn.Module):
     """Its first graph reads a weight without gradient, that a later graph gives one."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_kept_apart: bool) -> None:
         super().__init__()
         self.shared, self.first, self.last = nn.Linear(32, 32), layers(3, 32), nn.Linear(32, 5)
+        self.constant = self.shared.weight.detach() if is_kept_apart else None
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.first(values) @ self.shared.weight.detach())
+        weight = self.shared.weight.detach() if self.constant is None else self.constant
+        hidden = torch.tanh(self.first(values) @ weight)
         if hidden.sum().item() > 1e9:
             hidden = -hidden
         return self.last(torch.tanh(self.shared(hidden)))
 
 
+@pytest.mark.parametrize("is_kept_apart", [False, True])
 @pytest.mark.parametrize("budget", ["100%", "75%"])
-def test_a_weight_that_an_earlier_graph_still_reads_is_updated_after_it(budget: str) -> None:
+def test_a_weight_that_an_earlier_graph_still_reads_is_updated_after_it(budget: str, is_kept_apart: bool) -> None:
     batch = batch_of(512)
     found: list[list[torch.Tensor]] = []
     for is_planned in (False, True):
         torch.manual_seed(0)
-        model = Stopped()
+        model = Stopped(is_kept_apart)
         step = step_of(model, batch, learning_rate=0.1)
         found.append(trained(planned_within(step, budget) if is_planned else step.run_eager, model, batch))
     assert all(torch.equal(mine, eager) for mine, eager in zip(*found, strict=True))
+
+
+def test_no_search_runs_behind_a_step_with_graph_breaks() -> None:
+    assert planned_within(step_of(Looking(count=1), batch_of(64)), "100%").wait_for_searches()

@@ -85,25 +85,18 @@ def link_rates(device: torch.device, directory: Path | None = None, *, again: bo
     if kept is not None:
         return kept
     with torch.no_grad():
-        measured = rates_beside(_everyday_work(), directory) if device.type == "cpu" else _pcie_rates(device)
+        measured = _disk_rates(directory) if device.type == "cpu" else _pcie_rates(device)
     keep(measured, path, "rates of the link")
     return measured
 
 
-def rates_beside(work: Callable[[], object], directory: Path | None = None) -> LinkRates:
-    """Return the rates of copies to a disk and back while a CPU works, and what the copies take of that work's rate.
+def _disk_rates(directory: Path | None) -> LinkRates:
+    """Return the rates of copies to a disk and back while a CPU works, and what the copies take of its rate.
 
     Copies of a step run while it computes, on the same cores and over the same memory; so what counts is not how fast
     they are alone. Copies back go to new memory, as they do in a step.
-
-    Args:
-        work: is called again and again: for a second in all, or twelve times if that takes longer.
-        directory: on the disk; by default see `spill_directory`.
-
-    Raises:
-        HostMemoryError: the directory cannot be used.
     """
-    size_bytes = _copy_bytes(torch.device("cpu"), _DISK_COPY_BYTES)
+    work, size_bytes = _everyday_work(), _copy_bytes(torch.device("cpu"), _DISK_COPY_BYTES)
     file = SpillFile(2 * size_bytes, directory)
     try:
         copies = _DiskCopies(file, size_bytes)

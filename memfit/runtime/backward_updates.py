@@ -1,12 +1,14 @@
 """A step that runs as eager does, but for its updates: each parameter is updated as soon as its gradient is there.
 
-Its gradient is freed at once, so that gradients do not wait for each other until the end of backward.
+Its gradient is freed at once, so that gradients do not wait for each other until the end of backward. A parameter that
+an earlier graph still reads, one that it takes as a constant (`weight.detach()`), is updated at the end. What user code
+between the graphs reads so is not known: autograd raises if that was saved for backward, and what user code checkpoints
+(`torch.utils.checkpoint`) is computed again from the updated parameter; the first step is compared with eager's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,28 +19,33 @@ from memfit.capture.optimizer import ParameterUpdate, overlap, updates_one_by_on
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def run_updating(step: TrainingStep, batch: Any, model: Any) -> torch.Tensor:
+def run_updating(step: TrainingStep, batch: Any, model: Any, is_read: Callable[[torch.Tensor], bool]) -> torch.Tensor:
     """Run a step with the updates in backward where that gives eager's bits, else as `step.run_eager`; return the loss.
 
     Args:
         step: the training step.
         batch: nested like the step's own.
         model: called in place of the step's own: a compiled form of it.
+        is_read: says of a parameter whether what is left of backward reads it.
     """
     if not updates_in_backward(step):
         return step.run_eager(batch, model=model)
     updates = _updates(step)
     loss = step.compute_loss(model, batch)
     # Only now: Dynamo must not find the hooks.
-    trained = ((parameter, update) for parameter, update in updates.items() if parameter.requires_grad)
-    handles = [parameter.register_post_accumulate_grad_hook(update) for parameter, update in trained]
+
+    def update(parameter: torch.Tensor) -> None:
+        if not is_read(parameter):
+            _update(updates[parameter], parameter)
+
+    handles = [parameter.register_post_accumulate_grad_hook(update) for parameter in updates if parameter.requires_grad]
     try:
         loss.backward()
     finally:
         for handle in handles:
             handle.remove()
-    for parameter, update in updates.items():
-        update(parameter)  # if it had a gradient before, and was not reached
+    for parameter, each in updates.items():
+        _update(each, parameter)  # one that is read elsewhere, or had a gradient before and was not reached
     _as_after_step(step)
     return loss.detach()
 
@@ -56,12 +63,12 @@ def updates_in_backward(step: TrainingStep) -> bool:
     return not has_hooks and not overlap(parameters)
 
 
-def _updates(step: TrainingStep) -> dict[torch.nn.Parameter, Callable[[torch.Tensor], None]]:
+def _updates(step: TrainingStep) -> dict[torch.Tensor, ParameterUpdate]:
     assert step.optimizer is not None
-    found: dict[torch.nn.Parameter, Callable[[torch.Tensor], None]] = {}
+    found: dict[torch.Tensor, ParameterUpdate] = {}
     for number, group in enumerate(step.optimizer.param_groups):
         for parameter in group["params"]:
-            found[parameter] = partial(_update, ParameterUpdate(step.optimizer, parameter, number, 0))
+            found[parameter] = ParameterUpdate(step.optimizer, parameter, number, 0)
     return found
 
 

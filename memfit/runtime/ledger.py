@@ -260,6 +260,7 @@ class Ledger:
         self._halves: list[_Half] = []
         self._code: tuple[AbstractContextManager[Usage], Usage] | None = None
         self._offset_bytes = 0
+        self._reads: list[tuple[Part, frozenset[int]]] = []
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -273,7 +274,7 @@ class Ledger:
             run: runs the step.
             resident_bytes: the bytes of parameters, buffers, batch and the optimizer's state.
         """
-        self._halves, compiled = [], self.compiled
+        self._halves, self._reads, compiled = [], [], self.compiled
         self._offset_bytes = resident_bytes - allocated_bytes(self.device)
         try:
             with record(self.device) as usage:
@@ -290,13 +291,29 @@ class Ledger:
         self._halves = []
         return StepSeen(loss=loss, peak_bytes=resident_bytes + usage.taken_bytes if is_settled else None, is_new=is_new)
 
-    def begin(self, part: Part, *, is_forward: bool) -> None:
-        """Note that a half of `part` begins."""
-        self._note(part, is_forward=is_forward)
+    def begin(self, part: Part, reads: frozenset[int] | None = None) -> None:
+        """Note that a half of `part` begins.
 
-    def end(self) -> None:
+        Args:
+            part: whose half.
+            reads: of a forward half, the data pointers of the storages that it was given; the backward half has None.
+        """
+        if reads is not None:
+            self._reads.append((part, reads))
+        self._note(part, is_forward=reads is not None)
+
+    def end(self, part: Part, *, is_forward: bool) -> None:
         """Note that the half has ended."""
+        if not is_forward:
+            last = max((n for n, (each, _) in enumerate(self._reads) if each is part), default=None)
+            if last is not None:
+                del self._reads[last]
         self._begin_code()
+
+    def is_read(self, tensor: torch.Tensor) -> bool:
+        """Return whether a graph whose backward half has yet to end was given the storage of `tensor`."""
+        pointer = tensor.untyped_storage().data_ptr()
+        return any(pointer in reads for _, reads in self._reads)
 
     def share(self, budget_bytes: int, line: str) -> None:
         """Plan each part within the bytes that the budget leaves it.

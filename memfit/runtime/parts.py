@@ -175,7 +175,8 @@ class PartlyPlannedStep(Uncopied):
             UnsupportedStepError: the call is inside torch.no_grad or torch.autocast.
         """
         require_training_context("the step was called", self.step)
-        seen = self._run(batch)
+        with saying_what_is_left(self.step.model.parameters()):
+            seen = self._run(batch)
         if seen.is_new:
             try:
                 self._ledger.share(int(self.settings.budget), self.line)
@@ -184,6 +185,11 @@ class PartlyPlannedStep(Uncopied):
         elif seen.peak_bytes is not None and not self._has_reported:
             self._report(seen.peak_bytes)
         return seen.loss
+
+    def wait_for_searches(self, timeout_seconds: float | None = None) -> bool:
+        """Return True: no plan is searched behind a step."""
+        del timeout_seconds
+        return True
 
     def verify(self, batch: Any = None) -> None:
         """As `PlannedStep.verify`, from the present state alone."""
@@ -194,8 +200,10 @@ class PartlyPlannedStep(Uncopied):
         return measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
 
     def _run(self, batch: Any) -> StepSeen:
-        with saying_what_is_left(self.step.model.parameters()):
-            return self._ledger.run(lambda: run_updating(self.step, batch, self._model), resident_bytes(self, batch))
+        ledger = self._ledger
+        return ledger.run(
+            lambda: run_updating(self.step, batch, self._model, ledger.is_read), resident_bytes(self, batch)
+        )
 
     def _plan_parts(self, before: StepState, python: PythonState) -> None:
         """Run the first steps with the leanest plans, share the budget, and run a step with the plans in use."""
@@ -341,16 +349,17 @@ class _CompiledPart(CompiledGraph):
 
     def run_forward(self, arguments: list[Any]) -> list[Any]:
         """As `CompiledGraph.run_forward`."""
-        return self._run(self.halves.forward, arguments, is_forward=True)
+        reads = frozenset(a.untyped_storage().data_ptr() for a in arguments if isinstance(a, torch.Tensor))
+        return self._run(self.halves.forward, arguments, reads)
 
     def run_backward(self, arguments: list[Any]) -> list[Any]:
         """As `CompiledGraph.run_backward`."""
-        return self._run(self.halves.backward, arguments, is_forward=False)
+        return self._run(self.halves.backward, arguments, None)
 
-    def _run(self, half: Any, arguments: list[Any], *, is_forward: bool) -> list[Any]:
+    def _run(self, half: Any, arguments: list[Any], reads: frozenset[int] | None) -> list[Any]:
         assert self.part is not None
-        self.graph.ledger.begin(self.part, is_forward=is_forward)
+        self.graph.ledger.begin(self.part, reads)
         try:
             return half(arguments)
         finally:
-            self.graph.ledger.end()
+            self.graph.ledger.end(self.part, is_forward=reads is not None)

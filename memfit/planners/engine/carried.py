@@ -8,9 +8,8 @@ from memfit.errors import InvalidScheduleError
 from memfit.plan import Prediction, Problem, Result
 from memfit.planners.engine.bounds.bounds import Proofs
 from memfit.planners.engine.bounds.minimum_cuts import NO_BOUND
-from memfit.planners.engine.results import Ending, make_result, unplanned_schedule
+from memfit.planners.engine.results import Ending, make_result, predict, unplanned_schedule
 from memfit.schedule import Compute, Drop, Instruction, Schedule
-from memfit.simulate import simulate
 from memfit.simulate.in_place import in_place
 
 CARRIED = "carried over"
@@ -30,13 +29,13 @@ def carry_over(problem: Problem, schedules: Iterable[Schedule], started_seconds:
         started_seconds: the problem's clock when planning began.
     """
     unplanned = unplanned_schedule(problem)
-    predicted = _prediction(problem, unplanned)
+    predicted = predict(problem, unplanned)
     best = unplanned if _fits(problem, predicted) else None
     least_bytes, least_seconds = predicted.peak_bytes, predicted.seconds
     for schedule in schedules if best is None else ():
         try:
             moved = in_place(problem.graph, _without_reuses(schedule))
-            prediction = _prediction(problem, moved)
+            prediction = predict(problem, moved)
         except InvalidScheduleError:
             continue
         least_bytes = min(least_bytes, prediction.peak_bytes)
@@ -61,7 +60,7 @@ def predicted_seconds(problem: Problem, schedule: Schedule) -> float | None:
         schedule: legal on a graph of the same structure.
     """
     try:
-        prediction = _prediction(problem, in_place(problem.graph, _without_reuses(schedule)))
+        prediction = predict(problem, in_place(problem.graph, _without_reuses(schedule)))
     except InvalidScheduleError:
         return None
     return prediction.seconds if _fits(problem, prediction) else None
@@ -92,16 +91,6 @@ def _each_without_reuses(schedule: Schedule) -> Iterator[Instruction]:
             yield Drop(storage=instruction.in_place_of)
         else:
             yield instruction
-
-
-def _prediction(problem: Problem, schedule: Schedule) -> Prediction:
-    timeline = simulate(problem.graph, schedule, problem.device)
-    outside = 0 if problem.graph.boundaries else problem.bytes_outside
-    return Prediction(
-        peak_bytes=timeline.peak_bytes + outside,
-        seconds=timeline.makespan_seconds,
-        host_peak_bytes=timeline.host_peak_bytes,
-    )
 
 
 def _fits(problem: Problem, prediction: Prediction) -> bool:
