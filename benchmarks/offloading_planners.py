@@ -5,6 +5,8 @@ for an H100 by roofline, and for this CPU with its disk by its own measured ops.
 budgets; planners that make single plans give these. Beside the overhead stands the share of the step in which compute
 works (the paper compares GPU utilization). Points are stored as they come, and a run goes on where it stopped.
 
+Of stochastic depth, one draw of the blocks that run stands for all.
+
 Planner `dqn` trains one network for each workload and machine, with a budget drawn anew in each episode; each point
 goes on from it.
 
@@ -15,25 +17,29 @@ goes on from it.
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from _record import load, result_path, store
 
-from memfit.capture import capture, finish
+from memfit.capture import Captured, capture, finish
+from memfit.capture.row_chunks import COUNTS, RowChunks, in_row_chunks
 from memfit.cost.calibration import linked_device
 from memfit.cost.device_profiles import load_device
 from memfit.cost.measurement import measure
 from memfit.cost.rooflines import roofline
 from memfit.device import Device
 from memfit.graph import Graph
-from memfit.plan import Problem, Result
+from memfit.plan import Prediction, Problem, Result
 from memfit.planners import make_planner
 from memfit.planners.engine.bounds.bounds import least_budget_bound
-from memfit.planners.engine.results import unplanned_peak_bytes
+from memfit.planners.engine.results import predict, unplanned_schedule
 from memfit.simulate import simulate
 from memfit.workloads import build
 
@@ -47,24 +53,28 @@ MACHINES = ("gtx1080ti", "h100", "cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """A workload of the paper: its name in memfit, its options, and its batch on a CPU."""
+    """A workload of the paper: its name in memfit, its options, and those that differ on a CPU."""
 
     name: str
     options: dict[str, Any]
-    cpu_batch: int
+    on_cpu: dict[str, Any]
 
 
 WORKLOADS: dict[str, Network] = {
-    "vgg16": Network(name="vgg16", options={"depth": 16, "batch": 64}, cpu_batch=4),
-    "vgg19": Network(name="vgg16", options={"depth": 19, "batch": 64}, cpu_batch=4),
-    "resnet50": Network(name="resnet50", options={"depth": 50, "batch": 64}, cpu_batch=8),
-    "resnet101": Network(name="resnet50", options={"depth": 101, "batch": 64}, cpu_batch=8),
-    "vgg16_cifar": Network(name="vgg16", options={"depth": 16, "size": 32, "classes": 10, "batch": 512}, cpu_batch=64),
-    "resnet50_cifar": Network(
-        name="resnet50", options={"depth": 50, "size": 32, "classes": 10, "batch": 512}, cpu_batch=64
+    "vgg16": Network(name="vgg16", options={"depth": 16, "batch": 64}, on_cpu={"batch": 4}),
+    "vgg19": Network(name="vgg16", options={"depth": 19, "batch": 64}, on_cpu={"batch": 4}),
+    "resnet50": Network(name="resnet50", options={"depth": 50, "batch": 64}, on_cpu={"batch": 8}),
+    "resnet101": Network(name="resnet50", options={"depth": 101, "batch": 64}, on_cpu={"batch": 8}),
+    "vgg16_cifar": Network(
+        name="vgg16", options={"depth": 16, "size": 32, "classes": 10, "batch": 512}, on_cpu={"batch": 64}
     ),
-    "unet": Network(name="unet", options={"batch": 16}, cpu_batch=2),
-    "char_lstm": Network(name="char_lstm", options={"batch": 256}, cpu_batch=32),
+    "resnet50_cifar": Network(
+        name="resnet50", options={"depth": 50, "size": 32, "classes": 10, "batch": 512}, on_cpu={"batch": 64}
+    ),
+    "unet": Network(name="unet", options={"batch": 16}, on_cpu={"batch": 2}),
+    "char_lstm": Network(name="char_lstm", options={"batch": 256}, on_cpu={"batch": 32}),
+    "stochastic_depth": Network(name="stochastic_depth", options={"batch": 128, "draw": 1}, on_cpu={"batch": 16}),
+    "kmeans": Network(name="kmeans", options={"points": 1_000_000}, on_cpu={"points": 200_000}),
 }
 # Planner -> (planner's name, options) of each of its curves; a planner without a curve of its own gives single plans.
 CURVES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -83,22 +93,58 @@ CURVES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def costed(network: Network, machine: str) -> tuple[Graph, Device]:
-    """Return the step's graph with the seconds of its ops, and the machine."""
-    if machine == "cpu":
-        step = build(network.name, **(network.options | {"batch": network.cpu_batch}))
-        captured = finish(capture(step))
-        graph = measure(captured.graph, captured.binding, captured.observed)
-        return graph, linked_device("cpu", HOST_BUDGET_BYTES)
-    device = load_device(machine)
-    captured = capture(build(network.name, **network.options))
-    return roofline(captured.graph, captured.binding, device), device
+@dataclass(frozen=True, kw_only=True)
+class Costed:
+    """A step on a machine: its graph with the seconds of its ops; of a function also with its ops in chunks of rows."""
+
+    device: Device
+    graphs: tuple[Graph, ...]
+
+    @cached_property
+    def unplanned(self) -> Prediction:
+        """The step as it is."""
+        problem = Problem(graph=self.graphs[0], device=self.device, budget_bytes=0)
+        return predict(problem, unplanned_schedule(problem))
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """What no plan can go below."""
+        problems = (Problem(graph=graph, device=self.device, budget_bytes=1) for graph in self.graphs)
+        return min(least_budget_bound(problem)[0] for problem in problems)
 
 
-def problem_of(graph: Graph, device: Device, name: str, share: float) -> Problem:
+def costed(network: Network, machine: str) -> Costed:
+    """Return the step with the seconds of its ops."""
+    is_cpu = machine == "cpu"
+    device = linked_device("cpu", HOST_BUDGET_BYTES) if is_cpu else load_device(machine)
+    step = build(network.name, **(network.options | network.on_cpu if is_cpu else network.options))
+    captured = finish(capture(step)) if is_cpu or not step.has_backward else capture(step)
+    chunked = () if step.has_backward else (in_row_chunks(captured, count) for count in COUNTS)
+    forms = [captured, *(form for form in chunked if form is not None)]
+    if is_cpu:
+        return Costed(device=device, graphs=tuple(measure(f.graph, f.binding, f.observed) for f in forms))
+    whole = roofline(captured.graph, captured.binding, device)
+    return Costed(device=device, graphs=(whole, *(in_chunks(whole, form, device) for form in forms[1:])))
+
+
+def in_chunks(whole: Graph, form: Captured, device: Device) -> Graph:
+    """Return a function in chunks of rows with rooflines: the chains' calls as in the whole, each with its launch."""
+    graph = roofline(form.graph, form.binding, device)
+    chains = {call.op: call.target for call in form.binding.calls if isinstance(call.target, RowChunks)}
+    in_chains = sum(op.seconds for op in whole.ops) - sum(
+        op.seconds for number, op in enumerate(graph.ops) if number not in chains
+    )
+    calls = {number: chain.count * len(chain.parts) for number, chain in chains.items()}
+    ops = list(graph.ops)
+    for number, count in calls.items():
+        seconds = in_chains * count / sum(calls.values()) + count * device.launch_seconds
+        ops[number] = msgspec.structs.replace(ops[number], seconds=seconds)
+    return msgspec.structs.replace(graph, ops=tuple(ops))
+
+
+def problem_of(step: Costed, graph: Graph, name: str, share: float) -> Problem:
     """Return what a planner is asked for."""
-    unplanned_bytes = unplanned_peak_bytes(graph, device)
-    least_bytes, _ = least_budget_bound(Problem(graph=graph, device=device, budget_bytes=1))
+    unplanned_bytes, least_bytes, device = step.unplanned.peak_bytes, step.least_bytes, step.device
     return Problem(
         graph=graph,
         device=device,
@@ -108,20 +154,30 @@ def problem_of(graph: Graph, device: Device, name: str, share: float) -> Problem
     )
 
 
-def plan_point(graph: Graph, device: Device, curve: str, share: float, network_file: Path) -> dict[str, Any]:
-    """Return what a planner makes of a budget."""
+def plan_point(step: Costed, curve: str, share: float, network_file: Path) -> dict[str, Any]:
+    """Return what a planner makes of a budget; chunks of rows are memfit's own, so that only `auto` is given them."""
     name, options = CURVES[curve]
-    problem = problem_of(graph, device, name, share)
+    points = (
+        _plan_point(step, graph, name, options, share, network_file)
+        for graph in (step.graphs if curve == "auto" else step.graphs[:1])
+    )
+    return min(points, key=lambda point: point.get("seconds", math.inf))
+
+
+def _plan_point(
+    step: Costed, graph: Graph, name: str, options: dict[str, Any], share: float, network_file: Path
+) -> dict[str, Any]:
+    problem, device = problem_of(step, graph, name, share), step.device
     if name == "dqn":
         if not network_file.exists():
-            drawn = replace(problem_of(graph, device, name, min(SHARES)), time_limit_seconds=TRAIN_SECONDS)
+            drawn = replace(problem_of(step, graph, name, min(SHARES)), time_limit_seconds=TRAIN_SECONDS)
             make_planner(name, draw_budgets=True, save_to=str(network_file)).plan(drawn)
         options = options | {"start_from": str(network_file)}
     started = time.perf_counter()
     result: Result = make_planner(name, **options).plan(problem)
     point: dict[str, Any] = {
         "status": str(result.status),
-        "unplanned_bytes": unplanned_peak_bytes(graph, device),
+        "unplanned_bytes": step.unplanned.peak_bytes,
         "budget_bytes": problem.budget_bytes,
         "plan_seconds": time.perf_counter() - started,
         "overhead_bound": result.bounds.overhead,
@@ -131,7 +187,8 @@ def plan_point(graph: Graph, device: Device, curve: str, share: float, network_f
     timeline = simulate(graph, result.plan.schedule, device)
     return point | {
         "peak_bytes": result.plan.predicted.peak_bytes,
-        "overhead": result.plan.overhead,
+        "seconds": timeline.makespan_seconds,
+        "overhead": timeline.makespan_seconds / step.unplanned.seconds - 1.0,
         "offloaded_bytes": result.plan.offloaded_bytes,
         "utilization": timeline.busy_seconds["compute"] / timeline.makespan_seconds,
     }
@@ -145,15 +202,13 @@ def run(workload: str, machine: str, curves: list[str]) -> None:
     missing = [(curve, share) for curve in curves for share in SHARES if f"{curve}@{share}" not in points]
     if not missing:
         return
-    graph, device = costed(WORKLOADS[workload], machine)
+    step = costed(WORKLOADS[workload], machine)
     with tempfile.TemporaryDirectory() as folder:
         for curve, share in missing:
-            points[f"{curve}@{share}"] = point = plan_point(
-                graph, device, curve, share, Path(folder) / "dqn.safetensors"
-            )
+            points[f"{curve}@{share}"] = point = plan_point(step, curve, share, Path(folder) / "dqn.safetensors")
             seen = f"{point['overhead']:.1%}" if "overhead" in point else point["status"]
             print(workload, machine, curve, f"{share:.0%}", seen, f"{point['plan_seconds']:.1f} s", flush=True)
-            store(name, {"ops": len(graph.ops), "points": points})
+            store(name, {"ops": len(step.graphs[0].ops), "points": points})
 
 
 def main() -> None:

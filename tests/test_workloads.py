@@ -16,6 +16,7 @@ from memfit.system.recorder import record
 from memfit.workloads import WORKLOADS, build
 from memfit.workloads.building import checkpoints_placed
 from memfit.workloads.lstm import UnrolledLSTM
+from memfit.workloads.stochastic_depth import StochasticDepthResNet
 from memfit.workloads.unet import UNet
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -27,6 +28,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {"batch": 2, "tokens": 8, "layers": 2, "width": 32, "head_width": 8, "vocabulary": 50},
     "lstm": {"batch": 2, "steps": 9, "width": 8},
     "char_lstm": {"batch": 2, "steps": 9, "width": 8},
+    "stochastic_depth": {"batch": 2, "size": 8, "classes": 4, "depth": 20},
     "encoder": {"batch": 2, "tokens": 8, "layers": 2, "width": 16, "head_width": 8, "feedforward": 32},
 }
 ITERATIONS = ("kmeans", "power_iteration")  # which train nothing: see test_functions.py
@@ -271,3 +273,20 @@ def test_the_eager_peak_at_default_sizes(name: str) -> None:
     finally:
         torch.set_num_threads(threads)
     assert usage.peak_bytes / 2**20 == pytest.approx(EAGER_PEAKS[name], rel=0.01)
+
+
+def test_blocks_are_skipped_as_drawn() -> None:
+    options = SMALL["stochastic_depth"] | {"depth": 56}
+    whole, first, again = (build("stochastic_depth", draw=draw, **options) for draw in (0, 1, 1))
+
+    def trained(step: TrainingStep) -> set[str]:
+        step.compute_loss(step.model, step.batch).backward()
+        return {name for name, parameter in step.model.named_parameters() if parameter.grad is not None}
+
+    assert trained(first) == trained(again) < trained(whole) == {name for name, _ in whole.model.named_parameters()}
+    model = first.model
+    assert isinstance(model, StochasticDepthResNet)
+    model.draw = None
+    torch.manual_seed(0)
+    losses = {float(first.compute_loss(model, first.batch).detach()) for _ in range(4)}
+    assert len(losses) == 4

@@ -147,6 +147,7 @@ _KNOWN = {
         Option(name="feedforward", default=1, what="features inside the feed-forward part", least=1),
         Option(name="vocabulary", default=2, what="different tokens", least=2),
         Option(name="dropout", default=0.1, what="dropout probability", least=0.0),
+        Option(name="draw", default=0, what="seed of the blocks that are skipped; 0 skips none", least=0),
         Option(name="points", default=1, what="points in the data", least=1),
         Option(name="features", default=1, what="numbers in a point", least=1),
         Option(name="centres", default=1, what="clusters to find", least=1),
@@ -244,6 +245,13 @@ WORKLOADS: dict[str, Workload] = {
             source="Vaswani et al. 2017, arXiv:1706.03762; torch.nn.TransformerEncoder",
             module="encoder",
             options=_options(batch=4, tokens=256, layers=6, width=512, head_width=64, feedforward=2048, dropout=0.1),
+        ),
+        Workload(
+            name="stochastic_depth",
+            description="ResNet on small images, of which blocks are skipped at random",
+            source="Huang et al. 2016, arXiv:1603.09382, as dqn2020 has it; ResNet-110 of He et al. 2015, section 4.2",
+            module="stochastic_depth",
+            options=_options(depths=(20, 32, 44, 56, 110), batch=32, size=32, classes=10, depth=110, draw=0),
         ),
         Workload(
             name="kmeans",
