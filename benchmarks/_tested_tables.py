@@ -1,4 +1,4 @@
-"""Tables of what was tried: random steps, defects put back, models, versions, first fits, page faults, graph breaks."""
+"""Tables of what was tried: random steps, defects put back, models, versions, first fits, faults, breaks, sizes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from _cells import yes
 from _measure import MIB
 
 Payload = dict[str, Any]
@@ -185,6 +186,45 @@ def page_faults(stored: dict[str, Payload]) -> Table:
     return ["step", "page faults", "seconds in user code", "seconds in the kernel"], rows, "Medians of three steps."
 
 
+_RUNS = {
+    "lengths": "200 lengths, a first run",
+    "second run": "200 lengths, a second run",
+    "padded": "padded to multiples of 16",
+    "tails": "last batches of 3, 1 and 2 rows",
+}
+
+
+def variable_shapes(payload: Payload) -> Table:
+    """Batches of many sizes: bits, peaks, what a new size costs, and whole passes beside eager's."""
+    head = ["loader", "sizes", "steps", "same bits", "largest peak / budget", "a new size, s", "capture, program"]
+    head += ["costs", "plan", "first step", "a usual step, s", "eager's", "searches before a step", "programs"]
+    head += ["memory grown, MiB", "first pass / eager", "later passes / eager"]
+    rows = [
+        [
+            _RUNS[run["run"]],
+            str(run["sizes"]),
+            str(run["steps"]),
+            yes(run["same_bits"]),
+            f"{run['largest_share_of_budget']:.1%}",
+            *(_median_and_most(run["new"][part]) for part in ("seconds", "capture_and_program", "costs", "plan")),
+            _median_and_most(run["new"]["first_step"]),
+            _median_and_most(run["usual_seconds"]),
+            _median_and_most(run["eager_seconds"]),
+            str(run["searches"]),
+            str(run["programs"]),
+            f"{run['grown_bytes'] / MIB:.0f}",
+            *(f"{turn['seconds'] / turn['eager_seconds']:.2f}" for turn in run["passes"]),
+        ]
+        for run in payload["runs"]
+    ]
+    note = f"GPT-2, 6 layers; budget: {payload['share']} of the largest batch's peak. Median (90th percentile)."
+    return head, rows, note
+
+
+def _median_and_most(spread: dict[str, float] | None) -> str:
+    return "" if spread is None else f"{spread['median']:.2f} ({spread['percentile_90']:.2f})"
+
+
 TESTED_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {
     "fuzz": ("fuzz_steps", fuzz),
     "fuzz-refusals": ("fuzz_steps", fuzz_refusals),
@@ -192,6 +232,7 @@ TESTED_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {
     "models": ("models", models),
     "first-fit": ("first_fit", first_fit),
     "graph-breaks": ("graph_breaks", graph_breaks),
+    "variable-shapes": ("variable_shapes", variable_shapes),
 }
 """Each table of one result by name: the script that stored it, and what makes it."""
 

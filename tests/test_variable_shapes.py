@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import linecache
 import logging
 import shutil
 import subprocess
@@ -317,6 +319,43 @@ def test_kept_plans_take_bounded_bytes(no_kept_plans: Path, monkeypatch: pytest.
     left = set(no_kept_plans.iterdir())
     assert len(left) == 2
     assert not left & set(files[:3])
+
+
+def test_programs_of_many_sizes_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24))
+    step, _ = fitted(model, squares, rows_of(60), "1MiB")
+    ops = len(step.plan.graph.ops)
+    monkeypatch.setattr("memfit.runtime.variants._MOST_OPS", 6 * ops)
+    first, sources = step.plan, len(linecache.cache)
+    for count in range(20, 50):
+        step(rows_of(count))
+        step(rows_of(48 if count > 22 else 60))  # what is used stays
+    gc.collect()
+    assert len(step.plans) == 6
+    assert step.plan is first
+    kept = {plan.graph.storages[plan.graph.ops[0].writes[0]].bytes for plan in step.plans}
+    assert 48 * 24 * 4 in kept
+    assert len(step._sizes._structure_of) == 6
+    assert sum(len(known.plans) for known in step._sizes._structures.values()) == 6
+    assert len(linecache.cache) <= sources + 8
+    assert len(step._resident_bytes) <= 2 * 6
+    eager = copy.deepcopy(model)
+    batch = rows_of(20)  # was dropped
+    assert torch.equal(step(batch), squares(eager, batch))
+
+
+def test_a_structure_of_which_no_size_is_kept_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfit.runtime.variants._MOST_OPS", 1)
+    batches = [rows_of(count) for count in (60, 49, 51, 30, 44, 40)]
+    torch.manual_seed(0)
+    model = Layered()
+    expected, eager = trained_eagerly(model, squares, batches)
+    step, _ = fitted(model, squares, batches[0], "90%")
+    for batch, loss in zip(batches, expected, strict=True):
+        assert torch.equal(step(batch), loss)
+    assert len(step.plans) == len(step._sizes._structures) == 2  # the first, and the last
+    assert all(torch.equal(mine, own) for mine, own in zip(model.parameters(), eager.parameters(), strict=True))
 
 
 def test_an_error_behind_the_steps_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -25,6 +25,7 @@ from memfit.torch_private import (
     DATA_DEPENDENT_ERRORS,
     FakeTensorMode,
     TorchDispatchMode,
+    is_fake,
     real_tensors,
     storage_key,
     tensors_in,
@@ -185,6 +186,59 @@ def update_cost(
     return UpdateCost(state=state, workspace_bytes=max(0, live.peak_bytes - created))
 
 
+class UpdateCosts:
+    """The costs of the updates of an optimizer's parameters, for one capture.
+
+    Parameters of torch's optimizers that look alike, and whose states do, cost the same: one of them is tried.
+
+    Args:
+        optimizer: the user's.
+        mode: of the fakes.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, mode: FakeTensorMode) -> None:
+        self._optimizer = optimizer
+        self._mode = mode
+        self._known: dict[Any, UpdateCost] = {}
+
+    def of(self, parameter: torch.nn.Parameter, fake_parameter: torch.Tensor, group: int) -> UpdateCost:
+        """Return the cost of updating a parameter; its state's fakes are its own.
+
+        Args:
+            parameter: of the optimizer.
+            fake_parameter: its fake.
+            group: the number of its group.
+        """
+        optimizer, settings = self._optimizer, self._optimizer.param_groups[group]
+        if not is_of_torch(optimizer):
+            return update_cost(optimizer, parameter, fake_parameter, settings, self._mode)
+        state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+        kind = group, _looks(fake_parameter), tuple((name, _looks(value)) for name, value in state.items())
+        known = self._known.get(kind)
+        if known is None or not all(map(_is_whole, known.state.values())):
+            known = self._known[kind] = update_cost(optimizer, parameter, fake_parameter, settings, self._mode)
+            return known
+        with self._mode:
+            own = {name: torch.empty_like(tensor) for name, tensor in known.state.items()}
+        return UpdateCost(state=own, workspace_bytes=known.workspace_bytes)
+
+
+def _looks(value: Any) -> Any:
+    """Return what an update's cost depends on: of a tensor its form, and the number if it may be a step count."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    form = tuple(value.shape), value.stride(), value.dtype, value.device, value.untyped_storage().nbytes()
+    return (*form, value.item()) if _is_count(value) and not is_fake(value) else form
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def _is_count(value: torch.Tensor) -> bool:
+    return value.numel() == 1 and value.device.type == "cpu"  # maybe a step count, whose value the optimizer uses
+
+
 def alone(optimizer: torch.optim.Optimizer) -> Any:
     """Return a second optimizer object of the same class and settings, without the instance's patched `step`."""
     second = object.__new__(type(optimizer))
@@ -249,7 +303,7 @@ def _fake_state(state: Mapping[str, Any], mode: FakeTensorMode) -> dict[str, Any
     def faked(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if value.numel() == 1 and value.device.type == "cpu":  # maybe a step count, whose value the optimizer uses
+        if _is_count(value):
             with real_tensors():
                 number = value.tolist()
             return torch.tensor(number, dtype=value.dtype)

@@ -249,7 +249,7 @@ class Trace:
         """
         if self._makes_or_opens_sparse(func, args, returned):
             return returned
-        outputs = tree_flatten(returned)[0]
+        outputs = [returned] if isinstance(returned, torch.Tensor) else tree_flatten(returned)[0]
         mutated = mutated_tensors(func, args, kwargs)
         if not mutated and func._schema.returns and all(self._is_alias(output) for output in outputs):
             return returned

@@ -28,11 +28,11 @@ from memfit.capture.guards import Guards
 from memfit.capture.looks import Look, look_at
 from memfit.capture.optimizer import (
     ParameterUpdate,
+    UpdateCosts,
     WholeUpdate,
     is_of_torch,
     overlap,
     require_supported,
-    update_cost,
     updates_one_by_one,
 )
 from memfit.capture.placement import step_device
@@ -76,6 +76,7 @@ from memfit.torch_private import (
 )
 
 _aten = torch.ops.aten
+_ASKS_FOR_DEVICE = torch.ops.prim.device.default
 _META = torch.device("meta")
 _CONSTRAINTS = str(Path(torch.__file__).parent / "distributions" / "constraints.py")
 STATE = "state:"  # begins the names of the outputs of a function of a state
@@ -181,6 +182,8 @@ class _Recorder(TorchDispatchMode):
         self.records_stream = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ASKS_FOR_DEVICE:  # most of all calls, and none of the step's
+            return func(*args)
         kwargs = kwargs or {}
         if func is not _aten.lift_fresh.default:  # its argument is a tensor that the step has just made
             args, kwargs = tree_map(self._faked, (args, kwargs))
@@ -398,12 +401,13 @@ class _WholeStepCapture:
         updates: dict[torch.Tensor, _Update] = {}
         if optimizer is None:
             return updates
+        costs = UpdateCosts(optimizer, self.mode)
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if not parameter.requires_grad or parameter not in self._fakes:
                     continue
                 fake = self._fakes[parameter]
-                cost = update_cost(optimizer, parameter, fake, group, self.mode)
+                cost = costs.of(parameter, fake, number)
                 states: list[int] = []
                 for key, tensor in cost.state.items():
                     name = f"{self._names[parameter]}.{key}"

@@ -119,10 +119,12 @@ class NearSizes:
             self._behind.add(_further_search(key, plan, known, settings, captured.binding.device))
 
     def forget(self, key: Hashable) -> None:
-        """Forget the plan of a variant that is no longer run, or has another plan."""
+        """Forget the plan of a variant that is no longer run, or has another plan, and a structure without plans."""
         name = self._structure_of.pop(key, None)
         if name is not None:
             self._structures[name].plans.pop(key, None)
+            if not self._structures[name].plans:
+                del self._structures[name]
         self._behind.take(key)
 
     def better(self, key: Hashable, plan: Plan) -> Plan | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -147,4 +148,5 @@ def _compile(graph_name: str, name: str, source: str, namespace: dict[str, Any])
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     scope = dict(namespace)
     exec(compile(source, filename, "exec"), scope)  # only ever source that `lower` made
+    weakref.finalize(scope[name], linecache.cache.pop, filename, None)
     return torch.no_grad()(scope[name])

@@ -379,6 +379,7 @@ class PlannedStep(Uncopied):
         variant, dropped = self._variants.add(signature, program)
         for old in dropped:
             self._forget(old)
+            self._told_bytes.pop(old.key, None)
             self._sizes.forget(old.key)
         self._sizes.add(variant.key, variant.program.prepared, self.settings)
         return variant

@@ -15,6 +15,7 @@ from memfit.runtime.step_program import StepProgram
 _log = logging.getLogger(__name__)
 
 _KEPT = 8  # variants of one batch signature, as many as Dynamo keeps of a function
+_MOST_OPS = 150_000  # of all variants together: a program, its graph and its plan take about 10 KiB an op
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -24,12 +25,19 @@ class Variant:
     Attributes:
         key: tells it from all other variants of its step.
         program: replaced where its plan took more than its budget.
+        number: counts the variants of its step, in the order in which they were made.
         budget_bytes: what the user allows; a program that replaces the first one has a smaller budget of its own.
     """
 
     key: Hashable
     program: StepProgram
+    number: int
     budget_bytes: int
+
+    @property
+    def ops(self) -> int:
+        """How many ops its graph has."""
+        return len(self.program.plan.graph.ops)
 
     @property
     def guards(self) -> Guards:
@@ -40,7 +48,11 @@ class Variant:
 
 
 class Variants:
-    """The variants of a planned step, by batch signature, the last used one first."""
+    """The variants of a planned step, by batch signature: the signature that was used last stands last, its last used
+    variant first.
+
+    So many are kept as have `_MOST_OPS` ops together, and the first one of all, which the step was made with.
+    """
 
     def __init__(self) -> None:
         self._of: dict[Hashable, list[Variant]] = {}
@@ -49,7 +61,7 @@ class Variants:
 
     def __iter__(self) -> Iterator[Variant]:
         """Iterate over all variants, in the order in which they were made."""
-        return iter(sorted((v for known in self._of.values() for v in known), key=_number))
+        return iter(sorted((v for known in self._of.values() for v in known), key=lambda variant: variant.number))
 
     def find(self, signature: Hashable, batch: Any) -> tuple[Variant | None, Difference | None]:
         """Return the variant that may run now, or None and what differs from the variant that was used last.
@@ -67,6 +79,7 @@ class Variants:
             if difference is None:
                 if position:
                     known.insert(0, known.pop(position))
+                self._of[signature] = self._of.pop(signature)
                 return variant, None
             first = first or difference
         return None, first
@@ -74,24 +87,42 @@ class Variants:
     def add(self, signature: Hashable, program: StepProgram) -> tuple[Variant, list[Variant]]:
         """Add a program for the present state; return its variant, and those that were dropped for it.
 
-        A variant is dropped if a module or parameter of it was replaced, so that it holds what is in use no more, and
-        if too many others of its signature were used since.
+        A variant is dropped if a module or parameter of it was replaced, so that it holds what is in use no more, if
+        too many others of its signature were used since, and if too many of all signatures were.
 
         Args:
             signature: of the batch that the program was captured on.
             program: the program.
         """
         self._made += 1
-        variant = Variant(key=(signature, self._made), program=program, budget_bytes=program.plan.budget_bytes)
+        variant = Variant(
+            key=(signature, self._made), program=program, number=self._made, budget_bytes=program.plan.budget_bytes
+        )
         dropped: list[Variant] = []
         for known in self._of.values():
             dropped += [v for v in known if (d := v.guards.difference()) is not None and d.is_replaced]
             known[:] = [v for v in known if v not in dropped]
-        mine = self._of.setdefault(signature, [])
+        mine = self._of[signature] = self._of.pop(signature, [])
         mine.insert(0, variant)
         dropped += mine[_KEPT:]
         del mine[_KEPT:]
+        dropped += self._drop_oldest(variant)
+        self._of = {each: known for each, known in self._of.items() if known}
         return variant, dropped
+
+    def _drop_oldest(self, newest: Variant) -> list[Variant]:
+        """Drop the variants that were not used for longest until the others have few enough ops."""
+        ops = sum(variant.ops for known in self._of.values() for variant in known)
+        dropped: list[Variant] = []
+        for known in self._of.values():
+            for variant in known[::-1]:
+                if ops <= _MOST_OPS:
+                    return dropped
+                if variant is not newest and variant.number > 1:
+                    known.remove(variant)
+                    dropped.append(variant)
+                    ops -= variant.ops
+        return dropped
 
     def notify(self, difference: Difference) -> None:
         """Log the first two changes of what differs; train and eval mode, frozen parameters and gradients are routine.
@@ -115,8 +146,3 @@ class Variants:
                 "in with the batch, as a tensor",
                 difference.what,
             )
-
-
-def _number(variant: Variant) -> int:
-    _, number = variant.key  # pyright: ignore
-    return number  # pyright: ignore
