@@ -253,6 +253,7 @@ class Ledger:
 
     Attributes:
         compiled: how often a graph was compiled; whoever compiles one adds to it.
+        is_batch_known: whether a step before the one that runs had a batch of the same shapes; who runs steps sets it.
     """
 
     def __init__(self, device: torch.device, memory: StepMemory, host_budget_bytes: int = 0) -> None:
@@ -260,6 +261,7 @@ class Ledger:
         self.memory = memory
         self.host_budget_bytes = host_budget_bytes
         self.compiled = 0
+        self.is_batch_known = False
         self._steps: dict[tuple[Any, ...], _Step] = {}
         self._halves: list[_Half] = []
         self._code: tuple[AbstractContextManager[Usage], Usage] | None = None

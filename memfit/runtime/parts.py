@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, cast
 
 import torch
@@ -31,6 +31,7 @@ from memfit.runtime.ledger import Ledger, Part, StepSeen
 from memfit.runtime.measure import measure_step, measured_eager_peak, resident_bytes, resident_storages
 from memfit.runtime.measured import Measured
 from memfit.runtime.prepare import Prepared, program_of, with_costs
+from memfit.runtime.signature import batch_signature
 from memfit.runtime.state import PythonState, StepState, saying_what_is_left
 from memfit.runtime.step_memory import StepMemory
 from memfit.runtime.uncopied import Uncopied
@@ -42,6 +43,7 @@ from memfit.torch_private import DATA_DEPENDENT_ERRORS, compiled_around_breaks
 
 _log = logging.getLogger("memfit")
 _MOST_AIMS = 4  # plans for less and less, while steps take more than the budget; then the leanest
+_MOST_SIZES = 3  # that one graph is planned at, if batches of one shape lead to more
 _MOST_STEPS = 6  # until nothing is compiled any more; the first makes the optimizer's state, too
 
 
@@ -84,6 +86,7 @@ class PartlyPlannedStep(Uncopied):
         self.settings = settings.within(parse_budget(settings.budget, eager_bytes))
         self._aim_bytes = int(self.settings.budget)  # less what steps took beyond what their plans say
         self._told_bytes = self._aim_bytes
+        self._batches: set[Hashable] = set()  # the signatures of those that ran
         arena = Arena(device=self.device, seed=settings.seed) if settings.arena else None
         self._ledger = ledger = Ledger(self.device, StepMemory(arena, None), settings.host_budget_bytes)
         residents = resident_storages(self, step.batch)
@@ -208,6 +211,9 @@ class PartlyPlannedStep(Uncopied):
 
     def _run(self, batch: Any) -> StepSeen:
         ledger = self._ledger
+        signature = batch_signature(batch)
+        ledger.is_batch_known = signature in self._batches
+        self._batches.add(signature)
         return ledger.run(
             lambda: run_updating(self.step, batch, self._model, ledger.is_read), resident_bytes(self, batch)
         )
@@ -238,13 +244,14 @@ class PartlyPlannedStep(Uncopied):
             raise self._ledger.no_plan(budget_bytes, self.line, more_bytes)
 
     def _settled_peak(self, before: StepState, python: PythonState) -> int:
-        """Run steps with the same random numbers until one compiles nothing; return its peak in bytes.
+        """Run steps with the same values until one compiles nothing; return its peak in bytes.
 
         Raises:
             CaptureError: each step compiles a graph anew.
         """
         for _ in range(_MOST_STEPS):
             empty_cache(self.device)
+            before.put_back_tensors(self.step)
             before.put_back_generators()
             python.put_back()
             peak_bytes = self._run(self.step.batch).peak_bytes
@@ -293,9 +300,22 @@ class _PartGraph(PlannedGraph):
         super().__init__(module, lambda: options)
         self.ledger = ledger
         self.residents = residents
+        self.has_warned_of_sizes = False
 
     def compile(self, inputs: Sequence[Any], before: CompiledGraph | None) -> CompiledGraph:
-        """As `PlannedGraph.compile`. A graph that reads a number of Python's, which changes, runs as eager does."""
+        """As `PlannedGraph.compile`. A graph that reads a number of Python's, which changes, runs as eager does.
+
+        So does one at new sizes that follow from the values of a batch, once it has been planned at several of them.
+        """
+        if before is None and self.ledger.is_batch_known and len(self.compiled) >= _MOST_SIZES:
+            if not self.has_warned_of_sizes:
+                self.has_warned_of_sizes = True
+                _log.warning(
+                    "memfit: a graph at a graph break has other sizes in each step, which the batch's values decide: "
+                    "beside the %d sizes that are planned it runs as eager does",
+                    _MOST_SIZES,
+                )
+            return cast("CompiledGraph", _UnplannedPart(self.module))
         try:
             return _CompiledPart(self, inputs, before)
         except DATA_DEPENDENT_ERRORS:
