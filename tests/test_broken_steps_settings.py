@@ -63,3 +63,8 @@ def test_a_new_branch_gets_a_place_in_the_arena() -> None:
         states.append(StepState.take(step))
     assert states[0].first_difference(states[1]) is None
     assert run.arena.last_step.recorded == run.arena.counts.not_served == 0
+
+
+def test_the_planner_that_is_named_makes_the_plans() -> None:
+    planned = planned_step(Looking, 1.0, planner="none", options={})
+    assert {plan.planner for plan in planned.plans} == {"none"}
