@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -38,6 +38,18 @@ BatchNormBase = _BatchNorm
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 _ATOMS = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format])
 READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default  # what `item`, `bool` and `float` of a tensor call
+
+
+_READS_CONTENTS = ("not supported for tensor subclasses", "FakeTensor.__format__")
+
+
+def is_data_dependent(error: Exception) -> bool:
+    """Return whether code that ran on fakes failed because it reads a tensor's contents.
+
+    Args:
+        error: raised by a fake kernel, by `numpy()`, or by a format such as `f"{loss:.3f}"`.
+    """
+    return isinstance(error, DATA_DEPENDENT_ERRORS) or any(text in str(error) for text in _READS_CONTENTS)
 
 
 def is_fake(tensor: object) -> bool:
@@ -612,7 +624,9 @@ def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
 def compiled_around_breaks(model: torch.nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
     """Return `model` compiled by `backend`, which is given each graph between graph breaks.
 
-    However many models of a class are compiled, and at however many shapes, none falls back to eager silently.
+    However many models of a class are compiled, and at however many shapes, none falls back to eager silently. A break
+    in a loop divides the loop, where Dynamo would leave the whole function to eager (its code stays valid, says
+    `maybe_has_backedge`). NumPy's calls are breaks: Dynamo would have torch compute them, to other bits.
 
     Args:
         model: any module.
@@ -622,13 +636,48 @@ def compiled_around_breaks(model: torch.nn.Module, backend: Callable[..., Any]) 
 
     _patch_torch_for_dynamo()
     compiled = torch.compile(model, backend=backend)
-    unlimited = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
+    settings = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize, "trace_numpy": False}
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(unlimited):
+        with torch._dynamo.config.patch(settings), _loops_divided():
             return compiled(*args, **kwargs)
 
     return _CompiledModel(model, run)
+
+
+@contextmanager
+def _loops_divided() -> Iterator[None]:
+    """Inside the block Dynamo compiles the graphs around a break in a loop, over a ModuleList too.
+
+    Dynamo cannot take up an iterator of a dict behind a break, but one of a list. Where it has to leave a function to
+    eager, it compiles the functions that are called there, but none of torch's own: so `Sequential` is not.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+    def iterate(modules: Any) -> Iterator[torch.nn.Module]:
+        return iter(list(modules._modules.values()))
+
+    def forward(self: torch.nn.Sequential, input: Any) -> Any:
+        for module in self:
+            input = module(input)
+        return input
+
+    with ExitStack() as patched:
+        patched.enter_context(_patched(InstructionTranslatorBase, "maybe_has_backedge", lambda _self: False))
+        for kind in (torch.nn.ModuleList, torch.nn.Sequential):
+            patched.enter_context(_patched(kind, "__iter__", iterate))
+        patched.enter_context(_patched(torch.nn.Sequential, "forward", forward))
+        yield
+
+
+@contextmanager
+def _patched(owner: type, name: str, value: Any) -> Iterator[None]:
+    found = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, found)
 
 
 class _CompiledModel:

@@ -45,6 +45,7 @@ from memfit.torch_private import (
     has_kernel,
     ilp_knapsack,
     in_backward,
+    is_data_dependent,
     is_fake,
     is_plain_dense,
     known_value,
@@ -191,6 +192,11 @@ def test_data_dependent_errors() -> None:
             except DATA_DEPENDENT_ERRORS:
                 continue
             raise AssertionError(f"{look} was expected to raise")
+        for read in (lambda t: t.numpy(), lambda t: f"{t.sum():.2f}", lambda t: t.tolist()):
+            with pytest.raises(Exception) as raised:
+                read(torch.empty(1))
+            assert is_data_dependent(raised.value)
+    assert not is_data_dependent(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 def test_storage_key_is_shared_by_views_only() -> None:
@@ -249,6 +255,48 @@ def test_no_model_compiled_around_breaks_falls_back() -> None:
         run = compiled_around_breaks(Breaking(), backend_of(number))
         assert torch.equal(run(torch.ones(3)), torch.ones(3).cos())
     assert graphs == [number for number in range(12) for _ in range(2)]
+    torch.compiler.reset()
+
+
+class Looping(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh()) for _ in range(3))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            values = block(values)
+            if values.sum().item() > 1e9:
+                break
+        return values
+
+
+class Counting(Looping):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            if values.sum().item() < 1e9:
+                values = block(values) * number
+        return values
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a")
+@pytest.mark.parametrize("kind", [Looping, Counting])
+def test_breaks_in_loops_divide_the_loop(kind: type[Looping]) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(module: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    iterate, forward = torch.nn.ModuleList.__iter__, torch.nn.Sequential.forward
+    model = kind()
+    values = torch.randn(4, 3)
+    assert torch.equal(compiled_around_breaks(model, backend)(values), model(values))
+    linears = [node for graph in graphs for node in graph.graph.nodes if "linear" in str(node.target)]
+    assert len(linears) >= 2  # the same graph may run several blocks
+    assert torch.nn.ModuleList.__iter__ is iterate
+    assert torch.nn.Sequential.forward is forward
     torch.compiler.reset()
 
 

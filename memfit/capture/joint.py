@@ -19,7 +19,7 @@ from memfit.capture.build import Captured, TracedBoundary, build
 from memfit.capture.trace import Trace
 from memfit.cost.observations import Corrections
 from memfit.graph import Phase, Role
-from memfit.torch_private import tree_map
+from memfit.torch_private import fake_mode_of, storage_key, tree_map
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class _JointCapture:
         self.phase = Phase.FORWARD
         self.module = ""
         self.trace = Trace(device=device, scope=lambda: (self.phase, self.module), corrections=corrections)
-        self._results: dict[Node, Any] = {}  # of calls that were run again, because corrections may change them
+        self._results: dict[Node, Any] = {}  # in the place of the trace's: of calls that were run again, too
 
     def run(self, name: str, between: BetweenHalves | None) -> JointCapture:
         primals = [n for n in self.nodes if n.op == "placeholder" and not _is_tangent(n)]
@@ -109,9 +109,10 @@ class _JointCapture:
             self.trace.add_check("between_halves", between, [v for v in departures if isinstance(v, Value)])
         position = len(self.trace.calls)
         self.phase = Phase.BACKWARD
+        self._part_tangents(primals, tangents)
         for number, node in enumerate(tangents):
             if isinstance(node.meta.get("val"), torch.Tensor):
-                self.trace.add_arrival(node.meta["val"], key=number, name=f"tangent_{number}")
+                self.trace.add_arrival(self._argument(node), key=number, name=f"tangent_{number}")
         for node in self._backward_order(forward):
             self._call(node)
         gradients = [self._value(node) for node in self.backward_outputs]
@@ -149,6 +150,20 @@ class _JointCapture:
             key=position,
             name=node.name,
         )
+
+    def _part_tangents(self, primals: list[Node], tangents: list[Node]) -> None:
+        """Give each tangent a storage of its own: AOTAutograd makes those of views of one tensor as views, too."""
+        seen = {storage_key(node.meta["val"]) for node in primals if isinstance(node.meta.get("val"), torch.Tensor)}
+        for node in tangents:
+            value = node.meta.get("val")
+            if not isinstance(value, torch.Tensor):
+                continue
+            if storage_key(value) in seen:
+                with fake_mode_of(value):
+                    self._results[node] = torch.empty_strided(
+                        value.shape, value.stride(), dtype=value.dtype, device=value.device
+                    )
+            seen.add(storage_key(value))
 
     def _forward_nodes(self) -> set[Node]:
         """Return the nodes that the forward pass's outputs and the updates of buffers depend on."""
@@ -192,7 +207,7 @@ class _JointCapture:
             return
         self.module = _module_name(node)
         args, kwargs = tree_map(self._argument, (node.args, dict(node.kwargs)))
-        if not self.trace.corrections:
+        if not self.trace.corrections and not self._results:
             self.trace.add_call(node.target, args, kwargs, node.meta["val"])
             return
         returned = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]

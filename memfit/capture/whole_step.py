@@ -65,6 +65,7 @@ from memfit.torch_private import (
     failing_fakes_unlogged,
     gradient_hooks,
     has_accumulation_hooks,
+    is_data_dependent,
     is_fake,
     known_value,
     next_sequence_number,
@@ -326,18 +327,18 @@ class _WholeStepCapture:
                     self._write_replaced(places)
                 self._collect_gradients(updates)
                 self.under_modes.require_read(self.trace.calls, {value.storage for value in self.outputs.values()})
-        except DATA_DEPENDENT_ERRORS as error:
-            line = user_line(error)
-            raise GraphBreakError(
-                f"{line}: the step depends on the value of a tensor ({type(error).__name__}: {error}), so it "
-                f"cannot be one graph; {_AROUND if step.has_backward else _OUTSIDE}",
-                line=line,
-            ) from error
         except MemfitError:
             raise
         except Exception as error:  # the user's code runs here, and may raise anything
+            line = user_line(error)
+            if is_data_dependent(error):
+                raise GraphBreakError(
+                    f"{line}: the step depends on the value of a tensor ({type(error).__name__}: {error}), so it "
+                    f"cannot be one graph; {_AROUND if step.has_backward else _OUTSIDE}",
+                    line=line,
+                ) from error
             where = f" in module {self._raised_in}" if self._raised_in else ""
-            raise CaptureError(f"{user_line(error)}: the step raised{where} {type(error).__name__}: {error}") from error
+            raise CaptureError(f"{line}: the step raised{where} {type(error).__name__}: {error}") from error
         finally:
             for device, state in generator_states.items():
                 set_state(device, state)

@@ -30,6 +30,7 @@ from memfit.planners.engine.results import unplanned_schedule
 from memfit.planning import Settings, make_leanest_plan, make_plan
 from memfit.runtime.host.layout import plan_within_host
 from memfit.runtime.host.store import alignment_bytes
+from memfit.runtime.step_memory import StepMemory
 from memfit.schedule import Code, Schedule
 from memfit.simulate import simulate
 from memfit.system.budget import format_bytes
@@ -231,8 +232,8 @@ class StepSeen:
 
     Attributes:
         loss: what it returned.
-        peak_bytes: on the device, residents included; None for a step in which a graph was compiled, which runs the
-            graph's ops one by one.
+        peak_bytes: on the device, residents and an arena included; None for a step in which a graph was compiled, which
+            runs the graph's ops one by one, or an arena recorded a half.
         is_new: whether no step before took the same way through the parts. Never, if `peak_bytes` is None.
     """
 
@@ -246,16 +247,21 @@ class Ledger:
 
     Args:
         device: where the step runs.
+        memory: serves the halves. With an arena, what a half alone needs lies in one block that all halves share; what
+            outlives a half is ordinary memory, so that a part may be open several times at once.
         host_budget_bytes: most bytes of host copies of all parts.
 
     Attributes:
         compiled: how often a graph was compiled; whoever compiles one adds to it.
+        is_batch_known: whether a step before the one that runs had a batch of the same shapes; who runs steps sets it.
     """
 
-    def __init__(self, device: torch.device, host_budget_bytes: int = 0) -> None:
+    def __init__(self, device: torch.device, memory: StepMemory, host_budget_bytes: int = 0) -> None:
         self.device = device
+        self.memory = memory
         self.host_budget_bytes = host_budget_bytes
         self.compiled = 0
+        self.is_batch_known = False
         self._steps: dict[tuple[Any, ...], _Step] = {}
         self._halves: list[_Half] = []
         self._code: tuple[AbstractContextManager[Usage], Usage] | None = None
@@ -274,7 +280,8 @@ class Ledger:
             run: runs the step.
             resident_bytes: the bytes of parameters, buffers, batch and the optimizer's state.
         """
-        self._halves, self._reads, compiled = [], [], self.compiled
+        self._halves, self._reads, changes = [], [], self._changes
+        held_bytes = self.memory.held_bytes
         self._offset_bytes = resident_bytes - allocated_bytes(self.device)
         try:
             with record(self.device) as usage:
@@ -284,12 +291,18 @@ class Ledger:
         finally:
             self._end_code()
         way = tuple((id(half.part), half.is_forward) for half in self._halves)
-        is_settled = self.compiled == compiled
+        is_settled = self._changes == changes
         is_new = is_settled and way not in self._steps
         if is_new:
             self._steps[way] = _moments(self._halves)
         self._halves = []
-        return StepSeen(loss=loss, peak_bytes=resident_bytes + usage.taken_bytes if is_settled else None, is_new=is_new)
+        peak_bytes = resident_bytes + held_bytes + usage.taken_bytes if is_settled else None
+        return StepSeen(loss=loss, peak_bytes=peak_bytes, is_new=is_new)
+
+    @property
+    def _changes(self) -> tuple[int, int]:
+        """Counts that a step which takes other memory than the next will take increases."""
+        return self.compiled, self.memory.recorded
 
     def begin(self, part: Part, reads: frozenset[int] | None = None) -> None:
         """Note that a half of `part` begins.
@@ -333,8 +346,7 @@ class Ledger:
         if self.least_bytes > budget_bytes:
             self._make_leaner()
         if self.least_bytes > budget_bytes:
-            for part in parts:
-                part.use_leanest()
+            self.use_leanest()
             raise self.no_plan(budget_bytes, line)
         lean = {part: part.lean for part in parts}
         full = {part: part.lean.towards(part.full, 1.0) for part in parts}
@@ -351,6 +363,11 @@ class Ledger:
         for part in sorted(parts, key=lambda part: part.plan.overhead * part.plan.unplanned.seconds, reverse=True):
             if part.plan.overhead > 0.0:
                 part.plan_within(self._room(part, {each: each.shape for each in parts}, budget_bytes))
+
+    def use_leanest(self) -> None:
+        """Use the leanest plan of each part."""
+        for part in self.parts:
+            part.use_leanest()
 
     def _share_host(self) -> None:
         """Give each part a share of the host budget: as much as it has to keep, for as often as it is open at once."""

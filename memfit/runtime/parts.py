@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,13 +24,16 @@ from memfit.plan import Bounds, Plan
 from memfit.planners.mirror import read_mirrors
 from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import Settings
+from memfit.runtime.arena.arena import Arena
 from memfit.runtime.backward_updates import run_updating, updates_in_backward
 from memfit.runtime.compile.backend import CompiledGraph, GraphSettings, PlannedGraph, settings_of
 from memfit.runtime.ledger import Ledger, Part, StepSeen
 from memfit.runtime.measure import measure_step, measured_eager_peak, resident_bytes, resident_storages
 from memfit.runtime.measured import Measured
 from memfit.runtime.prepare import Prepared, program_of, with_costs
+from memfit.runtime.signature import batch_signature
 from memfit.runtime.state import PythonState, StepState, saying_what_is_left
+from memfit.runtime.step_memory import StepMemory
 from memfit.runtime.uncopied import Uncopied
 from memfit.runtime.verify import difference_of_eager, first_difference, require_same
 from memfit.simulate.overlap import Transfers
@@ -39,6 +42,8 @@ from memfit.system.recorder import empty_cache
 from memfit.torch_private import DATA_DEPENDENT_ERRORS, compiled_around_breaks
 
 _log = logging.getLogger("memfit")
+_MOST_AIMS = 4  # plans for less and less, while steps take more than the budget; then the leanest
+_MOST_SIZES = 3  # that one graph is planned at, if batches of one shape lead to more
 _MOST_STEPS = 6  # until nothing is compiled any more; the first makes the optimizer's state, too
 
 
@@ -79,8 +84,11 @@ class PartlyPlannedStep(Uncopied):
         self.device = step_device(step.model, step.batch)
         eager_bytes = 0 if settings.is_in_bytes else measured_eager_peak(step, self.device)
         self.settings = settings.within(parse_budget(settings.budget, eager_bytes))
-        self._has_reported = False
-        self._ledger = ledger = Ledger(self.device, settings.host_budget_bytes)
+        self._aim_bytes = int(self.settings.budget)  # less what steps took beyond what their plans say
+        self._told_bytes = self._aim_bytes
+        self._batches: set[Hashable] = set()  # the signatures of those that ran
+        arena = Arena(device=self.device, seed=settings.seed) if settings.arena else None
+        self._ledger = ledger = Ledger(self.device, StepMemory(arena, None), settings.host_budget_bytes)
         residents = resident_storages(self, step.batch)
         options = GraphSettings(settings=self.settings, reserve_bytes=0, is_part=True)
         # The backend must not hold the step: Dynamo keeps it with the code of the model's class.
@@ -165,8 +173,13 @@ class PartlyPlannedStep(Uncopied):
 
     @property
     def held_bytes(self) -> int:
-        """The bytes that are held between calls: 0, because there is no arena."""
-        return 0
+        """The bytes that are held between calls, beside the residents: the arena's."""
+        return self._ledger.memory.held_bytes
+
+    @property
+    def arena(self) -> Arena | None:
+        """The arena that serves what single halves of the graphs need, if the settings ask for one."""
+        return self._ledger.memory.arena
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Run one step on `batch`; return the loss, detached.
@@ -178,12 +191,9 @@ class PartlyPlannedStep(Uncopied):
         with saying_what_is_left(self.step.model.parameters()):
             seen = self._run(batch)
         if seen.is_new:
-            try:
-                self._ledger.share(int(self.settings.budget), self.line)
-            except NoPlanError as error:
-                _log.warning("memfit: from now on the plans may exceed the budget: %s", error)
-        elif seen.peak_bytes is not None and not self._has_reported:
-            self._report(seen.peak_bytes)
+            self._share()
+        elif seen.peak_bytes is not None and seen.peak_bytes > self._told_bytes:
+            self._correct(seen.peak_bytes)
         return seen.loss
 
     def wait_for_searches(self, timeout_seconds: float | None = None) -> bool:
@@ -201,6 +211,9 @@ class PartlyPlannedStep(Uncopied):
 
     def _run(self, batch: Any) -> StepSeen:
         ledger = self._ledger
+        signature = batch_signature(batch)
+        ledger.is_batch_known = signature in self._batches
+        self._batches.add(signature)
         return ledger.run(
             lambda: run_updating(self.step, batch, self._model, ledger.is_read), resident_bytes(self, batch)
         )
@@ -215,32 +228,30 @@ class PartlyPlannedStep(Uncopied):
             )
         self._require_marks_used()
         budget_bytes = int(self.settings.budget)
-        try:
-            self._ledger.share(budget_bytes, self.line)
-        except NoPlanError as error:
-            more_bytes = self._settled_peak(before, python) - self._ledger.least_bytes
-            raise self._ledger.no_plan(budget_bytes, self.line, max(0, more_bytes)) from error
-        more_bytes = self._settled_peak(before, python) - budget_bytes
-        if more_bytes <= 0:
-            return
-        try:
-            self._ledger.share(budget_bytes - more_bytes, self.line)
-        except NoPlanError as error:  # the leanest plans are in use
-            leanest_bytes = self._settled_peak(before, python)
-            if leanest_bytes > budget_bytes:
-                more_bytes = leanest_bytes - self._ledger.least_bytes
-                raise self._ledger.no_plan(budget_bytes, self.line, max(0, more_bytes)) from error
-            return
-        self._report(self._settled_peak(before, python))
+        for _ in range(_MOST_AIMS):
+            try:
+                self._ledger.share(self._aim_bytes, self.line)
+            except NoPlanError:
+                break
+            more_bytes = self._settled_peak(before, python) - budget_bytes
+            if more_bytes <= 0:
+                return
+            self._aim_bytes -= more_bytes
+        self._ledger.use_leanest()
+        leanest_bytes = self._settled_peak(before, python)
+        if leanest_bytes > budget_bytes:
+            more_bytes = max(0, leanest_bytes - self._ledger.least_bytes)
+            raise self._ledger.no_plan(budget_bytes, self.line, more_bytes)
 
     def _settled_peak(self, before: StepState, python: PythonState) -> int:
-        """Run steps with the same random numbers until one compiles nothing; return its peak in bytes.
+        """Run steps with the same values until one compiles nothing; return its peak in bytes.
 
         Raises:
             CaptureError: each step compiles a graph anew.
         """
         for _ in range(_MOST_STEPS):
             empty_cache(self.device)
+            before.put_back_tensors(self.step)
             before.put_back_generators()
             python.put_back()
             peak_bytes = self._run(self.step.batch).peak_bytes
@@ -251,18 +262,25 @@ class PartlyPlannedStep(Uncopied):
             f"anew in each of {_MOST_STEPS} steps: what it depends on besides changes from step to step"
         )
 
-    def _report(self, peak_bytes: int) -> None:
-        """Warn once of a step that took more than the budget."""
+    def _share(self) -> None:
+        try:
+            self._ledger.share(self._aim_bytes, self.line)
+        except NoPlanError as error:
+            _log.warning("memfit: from now on the plans may exceed the budget: %s", error)
+
+    def _correct(self, peak_bytes: int) -> None:
+        """Plan for less after a step that took more than the budget, and more than any before; warn of it."""
         budget_bytes = int(self.settings.budget)
-        if peak_bytes > budget_bytes:
-            self._has_reported = True
-            _log.warning(
-                "memfit: a step took %s, more than its budget of %s; the graphs around %s are planned for less, but "
-                "what runs between them is not",
-                format_bytes(peak_bytes),
-                format_bytes(budget_bytes),
-                self.line,
-            )
+        self._told_bytes = peak_bytes
+        self._aim_bytes -= peak_bytes - budget_bytes
+        _log.warning(
+            "memfit: a step took %s, more than its budget of %s: what runs between the graphs around %s took more than "
+            "in the steps before; the graphs are planned for less from now on",
+            format_bytes(peak_bytes),
+            format_bytes(budget_bytes),
+            self.line,
+        )
+        self._share()
 
     def _require_marks_used(self) -> None:
         for mark in read_mirrors(self.settings.options.get(MIRROR_OPTION, ())):
@@ -282,9 +300,22 @@ class _PartGraph(PlannedGraph):
         super().__init__(module, lambda: options)
         self.ledger = ledger
         self.residents = residents
+        self.has_warned_of_sizes = False
 
     def compile(self, inputs: Sequence[Any], before: CompiledGraph | None) -> CompiledGraph:
-        """As `PlannedGraph.compile`. A graph that reads a number of Python's, which changes, runs as eager does."""
+        """As `PlannedGraph.compile`. A graph that reads a number of Python's, which changes, runs as eager does.
+
+        So does one at new sizes that follow from the values of a batch, once it has been planned at several of them.
+        """
+        if before is None and self.ledger.is_batch_known and len(self.compiled) >= _MOST_SIZES:
+            if not self.has_warned_of_sizes:
+                self.has_warned_of_sizes = True
+                _log.warning(
+                    "memfit: a graph at a graph break has other sizes in each step, which the batch's values decide: "
+                    "beside the %d sizes that are planned it runs as eager does",
+                    _MOST_SIZES,
+                )
+            return cast("CompiledGraph", _UnplannedPart(self.module))
         try:
             return _CompiledPart(self, inputs, before)
         except DATA_DEPENDENT_ERRORS:
@@ -335,7 +366,7 @@ class _CompiledPart(CompiledGraph):
 
     def prepare(self, capture: JointCapture) -> Prepared:
         """Return the program of the part's plan; of its leanest one if it is new."""
-        settings = self.graph.options.settings
+        settings, memory = self.graph.options.settings, self.graph.ledger.memory
         captured = with_costs(capture.captured, settings)
         if self.part is None:
             self.part = Part(
@@ -343,6 +374,8 @@ class _CompiledPart(CompiledGraph):
                 settings=settings_of(self.graph.options, captured.graph),
                 beside_bytes=self.beside_bytes,
             )
+        for is_forward in (True, False):
+            memory.forget((self.part, is_forward))
         plan = self.part.plan
         program = program_of(captured, plan, [capture.forward_outputs, capture.backward_outputs], settings)
         return Prepared(captured=captured, plan=plan, program=program, seconds={})
@@ -358,8 +391,10 @@ class _CompiledPart(CompiledGraph):
 
     def _run(self, half: Any, arguments: list[Any], reads: frozenset[int] | None) -> list[Any]:
         assert self.part is not None
-        self.graph.ledger.begin(self.part, reads)
+        ledger, is_forward = self.graph.ledger, reads is not None
+        ledger.begin(self.part, reads)
         try:
-            return half(arguments)
+            with ledger.memory.call((self.part, is_forward)):
+                return half(arguments)
         finally:
-            self.graph.ledger.end(self.part, is_forward=reads is not None)
+            ledger.end(self.part, is_forward=is_forward)

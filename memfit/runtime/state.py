@@ -65,9 +65,7 @@ class StepState:
 
     def put_back(self, step: TrainingStep) -> None:
         """Write the copies back into the step's own tensors."""
-        with torch.no_grad():
-            for name, tensor in _tensors(step).items():
-                tensor.copy_(self.tensors[name])
+        self.put_back_tensors(step)
         for name, parameter in step.model.named_parameters():
             gradient = self.gradients[name]
             parameter.grad = None if gradient is None else gradient.clone()
@@ -79,6 +77,12 @@ class StepState:
         if step.scaler is not None and self.scaler is not None:
             step.scaler.load_state_dict(self.scaler)
         self.put_back_generators()
+
+    def put_back_tensors(self, step: TrainingStep) -> None:
+        """Write parameters and buffers back, and the leaves of a function's state."""
+        with torch.no_grad():
+            for name, tensor in _tensors(step).items():
+                tensor.copy_(self.tensors[name])
 
     def put_back_generators(self) -> None:
         """Set the random generators back."""

@@ -26,7 +26,6 @@ from memfit.errors import (
     InvalidDeviceError,
     InvalidOptionError,
     TimeLimitError,
-    UnsupportedStepError,
 )
 from memfit.near_plans import PROVISIONAL
 from memfit.plan import Plan, Progress
@@ -180,11 +179,6 @@ def fit_step(
     except GraphBreakError as broken:
         if given is not None or not step.has_backward:
             raise
-        if settings.arena:
-            raise UnsupportedStepError(
-                f"{broken}; a step of several graphs has no arena of its own: leave arena=True out, and wrap the step "
-                "that you get in memfit.arena(step)"
-            ) from broken
         planned = PartlyPlannedStep(step, settings, broken)
     if verify:
         settings.on_stage("verifying against eager")

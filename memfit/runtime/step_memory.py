@@ -16,7 +16,8 @@ class StepMemory:
 
     Args:
         arena: serves the calls; without one torch's allocator does.
-        optimizer: the step's, if it has one: its first step makes its state, so that the second requests other memory.
+        optimizer: the step's, if calls run one: its first step makes its state, so that the second requests other
+            memory.
     """
 
     def __init__(self, arena: Arena | None, optimizer: torch.optim.Optimizer | None) -> None:
@@ -32,6 +33,11 @@ class StepMemory:
     def is_settled(self) -> bool:
         """Whether the next call will take what the last one took. A call that an arena only records is no such call."""
         return self.arena is None or self.arena.last_step.recorded == 0
+
+    @property
+    def recorded(self) -> int:
+        """How many requests calls made while the arena recorded them."""
+        return 0 if self.arena is None else self.arena.counts.recorded
 
     def key(self, signature: Hashable) -> tuple[Hashable, int]:
         """Return what calls of this signature have in common that request the same memory."""
