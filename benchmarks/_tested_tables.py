@@ -1,4 +1,4 @@
-"""Tables of what was tried: random steps, defects put back, models, versions, first fits, page faults, graph breaks."""
+"""Tables of what was tried: random steps, defects put back, models, versions, first fits, faults, loops, breaks."""
 
 from __future__ import annotations
 
@@ -185,6 +185,20 @@ def page_faults(stored: dict[str, Payload]) -> Table:
     return ["step", "page faults", "seconds in user code", "seconds in the kernel"], rows, "Medians of three steps."
 
 
+def loop_cost(stored: dict[str, Payload]) -> Table:
+    """Processor time an op of eager's steps, planned ones and their bare kernels."""
+    columns = ("eager", "planned", "overloads", "functions")
+    rows: list[list[str]] = []
+    for case, payload in stored.items():
+        spent = payload["microseconds"]
+        loop = (spent["planned"] - spent[bare] for bare in columns[2:])
+        cells = [f"{each:.2f}" for each in (*(spent[name] for name in columns), *loop)]
+        rows.append([case, f"{payload['ops']:,}", *cells, f"{payload['time_ratio']:.3f}"])
+    head = ["step", "ops", "eager", "planned", "kernels by overloads", "kernels by functions"]
+    head += ["loop over overloads", "loop over functions", "planned / eager"]
+    return head, rows, "Processor microseconds an op, one thread, medians of steps in turns."
+
+
 TESTED_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {
     "fuzz": ("fuzz_steps", fuzz),
     "fuzz-refusals": ("fuzz_steps", fuzz_refusals),
@@ -198,5 +212,6 @@ TESTED_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {
 TESTED_SET_TABLES: dict[str, tuple[str, Callable[[dict[str, Payload]], Table]]] = {
     "versions": ("versions", versions),
     "page-faults": ("page_faults", page_faults),
+    "loop-cost": ("loop_cost", loop_cost),
 }
 """The same for tables of all results in a folder."""
