@@ -1,4 +1,4 @@
-"""Tables of what was tried: random steps, defects put back, models, versions, first fits, faults, breaks, sizes."""
+"""Tables of what was tried: random steps, defects, models, versions, first fits, faults, loops, breaks, sizes."""
 
 from __future__ import annotations
 
@@ -225,6 +225,20 @@ def _median_and_most(spread: dict[str, float] | None) -> str:
     return "" if spread is None else f"{spread['median']:.2f} ({spread['percentile_90']:.2f})"
 
 
+def loop_cost(stored: dict[str, Payload]) -> Table:
+    """Processor time an op of eager's steps, planned ones and their bare kernels."""
+    columns = ("eager", "planned", "overloads", "functions")
+    rows: list[list[str]] = []
+    for case, payload in stored.items():
+        spent = payload["microseconds"]
+        loop = (spent["planned"] - spent[bare] for bare in columns[2:])
+        cells = [f"{each:.2f}" for each in (*(spent[name] for name in columns), *loop)]
+        rows.append([case, f"{payload['ops']:,}", *cells, f"{payload['time_ratio']:.3f}"])
+    head = ["step", "ops", "eager", "planned", "kernels by overloads", "kernels by functions"]
+    head += ["loop over overloads", "loop over functions", "planned / eager"]
+    return head, rows, "Processor microseconds an op, one thread, medians of steps in turns."
+
+
 TESTED_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {
     "fuzz": ("fuzz_steps", fuzz),
     "fuzz-refusals": ("fuzz_steps", fuzz_refusals),
@@ -239,5 +253,6 @@ TESTED_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {
 TESTED_SET_TABLES: dict[str, tuple[str, Callable[[dict[str, Payload]], Table]]] = {
     "versions": ("versions", versions),
     "page-faults": ("page_faults", page_faults),
+    "loop-cost": ("loop_cost", loop_cost),
 }
 """The same for tables of all results in a folder."""

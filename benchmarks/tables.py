@@ -194,13 +194,24 @@ TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
 }
 """Each table by name: the script whose results it shows, and what renders it."""
 
+IN_FOLDERS = (
+    "disk_tier",
+    "plan_shared_graphs",
+    "offloading",
+    "offloading_planners",
+    "versions",
+    "page_faults",
+    "loop_cost",
+)
+"""The scripts that store each result in a file of its own, by names that are no workloads'."""
+
 
 def results_of(script: str, machine: str) -> Stored:
     """Return what `script` stored on a machine, in the usual order; empty where nothing. A GPU has its own folder."""
     if script == "gpu":
         paths = sorted(RESULTS.glob("*/gpu.json"))
         found = {path.parent.name: path for path in paths}
-    elif script in ("disk_tier", "plan_shared_graphs", "offloading", "offloading_planners", "versions", "page_faults"):
+    elif script in IN_FOLDERS:
         found = {path.stem: path for path in sorted((RESULTS / machine / script).glob("*.json"))}
     elif script in {script for script, _ in ONE_RESULT_TABLES.values()}:
         found = {script: RESULTS / machine / f"{script}.json"}

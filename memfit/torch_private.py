@@ -147,6 +147,11 @@ def no_modes() -> Any:
     return torch._C._DisableTorchDispatch()
 
 
+def bare_overload(target: object) -> Callable[..., Any] | None:
+    """Return what an operator's overload calls, without the Python function around it; None for anything else."""
+    return target._op if isinstance(target, torch._ops.OpOverload) else None
+
+
 def without_autocast() -> Any:
     """Return a context in which no operator is cast, whatever autocast is on."""
     return torch._C._DisableAutocast()
@@ -551,8 +556,8 @@ def real_tensors() -> Iterator[None]:
 
 
 @contextmanager
-def only_mode(mode: FakeTensorMode) -> Iterator[None]:
-    """Disable all other modes inside the block: ops make fakes of `mode`."""
+def only_mode(mode: TorchDispatchMode) -> Iterator[None]:
+    """Disable all other modes inside the block: only `mode` sees what is called."""
     with _disable_current_modes(), mode:
         yield
 

@@ -30,6 +30,7 @@ from memfit.torch_private import (
     autocast_watched,
     backward_keeps_graph,
     backward_node,
+    bare_overload,
     boxed,
     checkpoints_inlined,
     compile_with_budget,
@@ -667,3 +668,9 @@ def test_a_backward_pass_is_known_from_inside() -> None:
 def test_trees_are_put_together_again() -> None:
     leaves, structure = torch_private.tree_flatten({"a": (1, [2]), "b": 3})
     assert tree_unflatten([leaf + 1 for leaf in leaves], structure) == {"a": (2, [3]), "b": 4}
+
+
+def test_an_overload_is_called_without_its_python_function() -> None:
+    bare = bare_overload(torch.ops.aten.add.Tensor)
+    assert bare is not None and bare(torch.ones(2), torch.ones(2), alpha=2).tolist() == [3, 3]
+    assert bare_overload(torch.add) is None and bare_overload(torch.ops.aten.add) is None

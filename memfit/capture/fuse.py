@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from memfit.binding import Value
+from memfit.binding import Call, Value
 from memfit.capture.trace import TracedCall
 from memfit.cost.views import lazy_view
 from memfit.torch_private import tree_map
@@ -66,6 +66,37 @@ class Fused:
         for part in rest:
             part.target(*_filled(part.args, tensors, results), **_filled(part.kwargs, tensors, results))
         return results[0] if len(results) == 1 else tuple(results)
+
+
+def calls_of(call: Call) -> list[Call]:
+    """Return the calls that the call of a `Fused` stands for: the first makes the results, the others write to them.
+
+    Args:
+        call: its target is a `Fused`.
+    """
+
+    def filled(leaf: Any) -> Any:
+        if isinstance(leaf, _Given):
+            return call.args[leaf.position]
+        if not isinstance(leaf, _Made):
+            return leaf
+        result = call.results[leaf.result]
+        assert result is not None
+        return replace(
+            result,
+            dtype=leaf.dtype,
+            shape=leaf.shape,
+            stride=leaf.stride,
+            offset=leaf.offset,
+            conjugated=leaf.conjugated,
+            negated=leaf.negated,
+        )
+
+    first, *rest = (
+        replace(call, target=part.target, args=tree_map(filled, part.args), kwargs=tree_map(filled, part.kwargs))
+        for part in call.target.parts
+    )
+    return [first, *(replace(each, results=()) for each in rest)]
 
 
 def _filled(tree: Any, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Any:

@@ -1,8 +1,9 @@
 """Lowering: a schedule becomes the source of a Python function whose locals are the storages.
 
 A storage is a local variable for exactly as long as it is live in the schedule: `Compute` binds it, `Drop` deletes it.
-The allocator therefore holds the bytes that the simulator counted. The source can be read (`print(step.source)`), and a
-traceback through it shows the line of the instruction.
+The allocator therefore holds the bytes that the simulator counted. A view is made where it is first used, and is a
+variable until its storage is deleted. The source can be read (`print(step.source)`), and a traceback through it shows
+the line of the instruction.
 
     s7 = convolution(s0, s3, None, [1, 1], ...)   # compute 2 convolution_1 conv1
     del s0                                        # drop 0
@@ -14,15 +15,17 @@ import keyword
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from memfit.binding import Binding, Call, Value
+from memfit.capture.fuse import Fused, calls_of
 from memfit.capture.generators import SaveGeneratorState, replay
 from memfit.cost.views import lazy_view, reinterpret
 from memfit.graph import Graph
+from memfit.runtime.direct_calls import DirectCalls
 from memfit.runtime.host.layout import NO_HOST_COPIES, HostLayout
 from memfit.schedule import Compute, CrossBoundary, Drop, DropHost, Instruction, Offload, Prefetch, Schedule, Wait
 
@@ -98,7 +101,10 @@ class _Lowering:
     on_host: set[int] = field(default_factory=set[int])
     computed: set[int] = field(default_factory=set[int])
     lines: list[Line] = field(default_factory=list[Line])
+    views: dict[int, dict[Value, str]] = field(default_factory=dict[int, dict[Value, str]])  # of each live storage
+    direct_calls: DirectCalls = field(default_factory=DirectCalls)
     _names: dict[int, str] = field(default_factory=dict[int, str])
+    _views_made: int = 0
 
     def run(self) -> tuple[list[LoweredHalf], dict[str, Any]]:
         self.bases = self.binding.bases()
@@ -125,6 +131,7 @@ class _Lowering:
         takes = tuple(sorted(available & _storages_named([*(line.code for line in self.lines), *outputs])))
         half = LoweredHalf(self.lines, outputs, set(self.live), takes, tuple(sorted(self.on_host)))
         self.lines = []
+        self.views.clear()
         return half
 
     def _lower(self, instruction: Instruction, position: int) -> None:
@@ -132,8 +139,7 @@ class _Lowering:
             case Compute():
                 self._lower_compute(instruction)
             case Drop(storage=storage):
-                self._emit(f"del s{storage}", f"drop {storage}")
-                self.live.discard(storage)
+                self._delete(storage, f"drop {storage}")
                 self.arriving.discard(storage)
             case Offload(storage=storage):
                 offset = self.host.offsets[position]
@@ -159,13 +165,19 @@ class _Lowering:
         comment = f"compute {op.id} {op.name} {op.module}".rstrip()
         if isinstance(call.target, SaveGeneratorState) and op.writes[0] not in self.replayed:
             self._emit(f"s{op.writes[0]} = None", f"{comment}: nothing replays it")
+        elif isinstance(call.target, Fused) and self.live.isdisjoint(op.writes) and instruction.in_place_of is None:
+            statements = [self._statement(part, self._call(part, self._target(part))) for part in calls_of(call)]
+            self._emit("; ".join(statements), comment, op.id)
         else:
-            target, args = self._target(instruction, call, recomputes)
-            self._emit_call(call, f"{target}({', '.join(args)})", comment)
+            self._emit(self._statement(call, self._computing(instruction, call, recomputes)), comment, op.id)
         if instruction.in_place_of is not None:
-            self._emit(f"del s{instruction.in_place_of}", "its memory is reused in place")
-            self.live.discard(instruction.in_place_of)
+            self._delete(instruction.in_place_of, "its memory is reused in place")
         self.live |= set(op.writes)
+
+    def _delete(self, storage: int, why: str) -> None:
+        """Delete a storage's variable, and those of its views, which would keep its memory."""
+        self._emit(f"del {', '.join([f's{storage}', *self.views.pop(storage, {}).values()])}", why)
+        self.live.discard(storage)
 
     def _await(self, storages: set[int], why: str) -> None:
         """Emit a wait for each of these storages whose copy back is under way."""
@@ -173,24 +185,27 @@ class _Lowering:
             self._emit(f"h{storage}.arrived()", why)
         self.arriving -= storages
 
-    def _target(self, instruction: Compute, call: Call, recomputes: bool) -> tuple[str, list[str]]:
-        target: Any = call.target
-        args = [self._render(arg) for arg in call.args]
-        args += [self._keyword(key, value) for key, value in call.kwargs.items()]
+    def _computing(self, instruction: Compute, call: Call, recomputes: bool) -> str:
+        """Return the expression that computes an op: in place, or with its generator's state replayed, if need be."""
         if instruction.in_place_of is not None:
             over = instruction.in_place_of
-            assert over in call.in_place_forms, f"{target} has no form that writes over storage {over}"
+            assert over in call.in_place_forms, f"{call.target} has no form that writes over storage {over}"
             form = call.in_place_forms[over]
-            target = form.target
-            args += [self._keyword(key, value) for key, value in form.extra.items()]
-        name = self._name(target)
+            call = replace(call, target=form.target, kwargs={**call.kwargs, **form.extra})
         if recomputes and call.generator_state is not None:
             device = self.graph.ops[call.op].random
-            return "replay", [f"s{call.generator_state}", repr(device), name, *args]
-        return name, args
+            return self._call(call, "replay", [f"s{call.generator_state}", repr(device), self._target(call)])
+        return self._call(call, self._target(call))
 
-    def _emit_call(self, call: Call, code: str, comment: str) -> None:
-        """Bind each new storage to its first result; a second copy of a live storage is dropped at once."""
+    def _target(self, call: Call) -> str:
+        return self._name(self.direct_calls.find(call.target, call.args, call.kwargs))
+
+    def _call(self, call: Call, function: str, first: Sequence[str] = ()) -> str:
+        args = [*first, *map(self._render, call.args), *(self._keyword(*item) for item in call.kwargs.items())]
+        return f"{function}({', '.join(args)})"
+
+    def _statement(self, call: Call, code: str) -> str:
+        """Return code that binds each new storage to its first result; a second copy of a live one is dropped."""
         names: list[str] = []
         bound: set[int] = set()
         for value in call.results:
@@ -200,21 +215,15 @@ class _Lowering:
                 bound.add(value.storage)
                 self.bases[value.storage] = value
         if not bound:
-            self._emit(code, comment, call.op)
-            return
-        if _returns_one_tensor(call):
-            self._emit(f"{names[0]} = {code}", comment, call.op)
-        else:
-            trailing = "," if len(names) == 1 else ""
-            self._emit(f"{', '.join(names)}{trailing} = {code}", comment, call.op)
-        if "_" in names:
-            self._emit("del _", "never read")
+            return code
+        trailing = "" if _returns_one_tensor(call) or len(names) > 1 else ","
+        return f"{', '.join(names)}{trailing} = {code}{'; del _' if '_' in names else ''}"
 
     def _emit(self, code: str, comment: str, op: int | None = None) -> None:
         self.lines.append(Line(code, comment, op))
 
     def _render(self, tree: Any) -> str:
-        """Return Python source for an argument: a view is made where it is used, a constant is written out."""
+        """Return Python source for an argument: a view is made where it is first used, a constant is written out."""
         if isinstance(tree, Value):
             return self._render_value(tree)
         if isinstance(tree, (list, tuple)):
@@ -234,6 +243,15 @@ class _Lowering:
         base, name = self.bases[value.storage], f"s{value.storage}"
         if value == base:
             return name
+        views = self.views.setdefault(value.storage, {})
+        if value not in views:
+            self._views_made += 1
+            views[value] = f"v{self._views_made}"
+            return f"({views[value]} := {self._view(value, base)})"
+        return views[value]
+
+    def _view(self, value: Value, base: Value) -> str:
+        name = f"s{value.storage}"
         shape, stride = tuple(value.shape), tuple(value.stride)
         conjugated, negated = value.conjugated, value.negated
         if value.dtype == base.dtype:
