@@ -182,8 +182,8 @@ def main() -> None:
                 settings = AllocatorSettings(expandable_segments=expandable, capacity_bytes=CAPACITY_BYTES)
                 traces = plan_traces(options.plans, settings)
                 results[f"{name}, plans"] = compare(options.python, fakes, f"{name}, plans", traces)
-    if not options.dry_run:
-        store("cuda_allocator", {"results": results})
+            if not options.dry_run:
+                store("cuda_allocator", {"results": results})
     if any(result["differ"] for result in results.values()):
         raise SystemExit(1)
 

@@ -107,9 +107,10 @@ def test_emptying_the_cache_returns_whole_segments_only() -> None:
     assert reserved_mib(trace)[-1] == 20
 
 
-@pytest.mark.parametrize("limit", ["capacity_bytes", "allowed_bytes"])
-def test_a_full_device_returns_what_is_free_and_tries_again(limit: str) -> None:
-    settings = AllocatorSettings(**{limit: 40 * MIB})
+@pytest.mark.parametrize(
+    "settings", [AllocatorSettings(capacity_bytes=40 * MIB), AllocatorSettings(allowed_bytes=40 * MIB)]
+)
+def test_a_full_device_returns_what_is_free_and_tries_again(settings: AllocatorSettings) -> None:
     trace = [allocate(0, 30 * MIB), free(0), allocate(1, 36 * MIB), allocate(2, 6 * MIB), allocate(3, 1)]
     found = replay(trace, settings)
     assert [each // MIB for each in found.reserved_bytes.tolist()] == [30, 30, 36, 36, 38]

@@ -67,7 +67,8 @@ def reserved(
     """
     events, begins = schedule_events(graph, schedule, steps=steps)
     found: Replay = replay(events, settings)
-    parts = [found.reserved_bytes[first:last] for first, last in zip(begins, [*begins[1:], None], strict=True)]
+    ends = [*begins[1:], len(events)]
+    parts = [found.reserved_bytes[max(first - 1, 0) : end] for first, end in zip(begins, ends, strict=True)]
     return Reserved(
         resident_bytes=int(found.reserved_bytes[begins[0] - 1]) if begins[0] else 0,
         allocated_peak_bytes=found.peak_allocated_bytes,
@@ -111,12 +112,15 @@ class _Trace:
             self._passing[position].append(graph.storages[storage].bytes)
         for position, op in found.workspaces:
             self._passing[position].append(graph.ops[op].workspace_bytes or 0)
-        for position, (code, outside_bytes) in enumerate(
-            zip(schedule.codes.tolist(), schedule.extras.tolist(), strict=True)
-        ):
-            if code == Code.BOUNDARY:
-                self._passing[position].append(outside_bytes)
-        self.blocks = len(found.ranges) + max((len(each) for each in self._passing.values()), default=0)
+        self.blocks = len(found.ranges)
+        extras: list[int] = schedule.extras.tolist()
+        for position, code in enumerate(schedule.codes.tolist()):
+            if code == Code.BOUNDARY and extras[position]:  # held by user code to the end of the step
+                self._begun[position].append((self.blocks, extras[position]))
+                self._freed[self._length].append(self.blocks)
+                self.blocks += 1
+        self._first_passing = self.blocks
+        self.blocks += max((len(each) for each in self._passing.values()), default=0)
 
     def request(self, block: int, size_bytes: int) -> Event:
         """Return the event of a request."""
@@ -129,7 +133,7 @@ class _Trace:
         for position in range(self._length):
             events += [Event(EventKind.FREE, first + block) for block in self._freed[position]]
             events += [self.request(first + block, size) for block, size in self._begun[position]]
-            passing = list(enumerate(self._passing[position], first + self.blocks - len(self._passing[position])))
+            passing = list(enumerate(self._passing[position], first + self._first_passing))
             events += [self.request(block, size) for block, size in passing]
             events += [Event(EventKind.FREE, block) for block, _ in reversed(passing)]
         return events + [Event(EventKind.FREE, first + block) for block in self._freed[self._length]]
