@@ -33,7 +33,8 @@ from numpy.typing import NDArray
 
 from memfit.simulate.cached_blocks import LARGE_PAGE_BYTES, PAGE_BYTES, Block, Pool
 
-_LEAST_BLOCK_BYTES = 512
+CUDA_ALIGNMENT_BYTES = 512
+"""What a request is rounded up to."""
 _SMALL_BYTES = 1 << 20  # the largest request of a small pool; a large block keeps a remainder of at most this
 _LEAST_OWN_SEGMENT_BYTES = 10 << 20
 _UNLIMITED = 1 << 60
@@ -166,7 +167,7 @@ class CachingAllocator:
         if size_bytes == 0:
             return True
         self._notice_events()
-        size = -(-size_bytes // _LEAST_BLOCK_BYTES) * _LEAST_BLOCK_BYTES
+        size = -(-size_bytes // CUDA_ALIGNMENT_BYTES) * CUDA_ALIGNMENT_BYTES
         key = stream, size <= _SMALL_BYTES
         pool = self._pools.setdefault(key, Pool(stream, is_small=key[1]))
         block = self._fitting(pool, size) or self._new(pool, size)
@@ -235,7 +236,7 @@ class CachingAllocator:
     def _split(self, block: Block, size: int) -> None:
         rest = block.size - size
         if block.pool.is_small or self._expandable:
-            is_split = rest >= _LEAST_BLOCK_BYTES
+            is_split = rest >= CUDA_ALIGNMENT_BYTES
         else:
             is_split = size < self._most_split and rest > _SMALL_BYTES
         if is_split:
