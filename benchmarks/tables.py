@@ -20,6 +20,7 @@ from _ablation_tables import ABLATION_TABLES
 from _arena_tables import ARENA_NAMES, ARENA_TABLES
 from _baseline_tables import BASELINE_TABLES
 from _cells import memory, overhead, ratio, yes
+from _cuda_tables import CUDA_SET_TABLES, CUDA_TABLES
 from _measure import EIGHT, MIB
 from _offloading_tables import OFFLOADING_SET_TABLES, OFFLOADING_TABLES
 from _paper_tables import PAPER_TABLES
@@ -176,7 +177,7 @@ def _peaks(found: Sequence[dict[str, Any]]) -> list[str]:
     return [*(memory(each, "peak_bytes") for each in found), f"`{operator}`"]
 
 
-ONE_RESULT_TABLES = PAPER_TABLES | SCALE_TABLES | ABLATION_TABLES | TESTED_TABLES | OFFLOADING_TABLES
+ONE_RESULT_TABLES = PAPER_TABLES | SCALE_TABLES | ABLATION_TABLES | TESTED_TABLES | OFFLOADING_TABLES | CUDA_TABLES
 TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     **{name: (script, _drawn_by(make)) for name, (script, make) in BASELINE_TABLES.items()},
     "sweep": ("sweep", sweep),
@@ -189,7 +190,7 @@ TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     **{name: (script, _of_one(make)) for name, (script, make) in ONE_RESULT_TABLES.items()},
     **{
         name: (script, _drawn_by(make))
-        for name, (script, make) in (ARENA_TABLES | TESTED_SET_TABLES | OFFLOADING_SET_TABLES).items()
+        for name, (script, make) in (ARENA_TABLES | TESTED_SET_TABLES | OFFLOADING_SET_TABLES | CUDA_SET_TABLES).items()
     },
 }
 """Each table by name: the script whose results it shows, and what renders it."""

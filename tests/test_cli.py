@@ -47,6 +47,19 @@ def test_plan_answers_with_the_keys_of_the_contract(run: Run, graph_file: Path) 
     assert document["target"] == str(graph_file)
 
 
+def test_a_plan_for_a_gpu_says_what_torch_reserves(run: Run, graph_file: Path) -> None:
+    status, out, _ = run("plan", graph_file, "--budget", "100%", "--device-profile", "h100", *MOVES, "--json")
+    document = json_of(out)
+    assert status == 0
+    taken = document["reserved"]
+    parts = taken["resident_bytes"] + taken["plan_bytes"]
+    assert parts == document["predicted"]["peak_bytes"]
+    assert parts + taken["fragmentation_bytes"] == taken["reserved_bytes"] == 2 << 20  # one segment of small blocks
+    assert taken["expandable_segments_bytes"] == 2 << 20
+    _, text, _ = run("plan", graph_file, "--budget", "100%", "--device-profile", "h100", *MOVES)
+    assert "fragmentation" in text
+
+
 def test_plan_in_words(run: Run, graph_file: Path) -> None:
     status, out, _ = run("plan", graph_file, "--budget", "100%", "--planner", "none")
     assert status == 0
