@@ -86,6 +86,21 @@ def test_a_loop_that_accumulates_keeps_its_bits_and_its_budget(kind: Any) -> Non
     assert calls_of(model).plans[0].overhead > 0.0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dropout_in_low_precision_has_eagers_gradients(dtype: torch.dtype) -> None:
+    model = deep_model()
+    eager = copy.deepcopy(model)
+    memfit.compile(model, budget="256MiB", reserve=0, planner="none")
+    inputs = torch.randn(64, 64)
+    for each in (model, eager):
+        torch.manual_seed(2)
+        with torch.autocast("cpu", dtype):
+            outputs = each(inputs)
+        outputs.float().square().mean().backward()
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
 def test_a_backward_pass_that_takes_more_than_planned_is_planned_for_less(caplog: pytest.LogCaptureFixture) -> None:
     model = deep_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

@@ -20,6 +20,7 @@ import torch.fx
 
 from memfit.binding import Origin, Value
 from memfit.capture import with_real_results
+from memfit.capture.dropout import with_eagers_dropout
 from memfit.capture.functionalize import CAST_INSIDE
 from memfit.capture.joint import BetweenHalves, JointCapture, capture_joint
 from memfit.cost.observations import Corrections
@@ -286,6 +287,7 @@ class CompiledGraph:
         self, joint: torch.fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
         _refuse_casts_inside(joint, self.graph.module, self._is_in_autocast)
+        with_eagers_dropout(joint)
         name = f"graph of {len(joint_inputs[0])} inputs"
         mode = fake_mode_of(tensors_in(joint_inputs)[0])
 
