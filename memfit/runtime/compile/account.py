@@ -48,6 +48,7 @@ class Account:
         self._hooks: list[Any] = []
         self._ran_before: dict[int, int] = {}  # by the optimizer: calls of graphs before its last step
         self._open: tuple[AbstractContextManager[Usage], Usage, int] | None = None
+        self._loss: tuple[AbstractContextManager[Usage], Usage] | None = None
         self._is_in_step = False
 
     @property
@@ -111,6 +112,21 @@ class Account:
         self._close()
         self._record()
         self._is_in_step = True
+
+    def begin_loss(self) -> None:
+        """Begin to measure what runs between a graph's forward and its backward half."""
+        self.end_loss()
+        context = record(self.device)
+        self._loss = context, context.__enter__()
+
+    def end_loss(self) -> int:
+        """Return the most bytes since the last forward half, as `allocated_bytes` counts; 0 if already asked for."""
+        if self._loss is None:
+            return 0
+        context, usage = self._loss
+        self._loss = None
+        context.__exit__(None, None, None)
+        return usage.start_bytes + usage.peak_bytes
 
     def expect_end(self) -> None:
         """End the measurement of forward, loss and backward after the backward pass that runs now."""

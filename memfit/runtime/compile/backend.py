@@ -399,14 +399,17 @@ class CompiledGraph:
         """Run the forward half; `arguments` is emptied."""
         returned = self.halves.forward(arguments)
         self._bytes_after_forward = allocated_bytes(self.device)
+        if self.graph.options.account is not None:
+            self.graph.options.account.begin_loss()
         return returned
 
     def run_backward(self, arguments: list[Any]) -> list[Any]:
         """Run the backward half; `arguments` is emptied."""
         outside = allocated_bytes(self.device) - self._bytes_after_forward
-        self.bytes_outside_seen = max(outside, self.bytes_outside_seen or 0)
         if self.graph.options.account is not None:
+            outside = max(outside, self.graph.options.account.end_loss() - self._bytes_after_forward)
             self.graph.options.account.expect_end()
+        self.bytes_outside_seen = max(outside, self.bytes_outside_seen or 0)
         return self.halves.backward(arguments)
 
 
