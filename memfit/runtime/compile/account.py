@@ -50,6 +50,7 @@ class Account:
         self._open: tuple[AbstractContextManager[Usage], Usage, int] | None = None
         self._loss: tuple[AbstractContextManager[Usage], Usage] | None = None
         self._is_in_step = False
+        self._planned_from_now_bytes = 0
 
     @property
     def live_bytes(self) -> int:
@@ -112,6 +113,7 @@ class Account:
         self._close()
         self._record()
         self._is_in_step = True
+        self._planned_from_now_bytes = 0
 
     def begin_loss(self) -> None:
         """Begin to measure what runs between a graph's forward and its backward half."""
@@ -128,8 +130,14 @@ class Account:
         context.__exit__(None, None, None)
         return usage.start_bytes + usage.peak_bytes
 
-    def expect_end(self) -> None:
-        """End the measurement of forward, loss and backward after the backward pass that runs now."""
+    def expect_end(self, more_bytes: int) -> None:
+        """End the measurement of forward, loss and backward after the backward pass that runs now.
+
+        Args:
+            more_bytes: what the caller has seen outside of its graph beyond what it planned for, and plans for from now
+                on.
+        """
+        self._planned_from_now_bytes += more_bytes
         at_end_of_backward(self._end_backward)
 
     def evaluate(self, run: Callable[[], Any]) -> Any:
@@ -160,12 +168,11 @@ class Account:
         taken = self._close()
         self._record()  # of the update
         if taken > self.budget_bytes:
-            self.excess_bytes += taken - self.budget_bytes
+            self.excess_bytes += max(0, taken - self.budget_bytes - self._planned_from_now_bytes)
             _log.warning(
-                "memfit: a step took %s, more than its budget of %s; later steps are planned for %s less",
+                "memfit: a step took %s, more than its budget of %s; later steps are planned for that",
                 format_bytes(taken),
                 format_bytes(self.budget_bytes),
-                format_bytes(self.excess_bytes),
             )
 
     def _require_calls(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -408,7 +408,8 @@ class CompiledGraph:
         outside = allocated_bytes(self.device) - self._bytes_after_forward
         if self.graph.options.account is not None:
             outside = max(outside, self.graph.options.account.end_loss() - self._bytes_after_forward)
-            self.graph.options.account.expect_end()
+            known = self.bytes_outside if self.bytes_outside_seen is None else self.bytes_outside_seen
+            self.graph.options.account.expect_end(max(0, outside - known))
         self.bytes_outside_seen = max(outside, self.bytes_outside_seen or 0)
         return self.halves.backward(arguments)
 
