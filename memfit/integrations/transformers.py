@@ -86,7 +86,8 @@ class MemfitTrainer(transformers.Trainer):
     Args:
         budget: the bytes for everything on the device: `"6GiB"`, or an integer.
         memfit_options: a dictionary of what `MemfitCallback` takes beside it.
-        arguments, named: as for Trainer.
+        arguments: as for Trainer.
+        named: as for Trainer.
 
     Raises:
         MemfitError: as `MemfitCallback`.

@@ -46,7 +46,12 @@ def compile(
         budget: the bytes for everything on the device during a step: `"6GiB"`, or an integer.
         optimizer: counts the state that its first step will make, and holds its updates to the budget.
         reserve: bytes that will be taken later, if no optimizer is given; by default the bytes of Adam's state.
-        planner, options, time_limit_seconds, seed, host_budget, host_dir: as in `memfit.fit`.
+        planner: as in `memfit.fit`, and so are all that follow.
+        options: of the planner.
+        time_limit_seconds: for each search of a plan.
+        seed: the same seed gives the same plan.
+        host_budget: the bytes that storages may be offloaded to.
+        host_dir: a directory on the disk that a CPU offloads to.
 
     Raises:
         InvalidTargetError: no module, or one that is compiled already.
