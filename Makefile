@@ -72,7 +72,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing memfit and its tools into $(VENV) (a minute or two)"
 	@$(PYTHON) -c 'import sys; sys.exit("memfit needs Python 3.11 or newer, $(PYTHON) is " + sys.version) if sys.version_info < (3, 11) else None'
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) $(TORCH) -c constraints.txt -e '.[bench,dev,dqn]'
+	@$(PIP) $(TORCH) -c constraints.txt -e '.[bench,dev,dqn,transformers,accelerate,lightning]'
 	@$(PIP) $(TORCH) -c constraints.txt --no-deps pytorchcv
 	@$(BIN)/memfit calibrate > /dev/null || true  # compiles what the first plan would wait for
 	@touch $@

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from memfit.plan import Plan, Problem
     from memfit.planners.mirror import mirror
     from memfit.runtime.arena.arena import arena
+    from memfit.runtime.compile.model import compile
     from memfit.runtime.eager.eager import eager
     from memfit.runtime.function import fit_function
     from memfit.runtime.step import PlannedStep, fit
@@ -31,6 +32,7 @@ __all__ = [
     "TrainingStep",
     "arena",
     "check",
+    "compile",
     "eager",
     "fit",
     "fit_function",
@@ -46,6 +48,7 @@ _HOME = {
     "Problem": "memfit.plan",
     "TrainingStep": "memfit.capture.training_step",
     "check": "memfit.checker",
+    "compile": "memfit.runtime.compile.model",
     "eager": "memfit.runtime.eager.eager",
     "fit": "memfit.runtime.step",
     "fit_function": "memfit.runtime.function",

@@ -685,6 +685,71 @@ def _patched(owner: type, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, found)
 
 
+def eager_call(model: torch.nn.Module) -> Callable[..., Any]:
+    """Return what `model(...)` runs if nothing is compiled: hooks and `forward`."""
+    return model._call_impl
+
+
+def set_call(model: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let `model(...)` run `call`, as `model.compile()` does, which copies and pickles leave out; None undoes that."""
+    model._compiled_call_impl = call
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Return whether `torch.compile` or `model.compile()` made the calls of `model`, or `set_call`."""
+    from torch._dynamo import OptimizedModule
+
+    return isinstance(model, OptimizedModule) or model._compiled_call_impl is not None
+
+
+def compiled_calls(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` compiled by `backend`, also where all of its own code is torch's, as in `nn.Sequential`.
+
+    However many shapes there are, no call falls back to eager silently. Messages that the code logs break no graph:
+    they are left out.
+
+    Args:
+        function: a function or a bound method.
+        backend: as torch.compile takes it.
+    """
+    import torch._dynamo  # takes seconds to import
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # no code of torch's, so that Dynamo enters it
+        return function(*args, **kwargs)
+
+    _patch_torch_for_dynamo()
+    # Dynamo keeps what it compiled by the code object.
+    own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+    compiled = torch.compile(own, backend=backend)
+    logs = {call for name, call in vars(logging.Logger).items() if name.removesuffix("_once") in _LOGGING}
+    settings = {
+        "recompile_limit": sys.maxsize,
+        "accumulated_recompile_limit": sys.maxsize,
+        "ignore_logger_methods": logs,
+    }
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(settings):
+            return compiled(*args, **kwargs)
+
+    return run
+
+
+_LOGGING = {"debug", "info", "warning", "warn", "error", "exception", "critical", "log"}
+
+
+def enter_modules_of_torch() -> None:
+    """Let Dynamo capture `module.compile()` where all code of the module is torch's, as in `nn.Sequential`."""
+    import torch._dynamo  # takes seconds to import
+
+    torch._dynamo.config.wrap_top_frame = True
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` at the end of the backward pass that runs now."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 class _CompiledModel:
     """What a loss function takes for the model: a call runs compiled code, all else is the model's."""
 

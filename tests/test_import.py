@@ -26,6 +26,7 @@ def test_import_loads_no_package_of_others() -> None:
         "import memfit; memfit.Graph, memfit.Plan, memfit.Problem, memfit.MemfitError, memfit.check",
         "import memfit.simulate, memfit.planners, memfit.report, memfit.workloads",
         "import memfit.cli",
+        "import memfit.integrations",
     ],
 )
 def test_brings_no_torch(statement: str) -> None:

@@ -27,6 +27,7 @@ from memfit.torch_private import (
     answered_as_eager,
     any_autocast,
     as_fake,
+    at_end_of_backward,
     autocast_watched,
     backward_keeps_graph,
     backward_node,
@@ -35,9 +36,12 @@ from memfit.torch_private import (
     checkpoints_inlined,
     compile_with_budget,
     compiled_around_breaks,
+    compiled_calls,
     default_saved_hooks,
     dict_version,
     dp_knapsack,
+    eager_call,
+    enter_modules_of_torch,
     failing_fakes_unlogged,
     fake_mode_of,
     gradient_hooks,
@@ -47,6 +51,7 @@ from memfit.torch_private import (
     ilp_knapsack,
     in_backward,
     is_data_dependent,
+    is_compiled,
     is_fake,
     is_plain_dense,
     known_value,
@@ -61,6 +66,7 @@ from memfit.torch_private import (
     real_tensors,
     release_cublas_workspaces,
     runs_under_ddp,
+    set_call,
     stood_for,
     storage_key,
     storage_users,
@@ -299,6 +305,45 @@ def test_breaks_in_loops_divide_the_loop(kind: type[Looping]) -> None:
     assert torch.nn.ModuleList.__iter__ is iterate
     assert torch.nn.Sequential.forward is forward
     torch.compiler.reset()
+
+
+def _counting_backend() -> tuple[Any, list[int]]:
+    captured: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        captured.append(len(inputs))
+        return module.forward
+
+    return backend, captured
+
+
+def test_a_module_of_torchs_own_code_is_captured() -> None:
+    backend, captured = _counting_backend()
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
+    values = torch.ones(4, 3)
+    expected = model(values)
+    assert not is_compiled(model)
+    set_call(model, compiled_calls(eager_call(model), backend))
+    assert is_compiled(model) and torch.equal(model(values), expected) and len(captured) == 1
+    set_call(model, None)
+    assert not is_compiled(model) and is_compiled(torch.compile(model, backend="eager"))
+    enter_modules_of_torch()
+    try:
+        model.compile(backend=backend)
+        assert torch.equal(model(values), expected) and len(captured) == 2
+    finally:
+        torch._dynamo.config.wrap_top_frame = False
+        torch.compiler.reset()
+
+
+def test_the_end_of_a_backward_pass_is_seen() -> None:
+    seen: list[str] = []
+    values = torch.ones(2, requires_grad=True)
+    doubled = values * 2
+    doubled.register_hook(lambda _: at_end_of_backward(lambda: seen.append("end")))
+    values.register_hook(lambda _: seen.append("leaf"))
+    doubled.sum().backward()
+    assert seen == ["leaf", "end"]
 
 
 def test_dispatch_mode_and_pytrees() -> None:

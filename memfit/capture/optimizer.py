@@ -246,6 +246,14 @@ def alone(optimizer: torch.optim.Optimizer) -> Any:
     return second
 
 
+def without_hooks(optimizer: torch.optim.Optimizer) -> Any:
+    """Return a second optimizer object as `alone` does, without the user's hooks before and after its step."""
+    second = alone(optimizer)
+    second._optimizer_step_pre_hooks = OrderedDict()
+    second._optimizer_step_post_hooks = OrderedDict()
+    return second
+
+
 def has_room(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> bool:
     """Return whether the devices have room for a trial of these parameters.
 
@@ -269,9 +277,7 @@ def trial_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Par
         optimizer: one of torch's, whose code touches nothing but its groups and its state.
         parameters: of the optimizer.
     """
-    trial = alone(optimizer)
-    trial._optimizer_step_pre_hooks = OrderedDict()  # the user's code
-    trial._optimizer_step_post_hooks = OrderedDict()
+    trial = without_hooks(optimizer)
     trial.state = defaultdict(dict)
     copies: dict[torch.Tensor, torch.nn.Parameter] = {}
     for parameter in parameters:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.fx
 
 from memfit.binding import Origin, Value
 from memfit.capture import with_real_results
+from memfit.capture.dropout import with_eagers_dropout
 from memfit.capture.functionalize import CAST_INSIDE
 from memfit.capture.joint import BetweenHalves, JointCapture, capture_joint
 from memfit.cost.observations import Corrections
@@ -29,8 +31,9 @@ from memfit.plan import Plan
 from memfit.planners.mirror import read_mirrors
 from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import Settings
+from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.halves import partitioned
-from memfit.runtime.compile.occupancy import bytes_beside
+from memfit.runtime.compile.occupancy import bytes_beside, bytes_of
 from memfit.runtime.prepare import Prepared, prepare
 from memfit.runtime.signature import tensor_signature
 from memfit.system.budget import format_bytes, parse_budget, parse_host_budget
@@ -53,6 +56,7 @@ _log = logging.getLogger("memfit")
 _OPTIONS = ("budget", "host_budget", "host_dir", "planner", "options", "time_limit_seconds", "seed", "reserve")
 _PLAIN = {"Tensor", "Parameter", "Buffer"}
 _ADAM_STATES = 2  # per parameter: exp_avg and exp_avg_sq
+_HEADROOM = 0.005  # of the budget: logged losses and the like, which come and go between steps
 _WORTH_PLANNING_AGAIN = 0.01  # of the budget: a smaller change of the bytes outside is not worth a second search
 
 
@@ -92,11 +96,13 @@ class GraphSettings:
         reserve_bytes: bytes that something else will take later; None stands for the bytes of Adam's state.
         is_part: whether the caller checks that each mirror mark names something in one of the graphs (see
             `memfit.mirror`).
+        account: measures the steps, if anything does.
     """
 
     settings: Settings
     reserve_bytes: int | None
     is_part: bool = False
+    account: Account | None = None
 
 
 def read_options(options: Mapping[str, Any]) -> GraphSettings:
@@ -139,7 +145,12 @@ class PlannedGraph:
     Args:
         module: the graph.
         read: returns the settings; called once, at the first call.
+
+    Attributes:
+        called: of the class: whether any graph was called in this process.
     """
+
+    called: ClassVar[bool] = False
 
     def __init__(self, module: torch.fx.GraphModule, read: Callable[[], GraphSettings]) -> None:
         self.module = module
@@ -149,16 +160,30 @@ class PlannedGraph:
         self._read = read
 
     def __call__(self, *inputs: Any) -> Any:
+        PlannedGraph.called = True
         key = (_signatures(inputs), torch.is_grad_enabled())
         compiled = self.compiled.get(key)
         if compiled is None:
             _refuse_ranks(inputs)
+        account = self.options.account
         if compiled is None or compiled.should_plan_again(inputs):
             compiled = self.compiled[key] = self.compile(inputs, compiled)
-        returned = compiled.function(*inputs)
+            if account is not None:
+                account.compiled += 1
+        returned = self._run(compiled, inputs)
         for node in {leaf.grad_fn for leaf in returned if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None}:
             node.register_prehook(compiled.check_gradients)
         return returned
+
+    def _run(self, compiled: CompiledGraph, inputs: Sequence[Any]) -> Any:
+        """Run a compiled graph; one without a backward half has no plan, and is held to the budget by measurement."""
+        account = self.options.account
+        if compiled.prepared is None and not self.options.is_part:
+            account = account or Account(compiled.budget_bytes, compiled.device)
+            return account.evaluate(lambda: compiled.function(*inputs))
+        if account is not None:
+            account.ran += 1
+        return compiled.function(*inputs)
 
     def compile(self, inputs: Sequence[Any], before: CompiledGraph | None) -> CompiledGraph:
         """Return the compiled graph at the sizes of `inputs`.
@@ -199,8 +224,9 @@ class CompiledGraph:
         self.device = _device_of(self.inputs)
         self.prepared: Prepared | None = None
         self.budget_bytes = int(graph.options.settings.budget)
-        self.bytes_beside = self.bytes_reserved = self.bytes_outside = 0
+        self.bytes_beside = self.bytes_reserved = self.bytes_outside = self.bytes_exceeded = 0
         self.count_bytes()
+        self._bytes_at_start = allocated_bytes(self.device)
         self.bytes_outside_seen: int | None = None
         self._bytes_after_forward = 0
         self._is_in_autocast = any_autocast()  # while AOTAutograd traces, it is off
@@ -220,23 +246,48 @@ class CompiledGraph:
 
     def count_bytes(self) -> None:
         """Count what is on the device beside the graph's inputs."""
-        self.bytes_beside = bytes_beside(self.inputs, self.device)
+        account = self.graph.options.account
+        if account is None:
+            self.bytes_beside = bytes_beside(self.inputs, self.device)
+        else:  # it also counts tensors that have no Python object
+            self.bytes_beside = max(0, account.live_bytes - bytes_of(self.inputs, self.device))
         self.bytes_reserved = self._reserved()
 
     def should_plan_again(self, inputs: Sequence[Any]) -> bool:
-        """Return whether the first step showed other bytes outside of the graph than were assumed; True only once."""
-        if self.bytes_outside_seen is None or self.before is not None or self.asked_again:
+        """Return whether the plan has no room for what is outside of the graph now, as steps so far have shown it.
+
+        Gradients that a micro-batch left, the optimizer's state, activations of other graphs. Once, after the first
+        step, also whether much less is outside than was assumed.
+        """
+        del inputs
+        if self.bytes_outside_seen is None or self.prepared is None:
+            return False
+        account, plan = self.graph.options.account, self.prepared.plan
+        grown = allocated_bytes(self.device) - self._bytes_at_start + self.bytes_outside_seen - self.bytes_outside
+        grown += self._still_to_come() - self.bytes_reserved
+        if account is not None and account.excess_bytes > self.bytes_exceeded:
+            return True
+        if grown > plan.budget_bytes - plan.predicted.peak_bytes + self._headroom_bytes:
+            return True
+        if self.before is not None or self.asked_again:
             return False
         self.asked_again = True
-        beside = bytes_beside(tensors_in(inputs), self.device)
-        assumed = self.bytes_beside + self.bytes_outside + self.bytes_reserved
-        seen = beside + self.bytes_outside_seen
-        return abs(seen - assumed) > _WORTH_PLANNING_AGAIN * self.budget_bytes
+        return -grown > _WORTH_PLANNING_AGAIN * self.budget_bytes
+
+    def _still_to_come(self) -> int:
+        """Return the bytes of state that a known optimizer has yet to make."""
+        account = self.graph.options.account
+        return 0 if account is None else account.bytes_to_come()
+
+    @property
+    def _headroom_bytes(self) -> int:
+        return int(_HEADROOM * self.budget_bytes)
 
     def _partition(
         self, joint: torch.fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
         _refuse_casts_inside(joint, self.graph.module, self._is_in_autocast)
+        with_eagers_dropout(joint)
         name = f"graph of {len(joint_inputs[0])} inputs"
         mode = fake_mode_of(tensors_in(joint_inputs)[0])
 
@@ -292,9 +343,11 @@ class CompiledGraph:
         """
         graph, before = capture.captured.graph, self.before
         departing = sum(graph.storages[s].bytes for b in graph.boundaries for s in b.departures)
-        seen = before.bytes_outside_seen if before is not None else None
+        seen = before.bytes_outside_seen if before is not None else None  # the most so far
         self.bytes_outside = departing if seen is None else seen
-        left = self.budget_bytes - self.bytes_beside - self.bytes_reserved
+        self.bytes_exceeded = self.graph.options.account.excess_bytes if self.graph.options.account else 0
+        taken = self.bytes_beside + self.bytes_reserved + self.bytes_exceeded + self._headroom_bytes
+        left = self.budget_bytes - taken
         try:
             return prepare(
                 capture.captured,
@@ -307,20 +360,26 @@ class CompiledGraph:
 
     def _of_whole_budget(self, error: NoPlanError) -> NoPlanError:
         """Return the error about the bytes that the budget leaves as one about the budget."""
-        taken, found = self.bytes_beside + self.bytes_reserved, error.least_budget_found_bytes
+        taken = self.bytes_beside + self.bytes_reserved + self.bytes_exceeded
+        found = error.least_budget_found_bytes
+        if found is not None:  # the headroom is a share of the budget
+            found = math.ceil((taken + found) / (1 - _HEADROOM)) + 1
         reserved = (
             f" and {format_bytes(self.bytes_reserved)} set aside for the optimizer" if self.bytes_reserved else ""
         )
-        needed = "" if found is None else f"; a budget of {taken + found} bytes was reached"
+        needed = "" if found is None else f"; a budget of {found} bytes was reached"
         return type(error)(
             f"of the budget of {format_bytes(self.budget_bytes)}, {format_bytes(self.bytes_beside)} are beside this "
             f"graph{reserved}{needed}; in what is left {error}",
-            least_budget_found_bytes=None if found is None else taken + found,
+            least_budget_found_bytes=found,
             least_budget_bound_bytes=taken + error.least_budget_bound_bytes,
         )
 
     def _reserved(self) -> int:
-        """Return the bytes that something else will take later: 0 after a whole step, which has shown them."""
+        """Return the bytes that something else will take later; unless told, 0 after a step, which has shown them."""
+        account = self.graph.options.account
+        if account is not None and account.knows_optimizer:
+            return account.bytes_to_come()
         if self.before is not None:
             return 0
         if self.graph.options.reserve_bytes is not None:
@@ -339,14 +398,19 @@ class CompiledGraph:
     def run_forward(self, arguments: list[Any]) -> list[Any]:
         """Run the forward half; `arguments` is emptied."""
         returned = self.halves.forward(arguments)
-        if self.bytes_outside_seen is None:
-            self._bytes_after_forward = allocated_bytes(self.device)
+        self._bytes_after_forward = allocated_bytes(self.device)
+        if self.graph.options.account is not None:
+            self.graph.options.account.begin_loss()
         return returned
 
     def run_backward(self, arguments: list[Any]) -> list[Any]:
         """Run the backward half; `arguments` is emptied."""
-        if self.bytes_outside_seen is None:
-            self.bytes_outside_seen = max(0, allocated_bytes(self.device) - self._bytes_after_forward)
+        outside = allocated_bytes(self.device) - self._bytes_after_forward
+        if self.graph.options.account is not None:
+            outside = max(outside, self.graph.options.account.end_loss() - self._bytes_after_forward)
+            known = self.bytes_outside if self.bytes_outside_seen is None else self.bytes_outside_seen
+            self.graph.options.account.expect_end(max(0, outside - known))
+        self.bytes_outside_seen = max(outside, self.bytes_outside_seen or 0)
         return self.halves.backward(arguments)
 
 

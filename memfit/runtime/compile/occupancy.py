@@ -29,6 +29,11 @@ def bytes_beside(own: Sequence[torch.Tensor], device: torch.device) -> int:
     return sum(size for pointer, size in everything.items() if pointer not in mine)
 
 
+def bytes_of(tensors: Sequence[torch.Tensor], device: torch.device) -> int:
+    """Return the bytes that the storages of `tensors` take of `device`, each storage once."""
+    return sum(_storages(tensors, device).values())
+
+
 def _storages(tensors: Sequence[torch.Tensor], device: torch.device) -> dict[int, int]:
     """Data pointer -> bytes of the storages on the device, each once; fakes and other dataless tensors have none."""
     found: dict[int, int] = {}

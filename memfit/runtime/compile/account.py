@@ -1,0 +1,217 @@
+"""The account of a compiled model: what its steps take of their device, measured and held against the budget."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from memfit.capture.optimizer import require_supported, update_cost, without_hooks
+from memfit.errors import InfeasibleBudgetError, OverBudgetError, UnsupportedStepError
+from memfit.runtime.compile.occupancy import bytes_beside
+from memfit.system.budget import format_bytes
+from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
+from memfit.torch_private import FakeTensorMode, at_end_of_backward
+
+_log = logging.getLogger("memfit")
+
+
+class Account:
+    """Measures the steps of one model, from the call of the model to the end of the optimizer's update.
+
+    If forward, loss and backward took more than the budget, later plans get as many bytes less. An update or an
+    evaluation that took more raises, because no plan makes it smaller.
+
+    Args:
+        budget_bytes: for everything on the device.
+        device: the model's.
+
+    Attributes:
+        excess_bytes: what steps took beyond what their plans allow for.
+        most_bytes: the most bytes on the device in any step that was measured.
+        ran: calls of graphs; whoever runs one adds to it.
+        compiled: compiled graphs; whoever compiles one adds to it. A step that compiles is not measured.
+    """
+
+    def __init__(self, budget_bytes: int, device: torch.device) -> None:
+        self.budget_bytes = budget_bytes
+        self.device = device
+        self.excess_bytes = 0
+        self.most_bytes = 0
+        self.ran = 0
+        self.compiled = 0
+        self._beside_bytes = bytes_beside((), device) - allocated_bytes(device)  # from before memfit counted
+        self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self._hooks: list[Any] = []
+        self._ran_before: dict[int, int] = {}  # by the optimizer: calls of graphs before its last step
+        self._open: tuple[AbstractContextManager[Usage], Usage, int] | None = None
+        self._loss: tuple[AbstractContextManager[Usage], Usage] | None = None
+        self._is_in_step = False
+        self._planned_from_now_bytes = 0
+
+    @property
+    def live_bytes(self) -> int:
+        """All bytes on the device now."""
+        return self._beside_bytes + allocated_bytes(self.device)
+
+    @property
+    def knows_optimizer(self) -> bool:
+        """Whether an optimizer was given."""
+        return bool(self._optimizers)
+
+    def follow(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Count what the state of these optimizers will take, and measure their updates.
+
+        Args:
+            optimizers: in place of those before; none lets go of those.
+
+        Raises:
+            UnsupportedStepError: one evaluates the loss several times in a step.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._optimizers, self._hooks, self._ran_before = optimizers, [], {}
+        for optimizer in optimizers:
+            require_supported(optimizer)
+            self._hooks.append(optimizer.register_step_pre_hook(self._require_calls))
+            self._ran_before[id(optimizer)] = self.ran
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._end_update()))
+
+    def bytes_to_come(self) -> int:
+        """Return the bytes of the state that the optimizers have yet to make."""
+        total = 0
+        for optimizer in self._optimizers:
+            known: dict[Any, int] = {}
+            for number, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    if not parameter.requires_grad or optimizer.state.get(parameter):
+                        continue
+                    key = number, tuple(parameter.shape), parameter.stride(), parameter.dtype
+                    if key not in known:
+                        known[key] = self._state_bytes(optimizer, parameter, group)
+                    total += known[key]
+        return total
+
+    def _state_bytes(
+        self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, group: dict[str, Any]
+    ) -> int:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        cost = update_cost(without_hooks(optimizer), parameter, mode.from_tensor(parameter.detach()), group, mode)
+        return sum(
+            taken_bytes(made.untyped_storage().nbytes(), self.device)
+            for made in cost.state.values()
+            if made.device.type == self.device.type
+        )
+
+    def begin(self) -> None:
+        """Begin to measure a step, unless the backward pass of the last call has yet to come."""
+        if self._is_in_step:
+            return
+        self._close()
+        self._record()
+        self._is_in_step = True
+        self._planned_from_now_bytes = 0
+
+    def begin_loss(self) -> None:
+        """Begin to measure what runs between a graph's forward and its backward half."""
+        self.end_loss()
+        context = record(self.device)
+        self._loss = context, context.__enter__()
+
+    def end_loss(self) -> int:
+        """Return the most bytes since the last forward half, as `allocated_bytes` counts; 0 if already asked for."""
+        if self._loss is None:
+            return 0
+        context, usage = self._loss
+        self._loss = None
+        context.__exit__(None, None, None)
+        return usage.start_bytes + usage.peak_bytes
+
+    def expect_end(self, more_bytes: int) -> None:
+        """End the measurement of forward, loss and backward after the backward pass that runs now.
+
+        Args:
+            more_bytes: what the caller has seen outside of its graph beyond what it planned for, and plans for from now
+                on.
+        """
+        self._planned_from_now_bytes += more_bytes
+        at_end_of_backward(self._end_backward)
+
+    def evaluate(self, run: Callable[[], Any]) -> Any:
+        """Run a call without gradients, and return its result.
+
+        Args:
+            run: the call.
+
+        Raises:
+            OverBudgetError: it took more than the budget.
+        """
+        with record(self.device) as usage:
+            returned = run()
+        self.ran += 1
+        taken = self._total_bytes(usage)
+        if taken > self.budget_bytes:
+            raise OverBudgetError(
+                f"a call without gradients took {format_bytes(taken)}, more than the budget of "
+                f"{format_bytes(self.budget_bytes)}: nothing is saved for backward there that a plan could drop; make "
+                "the batch of the evaluation smaller"
+            )
+        return returned
+
+    def _end_backward(self) -> None:
+        if not self._is_in_step:
+            return
+        self._is_in_step = False
+        taken = self._close()
+        self._record()  # of the update
+        if taken > self.budget_bytes:
+            self.excess_bytes += max(0, taken - self.budget_bytes - self._planned_from_now_bytes)
+            _log.warning(
+                "memfit: a step took %s, more than its budget of %s; later steps are planned for that",
+                format_bytes(taken),
+                format_bytes(self.budget_bytes),
+            )
+
+    def _require_calls(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.ran == self._ran_before[id(optimizer)]:
+            raise UnsupportedStepError(
+                "the optimizer is about to step, and no call of the model was planned since its last step: the loop "
+                "calls a part of the model, or `model.forward`, in the place of `model(...)`; plan the module that the "
+                "loop calls"
+            )
+        self._ran_before[id(optimizer)] = self.ran
+
+    def _end_update(self) -> None:
+        taken = self._close()
+        if taken > self.budget_bytes:
+            raise InfeasibleBudgetError(
+                f"the update of the parameters took {format_bytes(taken)} ({taken} bytes), more than the budget of "
+                f"{format_bytes(self.budget_bytes)}: parameters, gradients, the optimizer's state and what its update "
+                "needs are all there at once, which no plan of forward and backward changes; raise the budget, or use "
+                "memfit.fit, which updates each parameter as soon as its gradient is there",
+                least_budget_found_bytes=taken,
+                least_budget_bound_bytes=0,
+            )
+
+    def _record(self) -> None:
+        context = record(self.device)
+        self._open = context, context.__enter__(), self.compiled
+
+    def _close(self) -> int:
+        """End the open record; return the most bytes on the device in it, or 0 if a graph was compiled in it."""
+        if self._open is None:
+            return 0
+        context, usage, compiled = self._open
+        self._open = None
+        context.__exit__(None, None, None)
+        if self.compiled != compiled:
+            return 0
+        taken = self._total_bytes(usage)
+        self.most_bytes = max(self.most_bytes, taken)
+        return taken
+
+    def _total_bytes(self, usage: Usage) -> int:
+        return self._beside_bytes + usage.start_bytes + usage.taken_bytes

@@ -1,0 +1,172 @@
+"""`compile`: a model whose calls run inside a budget, in whatever loop trains it; a call that is not planned raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.capture.step_check import check_not_distributed
+from memfit.errors import InvalidTargetError, UnsupportedStepError
+from memfit.plan import Plan
+from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS
+from memfit.runtime.compile.account import Account
+from memfit.runtime.compile.backend import PlannedGraph, read_options
+from memfit.torch_private import compiled_calls, eager_call, is_compiled, set_call
+
+
+def compile(
+    model: torch.nn.Module,
+    *,
+    budget: str | int,
+    optimizer: torch.optim.Optimizer | None = None,
+    reserve: str | int | None = None,
+    planner: str = DEFAULT_PLANNER,
+    options: Mapping[str, object] | None = None,
+    time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS,
+    seed: int = 0,
+    host_budget: str | int = 0,
+    host_dir: Path | str | None = None,
+) -> torch.nn.Module:
+    """Let all calls of `model` run inside `budget`, in a loop that stays as it is; return the model itself.
+
+        >>> import torch, memfit
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model = memfit.compile(model, budget="1MiB", optimizer=optimizer)
+        >>> loss = torch.nn.functional.cross_entropy(model(torch.randn(32, 8)), torch.randint(0, 2, (32,)))
+        >>> loss.backward()
+        >>> optimizer.step()
+
+    Args:
+        model: is changed in place, like `model.compile(...)`: its parameters, its class and its `state_dict` stay.
+        budget: the bytes for everything on the device during a step: `"6GiB"`, or an integer.
+        optimizer: counts the state that its first step will make, and holds its updates to the budget.
+        reserve: bytes that will be taken later, if no optimizer is given; by default the bytes of Adam's state.
+        planner: as in `memfit.fit`, and so are all that follow.
+        options: of the planner.
+        time_limit_seconds: for each search of a plan.
+        seed: the same seed gives the same plan.
+        host_budget: the bytes that storages may be offloaded to.
+        host_dir: a directory on the disk that a CPU offloads to.
+
+    Raises:
+        InvalidTargetError: no module, or one that is compiled already.
+        InvalidOptionError, InvalidBudgetError: a value that cannot be read.
+        UnsupportedStepError: a model under DDP, FSDP or DataParallel, or an optimizer that evaluates the loss itself.
+
+    Guarantees: a call with gradients runs planned graphs, or raises UnsupportedStepError. A call without gradients runs
+    as ever, and raises OverBudgetError if it takes more than the budget. An update that takes more raises
+    InfeasibleBudgetError. If forward, loss and backward take more than was planned, a warning says so, and they
+    are planned again for less.
+    """
+    given = {
+        "budget": budget,
+        "reserve": reserve,
+        "planner": planner,
+        "options": options,
+        "time_limit_seconds": time_limit_seconds,
+        "seed": seed,
+        "host_budget": host_budget,
+        "host_dir": host_dir,
+    }
+    calls = compile_in_place(model, given, "memfit.compile")
+    if optimizer is not None:
+        calls.account.follow(optimizer)
+    return model
+
+
+def compile_in_place(model: torch.nn.Module, options: Mapping[str, Any], where: str) -> PlannedCalls:
+    """Let all calls of a model run planned; return what runs them.
+
+    Args:
+        model: the model.
+        options: of the backend; None stands for a default.
+        where: begins the message of an error.
+
+    Raises:
+        MemfitError: as `compile`.
+    """
+    calls = PlannedCalls(None, model, options, where)
+    set_call(model, calls)
+    return calls
+
+
+def release(model: torch.nn.Module) -> None:
+    """Let the calls of a compiled model run as ever again."""
+    set_call(model, None)
+
+
+class PlannedCalls:
+    """Runs the calls of a function within a budget.
+
+    Args:
+        function: captured at its first call; None stands for the calls of the model.
+        model: whose parameters it trains.
+        options: of the backend; None stands for a default.
+        where: begins the message of an error.
+
+    Raises:
+        MemfitError: as `compile`.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any] | None, model: torch.nn.Module, options: Mapping[str, Any], where: str
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise InvalidTargetError(f"{where}: model is a {type(model).__name__}, expected a torch.nn.Module")
+        if is_compiled(model):
+            raise InvalidTargetError(f"{where}: the model is compiled already; give the module as it was before")
+        check_not_distributed(model, where)
+        self.graphs: list[PlannedGraph] = []
+        self._where = where
+        self._model = model
+        self._settings = read_options({name: value for name, value in options.items() if value is not None})
+        self._function = eager_call(model) if function is None else function
+        self._compiled = compiled_calls(self._function, self._planned_graph)
+        self._account: Account | None = None
+
+    @property
+    def account(self) -> Account:
+        """What measures the steps; made when it is first needed, on the device that the model is on then."""
+        if self._account is None:
+            device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+            self._account = Account(int(self._settings.settings.budget), device)
+        return self._account
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans in use, one for each graph and tuple of sizes."""
+        return [plan for graph in self.graphs for plan in graph.plans]
+
+    @torch.compiler.disable
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run one call.
+
+        Raises:
+            UnsupportedStepError: no graph was captured.
+            OverBudgetError: a call without gradients took more than the budget.
+            NoPlanError: no plan fits.
+        """
+        account = self.account
+        if not torch.is_grad_enabled():
+            return account.evaluate(lambda: self._function(*arguments, **named))
+        account.begin()
+        ran = account.ran
+        returned = self._compiled(*arguments, **named)
+        if account.ran == ran:
+            raise UnsupportedStepError(
+                f"{self._where}: a call of {type(self._model).__name__} ran no planned graph, so its budget was not "
+                "enforced: PyTorch's compiler may not enter it (DDP, FSDP, torch.compiler.disable, "
+                "TORCH_COMPILE_DISABLE); give the bare module inside of it, or memfit.fit the whole step"
+            )
+        return returned
+
+    def _planned_graph(self, module: torch.fx.GraphModule, _inputs: Any) -> PlannedGraph:
+        settings = replace(self._settings, account=self.account)
+        graph = PlannedGraph(module, lambda: settings)
+        self.graphs.append(graph)
+        return graph

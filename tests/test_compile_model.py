@@ -1,0 +1,219 @@
+"""`memfit.compile`, and what `backend="memfit"` does where nothing is captured: a budget is enforced, or raises."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.errors import (
+    InfeasibleBudgetError,
+    InvalidTargetError,
+    OverBudgetError,
+    UnsupportedStepError,
+)
+from memfit.runtime.compile.model import PlannedCalls, compile_in_place
+from memfit.runtime.compile.occupancy import bytes_beside
+from memfit.system.recorder import record
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+OPTIONS = {"iterations": 3_000}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def deep_model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1)) for _ in range(10)]
+    return nn.Sequential(*layers, nn.Linear(64, 4))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int = 3, pieces: int = 3) -> list[float]:
+    """Train with accumulation, clipping and dropout, with the loss outside of the model."""
+    torch.manual_seed(1)
+    losses: list[float] = []
+    for _ in range(steps):
+        for _ in range(pieces):
+            inputs, labels = torch.randn(1024, 64), torch.randint(0, 4, (1024,))
+            loss = nn.functional.cross_entropy(model(inputs), labels) / pieces
+            loss.backward()
+            losses.append(loss.item())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def calls_of(model: nn.Module) -> PlannedCalls:
+    calls = model._compiled_call_impl
+    assert isinstance(calls, PlannedCalls)
+    return calls
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_loop_that_accumulates_keeps_its_bits_and_its_budget(kind: Any) -> None:
+    model = deep_model()
+    eager = copy.deepcopy(model)
+    before = bytes_beside((), CPU)
+    with record("cpu") as usage:
+        expected = train(eager, kind(eager.parameters(), lr=1e-2))
+    budget = before + usage.peak_bytes * 6 // 10
+    optimizer = kind(model.parameters(), lr=1e-2)
+    memfit.compile(model, budget=budget, optimizer=optimizer, options=OPTIONS)
+    assert train(model, optimizer) == expected
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    account = calls_of(model).account
+    assert 0 < account.most_bytes <= budget
+    assert account.ran == 9
+    assert calls_of(model).plans[0].overhead > 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dropout_in_low_precision_has_eagers_gradients(dtype: torch.dtype) -> None:
+    model = deep_model()
+    eager = copy.deepcopy(model)
+    memfit.compile(model, budget="256MiB", reserve=0, planner="none")
+    inputs = torch.randn(64, 64)
+    for each in (model, eager):
+        torch.manual_seed(2)
+        with torch.autocast("cpu", dtype):
+            outputs = each(inputs)
+        outputs.float().square().mean().backward()
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_a_backward_pass_that_takes_more_than_planned_is_planned_for_less(caplog: pytest.LogCaptureFixture) -> None:
+    model = deep_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    budget = bytes_beside((), CPU) + 6_000_000
+
+    def loss_with_workspace(outputs: torch.Tensor, workspace_bytes: int) -> torch.Tensor:
+        torch.empty(workspace_bytes, dtype=torch.uint8).fill_(0)
+        return outputs.square().mean()
+
+    memfit.compile(model, budget=budget, optimizer=optimizer, options=OPTIONS)
+    account, inputs = calls_of(model).account, torch.randn(1024, 64)
+    for workspace_bytes in (1000, 1000, 2_500_000, 2_500_000, 2_500_000):
+        account.most_bytes = 0
+        loss_with_workspace(model(inputs), workspace_bytes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert "more than its budget" in caplog.text
+    assert 0 < account.most_bytes <= budget
+
+
+def test_an_update_beyond_the_budget_raises() -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    budget = bytes_beside((), CPU) + sum(p.nbytes for p in model.parameters()) * 3 // 2
+    compile_in_place(model, {"budget": budget, "reserve": 0, "options": OPTIONS}, "here").account.follow(optimizer)
+    account = calls_of(model).account
+    account.bytes_to_come = lambda: 0  # an optimizer whose state is not what its first step showed
+    with pytest.raises(InfeasibleBudgetError, match="update of the parameters took"):
+        for _ in range(3):
+            model(torch.randn(4, 512)).sum().backward()
+            optimizer.step()
+
+
+def test_an_evaluation_beyond_the_budget_raises() -> None:
+    model = memfit.compile(deep_model(), budget=bytes_beside((), CPU) + (1 << 20), reserve=0)
+    with torch.no_grad():
+        model(torch.randn(8, 64))
+        inputs = torch.randn(2048, 64)
+        with pytest.raises(OverBudgetError, match="make the batch of the evaluation smaller"):
+            model(inputs)
+
+
+def test_a_loop_that_does_not_call_the_model_raises() -> None:
+    model = deep_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memfit.compile(model, budget="64MiB", optimizer=optimizer)
+    model.forward(torch.randn(8, 64)).sum().backward()
+    with pytest.raises(UnsupportedStepError, match="no call of the model was planned"):
+        optimizer.step()
+
+
+def test_a_model_that_the_compiler_may_not_enter_raises() -> None:
+    model = memfit.compile(deep_model(), budget="64MiB", reserve=0)
+    with (
+        torch._dynamo.config.patch(disable=True),
+        pytest.raises(UnsupportedStepError, match="ran no planned graph"),
+    ):
+        model(torch.randn(8, 64))
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "words"),
+    [
+        (len, InvalidTargetError, "expected a torch.nn.Module"),
+        (nn.DataParallel(nn.Linear(2, 2)), UnsupportedStepError, "wrapped in DataParallel"),
+    ],
+)
+def test_models_that_cannot_be_planned_are_refused(model: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        memfit.compile(model, budget="64MiB")
+
+
+def test_a_model_is_compiled_once() -> None:
+    model = memfit.compile(deep_model(), budget="64MiB")
+    with pytest.raises(InvalidTargetError, match="compiled already"):
+        memfit.compile(model, budget="64MiB")
+    with pytest.raises(InvalidTargetError, match="compiled already"):
+        memfit.compile(torch.compile(deep_model(), backend="eager"), budget="64MiB")
+
+
+def test_copies_and_pickles_are_of_the_bare_model() -> None:
+    model = memfit.compile(deep_model(), budget="64MiB")
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert made._compiled_call_impl is None
+        assert list(made.state_dict()) == list(model.state_dict())
+
+
+_ASKED = """
+import torch
+from torch import nn
+import torch._dynamo.backends.registry as registry
+from memfit.runtime.compile.lookup import memfit_backend
+model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{compile}(backend=memfit_backend, options={{"budget": "1MiB", "reserve": 0, "planner": "none"}})
+model(torch.randn(3, 4)).sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("compile_line", "words"),
+    [
+        ("model.compile", ""),
+        ("model[1].forward = torch.compiler.disable(model[1].forward); model.compile", "no graph had reached it"),
+        (
+            "import os; os.environ['TORCH_COMPILE_DISABLE'] = '1'; torch._dynamo.config.disable = True; model.compile",
+            "no",
+        ),
+    ],
+)
+def test_a_backend_that_no_graph_reaches_raises_at_the_first_update(compile_line: str, words: str) -> None:
+    code = _ASKED.format(compile=compile_line)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == (not words), done.stderr
+    assert words in done.stderr

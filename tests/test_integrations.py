@@ -1,0 +1,305 @@
+"""The real Trainer, Lightning and Accelerate inside a budget: the stock loop's bits, and the budget measured."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.errors import InvalidOptionError, InvalidTargetError, OverBudgetError, UnsupportedStepError
+from memfit.runtime.compile.occupancy import bytes_beside
+from memfit.system.recorder import record
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # these libraries' own
+OPTIONS = {"iterations": 3_000}
+CPU = torch.device("cpu")
+STEPS = [3, pytest.param(50, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_libraries() -> Iterator[None]:
+    """Forget what Dynamo compiled and what Accelerate keeps for the whole process, in the environment too."""
+    before = dict(os.environ)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+    os.environ.clear()
+    os.environ.update(before)
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
+        sys.modules["accelerate"].state.GradientState._reset_state()
+
+
+def dropped_out() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1)) for _ in range(10)]
+    return nn.Sequential(*layers, nn.Linear(64, 4))
+
+
+@functools.cache  # so that a run does not count them as its own
+def rows(count: int) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 64, generator=generator)
+    return torch.utils.data.TensorDataset(inputs, torch.randint(0, 4, (count,), generator=generator))
+
+
+def assert_same(mine: nn.Module, theirs: nn.Module) -> None:
+    for (name, a), (_, b) in zip(mine.named_parameters(), theirs.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+class Peak:
+    """The bytes that a run takes above what was there before it; a run within a share of it gets a budget."""
+
+    def __init__(self) -> None:
+        self.above_bytes = 0
+
+    def budget(self, share: float) -> int:
+        return bytes_beside((), CPU) + int(share * self.above_bytes)
+
+    def run(self, run: Any) -> None:
+        with record("cpu") as usage:
+            run()
+        self.above_bytes = usage.peak_bytes
+
+
+# Transformers
+
+
+def small_gpt() -> Any:
+    transformers = pytest.importorskip("transformers", reason="pip install memfit[transformers]")
+    pytest.importorskip("accelerate", reason="the Trainer needs it: pip install memfit[transformers]")
+    transformers.set_seed(0)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 100, "n_positions": 64}
+    config = transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def texts(count: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    made = torch.randint(0, 100, (count, 32), generator=generator)
+    labels = made.clone()
+    labels[:, :5] = -100
+    return [{"input_ids": a, "labels": b} for a, b in zip(made, labels, strict=True)]
+
+
+def trainer_of(path: Path, callbacks: Any = (), kind: Any = None, steps: int = 3, **settings: Any) -> Any:
+    import transformers
+
+    arguments = {
+        "max_steps": steps,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 4,
+        "max_grad_norm": 1.0,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 1,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        **settings,
+    }
+    extra = {"kind": kind} if kind else {}
+    kind = extra.pop("kind", transformers.Trainer)
+    return kind(
+        model=small_gpt(),
+        args=transformers.TrainingArguments(output_dir=str(path), **arguments),
+        train_dataset=texts(8 * 4 * 2 + 5),
+        eval_dataset=texts(16),
+        callbacks=list(callbacks),
+    )
+
+
+def logged(trainer: Any) -> list[Any]:
+    return [(entry.get("loss"), entry.get("grad_norm")) for entry in trainer.state.log_history[:-1]]
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("settings", [{}, {"bf16": True, "label_smoothing_factor": 0.1}], ids=["plain", "bf16"])
+def test_a_trainer_keeps_its_bits_and_its_budget(tmp_path: Path, steps: int, settings: Any) -> None:
+    small_gpt()
+    from memfit.integrations.transformers import MemfitCallback
+
+    stock, peak = trainer_of(tmp_path, steps=steps, **settings), Peak()
+    peak.run(stock.train)
+    callback = MemfitCallback(peak.budget(0.9), options=OPTIONS)
+    planned = trainer_of(tmp_path, [callback], steps=steps, **settings)
+    planned.train()
+    assert logged(planned) == logged(stock)
+    assert_same(planned.model, stock.model)
+    assert 0 < callback.most_bytes <= callback._options["budget"]
+    assert callback.plans
+
+
+def test_a_trainer_resumes_from_a_checkpoint(tmp_path: Path) -> None:
+    small_gpt()
+    from memfit.integrations.transformers import MemfitTrainer
+
+    def make(**more: Any) -> Any:
+        kind = lambda **given: MemfitTrainer(**given, budget="256MiB", memfit_options={"planner": "none"})  # noqa: E731
+        return trainer_of(tmp_path, kind=kind, steps=4, save_strategy="steps", save_steps=2, **more)
+
+    whole = make()
+    whole.train()
+    resumed = make()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same(resumed.model, whole.model)
+
+
+def test_an_evaluation_without_training_is_held_to_the_budget(tmp_path: Path) -> None:
+    small_gpt()
+    from memfit.integrations.transformers import MemfitCallback
+
+    with pytest.raises(OverBudgetError, match="evaluation smaller"):
+        trainer_of(tmp_path, [MemfitCallback(bytes_beside((), CPU) + (1 << 19))]).evaluate()
+    late = trainer_of(tmp_path)
+    late.add_callback(MemfitCallback("1GiB"))
+    with pytest.raises(UnsupportedStepError, match="callbacks=\\[MemfitCallback"):
+        late.evaluate()
+
+
+def test_another_compiler_is_refused(tmp_path: Path) -> None:
+    small_gpt()
+    from memfit.integrations.transformers import MemfitCallback
+
+    with pytest.raises(InvalidOptionError, match="torch_compile=True"):
+        trainer_of(tmp_path, [MemfitCallback("1GiB")], torch_compile=True, torch_compile_backend="eager")
+
+
+# Accelerate
+
+
+def accelerated(make_parts: Any, steps: int, **settings: Any) -> tuple[nn.Module, list[float]]:
+    import accelerate
+
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4, **settings)
+    model = dropped_out()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = torch.utils.data.DataLoader(rows(steps * 4 * 256), batch_size=256)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    model, optimizer, loader, scheduler = make_parts(accelerator, model, optimizer, loader, scheduler)
+    losses: list[float] = []
+    torch.manual_seed(3)
+    for inputs, labels in loader:
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return accelerator.unwrap_model(model), losses
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerates_loop_keeps_its_bits_and_its_budget(steps: int, precision: str) -> None:
+    pytest.importorskip("accelerate", reason="pip install memfit[accelerate]")
+    from memfit.integrations.accelerate import prepare
+
+    peak, runs, budgets, _ = Peak(), [], [], rows(steps * 4 * 256)
+    peak.run(lambda: runs.append(accelerated(lambda a, *parts: a.prepare(*parts), steps, mixed_precision=precision)))
+
+    def planned(accelerator: Any, *parts: Any) -> Any:
+        budgets.append(peak.budget(0.7))
+        return prepare(accelerator, *parts, budget=budgets[0], options=OPTIONS)
+
+    sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
+    runs.append(accelerated(planned, steps, mixed_precision=precision))
+    (stock, expected), (model, losses) = runs
+    assert losses == expected
+    assert_same(model, stock)
+    assert 0 < model._compiled_call_impl.account.most_bytes <= budgets[0]
+
+
+def test_what_an_accelerator_would_not_enforce_is_refused() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="pip install memfit[accelerate]")
+    from memfit.integrations.accelerate import prepare
+
+    with pytest.raises(InvalidTargetError, match="2 models"):
+        prepare(accelerate.Accelerator(cpu=True), dropped_out(), dropped_out(), budget="1GiB")
+    with pytest.raises(InvalidOptionError, match="dynamo_backend"):
+        prepare(accelerate.Accelerator(cpu=True, dynamo_backend="eager"), dropped_out(), budget="1GiB")
+
+
+# Lightning
+
+
+def fit_lightning(*, is_manual: bool, steps: int, callbacks: Any = (), calls_net: bool = True, **settings: Any) -> Any:
+    lightning = pytest.importorskip("pytorch_lightning", reason="pip install memfit[lightning]")
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.losses = dropped_out(), []
+            self.automatic_optimization = not is_manual
+
+        def training_step(self, batch: Any, number: int) -> Any:
+            inputs, labels = batch
+            outputs = self.net(inputs) if calls_net else self.net.forward(inputs)
+            loss = nn.functional.cross_entropy(outputs, labels)
+            self.losses.append(loss.item())
+            self.log("loss", loss)
+            if not is_manual:
+                return loss
+            optimizer = self.optimizers()
+            self.manual_backward(loss / 4)
+            if (number + 1) % 4 == 0:
+                self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+                optimizer.step()
+                optimizer.zero_grad()
+            return None
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    module = Module()
+    if not is_manual:
+        settings |= {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0}
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, callbacks=list(callbacks), **quiet, **settings
+    )
+    torch.manual_seed(4)
+    trainer.fit(module, torch.utils.data.DataLoader(rows(steps * 4 * 256 + 40), batch_size=256))
+    return module
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("is_manual", [False, True], ids=["automatic", "manual"])
+def test_lightning_keeps_its_bits_and_its_budget(steps: int, precision: str, is_manual: bool) -> None:
+    pytest.importorskip("pytorch_lightning", reason="pip install memfit[lightning]")
+    from memfit.integrations.lightning import MemfitCallback
+
+    peak, modules, _ = Peak(), [], rows(steps * 4 * 256 + 40)
+    peak.run(lambda: modules.append(fit_lightning(is_manual=is_manual, steps=steps, precision=precision)))
+    (stock,) = modules
+    budget = peak.budget(0.85)
+    callback = MemfitCallback(budget, module="net", options=OPTIONS)
+    planned = fit_lightning(is_manual=is_manual, steps=steps, callbacks=[callback], precision=precision)
+    assert planned.losses == stock.losses
+    assert_same(planned, stock)
+    assert 0 < callback.most_bytes <= budget
+
+
+def test_a_lightning_step_that_calls_another_module_raises() -> None:
+    pytest.importorskip("pytorch_lightning", reason="pip install memfit[lightning]")
+    from memfit.integrations.lightning import MemfitCallback
+
+    with pytest.raises(InvalidTargetError, match="has no module 'nett'; it has net"):
+        fit_lightning(is_manual=False, steps=1, callbacks=[MemfitCallback("1GiB", module="nett")])
+    with pytest.raises(UnsupportedStepError, match="module that"):
+        fit_lightning(is_manual=False, steps=1, callbacks=[MemfitCallback("1GiB", module="net")], calls_net=False)
