@@ -97,8 +97,10 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("contents", "structures"),
         ("pass_graph",),
         ("trace",),
-        ("again", "kept", "operators"),
-        ("needs", "sources"),
+        ("again", "policy"),
+        ("kept", "operators"),
+        ("needs",),
+        ("sources",),
     ),
     "runtime/compile": (("backend",), ("halves", "occupancy")),
 }
