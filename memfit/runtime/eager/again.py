@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memfit.capture.generators import all_states, set_state
-from memfit.runtime.eager.sources import Call, Source, Sources, View, call_of, flat, inputs_of, missing_calls, views_in
+from memfit.runtime.eager.sources import Call, Source, Sources, View, call_of, flat, missing_calls, views_in
 
 
 class LostContentsError(Exception):
@@ -35,12 +35,12 @@ def make_again(
     order = missing_calls(source)
     if order is None:
         return None
-    last = {each: number for number, at in enumerate(order) for each in inputs_of(call_of(at))}
+    last = {each: number for number, at in enumerate(order) for each in call_of(at).inputs}
     held: dict[Source, torch.Tensor] = {}
     for number, at in enumerate(order):
         if at.live is None:
             call = call_of(at)
-            inputs = [_hold(sources, each, held, before_call, done) for each in inputs_of(call)]
+            inputs = [_hold(sources, each, held, before_call, done) for each in call.inputs]
             before_call(call)
             found = _run_again(call, at, last, number)
             for each in order[number:]:

@@ -15,17 +15,18 @@ from memfit.errors import OverBudgetError, UnsupportedStepError
 from memfit.runtime.eager.again import LostContentsError, make_again
 from memfit.runtime.eager.kept import Kept, Saved
 from memfit.runtime.eager.operators import is_dense
+from memfit.runtime.eager.policy import Policy, cheap_and_stale
 from memfit.runtime.eager.sources import (
     Call,
     Source,
     Sources,
     flat,
-    inputs_of,
     needed_by,
     seconds_to_make,
+    tensors_given,
 )
 from memfit.system.budget import format_bytes
-from memfit.torch_private import no_modes, tensors_in, without_autocast
+from memfit.torch_private import no_modes, without_autocast
 
 LEAST_BYTES = 1 << 12  # smaller contents are never let go
 
@@ -49,6 +50,7 @@ class Contents:
         kept: what autograd saved, by its contents.
         held: storages that a plan has longer than the loop.
         counts: what happened so far.
+        policy: what goes first; see `memfit.runtime.eager.policy`.
         made_again: called with contents that were made again.
         is_busy: whether calls are made that are none of the loop's.
 
@@ -64,6 +66,7 @@ class Contents:
         self.sources = Sources()
         self.kept: dict[Source, Kept] = {}
         self.held: dict[Source, torch.UntypedStorage] = {}
+        self.policy: Policy = cheap_and_stale
         self.made_again: Callable[[Source], None] = _ignored
         self.counts = Counts()
         self.is_busy = False
@@ -122,7 +125,7 @@ class Contents:
         """
         self._held_back = frozenset()
         found: list[Source] = []
-        everything = tensors_in((args, kwargs))
+        everything = tensors_given((args, kwargs))
         for tensor in written:
             storage = tensor.untyped_storage()
             before = self.sources.find(storage)
@@ -203,7 +206,7 @@ class Contents:
 
     def _before_again(self, call: Call) -> None:
         self.counts.made_again += 1
-        self._pinned = {*inputs_of(call), *([] if self._target is None else [self._target])}
+        self._pinned = {*call.inputs, *([] if self._target is None else [self._target])}
         if self.upper_bytes + call.need_bytes > self.budget_bytes:
             self.make_room(call.need_bytes, call.function)
         self.upper_bytes += call.need_bytes
@@ -235,7 +238,8 @@ class Contents:
         if self.upper_bytes + need_bytes <= self.budget_bytes:
             return
         self._forget_dead()
-        for kept in self._candidates():
+        free = [kept for kept in self.kept.values() if self._can_go(kept)]
+        for kept in self.policy(free, self.counts.calls + 1):
             self._let_go(kept)
             self.upper_bytes = self.live_bytes()
             if self.upper_bytes + need_bytes <= self.budget_bytes:
@@ -251,21 +255,6 @@ class Contents:
             f"of the budget of {format_bytes(self.budget_bytes)} are taken by what cannot be let go: "
             f"{self._holding()}; give more, or a smaller batch"
         )
-
-    def _candidates(self) -> list[Kept]:
-        """Return what may be let go, the best first: the lowest cost over bytes and staleness.
-
-        That is h of "Dynamic tensor rematerialization" (Kirisame et al. 2021), with measured costs; what a contents'
-        call lacks itself counts with them.
-        """
-        now = self.counts.calls + 1
-        scored: list[tuple[float, int, Kept]] = []
-        for number, (source, kept) in enumerate(self.kept.items()):
-            if self._can_go(kept):
-                seconds = seconds_to_make(source)
-                if seconds < float("inf"):
-                    scored.append((seconds / (source.bytes * (now - source.used_at)), number, kept))
-        return [kept for _, _, kept in sorted(scored, key=lambda each: each[:2])]
 
     def _can_go(self, kept: Kept) -> bool:
         source = kept.source

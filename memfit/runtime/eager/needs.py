@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from memfit.capture.generators import without_generator
 from memfit.cost.single_op import uncollected
+from memfit.runtime.eager.sources import tensors_given
 from memfit.system.recorder import record, taken_bytes
 from memfit.torch_private import (
     DATA_DEPENDENT_ERRORS,
@@ -27,6 +28,8 @@ _IN_LIBRARIES = ("conv", "mm", "attention", "rnn", "lstm", "gru", "linalg", "fft
 _MARGIN = 1.5  # on the largest share that was seen
 _SMALL_BYTES = 1 << 12  # workspaces below it do not grow with the inputs
 _POINTWISE = torch.Tag.pointwise  # such operators work without any
+_DATA_DECIDES = torch.Tag.dynamic_output_shape
+_META = torch.device("meta")
 _WITHOUT_BYTES = (torch.Generator, torch.ScriptObject)  # which of them a call is given changes no need
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 
@@ -58,7 +61,7 @@ class Needs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.bounded = self.exceeded = 0
-        self._shares: dict[Any, float] = {}  # operator -> the largest share of workspace seen
+        self._shares: dict[tuple[Any, bool], float] = {}  # operator, images not row by row -> largest workspace share
 
     def bound(self, function: Any, args: Any, kwargs: Any) -> int:
         """Return an upper bound of the bytes that a call takes that was not seen before.
@@ -67,7 +70,8 @@ class Needs:
         share of inputs and results.
         """
         results = self._result_bytes(function, args, kwargs)
-        share = _MARGIN * self._shares.get(function, _never_seen(function))
+        kind = function, _is_rearranged(args)
+        share = _MARGIN * (self._shares[kind] if kind in self._shares else _never_seen(*kind))
         return results + _SMALL_BYTES + math.ceil(share * (_input_bytes(args, kwargs) + results))
 
     def learn(self, function: Any, args: Any, kwargs: Any, bound_bytes: int) -> tuple[Any, Need]:
@@ -81,24 +85,44 @@ class Needs:
         share = max(0, usage.peak_bytes - result_bytes - _SMALL_BYTES) / max(
             1, _input_bytes(args, kwargs) + result_bytes
         )
-        self._shares[function] = max(share, self._shares.get(function, 0.0))
+        kind = function, _is_rearranged(args)
+        self._shares[kind] = max(share, self._shares.get(kind, 0.0))
         self.bounded += 1
         self.exceeded += usage.peak_bytes > bound_bytes
         return returned, need
 
     def _result_bytes(self, function: Any, args: Any, kwargs: Any) -> int:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        given = tensors_in((args, kwargs))
+        """Return the bytes of a call's results, from their shapes.
+
+        Meta tensors give most of them in some microseconds; fakes, which know the device, take a hundred times as long.
+        """
+        if _POINTWISE in function.tags:
+            return taken_bytes(_pointwise_bytes(function, args, kwargs), self.device)
+        given: list[torch.Tensor] = []
         try:
-            with failing_fakes_unlogged(), mode:
-                fakes = {id(tensor): _like(tensor) for tensor in given}
+            returned = function(*_on_meta(args, given), **_on_meta(kwargs, given))
+        except Exception:  # noqa: BLE001 (meta kernels raise all kinds of errors)
+            if _DATA_DECIDES in function.tags:
+                return _most_indices(tensors_given((args, kwargs)))
+            return self._fake_result_bytes(function, args, kwargs)
+        return self._bytes_beside(returned, given)
+
+    def _fake_result_bytes(self, function: Any, args: Any, kwargs: Any) -> int:
+        given = tensors_given((args, kwargs))
+        try:
+            with failing_fakes_unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
+                fakes = {id(tensor): _like(tensor, tensor.device) for tensor in given}
                 filled = tree_map(lambda leaf: fakes.get(id(leaf), leaf), (args, kwargs))
                 returned = function(*filled[0], **without_generator(filled[1]))
-        except DATA_DEPENDENT_ERRORS:  # as many results as there are elements, each with an index for each dimension
-            return 2 * sum(8 * tensor.numel() * max(1, tensor.ndim) for tensor in given)
+        except DATA_DEPENDENT_ERRORS:
+            return _most_indices(given)
         except Exception:  # noqa: BLE001 (fakes raise all kinds of errors)
             return 2 * _input_bytes(args, kwargs)
-        own = {storage_key(fake) for fake in fakes.values()}
+        return self._bytes_beside(returned, fakes.values())
+
+    def _bytes_beside(self, returned: Any, given: Iterable[torch.Tensor]) -> int:
+        """Return the bytes of the storages of results that are not those of arguments."""
+        own = {storage_key(tensor) for tensor in given}
         results = {storage_key(tensor): tensor for tensor in tensors_in(returned) if _is_dense(tensor)}
         sizes = (tensor.untyped_storage().nbytes() for key, tensor in results.items() if key not in own)
         return sum(taken_bytes(size, self.device) for size in sizes)
@@ -139,19 +163,60 @@ def key_of(args: Any, kwargs: Any = None, *, is_whole: bool = True) -> Hashable:
     return tuple(parts)
 
 
-def _never_seen(function: Any) -> float:
+def _is_rearranged(args: Any) -> bool:
+    """Return whether there are images among the arguments that are not laid out row by row (channels_last): kernels may
+    copy them."""
+    return any(tensor.ndim in (4, 5) and not tensor.is_contiguous() for tensor in tensors_given(args))
+
+
+def _never_seen(function: Any, is_rearranged: bool) -> float:
     if _POINTWISE in function.tags:
         return 0.0
+    if is_rearranged:
+        return _OF_LIBRARIES
     return _OF_LIBRARIES if any(word in str(function) for word in _IN_LIBRARIES) else _OF_OTHERS
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+def _on_meta(tree: Any, given: list[torch.Tensor]) -> Any:
+    """Return arguments with meta tensors in the places of tensors, all of which are added to `given`."""
+    if isinstance(tree, torch.Tensor):
+        given.append(_like(tree, _META))
+        return given[-1]
+    if isinstance(tree, list | tuple):
+        return [_on_meta(each, given) for each in tree]  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(tree, dict):
+        return {key: _on_meta(each, given) for key, each in tree.items()}  # pyright: ignore
+    if isinstance(tree, torch.device):
+        return _META
+    return None if isinstance(tree, torch.Generator) else tree
+
+
+def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _pointwise_bytes(function: Any, args: Any, kwargs: Any) -> int:
+    """Return what the result of an operator takes at most that works element by element."""
+    if any(each.alias_info is not None and each.alias_info.is_write for each in function._schema.arguments):
+        return 0
+    given = tensors_given((args, kwargs))
+    sizes = [1] * max((tensor.ndim for tensor in given), default=0)
+    for tensor in given:
+        for place, size in enumerate(reversed(tensor.shape)):
+            sizes[place] = size if sizes[place] == 1 else sizes[place]
+    dtypes = [*(tensor.dtype for tensor in given), torch.get_default_dtype(), kwargs.get("dtype") or torch.bool]
+    dtypes += [torch.complex128] if any(isinstance(arg, complex) for arg in args) else []
+    return math.prod(sizes) * max(dtype.itemsize for dtype in dtypes)
+
+
+def _most_indices(given: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of as many results as there are elements, each with an index for each dimension."""
+    return 2 * sum(8 * tensor.numel() * max(1, tensor.ndim) for tensor in given)
 
 
 def _input_bytes(args: Any, kwargs: Any) -> int:
     """Return the bytes of the elements that a call is given."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in((args, kwargs)) if _is_dense(tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_given((args, kwargs)) if _is_dense(tensor))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

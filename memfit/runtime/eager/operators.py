@@ -14,7 +14,7 @@ from memfit.capture.under_modes import UnderModes, is_looked_at
 from memfit.capture.whole_step import calling_line
 from memfit.errors import UnsupportedStepError
 from memfit.runtime.eager.needs import Need, key_of
-from memfit.torch_private import tensors_in
+from memfit.runtime.eager.sources import tensors_given
 
 VIEW, PLAIN, WRITES, DATA_DECIDES, FOREIGN = range(5)
 """Kinds of operators: that move no data; that write to their arguments; whose results' sizes the data decides; of which
@@ -28,6 +28,7 @@ _HIDDEN_STATE = (
     _aten.batch_norm_gather_stats,
     _aten.batch_norm_gather_stats_with_counts,
 )
+_MOST_NEEDS = 1 << 13  # of an operator that are remembered: the shapes of some loops never repeat
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -64,6 +65,8 @@ class Operator:
             return
         with suppress(TypeError, RuntimeError):
             self._needs[key_of(args, kwargs)] = need
+        if len(self._needs) > _MOST_NEEDS:
+            del self._needs[next(iter(self._needs))]
 
     def written(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
         """Return the dense tensors that a call writes to, those included that its schema hides."""
@@ -71,7 +74,7 @@ class Operator:
         if self.kind == WRITES:
             found = mutated_tensors(function, args, kwargs)
         elif self.kind == FOREIGN:
-            found = tensors_in((args, kwargs))
+            found = tensors_given((args, kwargs))
         elif function._overloadpacket in BATCH_NORMS:
             mean, variance, training = BATCH_NORMS[function._overloadpacket]
             if training is not None and not args[training]:

@@ -37,18 +37,20 @@ class Call:
     Attributes:
         function: the operator.
         args, kwargs: its arguments, with a `View` in the place of each tensor.
+        inputs: what must be there before it can be made again, each once.
         number: calls are counted.
         seconds, need_bytes: that it takes.
         generators: the states of the random generators before it, if it draws.
     """
 
-    __slots__ = ("args", "function", "generators", "kwargs", "need_bytes", "number", "seconds")
+    __slots__ = ("args", "function", "generators", "inputs", "kwargs", "need_bytes", "number", "seconds")
 
     def __init__(self, number: int, function: Any, seconds: float, need_bytes: int, generators: Any) -> None:
         self.number, self.function, self.generators = number, function, generators
         self.seconds, self.need_bytes = seconds, need_bytes
         self.args: Any = ()
         self.kwargs: Any = {}
+        self.inputs: list[Source] = []
 
     def read(self, sources: Sources, args: Any, kwargs: Any) -> None:
         """Remember what the call is made with, and that it reads it.
@@ -59,6 +61,7 @@ class Call:
         self.args = template(sources, _without_statistics(self.function, args), self.number)
         if kwargs:
             self.kwargs = template(sources, kwargs, self.number)
+        self.inputs = list(dict.fromkeys(view.source for view in views_in((self.args, self.kwargs))))
 
 
 class Source:
@@ -193,12 +196,6 @@ def views_in(tree: Any) -> Iterator[View]:
         yield from views_in(list(tree.values()))  # pyright: ignore[reportUnknownArgumentType]
 
 
-def inputs_of(call: Call) -> list[Source]:
-    """Return what must be there before a call can be made again, each once."""
-    views = views_in((call.args, call.kwargs))
-    return list(dict.fromkeys(view.source for view in views))
-
-
 def missing_calls(source: Source) -> list[Source] | None:
     """Return the contents to make, in the order of their first calls, so that `source` is there again at the end.
 
@@ -214,7 +211,7 @@ def missing_calls(source: Source) -> list[Source] | None:
         at = waiting.pop()
         if at.call is None:
             return None
-        lacking = [each for each in inputs_of(at.call) if each.live is None and each not in missing]
+        lacking = [each for each in at.call.inputs if each.live is None and each not in missing]
         missing.update(lacking)
         waiting += lacking
     return sorted(missing, key=lambda each: call_of(each).number)
@@ -228,7 +225,7 @@ def seconds_to_make(source: Source) -> float:
     """
     if source.call is None:
         return float("inf")
-    total, seen, waiting = source.call.seconds, {source.call}, inputs_of(source.call)
+    total, seen, waiting = source.call.seconds, {source.call}, list(source.call.inputs)
     while waiting:
         at = waiting.pop()
         if at.live is not None:
@@ -238,7 +235,7 @@ def seconds_to_make(source: Source) -> float:
         if at.call not in seen:
             seen.add(at.call)
             total += at.call.seconds
-            waiting += inputs_of(at.call)
+            waiting += at.call.inputs
     return total
 
 
@@ -248,7 +245,7 @@ def needed_by(sources: Iterable[Source]) -> set[Source]:
     waiting = list(seen)
     while waiting:
         at = waiting.pop()
-        new = [each for each in inputs_of(at.call) if each not in seen] if at.call is not None else []
+        new = [each for each in at.call.inputs if each not in seen] if at.call is not None else []
         seen.update(new)
         waiting += new
     return seen
@@ -275,3 +272,18 @@ def _without_statistics(function: Any, args: Any) -> Any:
 def flat(returned: Any) -> list[Any]:
     """Return what a call returned as a list."""
     return list(returned) if isinstance(returned, list | tuple) else [returned]
+
+
+def tensors_given(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in the arguments of an operator, in order.
+
+    Args:
+        tree: tuples, lists and dicts of no other kinds, in which tensors stand.
+    """
+    found: list[torch.Tensor] = []
+    for each in tree.values() if isinstance(tree, dict) else tree:  # pyright: ignore[reportUnknownVariableType]
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, tuple | list | dict):
+            found += tensors_given(each)
+    return found

@@ -12,7 +12,7 @@ import torch
 from memfit.runtime.eager.kept import Kept
 from memfit.runtime.eager.needs import Need
 from memfit.runtime.eager.operators import is_dense
-from memfit.runtime.eager.sources import Source, Sources
+from memfit.runtime.eager.sources import Source, Sources, tensors_given
 from memfit.torch_private import storage_users, tensors_in
 
 BEFORE = -1
@@ -90,7 +90,7 @@ class Trace:
     def read(self, args: Any, kwargs: Any) -> dict[int, Content]:
         """Return the contents that a call is given, by storage; it is made next."""
         found: dict[int, Content] = {}
-        for tensor in tensors_in((args, kwargs)):
+        for tensor in tensors_given((args, kwargs)):
             if is_dense(tensor):
                 storage = tensor.untyped_storage()
                 source = self._sources.of(storage)

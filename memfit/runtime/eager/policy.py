@@ -1,0 +1,27 @@
+"""What eager mode lets go first where a call does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from memfit.runtime.eager.kept import Kept
+from memfit.runtime.eager.sources import seconds_to_make
+
+Policy = Callable[[Sequence[Kept], int], Iterable[Kept]]
+"""Gives what may be let go, the best first, from that and the number of the next call; each is let go before the next
+one is asked for."""
+
+
+def cheap_and_stale(free: Sequence[Kept], now: int) -> Iterable[Kept]:
+    """Order by cost over bytes and staleness, least first; what cannot be made again is left out.
+
+    That is h of "Dynamic tensor rematerialization" (Kirisame et al. 2021), with measured costs; what a contents' call
+    lacks itself counts with them.
+    """
+    scored: list[tuple[float, int, Kept]] = []
+    for number, kept in enumerate(free):
+        source = kept.source
+        seconds = seconds_to_make(source)
+        if seconds < float("inf"):
+            scored.append((seconds / (source.bytes * (now - source.used_at)), number, kept))
+    return (kept for _, _, kept in sorted(scored, key=lambda each: each[:2]))

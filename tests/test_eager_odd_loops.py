@@ -1,0 +1,165 @@
+"""Eager mode around loops that few would expect: the bits of the bare loop, within the budget."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from eager_loops import CPU, Trained, compared, convolutions, mlp, mlp_loss
+from torch import nn
+
+import memfit
+from memfit.runtime.eager.eager import bytes_of_tensors
+from memfit.runtime.eager.needs import Needs
+from memfit.system.recorder import record
+
+
+def early_exit(model: Any, number: int) -> torch.Tensor:
+    hidden = torch.randn(2048, 64)
+    for place, layer in enumerate(model[:16]):
+        hidden = layer(hidden)
+        if place > 9 and number and float(hidden.detach().abs().mean()) < 0.9:
+            break
+    return hidden.square().mean()
+
+
+def layers_of(model: Any) -> Any:
+    yield from model
+
+
+def from_a_generator(model: Any, _number: int) -> torch.Tensor:
+    hidden = torch.randn(2048, 64)
+    for layer in layers_of(model):
+        hidden = layer(hidden)
+    return hidden.square().mean()
+
+
+def frozen_midway(model: Any, number: int) -> torch.Tensor:
+    for parameter in model[:6].parameters():
+        parameter.requires_grad_(number % 2 == 0)
+    return mlp_loss(model, number)
+
+
+def caught_errors(model: Any, _number: int) -> torch.Tensor:
+    hidden = model[:8](torch.randn(2048, 64))
+    try:
+        lost = hidden.exp().sin() @ torch.ones(3, 3)
+        return lost.sum()
+    except RuntimeError:
+        return model[8:](hidden).square().mean()
+
+
+def kept_graph(model: Any, _number: int) -> torch.Tensor:
+    loss = mlp_loss(model, 0)
+    loss.backward(retain_graph=True)
+    return loss * 0.5
+
+
+def two_losses(model: Any, _number: int) -> torch.Tensor:
+    hidden = model[:8](torch.randn(2048, 64))
+    first = model[8:](hidden).square().mean()
+    first.backward(retain_graph=True)
+    return model[8:](hidden.tanh()).square().mean()
+
+
+def nested_checkpoints(model: Any, _number: int) -> torch.Tensor:
+    from torch.utils.checkpoint import checkpoint
+
+    def inner(x: torch.Tensor) -> Any:
+        return checkpoint(model[2:4], x, use_reentrant=False)
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return model[4:6](inner(model[:2](x)))
+
+    hidden: Any = checkpoint(outer, torch.randn(2048, 64), use_reentrant=False)
+    return model[6:](hidden).square().mean()
+
+
+def in_place_on_views(model: Any, _number: int) -> torch.Tensor:
+    hidden = model[:8](torch.randn(2048, 64)) * 1.0
+    hidden[:, :8].mul_(0.5)
+    hidden[::2].add_(1.0)
+    return model[8:](hidden).square().mean()
+
+
+def channels_last(model: Any, _number: int) -> torch.Tensor:
+    images = torch.randn(8, 3, 16, 16).to(memory_format=torch.channels_last)
+    return nn.functional.cross_entropy(model(images), torch.randint(0, 4, (8,)))
+
+
+def hooks_of_tensors(model: Any, _number: int) -> torch.Tensor:
+    hidden = model[:8](torch.randn(2048, 64))
+    hidden.register_hook(lambda gradient: gradient * 0.5)
+    return model[8:](hidden).square().mean()
+
+
+LOOPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, int], torch.Tensor], float]] = {
+    "early exit": (mlp, early_exit, 0.7),
+    "a generator": (mlp, from_a_generator, 0.7),
+    "frozen midway": (mlp, frozen_midway, 0.7),
+    "errors that are caught": (mlp, caught_errors, 0.7),
+    "retained graphs": (mlp, kept_graph, 0.8),
+    "two losses": (mlp, two_losses, 0.7),
+    "nested checkpoints": (mlp, nested_checkpoints, 0.85),
+    "in place on views": (mlp, in_place_on_views, 0.75),
+    "channels last": (convolutions, channels_last, 0.7),
+    "hooks of tensors": (mlp, hooks_of_tensors, 0.7),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_an_odd_loop_has_its_bits(name: str) -> None:
+    make, loss, share = LOOPS[name]
+    assert compared(make, loss, share, steps=4).made_again > 0
+
+
+def test_a_thread_that_trains_beside() -> None:
+    """Another thread has no mode: its calls are its own, and what it allocates is seen."""
+    beside = Trained(mlp, mlp_loss)
+    loop, plain = Trained(mlp, mlp_loss), Trained(mlp, mlp_loss)
+    expected = plain.run(3)
+    found: list[float] = []
+    with memfit.eager(loop.model, budget=bytes_of_tensors(CPU) + (64 << 20)):
+        x = torch.randn(256, 64)
+        thread = threading.Thread(target=lambda: found.append(beside.model(x).square().mean().item()))
+        thread.start()
+        thread.join()
+        assert loop.run(3) == expected
+    assert found == [beside.model(x).square().mean().item()]
+
+
+_x, _row = torch.randn(24, 40), torch.randn(40)
+CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "broadcast": (torch.ops.aten.mul.Tensor, (_x, _row), {}),
+    "both ways": (torch.ops.aten.add.Tensor, (_x[:, :1], _row), {}),
+    "comparison": (torch.ops.aten.gt.Scalar, (_x, 0.0), {}),
+    "integers and a fraction": (torch.ops.aten.mul.Tensor, (torch.ones(24, dtype=torch.uint8), 0.5), {}),
+    "true division": (torch.ops.aten.div.Tensor, (torch.ones(24, dtype=torch.int8), 2), {}),
+    "double": (torch.ops.aten._to_copy.default, (_x,), {"dtype": torch.float64}),
+    "complex": (torch.ops.aten.mul.Tensor, (_x, torch.tensor(1j)), {}),
+    "complex number": (torch.ops.aten.mul.Tensor, (_x, 1j), {}),
+    "dropout": (torch.ops.aten.native_dropout.default, (_x, 0.5, True), {}),
+    "in place": (torch.ops.aten.tanh_.default, (torch.randn(64),), {}),
+    "out": (torch.ops.aten.sin.out, (_row,), {"out": torch.empty(40)}),
+    "product": (torch.ops.aten.mm.default, (_x, _x.t()), {}),
+    "rows": (torch.ops.aten.index.Tensor, (_x, [torch.tensor([1, 2, 3])]), {}),
+    "chosen": (torch.ops.aten.nonzero.default, (_x > 0,), {}),
+    "masked": (torch.ops.aten.index.Tensor, (_x, [_x > 0]), {}),
+    "random": (torch.ops.aten.randn.default, ([30, 50],), {"device": CPU}),
+    "with a generator": (torch.ops.aten.randn.generator, ([9, 9],), {"generator": torch.Generator()}),
+    "mean and variance": (torch.ops.aten.var_mean.correction, (_x, [1]), {}),
+    "polar": (torch.ops.aten.polar.default, (_row, _row), {}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results_are_bounded_before_the_first_call(name: str) -> None:
+    function, args, kwargs = CALLS[name]
+    bound_bytes = Needs(CPU)._result_bytes(function, args, kwargs)  # pyright: ignore[reportPrivateUsage]
+    with record(CPU) as usage:
+        result = function(*args, **kwargs)
+    assert usage.end_bytes - usage.start_bytes <= bound_bytes
+    del result
