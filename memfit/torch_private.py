@@ -659,20 +659,22 @@ def _loops_divided() -> Iterator[None]:
     """
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
-    def iterate(modules: Any) -> Iterator[torch.nn.Module]:
-        return iter(list(modules._modules.values()))
-
-    def forward(self: torch.nn.Sequential, input: Any) -> Any:
-        for module in self:
-            input = module(input)
-        return input
-
     with ExitStack() as patched:
         patched.enter_context(_patched(InstructionTranslatorBase, "maybe_has_backedge", lambda _self: False))
         for kind in (torch.nn.ModuleList, torch.nn.Sequential):
-            patched.enter_context(_patched(kind, "__iter__", iterate))
-        patched.enter_context(_patched(torch.nn.Sequential, "forward", forward))
+            patched.enter_context(_patched(kind, "__iter__", _iterate_as_list))
+        patched.enter_context(_patched(torch.nn.Sequential, "forward", _forward_in_turn))
         yield
+
+
+def _iterate_as_list(modules: Any) -> Iterator[torch.nn.Module]:
+    return iter(list(modules._modules.values()))
+
+
+def _forward_in_turn(self: torch.nn.Sequential, input: Any) -> Any:
+    for module in self:
+        input = module(input)
+    return input
 
 
 @contextmanager
