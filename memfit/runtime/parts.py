@@ -45,6 +45,7 @@ _log = logging.getLogger("memfit")
 _MOST_AIMS = 4  # plans for less and less, while steps take more than the budget; then the leanest
 _MOST_SIZES = 3  # that one graph is planned at, if batches of one shape lead to more
 _MOST_STEPS = 6  # until nothing is compiled any more; the first makes the optimizer's state, too
+_MOST_UPDATED_STEPS = 4  # of these, with the values that the steps before left
 
 
 class PartlyPlannedStep(Uncopied):
@@ -244,14 +245,18 @@ class PartlyPlannedStep(Uncopied):
             raise self._ledger.no_plan(budget_bytes, self.line, more_bytes)
 
     def _settled_peak(self, before: StepState, python: PythonState) -> int:
-        """Run steps with the same values until one compiles nothing; return its peak in bytes.
+        """Run steps until one compiles nothing; return its peak in bytes.
+
+        The first go on from each other's values, as in training: Dynamo takes a number for a constant until it has
+        changed once. Where values decide sizes, they may never end to compile; the last have the values of before.
 
         Raises:
             CaptureError: each step compiles a graph anew.
         """
-        for _ in range(_MOST_STEPS):
+        for number in range(_MOST_STEPS):
             empty_cache(self.device)
-            before.put_back_tensors(self.step)
+            if number >= _MOST_UPDATED_STEPS:
+                before.put_back_tensors(self.step)
             before.put_back_generators()
             python.put_back()
             peak_bytes = self._run(self.step.batch).peak_bytes
