@@ -266,7 +266,7 @@ def _weight(model: nn.Module) -> torch.Tensor:
 PARAMETER_VALUES: dict[str, Callable[[torch.Tensor], Any]] = {
     "item": lambda w: w.sum().item(),
     "float": lambda w: float(w.abs().max()),
-    "int": lambda w: int(w.abs().max() * 1e6),
+    "int": lambda w: int(w.abs().max() * 1e6) * 1e-6,
     "bool": lambda w: 2.0 if w.sum() > 0.1 else 0.5,
     "tolist": lambda w: w.tolist()[0][0],
     "numpy": lambda w: float(w.detach().numpy().sum()),

@@ -228,6 +228,7 @@ def test_what_an_accelerator_would_not_enforce_is_refused() -> None:
 
     with pytest.raises(InvalidTargetError, match="2 models"):
         prepare(accelerate.Accelerator(cpu=True), dropped_out(), dropped_out(), budget="1GiB")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # or the first one's settings stay
     with pytest.raises(InvalidOptionError, match="dynamo_backend"):
         prepare(accelerate.Accelerator(cpu=True, dynamo_backend="eager"), dropped_out(), budget="1GiB")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -180,7 +181,7 @@ def test_language_models_write_over_their_softmaxes_with_eagers_bits(name: str) 
     }
     wanted = {"gpt2": {"aten._log_softmax.default", "aten._log_softmax_backward_data.default"}, "encoder": set[str]()}
     assert {"aten._softmax_backward_data.default", *wanted[name]} <= over
-    assert "log_softmax_out" in planned.source or name != "gpt2"
+    assert name != "gpt2" or re.search(r"_log_softmax_\d+\((s\d+), .*, out=\1\)", planned.source)
 
 
 class Logits(nn.Module):

@@ -198,7 +198,8 @@ class _Lowering:
         return self._call(call, self._target(call))
 
     def _target(self, call: Call) -> str:
-        return self._name(self.direct_calls.find(call.target, call.args, call.kwargs))
+        label = getattr(getattr(call.target, "overloadpacket", call.target), "__name__", "call").replace(".", "_")
+        return self._name(self.direct_calls.find(call.target, call.args, call.kwargs), label)
 
     def _call(self, call: Call, function: str, first: Sequence[str] = ()) -> str:
         args = [*first, *map(self._render, call.args), *(self._keyword(*item) for item in call.kwargs.items())]
@@ -263,14 +264,18 @@ class _Lowering:
             code = f"{self._name(lazy_view)}({code}, conjugated={conjugated}, negated={negated})"
         return code
 
-    def _name(self, thing: Any) -> str:
-        """Return the name of an object in the function's namespace; an object has one name."""
+    def _name(self, thing: Any, label: str = "") -> str:
+        """Return the one name of an object in the function's namespace, which begins with `label`."""
         if id(thing) not in self._names:
-            label = str(getattr(thing, "__name__", "constant")).replace(".", "_").lower()
+            label = label or str(thing if isinstance(thing, _NAMED) else getattr(thing, "__name__", "constant"))
+            label = label.rpartition(".")[2].lower()
             name = f"{label if _is_name(label) else 'constant'}_{len(self._names)}"
             self._names[id(thing)] = name
             self.namespace[name] = thing
         return self._names[id(thing)]
+
+
+_NAMED = (torch.dtype, torch.layout, torch.memory_format, torch.device)
 
 
 def _is_name(text: str) -> bool:

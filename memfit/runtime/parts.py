@@ -192,7 +192,7 @@ class PartlyPlannedStep(Uncopied):
         with saying_what_is_left(self.step.model.parameters()):
             seen = self._run(batch)
         if seen.is_new:
-            self._share()
+            self._plan_new_way(seen.peak_bytes)
         elif seen.peak_bytes is not None and seen.peak_bytes > self._told_bytes:
             self._correct(seen.peak_bytes)
         return seen.loss
@@ -266,6 +266,19 @@ class PartlyPlannedStep(Uncopied):
             f"{self.line}: the step depends on the value of a tensor, and PyTorch compiles the graphs around that line "
             f"anew in each of {_MOST_STEPS} steps: what it depends on besides changes from step to step"
         )
+
+    def _plan_new_way(self, peak_bytes: int | None) -> None:
+        """Plan again after the first whole step on a new way through the graphs; warn if it took too much."""
+        budget_bytes = int(self.settings.budget)
+        if peak_bytes is not None and peak_bytes > budget_bytes:
+            _log.warning(
+                "memfit: the first step on a new way through the graphs around %s took %s, more than the budget of %s; "
+                "it is planned from now on",
+                self.line,
+                format_bytes(peak_bytes),
+                format_bytes(budget_bytes),
+            )
+        self._share()
 
     def _share(self) -> None:
         try:
