@@ -20,7 +20,7 @@ from memfit.runtime.eager.trace import BEFORE, Content, Trace, TracedCall
 
 @pytest.fixture(autouse=True)
 def short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structures, "_TIME_LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr(structures, "_TIME_LIMIT_SECONDS", 1.5)
 
 
 def wait_for_plans(block: Any) -> None:
