@@ -118,11 +118,12 @@ def costed(network: Network, machine: str) -> Costed:
     is_cpu = machine == "cpu"
     device = linked_device("cpu", HOST_BUDGET_BYTES) if is_cpu else load_device(machine)
     step = build(network.name, **(network.options | network.on_cpu if is_cpu else network.options))
-    captured = finish(capture(step)) if is_cpu or not step.has_backward else capture(step)
+    captured = capture(step) if is_cpu or step.has_backward else finish(capture(step))
     chunked = () if step.has_backward else (in_row_chunks(captured, count) for count in COUNTS)
     forms = [captured, *(form for form in chunked if form is not None)]
     if is_cpu:
-        return Costed(device=device, graphs=tuple(measure(f.graph, f.binding, f.observed) for f in forms))
+        finished = [finish(form) for form in forms]
+        return Costed(device=device, graphs=tuple(measure(f.graph, f.binding, f.observed) for f in finished))
     whole = roofline(captured.graph, captured.binding, device)
     return Costed(device=device, graphs=(whole, *(in_chunks(whole, form, device) for form in forms[1:])))
 

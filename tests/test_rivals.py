@@ -22,11 +22,11 @@ from memfit.errors import InvalidOptionError
 from memfit.graph import Graph, Phase
 from memfit.plan import Plan, Problem
 from memfit.planners import make_planner
+from memfit.planners.engine.offloading.absences import HostRoom
 from memfit.planners.engine.offloading.intervals import find_offload_intervals
 from memfit.planners.engine.order import original_order
 from memfit.planners.engine.results import unplanned_peak_bytes, unplanned_schedule
 from memfit.planners.engine.retention.instance import build_instance
-from memfit.planners.published.copies import HostRoom
 from memfit.planners.published.layers import is_convolution, is_fully_connected, layer_of_backward
 from memfit.planners.published.recompute_seconds import RecomputeSeconds
 from memfit.planning import Settings

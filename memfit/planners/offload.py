@@ -131,7 +131,7 @@ class _Run:
 
     def _plan(self, beside: ThreadPoolExecutor) -> None:
         everything = self.best.retention
-        self.kept = self._take(with_best_offloads(self.task, everything, self._seed()))
+        self.kept = self._take(with_best_offloads(self.task, everything, self._seed(), is_scored=True))
         if self.kept.kept_bytes <= self.problem.budget_bytes:
             return
         if not self.options.rematerialize:
@@ -188,7 +188,9 @@ class _Run:
             self._interrupt()
         if alone.schedule is not None or self.interrupted:
             return alone
-        return self._take(with_best_offloads(self.task, searched.retention, self._seed(), self.kept.stays))
+        return self._take(
+            with_best_offloads(self.task, searched.retention, self._seed(), self.kept.stays, is_scored=True)
+        )
 
     def _without_offloads(self, searched: Searched) -> Candidate:
         """Return the result of a search without copies; its own plan if that fits, as the planner guarantees."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from memfit.errors import InvalidOptionError
 from memfit.plan import Problem, Result
+from memfit.planners.engine.offloading.absences import HostRoom, load
 from memfit.planners.engine.offloading.host_stays import Draft, make_draft
 from memfit.planners.engine.offloading.intervals import find_offload_intervals, with_offloads
 from memfit.planners.engine.order import original_order
@@ -18,7 +19,7 @@ from memfit.planners.engine.retention.decisions import drop_at, keep_everything
 from memfit.planners.engine.retention.instance import KEPT, build_instance
 from memfit.planners.engine.tables import Flags
 from memfit.planners.offload import has_link
-from memfit.planners.published.copies import HostRoom, answer, choose, load, place_copies
+from memfit.planners.published.copies import answer, choose, place_copies
 from memfit.planners.published.recompute_seconds import RecomputeSeconds
 from memfit.schedule import Schedule
 

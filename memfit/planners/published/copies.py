@@ -15,6 +15,7 @@ import numpy as np
 
 from memfit.graph import Phase
 from memfit.plan import Problem, Result
+from memfit.planners.engine.offloading.absences import HostRoom
 from memfit.planners.engine.offloading.intervals import OffloadIntervals
 from memfit.planners.engine.results import Ending, make_result, predict
 from memfit.planners.engine.tables import Flags, Integers
@@ -62,41 +63,6 @@ def backward_start(problem: Problem, found: OffloadIntervals) -> int:
     ops = problem.graph.ops
     stops = enumerate(op_at_stops(found))
     return next((stop for stop, op in stops if op is not None and ops[op].phase is not Phase.FORWARD), len(found.stops))
-
-
-def load(found: OffloadIntervals) -> Integers:
-    """Return int64[stops]: the least bytes on the device with the chosen intervals, and no copy back early."""
-    change = np.zeros(len(found.stops) + 1, np.int64)
-    rows = found.intervals[found.intervals["chosen"]]
-    np.subtract.at(change, rows["start"] + 1, rows["size_bytes"])
-    np.add.at(change, rows["end"], rows["size_bytes"])
-    return found.stops["held_bytes"] + np.cumsum(change)[:-1]
-
-
-class HostRoom:
-    """Bytes of host copies after each stop, and whether one more interval fits the host's budget."""
-
-    def __init__(self, found: OffloadIntervals, budget_bytes: int) -> None:
-        self._found, self._budget_bytes = found, budget_bytes
-        self._held = np.zeros(len(found.stops), np.int64)
-        self._spans: dict[int, tuple[int, int]] = {}
-
-    def take(self, number: int, begun: int) -> bool:
-        """Add an interval whose copy to the host starts after stop `begun`; return False if the host has no room.
-
-        One host copy serves all intervals of a version of a storage, from the first copy to the last read.
-        """
-        row = self._found.intervals[number]
-        host_copy, size_bytes = int(row["host_copy"]), int(row["host_bytes"])
-        first, last = self._spans.get(host_copy, (begun, begun))
-        span = min(first, begun), max(last, int(row["end"]))
-        held = self._held.copy()
-        held[first:last] -= size_bytes
-        held[span[0] : span[1]] += size_bytes
-        if held.max() > self._budget_bytes:
-            return False
-        self._held, self._spans[host_copy] = held, span
-        return True
 
 
 def choose(

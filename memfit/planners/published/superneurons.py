@@ -11,6 +11,7 @@ import numpy as np
 from memfit.errors import InvalidOptionError
 from memfit.graph import Op, Phase
 from memfit.plan import Problem, Result
+from memfit.planners.engine.offloading.absences import HostRoom
 from memfit.planners.engine.offloading.intervals import OffloadIntervals, find_offload_intervals, with_offloads
 from memfit.planners.engine.order import original_order
 from memfit.planners.engine.results import keeping_schedule
@@ -19,7 +20,7 @@ from memfit.planners.engine.retention.emit import emit
 from memfit.planners.engine.retention.instance import FREE, Instance, build_instance
 from memfit.planners.engine.tables import Flags
 from memfit.planners.offload import has_link
-from memfit.planners.published.copies import HostRoom, answer, mark_copied, op_at_stops
+from memfit.planners.published.copies import answer, mark_copied, op_at_stops
 from memfit.planners.published.layers import is_convolution, is_fully_connected, layer_of_backward
 from memfit.schedule import Schedule
 

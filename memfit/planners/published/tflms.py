@@ -12,11 +12,12 @@ import numpy as np
 from memfit.errors import InvalidOptionError
 from memfit.graph import Graph, Phase
 from memfit.plan import Problem, Result
+from memfit.planners.engine.offloading.absences import HostRoom, load
 from memfit.planners.engine.offloading.intervals import find_offload_intervals, with_offloads
 from memfit.planners.engine.results import keeping_schedule
 from memfit.planners.engine.tables import Integers
 from memfit.planners.offload import has_link
-from memfit.planners.published.copies import HostRoom, answer, backward_start, load, op_at_stops, place_copies
+from memfit.planners.published.copies import answer, backward_start, op_at_stops, place_copies
 from memfit.planners.published.layers import layer_of_backward
 from memfit.schedule import Schedule
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from memfit.plan import Problem
 from memfit.planners.engine.annealing.run import AnnealRun
+from memfit.planners.engine.offloading.absences import SINGLE_WEIGHTS, Absences, Outcome
 from memfit.planners.engine.offloading.host_stays import (
     Draft,
     HostStay,
@@ -19,7 +20,7 @@ from memfit.planners.engine.offloading.host_stays import (
     make_draft,
     with_host_stays,
 )
-from memfit.planners.engine.offloading.intervals import with_offloads
+from memfit.planners.engine.offloading.intervals import OffloadIntervals, with_offloads
 from memfit.planners.engine.offloading.streams import Streams, anneal, make_possible, make_streams, prune, run
 from memfit.planners.engine.parts import Parts
 from memfit.planners.engine.retention.decisions import Retention
@@ -74,7 +75,9 @@ class Offloading:
         return float(seconds.sum()) / max(1, len(seconds))
 
 
-def with_best_offloads(task: Offloading, retention: Retention, seed: int, stays: Sequence[HostStay] = ()) -> Candidate:
+def with_best_offloads(
+    task: Offloading, retention: Retention, seed: int, stays: Sequence[HostStay] = (), *, is_scored: bool = False
+) -> Candidate:
     """Return `retention` with the best offload intervals found for it.
 
     Args:
@@ -82,9 +85,12 @@ def with_best_offloads(task: Offloading, retention: Retention, seed: int, stays:
         retention: stays as it is.
         seed: of the annealing.
         stays: host stays whose intervals are chosen at the start.
+        is_scored: whether to start from those that a score chooses (see `Absences`), if they are better.
     """
     draft = make_draft(task.instance, task.problem, retention)
     choose_again(draft, stays)
+    if is_scored:
+        _choose_by_scores(task.problem, draft.offloads)
     streams = _anneal_choice(task, draft, seed)
     fits = bool(np.isfinite(streams.totals["best_seconds"][0]))
     if fits:
@@ -129,6 +135,21 @@ def improved(task: Offloading, best: Candidate, seed: int) -> Candidate:
     retention = annealing.best or annealing.leanest
     found = with_best_offloads(task, retention, int(random.integers(1 << 62)), stays)
     return replace(found, moves=found.moves + moves + annealing.moves)
+
+
+def _choose_by_scores(problem: Problem, found: OffloadIntervals) -> None:
+    """Choose the intervals of the best score, unless those that are chosen fit better, or as well and faster."""
+    absences, budget_bytes = Absences(problem, found), problem.budget_bytes
+
+    def rank(outcome: Outcome) -> tuple[int, float]:
+        return max(0, outcome.excess_bytes), outcome.seconds
+
+    best, chosen = rank(absences.place(budget_bytes)), found.intervals["chosen"].copy()
+    for weights in SINGLE_WEIGHTS:
+        now = rank(absences.swap(weights, budget_bytes))
+        if now < best:
+            best, chosen = now, found.intervals["chosen"].copy()
+    found.intervals["chosen"] = chosen
 
 
 def _anneal_choice(task: Offloading, draft: Draft, seed: int, room_bytes: int = 0) -> Streams:
