@@ -541,6 +541,11 @@ def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return call
 
 
+def allocator_settings_text() -> str:
+    """Return the settings of torch's caching allocator, in the form of `PYTORCH_CUDA_ALLOC_CONF`."""
+    return torch._C._accelerator_getAllocatorSettings()
+
+
 def runs_under_ddp() -> bool:
     """Return whether a DistributedDataParallel module's forward is running, or being compiled."""
     if not torch.distributed.is_available():

@@ -84,7 +84,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("chunked", "eager", "freed_run", "near_sizes", "parts", "variants"),
         ("behind", "compile", "ledger", "step_program"),
         ("prepare",),
-        ("measure", "program"),
+        ("measure", "placed_plans", "program"),
         ("lowering", "step_memory", "verify"),
         ("host", "state"),
         (

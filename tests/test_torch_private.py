@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from memfit.torch_private import (
     TensorMetadata,
     TorchDispatchMode,
     UnwrappedMode,
+    allocator_settings_text,
     answered_as_eager,
     any_autocast,
     as_fake,
@@ -719,3 +723,12 @@ def test_an_overload_is_called_without_its_python_function() -> None:
     bare = bare_overload(torch.ops.aten.add.Tensor)
     assert bare is not None and bare(torch.ones(2), torch.ones(2), alpha=2).tolist() == [3, 3]
     assert bare_overload(torch.add) is None and bare_overload(torch.ops.aten.add) is None
+
+
+def test_the_settings_of_the_allocator_are_those_of_the_environment() -> None:
+    code = "from memfit.torch_private import allocator_settings_text; print(allocator_settings_text())"
+    settings = "expandable_segments:True,max_split_size_mb:64"
+    environment = os.environ | {"PYTORCH_ALLOC_CONF": settings}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == settings
+    assert isinstance(allocator_settings_text(), str)

@@ -28,8 +28,8 @@ from memfit.plan import Plan, Problem
 from memfit.planners.engine.bounds.bounds import least_budget_bound
 from memfit.planners.engine.results import unplanned_schedule
 from memfit.planning import Settings, make_leanest_plan, make_plan
-from memfit.runtime.host.layout import plan_within_host
 from memfit.runtime.host.store import alignment_bytes
+from memfit.runtime.placed_plans import plan_as_placed, plan_within_host
 from memfit.runtime.step_memory import StepMemory
 from memfit.schedule import Code, Schedule
 from memfit.simulate import simulate
@@ -132,8 +132,10 @@ class Part:
     def plan_leanest(self, room: Room) -> None:
         """Make the plan that takes the fewest bytes, with the bytes between and outside of a room; not yet used."""
         graph = self._graph_in(room)
-        self.leanest = self._within_host(
-            lambda settings: make_leanest_plan(graph, self.device, settings, room.bytes_outside), self.settings
+        self.leanest = plan_within_host(
+            lambda settings: make_leanest_plan(graph, self.device, settings, room.bytes_outside),
+            self.settings,
+            alignment_bytes(self.captured.binding.device),
         )
         self.lean = self._shape(self.leanest.schedule)
 
@@ -141,15 +143,14 @@ class Part:
         """Use the fastest plan for a room that has bytes enough for the leanest plan."""
         settings = self.settings.within(max(1, room.budget_bytes))
         try:
-            plan = self._within_host(
-                lambda settings: make_plan(self._graph_in(room), self.device, settings, room.bytes_outside), settings
+            plan = plan_as_placed(
+                lambda settings: make_plan(self._graph_in(room), self.device, settings, room.bytes_outside),
+                settings,
+                self.captured.binding.device,
             )
         except NoPlanError:
             plan = self.leanest
         self._use(plan)
-
-    def _within_host(self, make: Callable[[Settings], Plan], settings: Settings) -> Plan:
-        return plan_within_host(make, settings, alignment_bytes(self.captured.binding.device))
 
     def use_leanest(self) -> None:
         """Use the leanest plan."""

@@ -18,8 +18,9 @@ from memfit.plan import Plan, Problem, Progress
 from memfit.planners.engine.carried import carry_over, predicted_seconds
 from memfit.planning import Settings, ignored, make_plan
 from memfit.runtime.behind import Behind
-from memfit.runtime.host.layout import host_layout, plan_within_host
+from memfit.runtime.host.layout import host_layout
 from memfit.runtime.host.store import alignment_bytes
+from memfit.runtime.placed_plans import plan_as_placed
 from memfit.runtime.prepare import ANEW, Planning, Prepared, generators_kept, planned_device
 
 _LEAST_GAIN = 0.01  # of a step's seconds: for less, no plan is searched and no program is made anew
@@ -63,10 +64,10 @@ class _Near:
     def plan(self, captured: Captured, settings: Settings, bytes_outside: int) -> Plan:
         """Return the plan of another size, carried over, or a searched one."""
         device, known = planned_device(captured, settings), tuple(self._structure.plans.values())
-        return plan_within_host(
+        return plan_as_placed(
             lambda settings: make_near_plan(captured.graph, device, settings, bytes_outside, known),
             settings,
-            alignment_bytes(captured.binding.device),
+            captured.binding.device,
         )
 
 
@@ -164,9 +165,7 @@ def _further_search(
 
     def work(listen: Callable[[Progress], None]) -> dict[Hashable, Plan]:
         own = replace(settings.within(plan.budget_bytes), on_stage=ignored, progress=listen, stops_on_interrupt=True)
-        searched = plan_within_host(
-            lambda own: make_plan(plan.graph, plan.device, own, plan.bytes_outside), own, alignment_bytes(device)
-        )
+        searched = plan_as_placed(lambda own: make_plan(plan.graph, plan.device, own, plan.bytes_outside), own, device)
         found = {key: searched}
         for other, smaller in _served(known, searched):
             carried = _carried(searched, smaller)

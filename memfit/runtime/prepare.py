@@ -19,8 +19,9 @@ from memfit.device import Device
 from memfit.errors import PlanMismatchError
 from memfit.plan import Plan
 from memfit.planning import Settings, make_plan
-from memfit.runtime.host.layout import host_layout, plan_within_host
+from memfit.runtime.host.layout import host_layout
 from memfit.runtime.host.store import HostStore, alignment_bytes
+from memfit.runtime.placed_plans import plan_as_placed
 from memfit.runtime.program import Program, make_program
 from memfit.system.budget import format_bytes
 
@@ -55,11 +56,12 @@ class Anew:
         return with_costs(captured, settings)
 
     def plan(self, captured: Captured, settings: Settings, bytes_outside: int) -> Plan:
-        """Return a plan whose host copies fit the host budget as they are laid out, with their alignment."""
-        at = captured.binding.device
+        """Return a plan that fits as its bytes are placed (see `plan_as_placed`)."""
         device = planned_device(captured, settings)
-        return plan_within_host(
-            lambda settings: make_plan(captured.graph, device, settings, bytes_outside), settings, alignment_bytes(at)
+        return plan_as_placed(
+            lambda settings: make_plan(captured.graph, device, settings, bytes_outside),
+            settings,
+            captured.binding.device,
         )
 
 

@@ -56,6 +56,26 @@ class AllocatorSettings:
     capacity_bytes: int | None = None
     allowed_bytes: int | None = None
 
+    @staticmethod
+    def parse(text: str, *, capacity_bytes: int | None = None) -> AllocatorSettings:
+        """Return the settings that a text in the form of `PYTORCH_CUDA_ALLOC_CONF` has, as far as they are modelled.
+
+            >>> AllocatorSettings.parse("expandable_segments:True,max_split_size_mb:64").max_split_bytes
+            67108864
+
+        Args:
+            text: as the environment variable has it.
+            capacity_bytes: see above.
+        """
+        pairs = [pair.partition(":") for pair in text.replace(" ", "").split(",")]
+        found = {key.lower(): value for key, _, value in pairs}
+        split_mb = found.get("max_split_size_mb", "")
+        return AllocatorSettings(
+            expandable_segments=found.get("expandable_segments", "").lower() == "true",
+            max_split_bytes=int(split_mb) << 20 if split_mb.isdigit() else None,
+            capacity_bytes=capacity_bytes,
+        )
+
 
 class EventKind(IntEnum):
     """What happens to a block, to a stream, or to the cache."""

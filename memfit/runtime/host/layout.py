@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from memfit.errors import HostMemoryError
 from memfit.graph import Graph
 from memfit.packing import Blocks, pack
-from memfit.plan import Plan
-from memfit.planning import Settings
 from memfit.schedule import DropHost, Offload, Schedule
-from memfit.system.budget import format_bytes
 
 _PACKING_SECONDS = 2.0
-_TRIES = 3  # plans that are made until the host copies fit as they are laid out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,31 +27,6 @@ class HostLayout:
 
 
 NO_HOST_COPIES = HostLayout(offsets={}, height_bytes=0)
-
-
-def plan_within_host(make: Callable[[Settings], Plan], settings: Settings, alignment_bytes: int) -> Plan:
-    """Return a plan whose host copies fit the host budget as they are laid out, with their alignment.
-
-    Args:
-        make: makes a plan by settings.
-        settings: have the host budget.
-        alignment_bytes: of host copies.
-
-    Raises:
-        HostMemoryError: none of the plans fits; with host budgets of a few pages, say.
-        MemfitError: as `make`.
-    """
-    host_budget_bytes = settings.host_budget_bytes
-    for _ in range(_TRIES):
-        plan = make(settings)
-        excess_bytes = host_layout(plan.graph, plan.schedule, alignment_bytes).height_bytes - host_budget_bytes
-        if excess_bytes <= 0:
-            return plan
-        settings = replace(settings, host_budget_bytes=max(0, settings.host_budget_bytes - excess_bytes))
-    raise HostMemoryError(
-        f"no plan was found whose host copies, in blocks of {alignment_bytes} bytes, fit the host budget of "
-        f"{format_bytes(host_budget_bytes)}; raise it"
-    )
 
 
 @dataclass(slots=True)
