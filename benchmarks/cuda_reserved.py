@@ -24,13 +24,13 @@ from memfit.capture import capture
 from memfit.cost.device_profiles import load_device
 from memfit.cost.rooflines import roofline
 from memfit.device import Device
-from memfit.errors import MemfitError
 from memfit.graph import Graph
 from memfit.packing import PackingProblem, make_packer
 from memfit.packing.from_schedule import blocks_of
 from memfit.plan import Plan
 from memfit.planners.compile_ahead import compile_ahead
 from memfit.planning import Settings, make_leanest_plan, make_plan
+from memfit.runtime.placed_plans import MOST_PLANS, plan_for_less
 from memfit.schedule import Schedule
 from memfit.simulate.cuda_allocator import AllocatorSettings
 from memfit.simulate.reserved import reserved
@@ -42,7 +42,6 @@ SIZES: dict[str, dict[str, OptionValue]] = {
     "gpt2": {"batch": 16, "layers": 12, "width": 768, "tokens": 1024},
 }
 MODES = ("arena", "expandable", "default")
-MOST_PLANS = 5
 PACKING_SECONDS = 5.0
 
 
@@ -56,22 +55,21 @@ def taken_bytes(mode: str, graph: Graph, schedule: Schedule, device: Device) -> 
     return residents + layout.height_bytes + int(step.outside_bytes.max(initial=0))
 
 
-def plan_within(mode: str, first: Plan, settings: Settings) -> dict[str, Any]:
-    """Plan for less until what the mode takes is within the budget of `first`; return the last plan's figures."""
-    graph, device, budget_bytes = first.graph, first.device, first.budget_bytes
-    plan, tries = first, 1
-    while True:
-        taken = taken_bytes(mode, graph, plan.schedule, device)
-        found = {"taken_bytes": taken, "overhead": plan.overhead, "aim_bytes": plan.budget_bytes, "plans": tries}
-        if taken <= budget_bytes:
-            return found
-        if tries == MOST_PLANS:
-            return {**found, "error": f"above the budget after {tries} plans"}
-        try:
-            plan = make_plan(graph, device, settings.within(max(1, plan.budget_bytes - (taken - budget_bytes))))
-        except MemfitError as error:
-            return {**found, "error": str(error)}
-        tries += 1
+def plan_within(mode: str, half: Plan, settings: Settings) -> dict[str, Any]:
+    """Plan for less until what the mode takes is within the budget of `half`; return the figures of what was found."""
+    graph, device = half.graph, half.device
+
+    def make(own: Settings) -> Plan:
+        return half if own.budget == half.budget_bytes else make_plan(graph, device, own)
+
+    placed = plan_for_less(
+        make, settings.within(half.budget_bytes), lambda plan: taken_bytes(mode, graph, plan.schedule, device)
+    )
+    plan = placed.plan
+    found = {"taken_bytes": placed.taken_bytes, "overhead": plan.overhead, "aim_bytes": plan.budget_bytes}
+    if placed.taken_bytes > placed.budget_bytes:
+        return {**found, "error": f"above the budget after {MOST_PLANS} plans"}
+    return {**found, "plans": placed.tries}
 
 
 def figures(plan: Plan) -> dict[str, Any]:

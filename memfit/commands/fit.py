@@ -13,7 +13,7 @@ from rich.text import Text
 from memfit.commands import options
 from memfit.commands.answer import Answer, columns_table, deliver, rows_table
 from memfit.commands.curves import write_report
-from memfit.commands.plan_keys import bounds_of, host_of
+from memfit.commands.plan_keys import bounds_of, host_of, reserved_of, reserved_rows
 from memfit.commands.targets import require_step, resolve
 from memfit.commands.work import Work, working
 from memfit.errors import InvalidOptionError, VerificationError
@@ -193,6 +193,8 @@ def _answer(target: str, fitted: Fitted, save: Path | None, report: Path | None)
         "peak_bytes": prediction.peak_bytes if prediction else None,
         "step_seconds": prediction.seconds if prediction else None,
     }
+    if measurement.reserved_bytes is not None:
+        measured["reserved_bytes"] = measurement.reserved_bytes
     if measurement.transfers is not None:
         measured |= {
             "stall_seconds": measurement.transfers.stall_seconds,
@@ -210,6 +212,7 @@ def _answer(target: str, fitted: Fitted, save: Path | None, report: Path | None)
         "overhead": measurement.overhead,
         "bitwise_equal": True,
         **host_of(plan),
+        **reserved_of(plan),
         "bounds": bounds_of(fitted.bounds),
     }
     if fitted.corrections:
@@ -233,4 +236,5 @@ def _parts(fitted: Fitted, keys: dict[str, Any], save: Path | None, report: Path
     peaks = ["peak", *("-" if s["peak_bytes"] is None else format_bytes(s["peak_bytes"]) for s in sides)]
     seconds = ["step", *("-" if s["step_seconds"] is None else seconds_text(s["step_seconds"]) for s in sides)]
     columns = ("", "eager, measured", "planned, measured", "planned, predicted")
-    return rows_table(rows), Text(), columns_table(columns, [tuple(peaks), tuple(seconds)])
+    taken = (rows_table(reserved_rows(keys["reserved"])), Text()) if "reserved" in keys else ()
+    return rows_table(rows), Text(), *taken, columns_table(columns, [tuple(peaks), tuple(seconds)])

@@ -13,7 +13,7 @@ from memfit.commands import options
 from memfit.commands.answer import INTERRUPTED, Answer, columns_table, deliver, rows_table
 from memfit.commands.curves import trade_off, write_report
 from memfit.commands.graph_with_costs import graph_with_costs
-from memfit.commands.plan_keys import bounds_of, counts_of, host_of, reserved_of
+from memfit.commands.plan_keys import bounds_of, counts_of, host_of, reserved_of, reserved_rows
 from memfit.commands.targets import resolve
 from memfit.commands.work import working
 from memfit.plan import Plan
@@ -112,24 +112,12 @@ def _answer(
         written["report"] = str(report)
     parts: list[RenderableType] = [text_summary(plan)]
     if taken:
-        parts += [Text(), rows_table(_on_the_device(taken["reserved"]))]
+        parts += [Text(), rows_table(reserved_rows(taken["reserved"]))]
     if points:
         parts += [Text(), columns_table(("budget", "overhead"), [_frontier_row(point) for point in points])]
     if written:
         parts += [Text(), rows_table(written)]
     return Answer(target=target, device=plan.device.name, keys=keys, parts=tuple(parts), exit_status=exit_status)
-
-
-def _on_the_device(taken: dict[str, int]) -> dict[str, str]:
-    """Return what the budget has to cover without an arena, by part."""
-    whole, expandable = format_bytes(taken["reserved_bytes"]), format_bytes(taken["expandable_segments_bytes"])
-    return {
-        "residents": format_bytes(taken["resident_bytes"]),
-        "plan": format_bytes(taken["plan_bytes"]),
-        "fragmentation": f"{format_bytes(taken['fragmentation_bytes'])} by torch's allocator",
-        "reserved": f"{whole}, or {expandable} with expandable segments",
-        "not in these": "workspaces of libraries, where no op was measured, and the CUDA context",
-    }
 
 
 def _frontier_row(point: CurvePoint) -> tuple[str, str]:

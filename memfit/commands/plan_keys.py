@@ -1,4 +1,4 @@
-"""The JSON keys of a plan that several commands give."""
+"""The JSON keys, and the rows, of a plan that several commands give."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from memfit.plan import Bounds, Plan
 from memfit.schedule import Code
 from memfit.simulate.cuda_allocator import CUDA_ALIGNMENT_BYTES, AllocatorSettings
 from memfit.simulate.reserved import reserved
+from memfit.system.budget import format_bytes
 
 
 def counts_of(plan: Plan) -> dict[str, int]:
@@ -49,6 +50,18 @@ def reserved_of(plan: Plan) -> dict[str, dict[str, int]]:
             "reserved_bytes": default,
             "expandable_segments_bytes": expandable,
         }
+    }
+
+
+def reserved_rows(taken: dict[str, int]) -> dict[str, str]:
+    """Return what a budget has to cover without an arena, by part; `taken` is what `reserved_of` found."""
+    whole, expandable = format_bytes(taken["reserved_bytes"]), format_bytes(taken["expandable_segments_bytes"])
+    return {
+        "residents": format_bytes(taken["resident_bytes"]),
+        "plan": format_bytes(taken["plan_bytes"]),
+        "fragmentation": f"{format_bytes(taken['fragmentation_bytes'])} by torch's allocator",
+        "reserved": f"{whole}, or {expandable} with expandable segments",
+        "not in these": "workspaces of libraries, where no op was measured, and the CUDA context",
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +21,7 @@ from memfit.torch_private import allocator_settings_text
 
 _log = logging.getLogger("memfit")
 _HOST_TRIES = 3  # plans that are made until the host copies fit as they are laid out
-_DEVICE_TRIES = 6  # plans for less and less, until the device's bytes fit
+MOST_PLANS = 6  # for less and less, until the device's bytes fit
 _SHARE = 0.5  # of the time limit, for each plan after the first
 
 Make = Callable[[Settings], Plan]
@@ -65,8 +66,8 @@ def allocator_settings(at: torch.device) -> AllocatorSettings | None:
 def plan_within_allocator(make: Make, settings: Settings, allocator: AllocatorSettings) -> Plan:
     """Return a plan for which torch's CUDA allocator takes no more than the budget: one for less, if need be.
 
-    If the plans for less do not get there, the one that takes the fewest bytes is returned, and a warning says so: the
-    first steps are measured, and show what is taken in fact.
+    If no plan gets there, the one that takes the fewest bytes is returned, and a warning says so: the first steps are
+    measured, and show what is taken in fact.
 
     Args:
         make: makes a plan by settings.
@@ -76,37 +77,60 @@ def plan_within_allocator(make: Make, settings: Settings, allocator: AllocatorSe
     Raises:
         MemfitError: as `make`, for the whole budget.
     """
-    fewest = plan = make(settings)
+    placed = plan_for_less(
+        make, settings, lambda plan: reserved(plan.graph, plan.schedule, allocator).peak_bytes + plan.bytes_outside
+    )
+    if placed.taken_bytes > placed.budget_bytes:
+        _log.warning(
+            "memfit: by the model of torch's CUDA allocator the plan takes %s from the device, more than the budget of "
+            "%s: it leaves blocks unused that nothing fits into; an arena (arena=True), or PYTORCH_ALLOC_CONF="
+            "expandable_segments:True, wastes less",
+            format_bytes(placed.taken_bytes),
+            format_bytes(placed.budget_bytes),
+        )
+    return placed.plan
+
+
+class Placed(NamedTuple):
+    """A plan, the bytes that it takes as they are placed, the budget for these, and how many plans were made."""
+
+    plan: Plan
+    taken_bytes: int
+    budget_bytes: int
+    tries: int
+
+
+def plan_for_less(make: Make, settings: Settings, taken: Callable[[Plan], int]) -> Placed:
+    """Return the first plan that takes no more than the budget, or the one that takes the fewest bytes.
+
+    Each is made for as much less as the one before took too much; where no plan fits that, for the middle.
+
+    Args:
+        make: makes a plan by settings.
+        settings: have the budget.
+        taken: returns the bytes that a plan takes.
+
+    Raises:
+        MemfitError: as `make`, for the whole budget.
+    """
+    plan = make(settings)
     budget_bytes, floor_bytes = plan.budget_bytes, 0
+    best = last = Placed(plan, taken(plan), budget_bytes, 1)
     own = replace(settings, time_limit_seconds=_SHARE * settings.time_limit_seconds)
-    fewest_bytes = taken_bytes = _taken_bytes(plan, allocator)
-    for _ in range(_DEVICE_TRIES - 1):
-        if taken_bytes <= budget_bytes:
-            return plan
-        aim_bytes = plan.budget_bytes - (taken_bytes - budget_bytes)
-        if aim_bytes <= floor_bytes:  # no plan fits that
-            aim_bytes = (floor_bytes + plan.budget_bytes) // 2
+    for tries in range(2, MOST_PLANS + 1):
+        if best.taken_bytes <= budget_bytes:
+            break
+        aim_bytes = last.plan.budget_bytes - (last.taken_bytes - budget_bytes)
+        if aim_bytes <= floor_bytes:
+            aim_bytes = (floor_bytes + last.plan.budget_bytes) // 2
         try:
             plan = make(own.within(max(1, aim_bytes)))
         except NoPlanError as error:
             floor_bytes = max(aim_bytes, error.least_budget_bound_bytes)
             continue
-        taken_bytes = _taken_bytes(plan, allocator)
-        if taken_bytes < fewest_bytes:
-            fewest, fewest_bytes = plan, taken_bytes
-    if fewest_bytes > budget_bytes:
-        _log.warning(
-            "memfit: by the model of torch's CUDA allocator the plan takes %s from the device, more than the budget of "
-            "%s: it leaves blocks unused that nothing fits into; an arena (arena=True), or PYTORCH_ALLOC_CONF="
-            "expandable_segments:True, wastes less",
-            format_bytes(fewest_bytes),
-            format_bytes(budget_bytes),
-        )
-    return fewest
-
-
-def _taken_bytes(plan: Plan, allocator: AllocatorSettings) -> int:
-    return reserved(plan.graph, plan.schedule, allocator).peak_bytes + plan.bytes_outside
+        last = Placed(plan, taken(plan), budget_bytes, tries)
+        best = min(best, last, key=lambda placed: placed.taken_bytes)
+    return best
 
 
 def plan_within_host(make: Make, settings: Settings, alignment_bytes: int) -> Plan:
