@@ -13,6 +13,7 @@ from memfit.system.version import __version__ as __version__
 if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
     from memfit.checker import check
+    from memfit.commands.frontier import frontier
     from memfit.errors import MemfitError
     from memfit.graph import Graph
     from memfit.plan import Plan, Problem
@@ -36,6 +37,7 @@ __all__ = [
     "eager",
     "fit",
     "fit_function",
+    "frontier",
     "mirror",
 ]
 
@@ -52,6 +54,7 @@ _HOME = {
     "eager": "memfit.runtime.eager.eager",
     "fit": "memfit.runtime.step",
     "fit_function": "memfit.runtime.function",
+    "frontier": "memfit.commands.frontier",
     "mirror": "memfit.planners.mirror",
 }
 

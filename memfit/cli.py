@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from memfit.commands import batch, calibrate, check, compare, estimate, fit, listing, pack, plan, report
+from memfit.commands import batch, calibrate, check, compare, estimate, fit, frontier, listing, pack, plan, report
 from memfit.commands.answer import BAD_INPUT, DONE, WarningLines, deliver_error
 from memfit.errors import MemfitError
 from memfit.system.version import __version__
@@ -31,6 +31,7 @@ app.command("fit", epilog=fit.EXAMPLES)(fit.fit)
 app.command("estimate", epilog=estimate.EXAMPLES)(estimate.estimate)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("batch", epilog=batch.EXAMPLES)(batch.batch)
+app.command("frontier", epilog=frontier.EXAMPLES)(frontier.command)
 app.command("compare", epilog=compare.EXAMPLES)(compare.compare)
 app.command("pack", epilog=pack.EXAMPLES)(pack.pack)
 app.command("check", epilog=check.EXAMPLES)(check.check)

@@ -188,8 +188,24 @@ def test_a_memfit_error_of_the_users_function_passes(write: Write) -> None:
         resolve(f"{write(source)}:step")
 
 
-def test_only_workloads_have_options(write: Write) -> None:
-    with pytest.raises(InvalidOptionError, match="takes no options, got batch; only built-in workloads have options"):
+def test_arguments_of_a_function_are_set_by_name(write: Write) -> None:
+    source = (
+        "import torch, memfit\n"
+        "def step(rows=2, scale=1.0, bias=True, kind=None):\n"
+        "    model = torch.nn.Linear(3, 3, bias=bias)\n"
+        "    return memfit.TrainingStep(model=model, loss=torch.nn.MSELoss(),\n"
+        "        batch=(scale * torch.ones(rows, 3), torch.ones(rows, 3)), name=kind or 'own')\n"
+    )
+    step = resolve(f"{write(source)}:step", {"rows": "5", "scale": "2", "bias": "false", "kind": "text"})
+    assert isinstance(step, TrainingStep)
+    assert step.batch[0].tolist() == [[2.0] * 3] * 5
+    assert step.model.bias is None
+    assert step.name == "text"
+    with pytest.raises(InvalidOptionError, match=r"has no parameter 'row'; did you mean 'rows'\?; it has rows, scale"):
+        resolve(f"{write(source)}:step", {"row": "5"})
+    with pytest.raises(InvalidOptionError, match="parameter rows='many'"):
+        resolve(f"{write(source)}:step", {"rows": "many"})
+    with pytest.raises(InvalidOptionError, match="has no parameter 'batch'; it has none"):
         resolve(f"{write(GOOD)}:step", {"batch": "2"})
 
 

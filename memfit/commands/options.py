@@ -63,7 +63,11 @@ TimeLimit = Annotated[
 Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Of the search: the same seed gives the same plan.")]
 WorkloadOptions = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="An option of the workload, such as batch=4; may be repeated."),
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="An option of the workload, or an argument of the function, such as batch=4; may be repeated.",
+    ),
 ]
 NoCache = Annotated[
     bool,

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from memfit.errors import InvalidOptionError, InvalidTargetError, MemfitError
 from memfit.graph import Graph
 from memfit.workloads.registry import WORKLOADS, OptionValue, did_you_mean
@@ -36,9 +38,9 @@ def resolve(target: str, options: Mapping[str, OptionValue] | None = None) -> Tr
         ('TrainingStep', 16)
 
     Args:
-        target: a built-in workload, `path/to/file.py:function` (a function without arguments that returns a
-            TrainingStep), or a graph file.
-        options: of a built-in workload; other targets have none.
+        target: a built-in workload, `path/to/file.py:function` (a function that can be called without arguments and
+            returns a TrainingStep), or a graph file.
+        options: of a built-in workload, or arguments of the function; a graph file has none.
 
     Raises:
         InvalidTargetError: the target does not exist, or does not give a training step; names the user's line.
@@ -51,15 +53,13 @@ def resolve(target: str, options: Mapping[str, OptionValue] | None = None) -> Tr
         from memfit.workloads.building import build_workload
 
         return build_workload(target, options or {})
-    if options:
-        raise InvalidOptionError(
-            f"target {target} takes no options, got {', '.join(options)}; only built-in workloads have options"
-        )
-    if target.endswith(GRAPH_ENDINGS):
-        return _load_graph(target)
     path, colon, function = target.rpartition(":")
     if colon and path.endswith(".py"):
-        return _call(Path(path), function)
+        return _call(Path(path), function, options or {})
+    if options and target.endswith(GRAPH_ENDINGS):
+        raise InvalidOptionError(f"target {target} is a graph file, which has no options; got {', '.join(options)}")
+    if target.endswith(GRAPH_ENDINGS):
+        return _load_graph(target)
     raise InvalidTargetError(_explain(target))
 
 
@@ -95,10 +95,11 @@ def _explain(target: str) -> str:
     )
 
 
-def _call(path: Path, name: str) -> TrainingStep:
+def _call(path: Path, name: str, options: Mapping[str, OptionValue]) -> TrainingStep:
     function = _function(_load_module(path), path, name)
+    arguments = _arguments(function, f"{path}:{name}", options)
     with _blame(path, f"{name}() raised"):
-        made = function()
+        made = function(**arguments)
     from memfit.capture.step_check import check_step
     from memfit.capture.training_step import TrainingStep
 
@@ -152,6 +153,25 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
             f"{path}:{name} needs arguments ({', '.join(needed)}), expected a function that is called without any"
         )
     return function
+
+
+def _arguments(function: Callable[..., Any], where: str, options: Mapping[str, OptionValue]) -> dict[str, Any]:
+    """Return options as arguments of a function, each of the type of the parameter's default."""
+    parameters = inspect.signature(function).parameters
+    own = {n: p.default for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    kinds: dict[str, Any] = {name: type(default) for name, default in own.items()}
+    arguments: dict[str, Any] = {}
+    for option, value in options.items():
+        if option not in own:
+            raise InvalidOptionError(
+                f"target {where} has no parameter {option!r}{did_you_mean(option, own)}; it has "
+                f"{', '.join(own) or 'none'}"
+            )
+        try:
+            arguments[option] = value if own[option] is None else msgspec.convert(value, kinds[option], strict=False)
+        except msgspec.ValidationError as error:
+            raise InvalidOptionError(f"target {where}: parameter {option}={value!r}: {error}") from error
+    return arguments
 
 
 @contextmanager
