@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,55 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from memfit.workloads import build
-
-
-class StochasticDepth(nn.Module):
-    """ResNet-110 for CIFAR (He et al. 2015) with blocks that survive by chance (Huang et al. 2016, linear decay).
-
-    Args:
-        blocks: of each width.
-        checkpoints: whether what a block computes is computed again in backward.
-    """
-
-    def __init__(self, blocks: int = 18, *, checkpoints: bool = False) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
-        widths = [16] * blocks + [32] * blocks + [64] * blocks
-        self.blocks = nn.ModuleList(
-            _Block(before, width) for before, width in zip([16, *widths[:-1]], widths, strict=True)
-        )
-        self.head = nn.Linear(64, 10)
-        self.is_whole, self.run = False, _caller(checkpoints)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the logits; a block that is skipped costs nothing, with or without checkpoints."""
-        x = self.stem(x)
-        for number, block in enumerate(self.blocks):
-            survives = 1 - 0.5 * (number + 1) / len(self.blocks)
-            runs = float(torch.rand(())) < survives or self.is_whole
-            x = self.run(block, x) if runs else block.skipped(x)  # pyright: ignore[reportCallIssue]
-        return self.head(x.mean((2, 3)))
-
-
-class _Block(nn.Module):
-    def __init__(self, before: int, width: int) -> None:
-        super().__init__()
-        self.stride = 1 if before == width else 2
-        self.inner = nn.Sequential(
-            nn.Conv2d(before, width, 3, self.stride, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(),
-            nn.Conv2d(width, width, 3, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-        )
-
-    def skipped(self, x: Tensor) -> Tensor:
-        if self.stride == 1:
-            return x
-        return nn.functional.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 0, x.shape[1]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.skipped(x) + self.inner(x))
+from memfit.workloads.stochastic_depth import StochasticDepthResNet
 
 
 class Experts(nn.Module):
@@ -184,6 +137,23 @@ def _trees(model: nn.Module) -> Tensor:
     return model(torch.randn(64, 128))[0].square().mean()
 
 
+def _stochastic_depth(*, checkpoints: bool = False) -> nn.Module:
+    model = StochasticDepthResNet(depth=110, classes=10, draw=None)
+    if checkpoints:
+        for stage in model.stages:
+            for block in stage.blocks:  # pyright: ignore
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
+def _full_depth(model: Any) -> Tensor:
+    model.draw = 0
+    try:
+        return _images(model)
+    finally:
+        model.draw = None
+
+
 def _gpt2(*, checkpoints: bool = False) -> nn.Module:
     model: Any = build("gpt2", layers=4, width=192, vocabulary=5000, tokens=216).model
     if checkpoints:
@@ -192,7 +162,7 @@ def _gpt2(*, checkpoints: bool = False) -> nn.Module:
 
 
 LOOPS: dict[str, Loop] = {
-    "stochastic depth": Loop(make=StochasticDepth, loss=_images, whole=_whole(_images), placed="each block"),
+    "stochastic depth": Loop(make=_stochastic_depth, loss=_images, whole=_full_depth, placed="each block"),
     "experts": Loop(
         make=Experts,
         loss=lambda model: _tokens(model, int(torch.randint(64, 129, ()))),
