@@ -140,7 +140,7 @@ class Part:
         self.lean = self._shape(self.leanest.schedule)
 
     def plan_within(self, room: Room) -> None:
-        """Use the fastest plan for a room that has bytes enough for the leanest plan."""
+        """Use the fastest plan for a room; the one in use stays if none is faster."""
         settings = self.settings.within(max(1, room.budget_bytes))
         try:
             plan = plan_as_placed(
@@ -149,8 +149,9 @@ class Part:
                 self.captured.binding.device,
             )
         except NoPlanError:
-            plan = self.leanest
-        self._use(plan)
+            return
+        if plan.predicted.seconds < self.plan.predicted.seconds:
+            self._use(plan)
 
     def use_leanest(self) -> None:
         """Use the leanest plan."""
@@ -356,14 +357,16 @@ class Ledger:
             at_least, at_most = moment.bytes_with(lean), moment.bytes_with(full)
             if at_most > budget_bytes:
                 share = min(share, (budget_bytes - at_least) / (at_most - at_least))
+        self.use_leanest()
         shapes = {part: part.lean.towards(part.full, share) for part in parts}
         for part in parts:
-            room = self._room(part, shapes, budget_bytes)
-            between_bytes = room.budget_bytes - part.resident_bytes - shapes[part].kept_bytes
-            part.plan_within(replace(room, bytes_between=max(0, between_bytes)))
+            part.plan_within(self._room_to_keep(part, shapes, budget_bytes))
         for part in sorted(parts, key=lambda part: part.plan.overhead * part.plan.unplanned.seconds, reverse=True):
             if part.plan.overhead > 0.0:
-                part.plan_within(self._room(part, {each: each.shape for each in parts}, budget_bytes))
+                now = {each: each.shape for each in parts}
+                more_bytes = self._spare_bytes(part, now, budget_bytes)
+                kept = replace(part.shape, kept_bytes=part.shape.kept_bytes + more_bytes)
+                part.plan_within(self._room_to_keep(part, {**now, part: kept}, budget_bytes))
 
     def use_leanest(self) -> None:
         """Use the leanest plan of each part."""
@@ -383,22 +386,28 @@ class Ledger:
         for part in reversed(self.parts):
             part.plan_leanest(self._room(part, {each: each.lean for each in self.parts}, 0))
 
+    def _spare_bytes(self, part: Part, shapes: Mapping[Part, Shape], budget_bytes: int) -> int:
+        """Return how many bytes more a part may keep each time that it is open, all shapes being as they are."""
+        opened = ((moment, moment.open.count(part)) for moment in self._moments())
+        spare = ((budget_bytes - moment.bytes_with(shapes)) // times for moment, times in opened if times)
+        return max(0, min(spare, default=0))
+
+    def _room_to_keep(self, part: Part, shapes: Mapping[Part, Shape], budget_bytes: int) -> Room:
+        """Return what a budget leaves for a part that keeps no more than these shapes say."""
+        room = self._room(part, shapes, budget_bytes)
+        between_bytes = room.budget_bytes - part.resident_bytes - shapes[part].kept_bytes
+        return replace(room, bytes_between=max(0, between_bytes))
+
     def _room(self, part: Part, shapes: Mapping[Part, Shape], budget_bytes: int) -> Room:
-        """Return what a budget leaves for a part, the others having these shapes."""
-        forward_bytes, backward_bytes, between_bytes = 0, 0, 0
+        """Return what a budget leaves for a part, all having these shapes."""
         mine = shapes[part]
-        for step in self._steps.values():
-            for first, last in step.calls:
-                if step.moments[first].part is not part:
-                    continue
-                base_bytes = step.moments[first].bytes_with(shapes) - mine.forward_bytes
-                forward_bytes = max(forward_bytes, base_bytes)
-                backward_bytes = max(backward_bytes, step.moments[last].bytes_with(shapes) - mine.backward_bytes)
-                inner_bytes = max(moment.bytes_with(shapes) for moment in step.moments[first + 1 : last])
-                between_bytes = max(between_bytes, inner_bytes - mine.kept_bytes - base_bytes - part.resident_bytes)
+        own = [moment for moment in self._moments() if moment.part is part]
+        forward_bytes = max((m.bytes_with(shapes) - mine.forward_bytes for m in own if m.is_forward), default=0)
+        backward_bytes = max((m.bytes_with(shapes) - mine.backward_bytes for m in own if not m.is_forward), default=0)
+        between_bytes = max((m.bytes_with(shapes) for m in self._moments() if part in m.open), default=0)
         return Room(
             budget_bytes=budget_bytes - forward_bytes,
-            bytes_between=between_bytes,
+            bytes_between=max(0, between_bytes - mine.kept_bytes - forward_bytes - part.resident_bytes),
             bytes_outside=max(0, backward_bytes - forward_bytes),
         )
 

@@ -257,6 +257,8 @@ class PartlyPlannedStep(Uncopied):
             empty_cache(self.device)
             if number >= _MOST_UPDATED_STEPS:
                 before.put_back_tensors(self.step)
+            if self.step.optimizer is None:  # its gradients stay, and the next step is to make them again
+                self.step.model.zero_grad(set_to_none=True)
             before.put_back_generators()
             python.put_back()
             peak_bytes = self._run(self.step.batch).peak_bytes
