@@ -79,9 +79,9 @@ class Contents:
         self.kept: dict[Source, Kept] = {}
         self.held: dict[Source, torch.UntypedStorage] = {}
         self.host = host
-        self.policy: Policy = (
-            cheap_and_stale if host is None else partial(cheap_and_stale, seconds_of=self._seconds_to_let_go)
-        )
+        self.policy: Policy = cheap_and_stale
+        if host is not None:
+            self.policy = partial(cheap_and_stale, seconds_of=self._seconds_to_let_go)
         self.made_again: Callable[[Source], None] = _ignored
         self.counts = Counts()
         self.is_busy = False
@@ -316,9 +316,9 @@ class Contents:
             return float("inf")
         if source in self.held or storage_users(storage) > len(kept.alive()) + 1:  # and this function's own
             return float("inf")
-        if source.host is not None:
-            return source.host.seconds_back
-        return self.host.seconds(source.bytes) if self.host.has_room(source.bytes) else float("inf")
+        if source.host is None:
+            return self.host.seconds(source.bytes) if self.host.has_room(source.bytes) else float("inf")
+        return source.host.seconds_back
 
     def _seconds_to_let_go(self, kept: Kept) -> float:
         return min(self._seconds_to_drop(kept.source), self._seconds_to_offload(kept))
