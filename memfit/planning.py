@@ -25,6 +25,7 @@ from memfit.planners.engine.results import unplanned_peak_bytes
 from memfit.planners.engine.retention.decisions import Retention
 from memfit.planners.protocols import Planner, WarmStarts
 from memfit.system.budget import format_bytes, parse_budget
+from memfit.system.spill_file import require_host_budget
 
 DEFAULT_PLANNER = "auto"
 DEFAULT_TIME_LIMIT_SECONDS = 5.0
@@ -92,11 +93,7 @@ class Settings:
             raise InvalidOptionError(f"time_limit_seconds is {seconds!r}, expected a number of seconds above 0")
         if not isinstance(seed, int) or seed < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidOptionError(f"seed is {seed!r}, expected a whole number from 0 on")
-        if self.host_dir is not None and self.host_budget_bytes == 0:
-            raise InvalidOptionError(
-                f"host_dir is {str(self.host_dir)!r} and host_budget is 0, so that nothing goes there: give both, or "
-                "none"
-            )
+        require_host_budget(self.host_dir, self.host_budget_bytes)
 
     @property
     def is_in_bytes(self) -> bool:

@@ -51,6 +51,7 @@ def compared(
     steps: int = 3,
     largest: int = 0,
     after: Callable[[Any], None] = lambda _block: None,
+    **options: Any,
 ) -> Any:
     """Train a model with and without a budget, compare all bits, and return the report.
 
@@ -63,6 +64,7 @@ def compared(
         steps: of the loop.
         largest: the step whose peak is meant.
         after: called with the block after each of its steps.
+        options: of `memfit.eager`, beside the budget.
     """
     plain = Trained(make, loss)
     allocated_bytes(CPU)
@@ -79,7 +81,7 @@ def compared(
     gc.collect()
     budgeted = Trained(make, loss)
     budget = bytes_of_tensors(CPU) + held_bytes + int(share * usage.peak_bytes)
-    with memfit.eager(budgeted.model, budget=budget) as block:
+    with memfit.eager(budgeted.model, budget=budget, **options) as block:
         again = budgeted.run(steps, lambda: after(block))
     report = block.report()
     assert again == losses

@@ -112,6 +112,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("kept", "operators"),
         ("needs",),
         ("sources",),
+        ("host",),
     ),
     "integrations": (("accelerate", "lightning", "transformers"),),
     "runtime/compile": (("lookup", "model"), ("backend",), ("account",), ("halves", "occupancy")),

@@ -176,6 +176,18 @@ def parse_host_dir(given: Path | str | None) -> Path | None:
     return Path(given)
 
 
+def require_host_budget(directory: Path | None, host_budget_bytes: int) -> None:
+    """Refuse a directory to which nothing would go.
+
+    Raises:
+        InvalidOptionError: a directory is given without a host budget.
+    """
+    if directory is not None and host_budget_bytes == 0:
+        raise InvalidOptionError(
+            f"host_dir is {str(directory)!r} and host_budget is 0, so that nothing goes there: give both, or none"
+        )
+
+
 def spill_directory() -> Path:
     """Return the directory for spilled memory that is used by default: the system's temporary one, if on a disk.
 

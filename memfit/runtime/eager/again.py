@@ -21,8 +21,9 @@ def make_again(
     source: Source,
     before_call: Callable[[Call], None],
     done: Callable[[Call, dict[int, torch.Tensor]], None],
+    fetch: Callable[[Source], torch.Tensor],
 ) -> torch.Tensor | None:
-    """Make contents again whose storage is gone, and return a tensor over them; None if that cannot be.
+    """Make contents again whose storage is gone, or copy them back from the host.
 
     What is there when a call comes may be let go before, and is then made again for it.
 
@@ -31,7 +32,15 @@ def make_again(
         source: the contents.
         before_call: called before each call, whose inputs are there, to make room.
         done: called after each, with what it has made, by place.
+        fetch: returns a tensor over contents that come back from the host.
+
+    Returns:
+        a tensor over them; None if they cannot be made again.
     """
+    if source.host is not None:
+        fetched = fetch(source)
+        sources.enter(fetched.untyped_storage(), source)
+        return fetched
     order = missing_calls(source)
     if order is None:
         return None
@@ -40,7 +49,7 @@ def make_again(
     for number, at in enumerate(order):
         if at.live is None:
             call = call_of(at)
-            inputs = [_hold(sources, each, held, before_call, done) for each in call.inputs]
+            inputs = [_hold(sources, each, held, before_call, done, fetch) for each in call.inputs]
             before_call(call)
             found = _run_again(call, at, last, number)
             for each in order[number:]:
@@ -67,12 +76,13 @@ def _hold(
     held: dict[Source, torch.Tensor],
     before_call: Callable[[Call], None],
     done: Callable[[Call, dict[int, torch.Tensor]], None],
+    fetch: Callable[[Source], torch.Tensor],
 ) -> torch.Tensor:
     """Return a tensor over contents, made again if they are gone."""
     live = source.live
     if live is not None:
         return _whole(live)
-    made = make_again(sources, source, before_call, done)
+    made = make_again(sources, source, before_call, done, fetch)
     if made is None:
         raise LostContentsError
     held[source] = made

@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from memfit.capture.whole_step import calling_line
 from memfit.errors import OverBudgetError, UnsupportedStepError
 from memfit.runtime.eager.again import LostContentsError, make_again
+from memfit.runtime.eager.host import Host
 from memfit.runtime.eager.kept import Kept, Saved
 from memfit.runtime.eager.operators import is_dense
 from memfit.runtime.eager.policy import Policy, cheap_and_stale
@@ -26,7 +28,8 @@ from memfit.runtime.eager.sources import (
     tensors_given,
 )
 from memfit.system.budget import format_bytes
-from memfit.torch_private import no_modes, without_autocast
+from memfit.system.recorder import taken_bytes
+from memfit.torch_private import no_modes, storage_users, without_autocast
 
 LEAST_BYTES = 1 << 12  # smaller contents are never let go
 
@@ -36,6 +39,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.calls = self.let_go = self.made_again = self.passes = 0
+        self.to_host_bytes = self.to_device_bytes = 0
         self.again_seconds = 0.0
 
 
@@ -50,6 +54,7 @@ class Contents:
         kept: what autograd saved, by its contents.
         held: storages that a plan has longer than the loop.
         counts: what happened so far.
+        host: where contents are copied to; None if that is nowhere.
         policy: what goes first; see `memfit.runtime.eager.policy`.
         made_again: called with contents that were made again.
         is_busy: whether calls are made that are none of the loop's.
@@ -57,16 +62,26 @@ class Contents:
     Args:
         budget_bytes, live_bytes: see above.
         model_bytes: returns what parameters, buffers and gradients take of it.
+        host: see above.
     """
 
-    def __init__(self, budget_bytes: int, live_bytes: Callable[[], int], model_bytes: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        live_bytes: Callable[[], int],
+        model_bytes: Callable[[], int],
+        host: Host | None = None,
+    ) -> None:
         self.budget_bytes, self.live_bytes = budget_bytes, live_bytes
         self.upper_bytes = budget_bytes
         self._model_bytes = model_bytes
         self.sources = Sources()
         self.kept: dict[Source, Kept] = {}
         self.held: dict[Source, torch.UntypedStorage] = {}
+        self.host = host
         self.policy: Policy = cheap_and_stale
+        if host is not None:
+            self.policy = partial(cheap_and_stale, seconds_of=self._seconds_to_let_go)
         self.made_again: Callable[[Source], None] = _ignored
         self.counts = Counts()
         self.is_busy = False
@@ -102,7 +117,7 @@ class Contents:
             kept = self.kept.get(source)
             if kept is not None and not kept.is_there:  # what autograd saved is what is written to
                 self._give(kept, storage)
-            if source.call is None and source.readers:
+            if source.call is None and source.host is None and source.readers:
                 lost.add(source)
         if not lost:
             return
@@ -150,7 +165,10 @@ class Contents:
             return Saved(None, alias)
         source = self.sources.find(alias.untyped_storage())
         if source is None or source.call is None:
-            return Saved(None, alias)
+            if self.host is None:
+                return Saved(None, alias)
+            source = self.sources.of(alias.untyped_storage())
+            source.used_at = self.counts.calls
         kept = self.kept.get(source)
         if kept is None:
             kept = self.kept[source] = Kept(source)
@@ -181,7 +199,7 @@ class Contents:
         target, self._target = self._target, kept.source
         try:
             with torch.no_grad(), without_autocast():
-                made = make_again(self.sources, kept.source, self._before_again, self._done_again)
+                made = make_again(self.sources, kept.source, self._before_again, self._done_again, self._fetch)
             if made is None:
                 raise _lost()
             if not kept.is_there:
@@ -224,6 +242,21 @@ class Contents:
             if source is not None:
                 self.made_again(source)
 
+    def _fetch(self, source: Source) -> torch.Tensor:
+        """Copy contents back from the host, and let autograd have them if it saved them."""
+        assert self.host is not None and source.host is not None
+        self._pinned = set() if self._target is None else {self._target}
+        need_bytes = taken_bytes(source.bytes, self.host.device)
+        if self.upper_bytes + need_bytes > self.budget_bytes:
+            self.make_room(need_bytes, "a copy back from the host")
+        self.upper_bytes += need_bytes
+        tensor = source.host.back()
+        self.counts.to_device_bytes += source.bytes
+        kept = self.kept.get(source)
+        if kept is not None and not kept.is_there:
+            self._give(kept, tensor.untyped_storage())
+        return tensor
+
     def make_room(self, need_bytes: int, what: Any) -> None:
         """Let contents go until there is room for a call.
 
@@ -238,17 +271,13 @@ class Contents:
         if self.upper_bytes + need_bytes <= self.budget_bytes:
             return
         self._forget_dead()
-        free = [kept for kept in self.kept.values() if self._can_go(kept)]
-        for kept in self.policy(free, self.counts.calls + 1):
-            self._let_go(kept)
-            self.upper_bytes = self.live_bytes()
-            if self.upper_bytes + need_bytes <= self.budget_bytes:
-                return
+        if self._let_go_for(need_bytes):
+            return
         self.held.clear()
         self.forget()
         gc.collect()
         self.upper_bytes = self.live_bytes()
-        if self.upper_bytes + need_bytes <= self.budget_bytes:
+        if self.upper_bytes + need_bytes <= self.budget_bytes or self._let_go_for(need_bytes):
             return
         raise OverBudgetError(
             f"{calling_line()}: {what} takes up to {format_bytes(need_bytes)}, and {format_bytes(self.upper_bytes)} "
@@ -256,23 +285,80 @@ class Contents:
             f"{self._holding()}; give more, or a smaller batch"
         )
 
+    def _let_go_for(self, need_bytes: int) -> bool:
+        """Let contents go, in the policy's order, until there is room for a call; return whether there is."""
+        free = [kept for kept in self.kept.values() if self._can_go(kept)]
+        for kept in self.policy(free, self.counts.calls + 1):
+            self._let_go(kept)
+            self.upper_bytes = self.live_bytes()
+            if self.upper_bytes + need_bytes <= self.budget_bytes:
+                return True
+        return False
+
     def _can_go(self, kept: Kept) -> bool:
         source = kept.source
-        is_free = source not in self._pinned and source not in self._held_back and not source.is_blank
-        return kept.is_there and source.call is not None and source.bytes >= LEAST_BYTES and is_free
+        if not kept.is_there or source.bytes < LEAST_BYTES or source in self._pinned:
+            return False
+        return self._can_drop(source) or self._seconds_to_offload(kept) < float("inf")
+
+    def _can_drop(self, source: Source) -> bool:
+        return source.call is not None and source not in self._held_back and not source.is_blank
+
+    def _seconds_to_drop(self, source: Source) -> float:
+        return seconds_to_make(source) if self._can_drop(source) else float("inf")
+
+    def _seconds_to_offload(self, kept: Kept) -> float:
+        """Return the seconds of copies to the host and back; infinity without room, or if others hold the storage."""
+        source, storage = kept.source, kept.source.live
+        if self.host is None or storage is None or storage.device != self.host.device:
+            return float("inf")
+        if source.call is None and not storage.resizable():  # memory of NumPy's, say, that others may write to
+            return float("inf")
+        if source in self.held or storage_users(storage) > len(kept.alive()) + 1:  # and this function's own
+            return float("inf")
+        if source.host is None:
+            return self.host.seconds(source.bytes) if self.host.has_room(source.bytes) else float("inf")
+        return source.host.seconds_back
+
+    def _seconds_to_let_go(self, kept: Kept) -> float:
+        return min(self._seconds_to_drop(kept.source), self._seconds_to_offload(kept))
 
     def let_go(self, source: Source) -> None:
         """Let contents go that autograd saved, if they are there and can be made again."""
         kept = self.kept.get(source)
-        if kept is not None and kept.alive() and self._can_go(kept) and seconds_to_make(source) < float("inf"):
-            self._let_go(kept)
+        if kept is not None and kept.alive() and self._can_go(kept) and self._seconds_to_drop(source) < float("inf"):
+            self._drop(kept)
 
     def _let_go(self, kept: Kept) -> None:
+        """Drop contents, or copy them to the host, whichever takes less time with what is gone by now."""
+        if self.host is None:
+            self._drop(kept)
+            return
+        drop_seconds, offload_seconds = self._seconds_to_drop(kept.source), self._seconds_to_offload(kept)
+        if offload_seconds < drop_seconds:
+            self._offload(kept, self.host)
+        elif drop_seconds < float("inf"):
+            self._drop(kept)
+
+    def _drop(self, kept: Kept) -> None:
         source = kept.source
         assert source.call is not None
         kept.let_go()
         self.counts.let_go += 1
         self._gone.setdefault(source.call, []).append(kept)
+
+    def _offload(self, kept: Kept, host: Host) -> None:
+        """Let contents go that are on the host, or for which there is room."""
+        source, storage = kept.source, kept.source.live
+        if source.host is None and storage is not None:
+            began = time.perf_counter()
+            source.host = host.copy(storage)
+            self.counts.to_host_bytes += source.bytes
+            if self._target is None:  # or the seconds are those of what is made again
+                self.counts.again_seconds += time.perf_counter() - began
+        source.release()
+        kept.let_go()
+        self.counts.let_go += 1
 
     def _forget_dead(self) -> None:
         self.kept = {source: kept for source, kept in self.kept.items() if kept.alive()}
@@ -282,6 +368,14 @@ class Contents:
         self._forget_dead()
         self.sources.forget(needed_by(self.kept))
         self._gone = {call: alive for call, group in self._gone.items() if (alive := [k for k in group if k.alive()])}
+
+    def close(self) -> None:
+        """Copy nothing to the host any more; what autograd holds after the block can still be read."""
+        self.forget()
+        self.sources = Sources()
+        self.made_again, self.policy = _ignored, cheap_and_stale  # no cycles are left: what autograd drops is freed
+        if self.host is not None:
+            self.host.close()
 
     def _holding(self) -> str:
         """Say what holds the memory."""

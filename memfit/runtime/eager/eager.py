@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +14,14 @@ import torch
 from memfit.capture.placement import step_device
 from memfit.capture.under_modes import gradients_that_differ
 from memfit.errors import InvalidBudgetError, InvalidOptionError
+from memfit.runtime.eager.host import Host
 from memfit.runtime.eager.mode import BudgetMode
 from memfit.runtime.eager.needs import Needs
 from memfit.runtime.eager.passes import Ran, Way
 from memfit.runtime.uncopied import Uncopied
-from memfit.system.budget import format_bytes, parse_budget
+from memfit.system.budget import format_bytes, parse_budget, parse_host_budget
 from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
+from memfit.system.spill_file import parse_host_dir, require_host_budget
 from memfit.torch_private import is_plain_dense
 
 
@@ -34,7 +37,8 @@ class Report:
             repeats; and in which such a plan was left at the first call that differed.
         calls: of operators, views not counted.
         let_go, made_again: how often contents were let go, and how many calls were made again.
-        again_seconds: that these took.
+        to_host_bytes, to_device_bytes: copied to the host, and back.
+        again_seconds: for calls that were made again, and copies to the host and back.
         bounded, exceeded: first calls of their kind, whose needs were bounded from above, and how many took more.
     """
 
@@ -44,6 +48,8 @@ class Report:
     calls: int
     let_go: int
     made_again: int
+    to_host_bytes: int
+    to_device_bytes: int
     again_seconds: float
     bounded: int
     exceeded: int
@@ -60,9 +66,14 @@ class Report:
             "leaving a plan midway": self.left_plan,
         }
         how = ", ".join(f"{ran.passes:,} {way} (+{ran.overhead:.1%})" for way, ran in ways.items() if ran.passes)
+        copied = (
+            f", {format_bytes(self.to_host_bytes)} copied to the host and {format_bytes(self.to_device_bytes)} back,"
+            if self.to_host_bytes
+            else ""
+        )
         return (
             f"{self.passes:,} passes: {how}; peak {format_bytes(self.peak_bytes)} of "
-            f"{format_bytes(self.budget_bytes)}; {self.made_again:,} of {self.calls:,} calls made again in "
+            f"{format_bytes(self.budget_bytes)}; {self.made_again:,} of {self.calls:,} calls made again{copied} in "
             f"{self.again_seconds:.3f} s; {self.bounded:,} calls were bounded before they were known, "
             f"{self.exceeded:,} of them too low"
         )
@@ -71,15 +82,20 @@ class Report:
 class Eager(Uncopied):
     """The `with` block of `eager`."""
 
-    def __init__(self, model: torch.nn.Module, budget_bytes: int) -> None:
+    def __init__(
+        self, model: torch.nn.Module, budget_bytes: int, host_budget_bytes: int, host_dir: Path | None
+    ) -> None:
         self.device, self.budget_bytes, self._model = step_device(model, ()), budget_bytes, model
+        self._host_budget_bytes, self._host_dir = host_budget_bytes, host_dir
         self._mode: BudgetMode | None = None
+        self._ended: Report | None = None
         self._usage: Usage | None = None
 
     def __enter__(self) -> Eager:
-        if self._mode is not None:
+        if self._usage is not None:
             raise InvalidOptionError("the block was entered before; call memfit.eager again")
         gradients_that_differ()  # which is found out outside of any mode
+        host = Host(self.device, self._host_budget_bytes, self._host_dir) if self._host_budget_bytes else None
         allocated_bytes(self.device)  # from here on the recorder counts
         gc.collect()
         before_bytes = bytes_of_tensors(self.device)
@@ -91,7 +107,7 @@ class Eager(Uncopied):
         self._before_bytes = before_bytes
         needs = Needs(self.device)
         live_bytes = _live(self.device, before_bytes)
-        self._mode = BudgetMode(self.budget_bytes, live_bytes, partial(_model_bytes, self._model), needs)
+        self._mode = BudgetMode(self.budget_bytes, live_bytes, partial(_model_bytes, self._model), needs, host)
         self._mode.__enter__()
         return self
 
@@ -101,9 +117,12 @@ class Eager(Uncopied):
         if self._freezes:
             gc.unfreeze()
         self._window.__exit__(*raised)
+        self._ended, self._mode = self.report(), None  # what autograd still holds has the mode that it needs
 
     def report(self) -> Report:
         """Return what was done so far; the peak is known at the end of the block."""
+        if self._ended is not None:
+            return self._ended
         if self._mode is None or self._usage is None:
             raise InvalidOptionError("nothing has run yet; enter the block first")
         counts, needs, passes = self._mode.counts, self._mode.needs, self._mode.passes
@@ -115,6 +134,8 @@ class Eager(Uncopied):
             calls=counts.calls,
             let_go=counts.let_go,
             made_again=counts.made_again,
+            to_host_bytes=counts.to_host_bytes,
+            to_device_bytes=counts.to_device_bytes,
             again_seconds=counts.again_seconds,
             bounded=needs.bounded,
             exceeded=needs.exceeded,
@@ -125,7 +146,9 @@ class Eager(Uncopied):
         )
 
 
-def eager(model: torch.nn.Module, *, budget: str | int) -> Eager:
+def eager(
+    model: torch.nn.Module, *, budget: str | int, host_budget: str | int = 0, host_dir: Path | str | None = None
+) -> Eager:
     """Keep a training loop within a budget, without changing it: `with memfit.eager(model, budget="6GiB") as steps:`.
 
         >>> import torch, memfit
@@ -140,22 +163,32 @@ def eager(model: torch.nn.Module, *, budget: str | int) -> Eager:
         3
 
     Inside the block, what autograd saves is let go when the next call would not fit, and made again where backward
-    reads it, with the same bits. Any Python may run between the calls. What code itself holds (a variable, a list of
-    hidden states) is never let go, so that whatever reads it finds it.
+    reads it, with the same bits. With a host budget it is copied to the host and back instead, where that takes less
+    time. Any Python may run between the calls. What code itself holds (a variable, a list of hidden states) is never
+    let go, so that whatever reads it finds it.
 
     Args:
         model: that is trained; its device is the one that has the budget.
         budget: the bytes that all tensors on the device may take together, as text or as an integer.
+        host_budget: the bytes that copies on the host may take together, as text or as an integer: pinned host memory
+            for a model on a GPU, a file without a name for one on a CPU, taken when the block is entered. With 0, the
+            default, nothing is copied.
+        host_dir: a directory on the disk that has that file; by default the system's temporary one.
 
     Raises:
         InvalidBudgetError: no positive size; a percentage has no meaning here.
+        InvalidOptionError: `host_dir` is no path, or is given without a host budget.
+        HostMemoryError: at the block's entry, where the host or the disk has no room for the host budget; in the
+            block, where a copy fails.
         OverBudgetError: in the block, where a call does not fit and nothing is left to let go.
     """
     if isinstance(budget, str) and budget.strip().endswith("%"):
         raise InvalidBudgetError(
             f"budget {budget!r} is a percentage, and nothing is known of the steps yet: give bytes"
         )
-    return Eager(model, parse_budget(budget, 0))
+    host_budget_bytes, directory = parse_host_budget(host_budget), parse_host_dir(host_dir)
+    require_host_budget(directory, host_budget_bytes)
+    return Eager(model, parse_budget(budget, 0), host_budget_bytes, directory)
 
 
 def bytes_of_tensors(device: torch.device) -> int:

@@ -14,6 +14,7 @@ import torch
 from memfit.capture.generators import STATE_BYTES
 from memfit.runtime.eager.again import generator_states
 from memfit.runtime.eager.contents import Contents
+from memfit.runtime.eager.host import Host
 from memfit.runtime.eager.needs import Need, Needs
 from memfit.runtime.eager.operators import FOREIGN, VIEW, WRITES, Operator, require_as_bare
 from memfit.runtime.eager.passes import Passes
@@ -34,13 +35,19 @@ class BudgetMode(UnwrappedMode):
         live_bytes: returns what they take now.
         model_bytes: returns what parameters, buffers and gradients take of it.
         needs: of calls on the device.
+        host: where contents are copied to; None if that is nowhere.
     """
 
     def __init__(
-        self, budget_bytes: int, live_bytes: Callable[[], int], model_bytes: Callable[[], int], needs: Needs
+        self,
+        budget_bytes: int,
+        live_bytes: Callable[[], int],
+        model_bytes: Callable[[], int],
+        needs: Needs,
+        host: Host | None = None,
     ) -> None:
         super().__init__()
-        self.contents = Contents(budget_bytes - _RESERVE_BYTES, live_bytes, model_bytes)
+        self.contents = Contents(budget_bytes - _RESERVE_BYTES, live_bytes, model_bytes, host)
         self.needs, self.counts = needs, self.contents.counts
         self.passes = Passes(self.contents, needs.device)
         self.contents.made_again = self.passes.hold
@@ -73,8 +80,8 @@ class BudgetMode(UnwrappedMode):
         if self._is_noting:
             self._hooks.__exit__(*raised)
         super().__exit__(*raised)
-        self.contents.forget()
-        self.contents.sources = Sources()
+        self.contents.close()
+        del self._hooks  # which refer to this object
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         contents = self.contents
@@ -136,9 +143,12 @@ class BudgetMode(UnwrappedMode):
                 self._look(need.peak_bytes, func)
             if written:
                 contents.before_writes(written, need.peak_bytes, func)
-            began = time.perf_counter()
-            returned = func(*args, **kwargs)
-            seconds = time.perf_counter() - began
+            if contents.host is None:
+                began = time.perf_counter()
+                returned = func(*args, **kwargs)
+                seconds = time.perf_counter() - began
+            else:
+                returned, seconds = self.needs.timed(func, args, kwargs, need)
             contents.upper_bytes += need.result_bytes
         if is_remade or written:
             call = Call(number, func, seconds, need.peak_bytes + state_bytes, generators)

@@ -29,6 +29,7 @@ _MARGIN = 1.5  # on the largest share that was seen
 _SMALL_BYTES = 1 << 12  # workspaces below it do not grow with the inputs
 _POINTWISE = torch.Tag.pointwise  # such operators work without any
 _DATA_DECIDES = torch.Tag.dynamic_output_shape
+_MOST_TIMED = 1 << 16  # kinds of calls of which the seconds are remembered
 _META = torch.device("meta")
 _WITHOUT_BYTES = (torch.Generator, torch.ScriptObject)  # which of them a call is given changes no need
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
@@ -61,6 +62,7 @@ class Needs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.bounded = self.exceeded = 0
+        self._seconds: dict[int, float] = {}  # number of a need -> seconds of a call that was waited for
         self._shares: dict[tuple[Any, bool], float] = {}  # operator, images not row by row -> largest workspace share
 
     def bound(self, function: Any, args: Any, kwargs: Any) -> int:
@@ -90,6 +92,24 @@ class Needs:
         self.bounded += 1
         self.exceeded += usage.peak_bytes > bound_bytes
         return returned, need
+
+    def timed(self, function: Any, args: Any, kwargs: Any, need: Need) -> tuple[Any, float]:
+        """Make a call that is like an earlier one; return what it returned, and the seconds of its kernels.
+
+        A GPU runs kernels after the call has returned. One call of each kind is waited for there, and stands for those
+        after it: the second one, since the first loads the kernels.
+        """
+        seconds = self._seconds.get(need.number)
+        if seconds is not None:
+            return function(*args, **kwargs), seconds
+        began = _now(self.device)
+        returned = function(*args, **kwargs)
+        seconds = _now(self.device) - began
+        if self.device.type == "cuda":
+            self._seconds[need.number] = seconds
+            if len(self._seconds) > _MOST_TIMED:
+                del self._seconds[next(iter(self._seconds))]
+        return returned, seconds
 
     def _result_bytes(self, function: Any, args: Any, kwargs: Any) -> int:
         """Return the bytes of a call's results, from their shapes.

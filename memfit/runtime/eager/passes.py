@@ -44,7 +44,7 @@ class Ran:
     Attributes:
         passes: how many.
         seconds: they took, with all that the loop did.
-        again_seconds: of it, for calls that were made again.
+        again_seconds: of it, for calls that were made again and copies to the host and back.
     """
 
     passes: int = 0
@@ -53,7 +53,7 @@ class Ran:
 
     @property
     def overhead(self) -> float:
-        """The seconds of calls that were made again, as a share of the others."""
+        """The seconds of calls that were made again and of copies, as a share of the others."""
         rest_seconds = self.seconds - self.again_seconds
         return self.again_seconds / rest_seconds if rest_seconds > 0 else 0.0
 

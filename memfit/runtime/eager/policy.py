@@ -12,16 +12,22 @@ Policy = Callable[[Sequence[Kept], int], Iterable[Kept]]
 one is asked for."""
 
 
-def cheap_and_stale(free: Sequence[Kept], now: int) -> Iterable[Kept]:
+def cheap_and_stale(
+    free: Sequence[Kept], now: int, seconds_of: Callable[[Kept], float] = lambda kept: seconds_to_make(kept.source)
+) -> Iterable[Kept]:
     """Order by cost over bytes and staleness, least first; what cannot be made again is left out.
 
     That is h of "Dynamic tensor rematerialization" (Kirisame et al. 2021), with measured costs; what a contents' call
     lacks itself counts with them.
+
+    Args:
+        free, now: see `Policy`.
+        seconds_of: returns what it costs to let contents go.
     """
     scored: list[tuple[float, int, Kept]] = []
     for number, kept in enumerate(free):
         source = kept.source
-        seconds = seconds_to_make(source)
+        seconds = seconds_of(kept)
         if seconds < float("inf"):
             scored.append((seconds / (source.bytes * (now - source.used_at)), number, kept))
     return (kept for _, _, kept in sorted(scored, key=lambda each: each[:2]))

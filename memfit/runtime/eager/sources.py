@@ -15,6 +15,7 @@ import torch
 
 from memfit.capture.functionalize import BATCH_NORMS
 from memfit.cost.views import lazy_view, reinterpret
+from memfit.runtime.eager.host import OnHost
 
 _ATOMS = {int, float, bool, type(None), str, torch.dtype, torch.device}
 _LONGEST_CHAIN = 256  # calls that are counted for the cost of making contents again
@@ -64,6 +65,15 @@ class Call:
         self.inputs = list(dict.fromkeys(view.source for view in views_in((self.args, self.kwargs))))
 
 
+class Held:
+    """A storage that is held for the calls that read it; None once its contents are on the host."""
+
+    __slots__ = ("__weakref__", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage | None) -> None:
+        self.storage = storage
+
+
 class Source:
     """Contents of a storage.
 
@@ -76,9 +86,22 @@ class Source:
         used_at: the number of the last call that read them.
         readers: how many calls are known to read them.
         key: names them in a plan: the position of their call in its pass, and their place.
+        host: their copy on the host, if there is one.
     """
 
-    __slots__ = ("__weakref__", "bytes", "call", "in_place", "key", "place", "readers", "storage", "used_at")
+    __slots__ = (
+        "__weakref__",
+        "_held",
+        "bytes",
+        "call",
+        "host",
+        "in_place",
+        "key",
+        "place",
+        "readers",
+        "storage",
+        "used_at",
+    )
 
     def __init__(self, storage: torch.UntypedStorage, call: Call | None, place: int, *, in_place: bool = False) -> None:
         self.storage: weakref.ref[torch.UntypedStorage] | None = weakref.ref(storage)
@@ -86,6 +109,8 @@ class Source:
         self.call, self.place, self.in_place = call, place, in_place
         self.used_at = self.readers = 0
         self.key: tuple[int, int] | None = None
+        self.host: OnHost | None = None
+        self._held: weakref.ref[Held] | None = None
 
     @property
     def is_blank(self) -> bool:
@@ -97,6 +122,20 @@ class Source:
         """The storage that holds the contents, if there is one."""
         return None if self.storage is None else self.storage()
 
+    def hold(self) -> Held:
+        """Hold the storage for a call that reads it, until `release`."""
+        held = None if self._held is None else self._held()
+        if held is None:
+            held = Held(self.live if self.host is None else None)
+            self._held = weakref.ref(held)
+        return held
+
+    def release(self) -> None:
+        """Hold the storage no longer for the calls that read it: the host has the contents."""
+        held = None if self._held is None else self._held()
+        if held is not None:
+            held.storage = None
+
 
 class View:
     """A tensor over a Source. It holds the storage of contents that cannot be made again."""
@@ -105,7 +144,7 @@ class View:
 
     def __init__(self, source: Source, tensor: torch.Tensor) -> None:
         self.source = source
-        self.held = source.live if source.call is None else None
+        self.held = source.hold() if source.call is None else None
         self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
         self.offset, self.conjugated, self.negated = tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
 
@@ -200,10 +239,10 @@ def missing_calls(source: Source) -> list[Source] | None:
     """Return the contents to make, in the order of their first calls, so that `source` is there again at the end.
 
     Args:
-        source: its storage is gone.
+        source: its storage is gone, and it is not on the host.
 
     Returns:
-        None if that cannot be.
+        None if that cannot be; what is on the host is not among them.
     """
     missing = {source}
     waiting = [source]
@@ -211,7 +250,8 @@ def missing_calls(source: Source) -> list[Source] | None:
         at = waiting.pop()
         if at.call is None:
             return None
-        lacking = [each for each in at.call.inputs if each.live is None and each not in missing]
+        gone = [each for each in at.call.inputs if each.live is None and each.host is None]
+        lacking = [each for each in gone if each not in missing]
         missing.update(lacking)
         waiting += lacking
     return sorted(missing, key=lambda each: call_of(each).number)
@@ -230,6 +270,9 @@ def seconds_to_make(source: Source) -> float:
         at = waiting.pop()
         if at.live is not None:
             continue
+        if at.host is not None:
+            total += at.host.seconds_back
+            continue
         if at.call is None or len(seen) >= _LONGEST_CHAIN:
             return float("inf")
         if at.call not in seen:
@@ -240,12 +283,13 @@ def seconds_to_make(source: Source) -> float:
 
 
 def needed_by(sources: Iterable[Source]) -> set[Source]:
-    """Return contents with all that they are made of, what is there now included."""
+    """Return contents with all that they are made of, what is there now included; what is on the host is not made."""
     seen = set(sources)
     waiting = list(seen)
     while waiting:
         at = waiting.pop()
-        new = [each for each in at.call.inputs if each not in seen] if at.call is not None else []
+        inputs = at.call.inputs if at.call is not None and at.host is None else []
+        new = [each for each in inputs if each not in seen]
         seen.update(new)
         waiting += new
     return seen

@@ -73,4 +73,4 @@ def _finish(copy: Future[Span], form: Form, direction: str) -> None:
         raise HostMemoryError(
             f"{format_bytes(form.storage_bytes)} could not be copied {direction} the file of offloaded storages: "
             f"{error.strerror or error}; name another directory as host_dir"
-        ) from error
+        ) from error.with_traceback(None)  # its frames hold what autograd holds, and the Future holds the error

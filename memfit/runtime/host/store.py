@@ -63,6 +63,20 @@ class Slab(Protocol):
         """Give the memory, or the disk's room, back."""
 
 
+def make_slab(device: torch.device, size_bytes: int, directory: Path | None) -> Slab:
+    """Return a slab for a device's storages.
+
+    Args:
+        device: a CPU or CUDA device.
+        size_bytes: of the slab.
+        directory: for the file of a CPU; by default see `spill_directory`.
+
+    Raises:
+        HostMemoryError: the host, or the disk, has no room for it.
+    """
+    return PinnedSlab(size_bytes, device) if device.type == "cuda" else DiskSlab(size_bytes, directory)
+
+
 class HostStore:
     """The slabs of the programs of one device that never run at the same time, within a host budget.
 
@@ -148,9 +162,7 @@ class HostStore:
                 f"{format_bytes(self.budget_bytes)} has no room for the host copies of both; raise it to "
                 f"{format_bytes(lent_bytes + self._needed_bytes)}, or call backward first"
             )
-        if self.device.type == "cuda":
-            return PinnedSlab(self._needed_bytes, self.device)
-        return DiskSlab(self._needed_bytes, self._directory)
+        return make_slab(self.device, self._needed_bytes, self._directory)
 
 
 class Lease:
