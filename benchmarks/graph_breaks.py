@@ -27,7 +27,7 @@ from memfit.workloads import build
 
 WORKLOADS: dict[str, tuple[dict[str, Any], str]] = {  # options, and the blocks after which the model looks
     "gpt2": ({"batch": 2, "layers": 8, "width": 256, "tokens": 128, "vocabulary": 5000}, "transformer.h."),
-    "resnet50": ({"batch": 4, "size": 128}, "features.stage"),
+    "resnet50": ({"batch": 16, "size": 128}, "features.stage"),
 }
 BREAKS = (0, 1, 2, 4)
 SHARES = (1.0, 0.7)
