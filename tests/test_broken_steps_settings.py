@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import linked
 from test_broken_steps import CPU, Choosing, Looking, Twice, batch_of, least_budget, planned_within, pytestmark, step_of
 from torch import nn
 
@@ -23,9 +24,9 @@ def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def planned_step(kind: type[nn.Module], share: float, **settings: Any) -> PartlyPlannedStep:
+def planned_step(kind: type[nn.Module], share: float, *, rows: int = 512, **settings: Any) -> PartlyPlannedStep:
     torch.manual_seed(0)
-    step = step_of(kind(), batch_of(512, shift=1.0))
+    step = step_of(kind(), batch_of(rows, shift=1.0))
     return planned_within(step, int(share * measured_eager_peak(step, CPU)), **settings)
 
 
@@ -68,3 +69,44 @@ def test_a_new_branch_gets_a_place_in_the_arena() -> None:
 def test_the_planner_that_is_named_makes_the_plans() -> None:
     planned = planned_step(Looking, 1.0, planner="none", options={})
     assert {plan.planner for plan in planned.plans} == {"none"}
+
+
+@pytest.mark.parametrize("kind", [Looking, Twice])
+def test_graphs_share_a_host_budget(kind: type[nn.Module]) -> None:
+    host_bytes, fast = 64 << 20, linked(1e13, 1e13, alignment_bytes=64)
+    copying = {"planner": "offload", "options": {"rematerialize": False, "iterations": 500}}
+    planned = planned_step(kind, 0.65, rows=2048, host_budget_bytes=host_bytes, device=fast, **copying)
+    planned.verify()
+    assert planned.measure(repeats=1).peak_bytes <= int(planned.settings.budget)
+    assert sum(plan.offloaded_bytes for plan in planned.plans) > 0
+    assert sum(plan.predicted.host_peak_bytes for plan in planned.plans) <= host_bytes
+
+
+def test_layers_of_one_kind_have_room_for_all_their_calls() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            result = hidden + self.inner(hidden)
+            if result.sum().item() > 1e30:
+                raise ValueError("the values explode")
+            return result
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(6))
+            self.last = nn.Linear(32, 5)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                hidden = layer(hidden)
+            return self.last(hidden)
+
+    planned = planned_step(Layers, 0.8)
+    planned.verify()
+    used = planned.measure(repeats=1).peak_bytes / int(planned.settings.budget)
+    assert 0.8 < used <= 1.0
+    assert 0.0 < max(plan.overhead for plan in planned.plans) < 0.2

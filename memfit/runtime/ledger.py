@@ -140,18 +140,26 @@ class Part:
         self.lean = self._shape(self.leanest.schedule)
 
     def plan_within(self, room: Room) -> None:
-        """Use the fastest plan for a room; the one in use stays if none is faster."""
-        settings = self.settings.within(max(1, room.budget_bytes))
+        """Use the planner's plan for a room, if there is one."""
+        plan = self._plan_in(room)
+        if plan is not None:
+            self._use(plan)
+
+    def improve_within(self, room: Room) -> None:
+        """Use the planner's plan for a room, if there is one that is faster than the plan in use."""
+        plan = self._plan_in(room)
+        if plan is not None and plan.predicted.seconds < self.plan.predicted.seconds:
+            self._use(plan)
+
+    def _plan_in(self, room: Room) -> Plan | None:
         try:
-            plan = plan_as_placed(
+            return plan_as_placed(
                 lambda settings: make_plan(self._graph_in(room), self.device, settings, room.bytes_outside),
-                settings,
+                self.settings.within(max(1, room.budget_bytes)),
                 self.captured.binding.device,
             )
         except NoPlanError:
-            return
-        if plan.predicted.seconds < self.plan.predicted.seconds:
-            self._use(plan)
+            return None
 
     def use_leanest(self) -> None:
         """Use the leanest plan."""
@@ -366,7 +374,7 @@ class Ledger:
                 now = {each: each.shape for each in parts}
                 more_bytes = self._spare_bytes(part, now, budget_bytes)
                 kept = replace(part.shape, kept_bytes=part.shape.kept_bytes + more_bytes)
-                part.plan_within(self._room_to_keep(part, {**now, part: kept}, budget_bytes))
+                part.improve_within(self._room_to_keep(part, {**now, part: kept}, budget_bytes))
 
     def use_leanest(self) -> None:
         """Use the leanest plan of each part."""
