@@ -21,7 +21,7 @@ from torch.nn import functional
 import memfit
 from memfit.errors import InfeasibleBudgetError, NoPlanError, UnsupportedStepError
 from memfit.planning import Settings
-from memfit.runtime.ledger import Shape
+from memfit.runtime.graph_part import Shape
 from memfit.runtime.measure import measured_eager_peak
 from memfit.runtime.parts import PartlyPlannedStep
 from memfit.runtime.state import StepState

@@ -83,7 +83,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("step",),
         ("chunked", "eager", "freed_run", "near_sizes", "parts", "variants"),
         ("behind", "compile", "ledger", "step_program"),
-        ("prepare",),
+        ("graph_part", "prepare"),
         ("measure", "placed_plans", "program"),
         ("lowering", "step_memory", "verify"),
         ("host", "state"),

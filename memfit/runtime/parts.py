@@ -27,7 +27,8 @@ from memfit.planning import Settings
 from memfit.runtime.arena.arena import Arena
 from memfit.runtime.backward_updates import run_updating, updates_in_backward
 from memfit.runtime.compile.backend import CompiledGraph, GraphSettings, PlannedGraph, settings_of
-from memfit.runtime.ledger import Ledger, Part, StepSeen
+from memfit.runtime.graph_part import Part
+from memfit.runtime.ledger import Ledger, StepSeen
 from memfit.runtime.measure import measure_step, measured_eager_peak, resident_bytes, resident_storages
 from memfit.runtime.measured import Measured
 from memfit.runtime.prepare import Prepared, program_of, with_costs
