@@ -6,6 +6,7 @@ memfit runs on torch 2.11 to the newest. If a release moves one of these names, 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -542,8 +543,14 @@ def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def allocator_settings_text() -> str:
-    """Return the settings of torch's caching allocator, in the form of `PYTORCH_CUDA_ALLOC_CONF`."""
-    return torch._C._accelerator_getAllocatorSettings()
+    """Return the settings of torch's caching allocator, in the form of `PYTORCH_CUDA_ALLOC_CONF`.
+
+    torch 2.11 does not tell them: there they are those of the environment.
+    """
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if read is not None:
+        return read()
+    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF", "")
 
 
 def runs_under_ddp() -> bool:

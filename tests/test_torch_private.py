@@ -27,7 +27,6 @@ from memfit.torch_private import (
     TensorMetadata,
     TorchDispatchMode,
     UnwrappedMode,
-    allocator_settings_text,
     answered_as_eager,
     any_autocast,
     as_fake,
@@ -725,10 +724,11 @@ def test_an_overload_is_called_without_its_python_function() -> None:
     assert bare_overload(torch.add) is None and bare_overload(torch.ops.aten.add) is None
 
 
-def test_the_settings_of_the_allocator_are_those_of_the_environment() -> None:
-    code = "from memfit.torch_private import allocator_settings_text; print(allocator_settings_text())"
+@pytest.mark.parametrize("tells", [True, False])
+def test_the_settings_of_the_allocator_are_those_of_the_environment(tells: bool) -> None:
+    hide = "" if tells else "import torch; torch._C.__dict__.pop('_accelerator_getAllocatorSettings', None); "
+    code = f"{hide}from memfit.torch_private import allocator_settings_text; print(allocator_settings_text())"
     settings = "expandable_segments:True,max_split_size_mb:64"
     environment = os.environ | {"PYTORCH_ALLOC_CONF": settings}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == settings
-    assert isinstance(allocator_settings_text(), str)
