@@ -39,9 +39,9 @@ def fresh_dynamo() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def deep_model() -> nn.Module:
+def deep_model(dropout: float = 0.1) -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1)) for _ in range(10)]
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(dropout)) for _ in range(10)]
     return nn.Sequential(*layers, nn.Linear(64, 4))
 
 
@@ -97,6 +97,22 @@ def test_dropout_in_low_precision_has_eagers_gradients(dtype: torch.dtype) -> No
         with torch.autocast("cpu", dtype):
             outputs = each(inputs)
         outputs.float().square().mean().backward()
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("dropout", [0.15, 0.45, 1.0])
+def test_dropout_rounds_as_eagers(dropout: float) -> None:
+    model = deep_model(dropout)
+    eager = copy.deepcopy(model)
+    memfit.compile(model, budget="256MiB", reserve=0, planner="none")
+    inputs = torch.randn(64, 64)
+    losses: list[torch.Tensor] = []
+    for each in (model, eager):
+        torch.manual_seed(2)
+        losses.append(each(inputs).square().mean())
+        losses[-1].backward()
+    assert torch.equal(*losses)
     for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
 
