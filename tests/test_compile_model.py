@@ -233,3 +233,52 @@ def test_a_backend_that_no_graph_reaches_raises_at_the_first_update(compile_line
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode == 0) == (not words), done.stderr
     assert words in done.stderr
+
+
+class Numbers(nn.Module):
+    """Computes with an attribute that the loop changes, in each of the ways that take a tensor in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), 1.0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = (1 - self.scale) * self.linear(inputs) * self.scale + self.scale * 2 - inputs / self.scale
+        hidden = self.scale - torch.mul(hidden.add(self.scale / 3 - 1), -self.scale)
+        hidden *= self.scale
+        hidden -= self.scale
+        return hidden.tanh()
+
+
+class Powers(Numbers):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.linear(inputs).abs() ** self.scale
+
+
+def call_with(model: Numbers, scale: float, inputs: torch.Tensor) -> list[torch.Tensor]:
+    model.scale = scale
+    model.zero_grad()
+    outputs = model(inputs)
+    outputs.float().square().mean().backward()
+    assert model.linear.weight.grad is not None
+    return [outputs, model.linear.weight.grad]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_numbers_that_change_keep_the_bits(dtype: torch.dtype) -> None:
+    model = Numbers().to(dtype)
+    eager = copy.deepcopy(model)
+    memfit.compile(model, budget="256MiB", reserve=0, planner="none")
+    for number in range(4):
+        inputs = torch.randn(64, 8, dtype=dtype)
+        mine, theirs = (call_with(each, 1.0 + number / 3, inputs) for each in (model, eager))
+        assert all(map(torch.equal, mine, theirs))
+    assert len(calls_of(model).plans) == 2  # of the first number as a constant, and of all others
+
+
+def test_a_number_that_cannot_be_a_tensor_is_refused() -> None:
+    model = Powers()
+    memfit.compile(model, budget="256MiB", reserve=0, planner="none")
+    call_with(model, 1.0, torch.randn(4, 8))
+    with pytest.raises(UnsupportedStepError, match="a number that changes from call to call"):
+        call_with(model, 1.5, torch.randn(4, 8))
