@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import logging
@@ -424,3 +425,54 @@ def test_a_weight_that_an_earlier_graph_still_reads_is_updated_after_it(budget: 
 
 def test_no_search_runs_behind_a_step_with_graph_breaks() -> None:
     assert planned_within(step_of(Looking(count=1), batch_of(64)), "100%").wait_for_searches()
+
+
+class Scaled(Looking):
+    """Multiplies by numbers that change from batch to batch, and by one that a schedule sets."""
+
+    scale = 1.0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        mean = values.mean().item()
+        hidden = self.first(values) * mean / self.scale
+        return self.last(self.second((1.0 - 0.5 * mean) * hidden - self.scale))
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its groups, as schedule-free optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del closure
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=0.1 / group["count"])
+
+
+def test_numbers_that_change_and_counts_in_groups_keep_the_bits_and_the_budget(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model = Scaled()
+    batches = [batch_of(512, shift=0.3 * number) for number in range(5)]
+    runs: list[tuple[list[torch.Tensor], StepState]] = []
+    for share in (None, 0.7):
+        own = copy.deepcopy(model)
+        step = memfit.TrainingStep(
+            model=own, loss=nn.CrossEntropyLoss(), batch=batches[0], optimizer=Counting(own.parameters())
+        )
+        run: Any = step.run_eager
+        if share is not None:
+            run = planned_within(step, int(share * measured_eager_peak(step, CPU)))
+        losses: list[torch.Tensor] = []
+        for number, batch in enumerate(batches):
+            own.scale = 1.0 + 0.1 * number
+            losses.append(run(batch).detach())
+        runs.append((losses, StepState.take(step)))
+    assert all(map(torch.equal, runs[0][0], runs[1][0]))
+    assert runs[0][1].first_difference(runs[1][1]) is None
+    assert not any("not planned" in message for message in caplog.messages)
