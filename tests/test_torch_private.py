@@ -317,6 +317,17 @@ def _counting_backend() -> tuple[Any, list[int]]:
     return backend, captured
 
 
+def test_loops_are_divided_until_the_last_thread_is_done() -> None:
+    before = torch.nn.Sequential.forward
+    first, second = torch_private._loops_divided(), torch_private._loops_divided()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.nn.Sequential.forward is not before
+    second.__exit__(None, None, None)
+    assert torch.nn.Sequential.forward is before
+
+
 def test_a_module_of_torchs_own_code_is_captured() -> None:
     backend, captured = _counting_backend()
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
