@@ -711,6 +711,11 @@ def set_call(model: torch.nn.Module, call: Callable[..., Any] | None) -> None:
     model._compiled_call_impl = call
 
 
+def own_call(model: object) -> object:
+    """Return what `set_call` or `model.compile()` has `model(...)` run; None if nothing."""
+    return getattr(model, "_compiled_call_impl", None)
+
+
 def is_compiled(model: torch.nn.Module) -> bool:
     """Return whether `torch.compile` or `model.compile()` made the calls of `model`, or `set_call`."""
     from torch._dynamo import OptimizedModule

@@ -63,6 +63,7 @@ from memfit.torch_private import (
     no_modes,
     only_mode,
     optimizer_hooks,
+    own_call,
     real_tensors,
     release_cublas_workspaces,
     runs_under_ddp,
@@ -336,7 +337,9 @@ def test_a_module_of_torchs_own_code_is_captured() -> None:
     assert not is_compiled(model)
     set_call(model, compiled_calls(eager_call(model), backend))
     assert is_compiled(model) and torch.equal(model(values), expected) and len(captured) == 1
+    assert own_call(model) is not None
     set_call(model, None)
+    assert own_call(model) is None
     assert not is_compiled(model) and is_compiled(torch.compile(model, backend="eager"))
     enter_modules_of_torch()
     try:
