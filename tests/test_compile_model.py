@@ -276,6 +276,13 @@ def test_numbers_that_change_keep_the_bits(dtype: torch.dtype) -> None:
     assert len(calls_of(model).plans) == 2  # of the first number as a constant, and of all others
 
 
+def test_a_model_that_is_compiled_in_each_call_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = memfit.compile(deep_model(), budget="256MiB")
+    for _ in range(100):
+        calls_of(model)._planned_graph(torch.fx.symbolic_trace(nn.Linear(2, 2)), ())
+    assert sum("64 graphs of Sequential" in message for message in caplog.messages) == 1
+
+
 def test_a_number_that_cannot_be_a_tensor_is_refused() -> None:
     model = Powers()
     memfit.compile(model, budget="256MiB", reserve=0, planner="none")

@@ -187,4 +187,11 @@ class PlannedCalls:
         settings = replace(self._settings, account=self.account)
         graph = PlannedGraph(module, lambda: settings)
         self.graphs.append(graph)
+        if len(self.graphs) == _MANY_GRAPHS:
+            _log.warning(
+                "memfit: %d graphs of %s are compiled by now, and each takes seconds and memory: an integer that the "
+                "model reads, such as a counter in an attribute, may differ in each call; make it a tensor or a float",
+                _MANY_GRAPHS,
+                type(self._model).__name__,
+            )
         return graph
