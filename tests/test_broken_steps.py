@@ -476,3 +476,52 @@ def test_numbers_that_change_and_counts_in_groups_keep_the_bits_and_the_budget(
     assert all(map(torch.equal, runs[0][0], runs[1][0]))
     assert runs[0][1].first_difference(runs[1][1]) is None
     assert not any("not planned" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("model", [Looking(), nn.Linear(32, 5)], ids=["breaks", "whole"])
+def test_planning_leaves_what_the_optimizers_hooks_count(model: nn.Module) -> None:
+    step, seen = step_of(model, batch_of(64)), list[int]()
+    assert step.optimizer is not None
+    step.optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    planned = fit_step(step, Settings(budget="1GiB", planner="none"))
+    assert not seen
+    planned(step.batch)
+    assert seen == [1]
+
+
+COUNTS = {"calls": 0}
+
+
+class Counted(Looking):
+    """Counts its calls where every model of its class, or of its file, does."""
+
+    calls = 0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        COUNTS["calls"] += 1
+        Counted.calls += 1
+        return super().forward(values)
+
+
+class Writing(Looking):
+    """Writes to a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last_mean = torch.zeros(())
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.last_mean.copy_(values.mean())
+        return super().forward(values)
+
+
+def test_planning_leaves_what_classes_and_files_count() -> None:
+    planned = fit_step(step_of(Counted(), batch_of(64)), Settings(budget="1GiB", planner="none"))
+    assert (COUNTS["calls"], Counted.calls) == (0, 0)
+    planned(batch_of(64))
+    assert (COUNTS["calls"], Counted.calls) == (1, 1)
+
+
+def test_writes_that_planning_cannot_undo_are_refused() -> None:
+    with pytest.raises(UnsupportedStepError, match=r"writes in place to .*last_mean"):
+        fit_step(step_of(Writing(), batch_of(64)), Settings(budget="1GiB", planner="none"))

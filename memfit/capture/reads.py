@@ -79,13 +79,16 @@ class Reads:
                 self._patched.clear()
 
     def look_everywhere(self) -> None:
-        """Copy what the attributes of modules and objects hold, too; else that is done when the step reads them."""
+        """Copy what the attributes and the classes of modules and objects hold, too; else that is done when the step
+        reads them."""
         seen: set[int] = set()
         while ahead := [table for key, table in self.tables.items() if key not in seen]:
             seen.update(self.tables)
             for table in ahead:
-                for key, value in table.before.items():
+                for key, value in tuple(table.before.items()):
                     self._discover(value, table.name(key))
+            for _, owner in tuple(self._objects.values()):
+                self._discover(type(owner), type(owner).__qualname__)
 
     def look_at_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy what the optimizer's own attributes and its hooks hold, but for its groups and its state.
