@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FunctionType, ModuleType
@@ -671,12 +672,25 @@ def _loops_divided() -> Iterator[None]:
     """
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
-    with ExitStack() as patched:
-        patched.enter_context(_patched(InstructionTranslatorBase, "maybe_has_backedge", lambda _self: False))
-        for kind in (torch.nn.ModuleList, torch.nn.Sequential):
-            patched.enter_context(_patched(kind, "__iter__", _iterate_as_list))
-        patched.enter_context(_patched(torch.nn.Sequential, "forward", _forward_in_turn))
+    with _dividing:
+        if not _dividers:
+            enter = _divided.enter_context
+            enter(_patched(InstructionTranslatorBase, "maybe_has_backedge", lambda _self: False))
+            for kind in (torch.nn.ModuleList, torch.nn.Sequential):
+                enter(_patched(kind, "__iter__", _iterate_as_list))
+            enter(_patched(torch.nn.Sequential, "forward", _forward_in_turn))
+        _dividers.append(threading.get_ident())
+    try:
         yield
+    finally:
+        with _dividing:
+            _dividers.remove(threading.get_ident())
+            if not _dividers:
+                _divided.close()
+
+
+_dividing, _divided = threading.Lock(), ExitStack()
+_dividers: list[int] = []  # threads inside of such blocks: the first to come patches, the last to go puts back
 
 
 def _iterate_as_list(modules: Any) -> Iterator[torch.nn.Module]:
@@ -707,6 +721,11 @@ def eager_call(model: torch.nn.Module) -> Callable[..., Any]:
 def set_call(model: torch.nn.Module, call: Callable[..., Any] | None) -> None:
     """Let `model(...)` run `call`, as `model.compile()` does, which copies and pickles leave out; None undoes that."""
     model._compiled_call_impl = call
+
+
+def own_call(model: object) -> object:
+    """Return what `set_call` or `model.compile()` has `model(...)` run; None if nothing."""
+    return getattr(model, "_compiled_call_impl", None)
 
 
 def is_compiled(model: torch.nn.Module) -> bool:

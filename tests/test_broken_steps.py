@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import logging
@@ -424,3 +425,103 @@ def test_a_weight_that_an_earlier_graph_still_reads_is_updated_after_it(budget: 
 
 def test_no_search_runs_behind_a_step_with_graph_breaks() -> None:
     assert planned_within(step_of(Looking(count=1), batch_of(64)), "100%").wait_for_searches()
+
+
+class Scaled(Looking):
+    """Multiplies by numbers that change from batch to batch, and by one that a schedule sets."""
+
+    scale = 1.0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        mean = values.mean().item()
+        hidden = self.first(values) * mean / self.scale
+        return self.last(self.second((1.0 - 0.5 * mean) * hidden - self.scale))
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its groups, as schedule-free optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del closure
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=0.1 / group["count"])
+
+
+def test_numbers_that_change_and_counts_in_groups_keep_the_bits_and_the_budget(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model = Scaled()
+    batches = [batch_of(512, shift=0.3 * number) for number in range(5)]
+    runs: list[tuple[list[torch.Tensor], StepState]] = []
+    for share in (None, 0.7):
+        own = copy.deepcopy(model)
+        step = memfit.TrainingStep(
+            model=own, loss=nn.CrossEntropyLoss(), batch=batches[0], optimizer=Counting(own.parameters())
+        )
+        run: Any = step.run_eager
+        if share is not None:
+            run = planned_within(step, int(share * measured_eager_peak(step, CPU)))
+        losses: list[torch.Tensor] = []
+        for number, batch in enumerate(batches):
+            own.scale = 1.0 + 0.1 * number
+            losses.append(run(batch).detach())
+        runs.append((losses, StepState.take(step)))
+    assert all(map(torch.equal, runs[0][0], runs[1][0]))
+    assert runs[0][1].first_difference(runs[1][1]) is None
+    assert not any("not planned" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("model", [Looking(), nn.Linear(32, 5)], ids=["breaks", "whole"])
+def test_planning_leaves_what_the_optimizers_hooks_count(model: nn.Module) -> None:
+    step, seen = step_of(model, batch_of(64)), list[int]()
+    assert step.optimizer is not None
+    step.optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    planned = fit_step(step, Settings(budget="1GiB", planner="none"))
+    assert not seen
+    planned(step.batch)
+    assert seen == [1]
+
+
+COUNTS = {"calls": 0}
+
+
+class Counted(Looking):
+    """Counts its calls where every model of its class, or of its file, does."""
+
+    calls = 0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        COUNTS["calls"] += 1
+        Counted.calls += 1
+        return super().forward(values)
+
+
+class Writing(Looking):
+    """Writes to a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last_mean = torch.zeros(())
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.last_mean.copy_(values.mean())
+        return super().forward(values)
+
+
+def test_planning_leaves_what_classes_and_files_count() -> None:
+    planned = fit_step(step_of(Counted(), batch_of(64)), Settings(budget="1GiB", planner="none"))
+    assert (COUNTS["calls"], Counted.calls) == (0, 0)
+    planned(batch_of(64))
+    assert (COUNTS["calls"], Counted.calls) == (1, 1)
+
+
+def test_writes_that_planning_cannot_undo_are_refused() -> None:
+    with pytest.raises(UnsupportedStepError, match=r"writes in place to .*last_mean"):
+        fit_step(step_of(Writing(), batch_of(64)), Settings(budget="1GiB", planner="none"))

@@ -39,9 +39,9 @@ def fresh_dynamo() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def deep_model() -> nn.Module:
+def deep_model(dropout: float = 0.1) -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1)) for _ in range(10)]
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(dropout)) for _ in range(10)]
     return nn.Sequential(*layers, nn.Linear(64, 4))
 
 
@@ -97,6 +97,22 @@ def test_dropout_in_low_precision_has_eagers_gradients(dtype: torch.dtype) -> No
         with torch.autocast("cpu", dtype):
             outputs = each(inputs)
         outputs.float().square().mean().backward()
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("dropout", [0.15, 0.45, 1.0])
+def test_dropout_rounds_as_eagers(dropout: float) -> None:
+    model = deep_model(dropout)
+    eager = copy.deepcopy(model)
+    memfit.compile(model, budget="256MiB", reserve=0, planner="none")
+    inputs = torch.randn(64, 64)
+    losses: list[torch.Tensor] = []
+    for each in (model, eager):
+        torch.manual_seed(2)
+        losses.append(each(inputs).square().mean())
+        losses[-1].backward()
+    assert torch.equal(*losses)
     for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
 
@@ -217,3 +233,59 @@ def test_a_backend_that_no_graph_reaches_raises_at_the_first_update(compile_line
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode == 0) == (not words), done.stderr
     assert words in done.stderr
+
+
+class Numbers(nn.Module):
+    """Computes with an attribute that the loop changes, in each of the ways that take a tensor in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), 1.0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = (1 - self.scale) * self.linear(inputs) * self.scale + self.scale * 2 - inputs / self.scale
+        hidden = self.scale - torch.mul(hidden.add(self.scale / 3 - 1), -self.scale)
+        hidden *= self.scale
+        hidden -= self.scale
+        return hidden.tanh()
+
+
+class Powers(Numbers):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.linear(inputs).abs() ** self.scale
+
+
+def call_with(model: Numbers, scale: float, inputs: torch.Tensor) -> list[torch.Tensor]:
+    model.scale = scale
+    model.zero_grad()
+    outputs = model(inputs)
+    outputs.float().square().mean().backward()
+    assert model.linear.weight.grad is not None
+    return [outputs, model.linear.weight.grad]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_numbers_that_change_keep_the_bits(dtype: torch.dtype) -> None:
+    model = Numbers().to(dtype)
+    eager = copy.deepcopy(model)
+    memfit.compile(model, budget="256MiB", reserve=0, planner="none")
+    for number in range(4):
+        inputs = torch.randn(64, 8, dtype=dtype)
+        mine, theirs = (call_with(each, 1.0 + number / 3, inputs) for each in (model, eager))
+        assert all(map(torch.equal, mine, theirs))
+    assert len(calls_of(model).plans) == 2  # of the first number as a constant, and of all others
+
+
+def test_a_model_that_is_compiled_in_each_call_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = memfit.compile(deep_model(), budget="256MiB")
+    for _ in range(100):
+        calls_of(model)._planned_graph(torch.fx.symbolic_trace(nn.Linear(2, 2)), ())
+    assert sum("64 graphs of Sequential" in message for message in caplog.messages) == 1
+
+
+def test_a_number_that_cannot_be_a_tensor_is_refused() -> None:
+    model = Powers()
+    memfit.compile(model, budget="256MiB", reserve=0, planner="none")
+    call_with(model, 1.0, torch.randn(4, 8))
+    with pytest.raises(UnsupportedStepError, match="a number that changes from call to call"):
+        call_with(model, 1.5, torch.randn(4, 8))

@@ -13,7 +13,8 @@ from torch import nn
 
 import memfit
 from memfit.runtime.eager.eager import bytes_of_tensors
-from memfit.runtime.eager.needs import Needs
+from memfit.runtime.eager.needs import Need, Needs
+from memfit.runtime.eager.operators import Operator
 from memfit.system.recorder import record
 
 
@@ -151,6 +152,8 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "random": (torch.ops.aten.randn.default, ([30, 50],), {"device": CPU}),
     "with a generator": (torch.ops.aten.randn.generator, ([9, 9],), {"generator": torch.Generator()}),
     "mean and variance": (torch.ops.aten.var_mean.correction, (_x, [1]), {}),
+    "two results": (torch.ops.aten.frexp.Tensor, (_x,), {}),
+    "packed": (torch.ops.aten._pack_padded_sequence.default, (torch.randn(2, 6, 8), torch.tensor([6, 2]), True), {}),
     "polar": (torch.ops.aten.polar.default, (_row, _row), {}),
 }
 
@@ -163,3 +166,10 @@ def test_results_are_bounded_before_the_first_call(name: str) -> None:
         result = function(*args, **kwargs)
     assert usage.end_bytes - usage.start_bytes <= bound_bytes
     del result
+
+
+def test_sizes_that_values_decide_are_not_remembered() -> None:
+    pack = Operator(torch.ops.aten._pack_padded_sequence.default)
+    args = torch.randn(2, 6, 8), torch.tensor([1, 1]), True
+    pack.learn(args, {}, Need(0, 0, 0.0, 0))
+    assert pack.need(args, {}) is None

@@ -166,6 +166,22 @@ def test_an_evaluation_without_training_is_held_to_the_budget(tmp_path: Path) ->
         late.evaluate()
 
 
+def test_two_trainers_of_one_model_plan_it_in_turn(tmp_path: Path) -> None:
+    small_gpt()
+    import transformers
+
+    from memfit.integrations.transformers import MemfitCallback
+
+    callbacks = [MemfitCallback("256MiB", planner="none") for _ in range(2)]
+    first = trainer_of(tmp_path, callbacks[:1], steps=1)
+    second = transformers.Trainer(
+        model=first.model, args=first.args, train_dataset=first.train_dataset, callbacks=callbacks[1:]
+    )
+    for trainer, callback in ((second, callbacks[1]), (first, callbacks[0])):
+        trainer.train()
+        assert callback.most_bytes > 0
+
+
 def test_another_compiler_is_refused(tmp_path: Path) -> None:
     small_gpt()
     from memfit.integrations.transformers import MemfitCallback
@@ -294,6 +310,23 @@ def test_lightning_keeps_its_bits_and_its_budget(steps: int, precision: str, is_
     assert planned.losses == stock.losses
     assert_same(planned, stock)
     assert 0 < callback.most_bytes <= budget
+
+
+def test_lightning_leaves_a_module_as_it_was_after_an_error() -> None:
+    lightning = pytest.importorskip("pytorch_lightning", reason="pip install memfit[lightning]")
+    from memfit.integrations.lightning import MemfitCallback
+
+    class Stops(lightning.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *given: Any) -> None:  # noqa: ARG002
+            modules.append(pl_module.net)
+            raise KeyError("stop")
+
+    modules: list[nn.Module] = []
+    with pytest.raises(KeyError, match="stop"):
+        fit_lightning(
+            is_manual=False, steps=1, callbacks=[MemfitCallback("1GiB", module="net", planner="none"), Stops()]
+        )
+    assert modules[0]._compiled_call_impl is None
 
 
 def test_a_lightning_step_that_calls_another_module_raises() -> None:

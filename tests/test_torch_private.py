@@ -66,6 +66,7 @@ from memfit.torch_private import (
     no_modes,
     only_mode,
     optimizer_hooks,
+    own_call,
     real_tensors,
     release_cublas_workspaces,
     runs_under_ddp,
@@ -320,6 +321,17 @@ def _counting_backend() -> tuple[Any, list[int]]:
     return backend, captured
 
 
+def test_loops_are_divided_until_the_last_thread_is_done() -> None:
+    before = torch.nn.Sequential.forward
+    first, second = torch_private._loops_divided(), torch_private._loops_divided()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.nn.Sequential.forward is not before
+    second.__exit__(None, None, None)
+    assert torch.nn.Sequential.forward is before
+
+
 def test_a_module_of_torchs_own_code_is_captured() -> None:
     backend, captured = _counting_backend()
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
@@ -328,7 +340,9 @@ def test_a_module_of_torchs_own_code_is_captured() -> None:
     assert not is_compiled(model)
     set_call(model, compiled_calls(eager_call(model), backend))
     assert is_compiled(model) and torch.equal(model(values), expected) and len(captured) == 1
+    assert own_call(model) is not None
     set_call(model, None)
+    assert own_call(model) is None
     assert not is_compiled(model) and is_compiled(torch.compile(model, backend="eager"))
     enter_modules_of_torch()
     try:

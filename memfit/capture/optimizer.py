@@ -162,7 +162,7 @@ def update_cost(
         group: the parameter's group in the optimizer.
         mode: the mode of the fake.
     """
-    trial = alone(optimizer)
+    trial = without_hooks(optimizer)
     with mode:
         fake = torch.nn.Parameter(torch.empty_like(fake_parameter), requires_grad=True)
         fake.grad = torch.empty_like(fake)

@@ -30,6 +30,7 @@ from memfit.capture.training_step import TrainingStep
 from memfit.torch_private import gradient_hooks, module_hooks, stood_for
 
 MODULE_NAMES = frozenset(vars(torch.nn.Module()))
+_OF_OPTIMIZERS = ("defaults", "param_groups", "state")
 _NUMBERS = (bool, int, float, complex)
 _OPAQUE = (sys.stdlib_module_names | {"torch", "numpy", "memfit"}) - {"collections", "types"}
 _TRACKING = threading.RLock()  # classes are changed while one capture runs
@@ -43,6 +44,7 @@ class Reads:
         tables, cells, items, slots: copies of all that the step can reach, made before it does.
         functions: (path, function, its parts) of the user's functions.
         modules: (path, module) of the model's modules, and of those that the loss reaches beside it.
+        tensors: (path, tensor) of what these hold, by the tensor's id.
     """
 
     def __init__(self, step: TrainingStep) -> None:
@@ -52,6 +54,7 @@ class Reads:
         self.slots: list[Slots] = []
         self.functions: list[tuple[str, FunctionType, tuple[Any, ...]]] = []
         self.modules: list[tuple[str, torch.nn.Module]] = []
+        self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self._seen: dict[int, Any] = {}
         self._objects: dict[int, tuple[Table, Any]] = {}
         self._classes: dict[type, Table] = {}
@@ -76,13 +79,28 @@ class Reads:
                 self._patched.clear()
 
     def look_everywhere(self) -> None:
-        """Copy what the attributes of modules and objects hold, too; else that is done when the step reads them."""
+        """Copy what the attributes and the classes of modules and objects hold, too; else that is done when the step
+        reads them."""
         seen: set[int] = set()
         while ahead := [table for key, table in self.tables.items() if key not in seen]:
             seen.update(self.tables)
             for table in ahead:
-                for key, value in table.before.items():
+                for key, value in tuple(table.before.items()):
                     self._discover(value, table.name(key))
+            for _, owner in tuple(self._objects.values()):
+                self._discover(type(owner), type(owner).__qualname__)
+
+    def look_at_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy what the optimizer's own attributes and its hooks hold, but for its groups and its state.
+
+        Args:
+            optimizer: the step's.
+        """
+        attributes = vars(optimizer)
+        self.tables[id(attributes)] = Table("optimizer", attributes, dict(attributes), None)
+        self._seen |= {id(attributes[name]): attributes[name] for name in _OF_OPTIMIZERS}
+        for name, value in attributes.items():
+            self._discover(value, f"optimizer.{name}")
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -212,6 +230,8 @@ class Reads:
 
     def _discover(self, value: Any, path: str) -> None:
         """Copy what a value holds, at all depths, before the step reads it."""
+        if isinstance(value, torch.Tensor):
+            self.tensors.setdefault(id(value), (path, value))
         if isinstance(value, (*ATOMS, torch.Tensor, enum.Enum)) or id(value) in self._seen:
             return
         self._seen[id(value)] = value

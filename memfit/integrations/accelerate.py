@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 
 from memfit.errors import InvalidOptionError, InvalidTargetError, UnsupportedStepError
-from memfit.runtime.compile.model import compile_in_place
+from memfit.runtime.compile.model import compile_anew
 
 _WHERE = "memfit.integrations.accelerate.prepare"
 
@@ -60,5 +60,5 @@ def prepare(accelerator: Accelerator, *things: Any, budget: str | int, **options
         )
     prepared = accelerator.prepare(*things)
     model = prepared if len(things) == 1 else prepared[things.index(models[0])]
-    compile_in_place(model, {"budget": budget, **options}, _WHERE).account.follow(*optimizers)
+    compile_anew(model, {"budget": budget, **options}, _WHERE).account.follow(*optimizers)
     return prepared

@@ -11,7 +11,7 @@ import torch
 
 from memfit.errors import InvalidTargetError, UnsupportedStepError
 from memfit.plan import Plan
-from memfit.runtime.compile.model import PlannedCalls, compile_in_place, release
+from memfit.runtime.compile.model import PlannedCalls, compile_anew, release
 
 # The core alone, or the whole framework, whose core has another name.
 _is_core = "pytorch_lightning" in sys.modules or find_spec("lightning") is None
@@ -72,7 +72,7 @@ class MemfitCallback(lightning.Callback):
             )
         module = modules[self._name]
         if module is not self._module:
-            self._calls = compile_in_place(module, self._options, _WHERE)
+            self._calls = compile_anew(module, self._options, _WHERE)
             self._module = module
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
@@ -97,6 +97,10 @@ class MemfitCallback(lightning.Callback):
 
     on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _begin_batch
     on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _end_batch
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        """Leave the module as it was: the Trainer tears nothing down then."""
+        self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Leave the module as it was."""

@@ -9,7 +9,8 @@ import transformers
 
 from memfit.errors import InvalidOptionError, UnsupportedStepError
 from memfit.plan import Plan
-from memfit.runtime.compile.model import PlannedCalls, compile_in_place, release
+from memfit.runtime.compile.model import PlannedCalls, compile_anew, release
+from memfit.torch_private import own_call
 
 _WHERE = "memfit.integrations.transformers"
 
@@ -72,10 +73,10 @@ class MemfitCallback(transformers.TrainerCallback):
             self._calls.account.follow()
 
     def _plan(self, model: Any) -> PlannedCalls:
-        if self._calls is None or model is not self._model:
-            if self._model is not None:
+        if self._calls is None or own_call(model) is not self._calls:
+            if self._model is not None and own_call(self._model) is self._calls:
                 release(self._model)
-            self._calls = compile_in_place(model, self._options, _WHERE)
+            self._calls = compile_anew(model, self._options, _WHERE)
             self._model = model
         return self._calls
 

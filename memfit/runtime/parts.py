@@ -112,6 +112,12 @@ class PartlyPlannedStep(Uncopied):
         finally:
             before.put_back(step)
             python.put_back()
+        if written := python.written():
+            raise UnsupportedStepError(
+                f"{self.line}: the step depends on the value of a tensor, and writes in place to {written[0]}, which "
+                "is neither a parameter nor a buffer of the model; the steps that planning took have changed it, and "
+                "cannot be undone: register it as a buffer, or write to it outside of the step"
+            )
         self._require_eagers_bits()
         gradients = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
         together = f", and the gradients ({format_bytes(gradients)}) are held together to the end of backward"

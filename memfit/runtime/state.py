@@ -29,6 +29,7 @@ class StepState:
         scaler: the gradient scaler's state, if there is one.
         generators: the state of each device's default random generator, by device.
         handed: the state of each generator that the step's code hands to torch.
+        groups: what the optimizer's groups hold besides parameters: a count of steps, or a rate that follows from it.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -37,6 +38,7 @@ class StepState:
     scaler: dict[str, Any] | None
     generators: dict[str, torch.Tensor]
     handed: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
+    groups: tuple[dict[str, Any], ...] = ()
 
     @staticmethod
     def take(step: TrainingStep, handed: Sequence[torch.Generator] = ()) -> StepState:
@@ -47,6 +49,7 @@ class StepState:
             handed: generators that its code hands to torch.
         """
         states = step.optimizer.state if step.optimizer is not None else {}
+        groups = step.optimizer.param_groups if step.optimizer is not None else []
         return StepState(
             tensors={name: tensor.detach().clone() for name, tensor in _tensors(step).items()},
             gradients={
@@ -61,6 +64,7 @@ class StepState:
             scaler=copy.deepcopy(step.scaler.state_dict()) if step.scaler is not None else None,
             generators=all_states(),
             handed=tuple((generator, generator.get_state()) for generator in handed),
+            groups=tuple({key: _setting(value) for key, value in g.items() if key != "params"} for g in groups),
         )
 
     def put_back(self, step: TrainingStep) -> None:
@@ -74,6 +78,8 @@ class StepState:
             optimized = _optimized(step)
             for number, state in self.optimizer.items():
                 step.optimizer.state[optimized[number]] = {key: _copied(value) for key, value in state.items()}
+            for group, before in zip(step.optimizer.param_groups, self.groups, strict=True):
+                _put_back_group(group, before)
         if step.scaler is not None and self.scaler is not None:
             step.scaler.load_state_dict(self.scaler)
         self.put_back_generators()
@@ -105,6 +111,10 @@ class StepState:
             for key in {**mine, **theirs}:
                 if key not in mine or key not in theirs or not same_value(mine[key], theirs[key]):
                     return f"optimizer state {key!r} of parameter {number}"
+        for number, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=False)):
+            for key in sorted(mine.keys() | theirs.keys()):
+                if not same_value(mine.get(key), theirs.get(key)):
+                    return f"{key!r} of the optimizer's group {number}"
         if not same_value(self.scaler, other.scaler):
             return "the gradient scaler"
         for device in self.generators.keys() & other.generators.keys():
@@ -117,10 +127,10 @@ class StepState:
 
 
 class PythonState:
-    """What the Python code of model and loss can change: attributes, containers, and the generators of the host.
+    """What Python code of the step can change: attributes, containers, and the generators of the host.
 
     Args:
-        step: all that its model and its loss can reach is copied.
+        step: all that its model, its loss, and its optimizer's attributes and hooks can reach is copied, but tensors.
 
     Attributes:
         handed: torch's generators among it.
@@ -128,7 +138,12 @@ class PythonState:
 
     def __init__(self, step: TrainingStep) -> None:
         self._reads = Reads(step)
+        if step.optimizer is not None:
+            self._reads.look_at_optimizer(step.optimizer)
         self._reads.look_everywhere()
+        own = {id(tensor) for tensor in _tensors(step).values()}
+        tensors = ((path, tensor) for key, (path, tensor) in self._reads.tensors.items() if key not in own)
+        self._versions = [(path, tensor, tensor._version) for path, tensor in tensors if not tensor.is_inference()]
         self._host = HostGenerators()
         self.handed = tuple(self._reads.generators)
 
@@ -136,6 +151,10 @@ class PythonState:
         """Reset all that was copied; torch's generators are put back by `StepState`."""
         self._reads.put_back()
         self._host.put_back(self._host.changed())
+
+    def written(self) -> list[str]:
+        """Return the names of tensors, neither parameters nor buffers of the model, that were written to in place."""
+        return [path for path, tensor, version in self._versions if tensor._version != version]
 
 
 @contextmanager
@@ -157,6 +176,26 @@ def left_as_it_was(step: TrainingStep, handed: Sequence[torch.Generator] = ()) -
         yield put_back
     finally:
         put_back()
+
+
+def _put_back_group(group: dict[str, Any], before: dict[str, Any]) -> None:
+    """Reset what an optimizer's group holds besides its parameters; a tensor, such as a rate, stays the same object."""
+    for key in group.keys() - before.keys() - {"params"}:
+        del group[key]
+    for key, value in before.items():
+        present = group.get(key)
+        if same_value(present, value):
+            continue
+        if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
+            present.copy_(value)
+        else:
+            group[key] = _copied(value)
+
+
+def _setting(value: Any) -> Any:
+    """Return a copy of a group's value, or the value itself if copies of it are not equal to it."""
+    copied = _copied(value)
+    return copied if same_value(copied, value) else value
 
 
 def _copied(value: Any) -> Any:

@@ -23,6 +23,7 @@ from memfit.capture import with_real_results
 from memfit.capture.dropout import with_eagers_dropout
 from memfit.capture.functionalize import CAST_INSIDE
 from memfit.capture.joint import BetweenHalves, JointCapture, capture_joint
+from memfit.capture.numbers import with_numbers_as_tensors
 from memfit.cost.observations import Corrections
 from memfit.cost.views import on_its_own, span_bytes
 from memfit.errors import InvalidOptionError, NoPlanError, UnsupportedStepError
@@ -40,6 +41,7 @@ from memfit.system.budget import format_bytes, parse_budget, parse_host_budget
 from memfit.system.recorder import allocated_bytes
 from memfit.system.spill_file import parse_host_dir
 from memfit.torch_private import (
+    DATA_DEPENDENT_ERRORS,
     any_autocast,
     backward_keeps_graph,
     boxed,
@@ -153,7 +155,7 @@ class PlannedGraph:
     called: ClassVar[bool] = False
 
     def __init__(self, module: torch.fx.GraphModule, read: Callable[[], GraphSettings]) -> None:
-        self.module = module
+        self.module = with_numbers_as_tensors(module)
         self.compiled: dict[Any, CompiledGraph] = {}
         self.has_warned = False  # of the bytes that are set aside for the optimizer
         self.has_warned_of_strides = False
@@ -191,8 +193,18 @@ class PlannedGraph:
         Args:
             inputs: of the graph.
             before: what was compiled for these sizes before, if anything.
+
+        Raises:
+            UnsupportedStepError: the graph depends on the value of a number or of a tensor.
         """
-        return CompiledGraph(self, inputs, before)
+        try:
+            return CompiledGraph(self, inputs, before)
+        except DATA_DEPENDENT_ERRORS as error:
+            raise UnsupportedStepError(
+                "the model computes with a number that changes from call to call, such as an attribute or what `item` "
+                "gave, otherwise than by +, -, * and / with a tensor of floats: hand it in as a tensor, or memfit.fit "
+                "the step"
+            ) from error
 
     @cached_property
     def options(self) -> GraphSettings:

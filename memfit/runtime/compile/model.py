@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,10 @@ from memfit.plan import Plan
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS
 from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.backend import PlannedGraph, read_options
-from memfit.torch_private import compiled_calls, eager_call, is_compiled, set_call
+from memfit.torch_private import compiled_calls, eager_call, is_compiled, own_call, set_call
+
+_log = logging.getLogger("memfit")
+_MANY_GRAPHS = 64  # of one model; Dynamo itself takes eight of a function for a sign of such a number
 
 
 def compile(
@@ -95,6 +99,20 @@ def compile_in_place(model: torch.nn.Module, options: Mapping[str, Any], where: 
     return calls
 
 
+def compile_anew(model: torch.nn.Module, options: Mapping[str, Any], where: str) -> PlannedCalls:
+    """As `compile_in_place`; a model that memfit planned before, for a run that is over or was broken off, is released.
+
+    Args:
+        model, options, where: as there.
+
+    Raises:
+        MemfitError: as `compile`.
+    """
+    if isinstance(own_call(model), PlannedCalls):
+        release(model)
+    return compile_in_place(model, options, where)
+
+
 def release(model: torch.nn.Module) -> None:
     """Let the calls of a compiled model run as ever again."""
     set_call(model, None)
@@ -169,4 +187,11 @@ class PlannedCalls:
         settings = replace(self._settings, account=self.account)
         graph = PlannedGraph(module, lambda: settings)
         self.graphs.append(graph)
+        if len(self.graphs) == _MANY_GRAPHS:
+            _log.warning(
+                "memfit: %d graphs of %s are compiled by now, and each takes seconds and memory: an integer that the "
+                "model reads, such as a counter in an attribute, may differ in each call; make it a tensor or a float",
+                _MANY_GRAPHS,
+                type(self._model).__name__,
+            )
         return graph

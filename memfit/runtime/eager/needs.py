@@ -30,6 +30,8 @@ _SMALL_BYTES = 1 << 12  # workspaces below it do not grow with the inputs
 _POINTWISE = torch.Tag.pointwise  # such operators work without any
 _DATA_DECIDES = torch.Tag.dynamic_output_shape
 _MOST_TIMED = 1 << 16  # kinds of calls of which the seconds are remembered
+SHORTENS = (torch.ops.aten._pack_padded_sequence,)
+"""Operators that leave out parts of what they are given, as values say, and that torch does not tag so."""
 _META = torch.device("meta")
 _WITHOUT_BYTES = (torch.Generator, torch.ScriptObject)  # which of them a call is given changes no need
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
@@ -118,6 +120,8 @@ class Needs:
         """
         if _POINTWISE in function.tags:
             return taken_bytes(_pointwise_bytes(function, args, kwargs), self.device)
+        if function.overloadpacket in SHORTENS:
+            return 2 * _input_bytes(args, kwargs)
         given: list[torch.Tensor] = []
         try:
             returned = function(*_on_meta(args, given), **_on_meta(kwargs, given))
@@ -216,7 +220,7 @@ def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _pointwise_bytes(function: Any, args: Any, kwargs: Any) -> int:
-    """Return what the result of an operator takes at most that works element by element."""
+    """Return what the results of an operator take at most that works element by element."""
     if any(each.alias_info is not None and each.alias_info.is_write for each in function._schema.arguments):
         return 0
     given = tensors_given((args, kwargs))
@@ -226,7 +230,7 @@ def _pointwise_bytes(function: Any, args: Any, kwargs: Any) -> int:
             sizes[place] = size if sizes[place] == 1 else sizes[place]
     dtypes = [*(tensor.dtype for tensor in given), torch.get_default_dtype(), kwargs.get("dtype") or torch.bool]
     dtypes += [torch.complex128] if any(isinstance(arg, complex) for arg in args) else []
-    return math.prod(sizes) * max(dtype.itemsize for dtype in dtypes)
+    return len(function._schema.returns) * math.prod(sizes) * max(dtype.itemsize for dtype in dtypes)
 
 
 def _most_indices(given: Iterable[torch.Tensor]) -> int:

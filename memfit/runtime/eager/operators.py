@@ -13,7 +13,7 @@ from memfit.capture.trace import mutated_tensors
 from memfit.capture.under_modes import UnderModes, is_looked_at
 from memfit.capture.whole_step import calling_line
 from memfit.errors import UnsupportedStepError
-from memfit.runtime.eager.needs import Need, key_of
+from memfit.runtime.eager.needs import SHORTENS, Need, key_of
 from memfit.runtime.eager.sources import tensors_given
 
 VIEW, PLAIN, WRITES, DATA_DECIDES, FOREIGN = range(5)
@@ -117,6 +117,6 @@ def _kind(func: Any) -> int:
         return WRITES
     if schema.returns and all(returned.alias_info is not None for returned in schema.returns):
         return VIEW
-    if torch.Tag.dynamic_output_shape in func.tags:
+    if torch.Tag.dynamic_output_shape in func.tags or func.overloadpacket in SHORTENS:
         return DATA_DECIDES
     return PLAIN
