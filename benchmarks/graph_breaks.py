@@ -25,9 +25,14 @@ from memfit.runtime.measure import measured_eager_peak
 from memfit.runtime.step import fit_step
 from memfit.workloads import build
 
-WORKLOADS: dict[str, tuple[dict[str, Any], str]] = {  # options, and the blocks after which the model looks
-    "gpt2": ({"batch": 2, "layers": 8, "width": 256, "tokens": 128, "vocabulary": 5000}, "transformer.h."),
-    "resnet50": ({"batch": 16, "size": 128}, "features.stage"),
+WORKLOADS: dict[str, tuple[str, dict[str, Any], str]] = {  # name, options, and the blocks after which the model looks
+    "gpt2": ("gpt2", {"batch": 2, "layers": 8, "width": 256, "tokens": 128, "vocabulary": 5000}, "transformer.h."),
+    "gpt2, width 768": (
+        "gpt2",
+        {"batch": 2, "layers": 12, "width": 768, "tokens": 256, "vocabulary": 5000},
+        "transformer.h.",
+    ),
+    "resnet50": ("resnet50", {"batch": 16, "size": 128}, "features.stage"),
 }
 BREAKS = (0, 1, 2, 4)
 SHARES = (1.0, 0.7)
@@ -55,8 +60,8 @@ class Looks(nn.Module):
 def broken(workload: str, breaks: int) -> TrainingStep:
     """Return the workload's step, with so many lines in its model that look at a tensor's value."""
     torch.manual_seed(0)
-    options, prefix = WORKLOADS[workload]
-    step = build(workload, **options)
+    name, options, prefix = WORKLOADS[workload]
+    step = build(name, **options)
     blocks = [name for name, _ in step.model.named_modules() if _is_block(name, prefix)]
     for number in range(breaks):
         name = blocks[(number + 1) * len(blocks) // (breaks + 1) - 1]
@@ -94,7 +99,7 @@ def run(workload: str, share: float) -> dict[str, Any]:
     return {
         "workload": workload,
         "share": share,
-        "options": WORKLOADS[workload][0],
+        "options": WORKLOADS[workload][1],
         "budget_bytes": budget_bytes,
         "breaks": [
             {
