@@ -70,10 +70,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     options = parser.parse_args()
-    graph, device = costed(WORKLOADS["resnet50"], MACHINE)
-    problem = replace(problem_of(graph, device, "dqn", SHARE), time_limit_seconds=SECONDS)
-    small_graph, _ = costed(SMALL, MACHINE)
-    small = replace(problem_of(small_graph, device, "dqn", SHARE), time_limit_seconds=SMALL_SECONDS)
+    problem, small = (
+        replace(problem_of(step, step.graphs[0], "dqn", SHARE), time_limit_seconds=seconds)
+        for step, seconds in (
+            (costed(WORKLOADS["resnet50"], MACHINE), SECONDS),
+            (costed(SMALL, MACHINE), SMALL_SECONDS),
+        )
+    )
     found = baselines(problem)
     best = min(overhead for overhead in found.values() if overhead is not None)
     runs: list[dict[str, Any]] = []
