@@ -24,7 +24,7 @@ from memfit.planners import make_planner
 
 MACHINE, SHARE = "gtx1080ti", 0.45
 BASELINES = ("sublinear", "superneurons_swap", "superneurons_recompute", "superneurons_both", "tflms")
-SMALL = Network(name="resnet50", options={"depth": 18, "batch": 64}, cpu_batch=8)
+SMALL = Network(name="resnet50", options={"depth": 18, "batch": 64}, on_cpu={"batch": 8})
 SECONDS, SMALL_SECONDS, BASELINE_SECONDS = 300.0, 120.0, 10.0
 SEEDS = (0,)
 
