@@ -21,7 +21,10 @@ _ORDERS = ("WAT", "TAW", "TWA", "AW", "CAT", "ZW")
 _NODE_WORK = 15  # for each block
 _FIRST_NODES = 256
 _FINEST_SHARE = 1 / 64  # of the gap between bound and height, in the first round; halved in each
-_NOISE = 0.5
+_CLIMB_NODES = 1000  # of a search while climbing: it soon finds a layout, or hardly ever
+_CLIMBS = 32  # nodes of climbing at the bound in a round, for each that a fixed order is given
+_CHANGED, _CHANGE, _PATIENCE = 0.2, 2.0, 30  # share of keys, deviation of their logarithms; changes that place no more
+_NOISE = (0.5, 2.5)  # of the logarithms of a drawn order's keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +34,14 @@ class Exact:
     Each round doubles the nodes that a decision may visit. A round tries the lower bound, then halves the gap between
     the highest capacity that failed and the lowest layout. Each decision is tried with several orders of the blocks (by
     live-range length W or sections C, most live bytes met T, area A, size Z, as in MiniMalloc) and one drawn at random.
-    A search that ends without a layout raises the lower bound; a layout at that bound is proven.
+    Short searches climb, too: how long a search takes has a heavy tail in the order, so that an order that places more
+    blocks in few nodes is changed further. A search that ends without a layout raises the lower bound; a layout at that
+    bound is proven.
 
     More than `MOST_BLOCKS` blocks are not searched; they get the layout of `best_fit`.
 
-    Source: Moffitt 2023, "MiniMalloc"; sections to cover and supports (see `branching`) and drawn orders are added.
+    Source: Moffitt 2023, "MiniMalloc"; sections to cover and supports (see `branching`), drawn orders and climbing are
+    added.
     """
 
     name: ClassVar[str] = "exact"
@@ -85,6 +91,15 @@ class _Order(NamedTuple):
     keys: list[NDArray[Any]]
 
 
+@dataclass(slots=True)
+class _Climb:
+    """The keys of the order that placed the most blocks, how many, and how many changes placed no more."""
+
+    keys: NDArray[np.float64]
+    placed: int = 0
+    unchanged: int = _PATIENCE + 1
+
+
 class _Decisions:
     """Decisions about capacities, in units of the greatest common divisor of all sizes."""
 
@@ -99,6 +114,8 @@ class _Decisions:
         self.orders = [_Order(number, [self.columns[c] for c in name]) for number, name in enumerate(_ORDERS)]
         self.trees: dict[int, tuple[NDArray[np.int64], Tree]] = {}
         self.drawn = len(_ORDERS)
+        self.climbs: dict[int, _Climb] = {}  # by capacity
+        self.placed = 0  # blocks, by the search that runs
         # A node reads every remaining block, and the sections of those that rise.
         self.node_work = _NODE_WORK * len(blocks) + int((sections.lasts - sections.firsts).sum())
 
@@ -106,25 +123,56 @@ class _Decisions:
         """Decide about lower and lower capacities until the best layout is proven or the nodes are used up."""
         nodes, finest = _FIRST_NODES, _FINEST_SHARE
         while not self.best.proven and self.nodes_left != 0:
-            orders = [*self.orders, self.draw()] if self.parts.drawn_orders else self.orders
-            yield from self.try_capacity(self.best.bound_bytes, nodes, orders)
+            yield from self.try_capacity(self.best.bound_bytes, nodes)
+            if self.parts.drawn_orders:
+                yield from self.climb(self.best.bound_bytes, _CLIMBS * nodes)
             out_of_reach = self.best.bound_bytes
             while not self.best.proven and self.nodes_left != 0:
                 gap = self.best.height_bytes - out_of_reach
                 if gap <= max(self.unit, int(finest * self.best.bound_bytes)):
                     break
                 aim = out_of_reach + gap // (2 * self.unit) * self.unit
-                yield from self.try_capacity(aim, nodes, orders)
+                yield from self.try_capacity(aim, nodes)
                 if self.best.height_bytes > aim:
                     out_of_reach = max(aim, self.best.bound_bytes)
             nodes, finest = 2 * nodes, finest / 2
 
-    def try_capacity(self, capacity_bytes: int, nodes: int, orders: list[_Order]) -> Steps:
+    def try_capacity(self, capacity_bytes: int, nodes: int) -> Steps:
         """Offer a layout within the capacity, or raise the bound above it, or stop after `nodes` for each order."""
-        for order in orders:
-            if self.best.proven or self.best.height_bytes <= capacity_bytes or self.best.bound_bytes > capacity_bytes:
+        for order in self.orders:
+            if self.is_decided(capacity_bytes):
                 return
             yield from self.decide(capacity_bytes, nodes, order)
+        if self.parts.drawn_orders and not self.is_decided(capacity_bytes):
+            yield from self.decide(capacity_bytes, nodes, self.draw())
+
+    def climb(self, capacity_bytes: int, nodes: int) -> Steps:
+        """Search a capacity by short searches of so many nodes together, with orders that place more and more blocks.
+
+        An order is changed at random; the change stays unless the search then places fewer blocks. Where no change
+        places more for a while, another order is drawn.
+        """
+        climb = self.climbs.setdefault(capacity_bytes, _Climb(keys=np.zeros(0)))
+        while nodes > 0 and not self.is_decided(capacity_bytes):
+            is_drawn = climb.unchanged > _PATIENCE
+            keys = self.draw().keys[0] if is_drawn else self.changed(climb.keys)
+            self.placed = 0
+            self.drawn += 1
+            yield from self.decide(capacity_bytes, min(nodes, _CLIMB_NODES), _Order(self.drawn, [keys]))
+            nodes -= _CLIMB_NODES
+            is_better = is_drawn or self.placed > climb.placed
+            climb.unchanged = 0 if is_better else climb.unchanged + 1
+            if is_better or self.placed == climb.placed:
+                climb.keys, climb.placed = keys, self.placed
+
+    def changed(self, keys: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return keys of an order with a share of them changed."""
+        changes = self.random.random(len(keys)) < _CHANGED
+        return keys + changes * self.random.normal(0, _CHANGE, len(keys))
+
+    def is_decided(self, capacity_bytes: int) -> bool:
+        """Return whether the best layout is within a capacity, or the bound above it."""
+        return self.best.proven or self.best.height_bytes <= capacity_bytes or self.best.bound_bytes > capacity_bytes
 
     def decide(self, capacity_bytes: int, nodes: int, order: _Order) -> Steps:
         """Search with one order, in steps of about a millisecond."""
@@ -137,6 +185,7 @@ class _Decisions:
             now = min(chunk, nodes, chunk if self.nodes_left is None else self.nodes_left)
             result = go_on(tree, now)
             nodes -= now
+            self.placed = max(self.placed, int(tree.blocks["placed"].sum()))
             if self.nodes_left is not None:
                 self.nodes_left -= now
                 nodes = min(nodes, self.nodes_left)
@@ -150,7 +199,8 @@ class _Decisions:
 
     def draw(self) -> _Order:
         """Return an order by a random product of powers of length, size and most live bytes, with noise."""
-        powers, noise = self.random.uniform(0, 1, 3), self.random.normal(0, _NOISE, len(self.blocks))
+        powers = self.random.uniform(0, 1, 3)
+        noise = self.random.normal(0, self.random.uniform(*_NOISE), len(self.blocks))
         logs = [np.log(self.columns[c].astype(np.float64)) for c in "WZT"]
         self.drawn += 1
         return _Order(self.drawn, [sum(p * log for p, log in zip(powers, logs, strict=True)) + noise])
