@@ -52,7 +52,7 @@ def test_lower_bound_is_reached(name: str) -> None:
     assert (layout.ratio, layout.proven) == (1.0, True)
 
 
-@pytest.mark.parametrize(("name", "ratio"), [("D", 1.063), ("E", 1.08), ("K", 1.12)])
+@pytest.mark.parametrize(("name", "ratio"), [("D", 1.063), ("E", 1.09), ("K", 1.12)])
 def test_what_is_found_by_a_second_of_work(name: str, ratio: float) -> None:
     """The ratio of D is the best published; the others are measured, and their bounds are known to be reached."""
     assert packed(INSTANCES[name], work=1_000_000_000).ratio <= ratio

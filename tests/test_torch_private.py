@@ -18,6 +18,7 @@ from memfit.torch_private import (
     ATTRIBUTES_HAVE_VERSIONS,
     DATA_DEPENDENT_ERRORS,
     READS_A_NUMBER,
+    SHORTENS,
     BatchNormBase,
     DictVersions,
     FakeTensorMode,
@@ -27,6 +28,7 @@ from memfit.torch_private import (
     TensorMetadata,
     TorchDispatchMode,
     UnwrappedMode,
+    allocator_settings_text,
     answered_as_eager,
     any_autocast,
     as_fake,
@@ -746,3 +748,11 @@ def test_the_settings_of_the_allocator_are_those_of_the_environment(tells: bool)
     environment = os.environ | {"PYTORCH_ALLOC_CONF": settings}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == settings
+    assert isinstance(allocator_settings_text(), str)
+
+
+def test_packing_a_sequence_returns_as_much_as_its_lengths_say() -> None:
+    (pack,) = SHORTENS
+    values, rows = torch.ones(4, 2, 3), [pack.default(torch.ones(4, 2, 3), torch.tensor([4, n]), False) for n in (1, 3)]
+    assert [each[0].shape[0] for each in rows] == [5, 7]
+    assert torch.Tag.dynamic_output_shape not in pack.default.tags and values.shape[0] == 4

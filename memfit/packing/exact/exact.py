@@ -22,9 +22,10 @@ _NODE_WORK = 15  # for each block
 _FIRST_NODES = 256
 _FINEST_SHARE = 1 / 64  # of the gap between bound and height, in the first round; halved in each
 _CLIMB_NODES = 1000  # of a search while climbing: it soon finds a layout, or hardly ever
+_CLIMB_FROM = 4096  # nodes of a round: the first rounds find what is easy, and good layouts elsewhere
 _CLIMBS = 32  # nodes of climbing at the bound in a round, for each that a fixed order is given
 _CHANGED, _CHANGE, _PATIENCE = 0.2, 2.0, 30  # share of keys, deviation of their logarithms; changes that place no more
-_NOISE = (0.5, 2.5)  # of the logarithms of a drawn order's keys
+_NOISE, _CLIMB_NOISE = 0.5, (0.5, 2.5)  # of the logarithms of a drawn order's keys, and while climbing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,7 @@ class _Decisions:
         self.unit = int(np.gcd.reduce(blocks.sizes_bytes))
         self.columns = _columns(blocks, sections)
         self.random = np.random.default_rng(problem.seed)
+        self.climb_random = np.random.default_rng((problem.seed, 1))
         self.orders = [_Order(number, [self.columns[c] for c in name]) for number, name in enumerate(_ORDERS)]
         self.trees: dict[int, tuple[NDArray[np.int64], Tree]] = {}
         self.drawn = len(_ORDERS)
@@ -124,7 +126,7 @@ class _Decisions:
         nodes, finest = _FIRST_NODES, _FINEST_SHARE
         while not self.best.proven and self.nodes_left != 0:
             yield from self.try_capacity(self.best.bound_bytes, nodes)
-            if self.parts.drawn_orders:
+            if self.parts.drawn_orders and nodes >= _CLIMB_FROM:
                 yield from self.climb(self.best.bound_bytes, _CLIMBS * nodes)
             out_of_reach = self.best.bound_bytes
             while not self.best.proven and self.nodes_left != 0:
@@ -155,7 +157,8 @@ class _Decisions:
         climb = self.climbs.setdefault(capacity_bytes, _Climb(keys=np.zeros(0)))
         while nodes > 0 and not self.is_decided(capacity_bytes):
             is_drawn = climb.unchanged > _PATIENCE
-            keys = self.draw().keys[0] if is_drawn else self.changed(climb.keys)
+            random = self.climb_random
+            keys = self.drawn_keys(random, random.uniform(*_CLIMB_NOISE)) if is_drawn else self.changed(climb.keys)
             self.placed = 0
             self.drawn += 1
             yield from self.decide(capacity_bytes, min(nodes, _CLIMB_NODES), _Order(self.drawn, [keys]))
@@ -167,8 +170,8 @@ class _Decisions:
 
     def changed(self, keys: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return keys of an order with a share of them changed."""
-        changes = self.random.random(len(keys)) < _CHANGED
-        return keys + changes * self.random.normal(0, _CHANGE, len(keys))
+        changes = self.climb_random.random(len(keys)) < _CHANGED
+        return keys + changes * self.climb_random.normal(0, _CHANGE, len(keys))
 
     def is_decided(self, capacity_bytes: int) -> bool:
         """Return whether the best layout is within a capacity, or the bound above it."""
@@ -198,12 +201,15 @@ class _Decisions:
             yield now * self.node_work
 
     def draw(self) -> _Order:
-        """Return an order by a random product of powers of length, size and most live bytes, with noise."""
-        powers = self.random.uniform(0, 1, 3)
-        noise = self.random.normal(0, self.random.uniform(*_NOISE), len(self.blocks))
-        logs = [np.log(self.columns[c].astype(np.float64)) for c in "WZT"]
+        """Return an order drawn at random."""
         self.drawn += 1
-        return _Order(self.drawn, [sum(p * log for p, log in zip(powers, logs, strict=True)) + noise])
+        return _Order(self.drawn, [self.drawn_keys(self.random, _NOISE)])
+
+    def drawn_keys(self, random: np.random.Generator, noise: float) -> NDArray[np.float64]:
+        """Return a random product of powers of length, size and most live bytes, as logarithms, with noise."""
+        powers, noises = random.uniform(0, 1, 3), random.normal(0, noise, len(self.blocks))
+        logs = [np.log(self.columns[c].astype(np.float64)) for c in "WZT"]
+        return sum(p * log for p, log in zip(powers, logs, strict=True)) + noises
 
     def tree_of(self, order: _Order) -> tuple[NDArray[np.int64], Tree]:
         """Return the blocks in this order, and their tree; trees of the fixed orders are kept for later rounds."""

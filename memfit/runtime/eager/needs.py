@@ -15,6 +15,7 @@ from memfit.runtime.eager.sources import tensors_given
 from memfit.system.recorder import record, taken_bytes
 from memfit.torch_private import (
     DATA_DEPENDENT_ERRORS,
+    SHORTENS,
     FakeTensorMode,
     failing_fakes_unlogged,
     storage_key,
@@ -30,8 +31,6 @@ _SMALL_BYTES = 1 << 12  # workspaces below it do not grow with the inputs
 _POINTWISE = torch.Tag.pointwise  # such operators work without any
 _DATA_DECIDES = torch.Tag.dynamic_output_shape
 _MOST_TIMED = 1 << 16  # kinds of calls of which the seconds are remembered
-SHORTENS = (torch.ops.aten._pack_padded_sequence,)
-"""Operators that leave out parts of what they are given, as values say, and that torch does not tag so."""
 _META = torch.device("meta")
 _WITHOUT_BYTES = (torch.Generator, torch.ScriptObject)  # which of them a call is given changes no need
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter

@@ -13,8 +13,9 @@ from memfit.capture.trace import mutated_tensors
 from memfit.capture.under_modes import UnderModes, is_looked_at
 from memfit.capture.whole_step import calling_line
 from memfit.errors import UnsupportedStepError
-from memfit.runtime.eager.needs import SHORTENS, Need, key_of
+from memfit.runtime.eager.needs import Need, key_of
 from memfit.runtime.eager.sources import tensors_given
+from memfit.torch_private import SHORTENS
 
 VIEW, PLAIN, WRITES, DATA_DECIDES, FOREIGN = range(5)
 """Kinds of operators: that move no data; that write to their arguments; whose results' sizes the data decides; of which
