@@ -35,6 +35,7 @@ class Parts:
     section_choice: bool = True  # branches over the blocks that can cover the section with the fewest of them
     partition: bool = True  # searches two sides of a border that no block crosses one after the other
     drawn_orders: bool = True  # one more order of the blocks in each round, drawn at random
+    climbing: bool = True  # short searches at the bound, with orders that are changed as long as they place more blocks
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(Parts))

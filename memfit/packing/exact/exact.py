@@ -126,7 +126,7 @@ class _Decisions:
         nodes, finest = _FIRST_NODES, _FINEST_SHARE
         while not self.best.proven and self.nodes_left != 0:
             yield from self.try_capacity(self.best.bound_bytes, nodes)
-            if self.parts.drawn_orders and nodes >= _CLIMB_FROM:
+            if self.parts.climbing and nodes >= _CLIMB_FROM:
                 yield from self.climb(self.best.bound_bytes, _CLIMBS * nodes)
             out_of_reach = self.best.bound_bytes
             while not self.best.proven and self.nodes_left != 0:
