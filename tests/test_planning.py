@@ -203,8 +203,8 @@ def test_every_setting_reaches_the_graphs_around_a_break(
 
         return recorded
 
-    monkeypatch.setattr("memfit.runtime.ledger.make_plan", recording(make_plan))
-    monkeypatch.setattr("memfit.runtime.ledger.make_leanest_plan", recording(make_leanest_plan))
+    monkeypatch.setattr("memfit.runtime.graph_part.make_plan", recording(make_plan))
+    monkeypatch.setattr("memfit.runtime.graph_part.make_leanest_plan", recording(make_leanest_plan))
     device = Device(name="named by the user")
     settings = roomy(
         planner="search",

@@ -15,7 +15,7 @@ from memfit.capture.draws import HostGenerators
 from memfit.capture.generators import all_states, set_state
 from memfit.capture.reads import Reads
 from memfit.runtime.bits import same_bits, same_value
-from memfit.torch_private import tree_flatten
+from memfit.torch_private import storage_key, tree_flatten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +141,8 @@ class PythonState:
         if step.optimizer is not None:
             self._reads.look_at_optimizer(step.optimizer)
         self._reads.look_everywhere()
-        own = {id(tensor) for tensor in _tensors(step).values()}
-        tensors = ((path, tensor) for key, (path, tensor) in self._reads.tensors.items() if key not in own)
+        own = {storage_key(tensor) for tensor in _tensors(step).values()}
+        tensors = ((path, tensor) for path, tensor in self._reads.tensors.values() if storage_key(tensor) not in own)
         self._versions = [(path, tensor, tensor._version) for path, tensor in tensors if not tensor.is_inference()]
         self._host = HostGenerators()
         self.handed = tuple(self._reads.generators)
