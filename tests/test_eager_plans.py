@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,13 @@ from memfit.planning import Settings, make_problem
 from memfit.runtime.eager import structures
 from memfit.runtime.eager.pass_graph import decisions_of, graph_of
 from memfit.runtime.eager.trace import BEFORE, Content, Trace, TracedCall
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_of_other_tests() -> None:
+    """Free what compiled models of other tests hold: plans are small here, and margins are shares of all bytes."""
+    torch.compiler.reset()
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)
