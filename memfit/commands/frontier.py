@@ -1,4 +1,4 @@
-"""`memfit frontier`, and `memfit.frontier`: what fits a budget before training, at which sizes and at what price."""
+"""`memfit frontier`, and `memfit.frontier`: the largest batch of each combination of sizes, and its price."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from memfit.commands.work import Work, working
 from memfit.device import GENERIC, Device
 from memfit.errors import InvalidBudgetError, InvalidOptionError
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Settings
-from memfit.report.formatting import change_text
 from memfit.report.frontier_page import FrontierRow, write_frontier_page
 from memfit.system.budget import format_bytes, parse_budget
 
@@ -94,7 +93,7 @@ def command(
     report: options.Report = None,
     as_json: options.Json = False,
 ) -> int:
-    """Say what fits a budget, at which sizes and batches, and at what price, before anything is trained."""
+    """Find the largest batch that fits a budget, and its price, for every combination of sizes. Nothing is trained."""
     options.require_writable(report)
     settings = _in_bytes(options.plan_settings(budget, planner, option, time_limit, seed, no_cache=no_cache))
     over = {name: _values(name, text) for name, text in options.read_settings(set_, "--set").items()}
@@ -159,20 +158,7 @@ def _step_of(target: str | Callable[..., TrainingStep], chosen: Mapping[str, Any
 
 
 def _table(rows: Sequence[FrontierRow], names: Sequence[str]) -> Any:
-    head = (*names, "largest batch", "peak", "unplanned", "overhead", "samples a second", "fastest batch, its samples")
-    return columns_table(head, [tuple(_cells(names, row)) for row in rows])
-
-
-def _cells(names: Sequence[str], row: FrontierRow) -> Iterator[str]:
-    yield from (str(row.options[name]) for name in names)
-    best, fastest = row.largest, row.fastest
-    if best is None or fastest is None:
-        yield from ("0", f"a batch of 1 takes {format_bytes(min(p.least_bytes for p in row.points))} or more")
-        yield from ("", "", "", "")
-        return
-    yield f"{best.batch:,}"
-    yield format_bytes(best.peak_bytes or 0)
-    yield format_bytes(best.unplanned_bytes or 0)
-    yield change_text(best.overhead or 0.0)
-    yield f"{best.samples_per_second:,.1f}"
-    yield f"{fastest.batch:,}: {fastest.samples_per_second:,.1f}"
+    titles = ("largest batch", "peak", "unplanned", "overhead", "samples a second", "fastest batch, its samples")
+    lines = [(*(str(row.options[name]) for name in names), *row.cells()) for row in rows]
+    width = len(names) + len(titles)
+    return columns_table((*names, *titles), [(*line, *[""] * (width - len(line))) for line in lines])

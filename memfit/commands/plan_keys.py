@@ -54,7 +54,11 @@ def reserved_of(plan: Plan) -> dict[str, dict[str, int]]:
 
 
 def reserved_rows(taken: dict[str, int]) -> dict[str, str]:
-    """Return what a budget has to cover without an arena, by part; `taken` is what `reserved_of` found."""
+    """Return what a budget has to cover without an arena, by part.
+
+    Args:
+        taken: what `reserved_of` found, under `reserved`.
+    """
     whole, expandable = format_bytes(taken["reserved_bytes"]), format_bytes(taken["expandable_segments_bytes"])
     return {
         "residents": format_bytes(taken["resident_bytes"]),

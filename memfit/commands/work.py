@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -125,7 +126,8 @@ def working() -> Generator[Work]:
     def on_interrupt(_signal: int, _frame: FrameType | None) -> None:
         work.interrupt()
 
-    previous = signal.signal(signal.SIGINT, on_interrupt)
+    hears = threading.current_thread() is threading.main_thread()  # no other may set a handler
+    previous = signal.signal(signal.SIGINT, on_interrupt) if hears else None
     try:
         with progress:
             yield work
@@ -133,4 +135,5 @@ def working() -> Generator[Work]:
         work.stop_if_interrupted()  # an error after Ctrl-C comes of it: no plan was found yet, or no compilation ended
         raise
     finally:
-        signal.signal(signal.SIGINT, previous)
+        if hears:
+            signal.signal(signal.SIGINT, previous)

@@ -41,6 +41,24 @@ class FrontierRow(msgspec.Struct, frozen=True, kw_only=True):
         planned = [point for point in self.points if point.samples_per_second is not None]
         return max(planned, key=lambda point: (point.samples_per_second or 0.0, -point.batch), default=None)
 
+    def cells(self) -> tuple[str, ...]:
+        """The row as texts: largest batch, peak, unplanned peak, overhead, speed, and the fastest batch with its speed.
+
+        Two texts where no batch fits.
+        """
+        best, fastest = self.largest, self.fastest
+        if best is None or fastest is None:
+            least_bytes = min((point.least_bytes for point in self.points), default=0)
+            return "0", f"a batch of 1 takes {format_bytes(least_bytes)} or more"
+        return (
+            f"{best.batch:,}",
+            format_bytes(best.peak_bytes or 0),
+            format_bytes(best.unplanned_bytes or 0),
+            change_text(best.overhead or 0.0),
+            f"{best.samples_per_second:,.1f}",
+            f"{fastest.batch:,}: {fastest.samples_per_second:,.1f}",
+        )
+
     def keys(self) -> dict[str, Any]:
         """The row as JSON."""
         planned = [point.keys() for point in self.points if point.overhead is not None]
@@ -78,16 +96,7 @@ def _label(row: FrontierRow) -> str:
 
 
 def _html_row(row: FrontierRow) -> str:
-    head, best, fastest = f"<tr><td>{escape(_label(row))}</td>", row.largest, row.fastest
-    if best is None or fastest is None:
-        least_bytes = min((point.least_bytes for point in row.points), default=0)
-        return f'{head}<td colspan="6">a batch of 1 takes {format_bytes(least_bytes)} or more</td></tr>'
-    cells = (
-        f"{best.batch:,}",
-        format_bytes(best.peak_bytes or 0),
-        format_bytes(best.unplanned_bytes or 0),
-        change_text(best.overhead or 0.0),
-        f"{best.samples_per_second:,.1f}",
-        f"{fastest.batch:,}: {fastest.samples_per_second:,.1f}",
-    )
+    head, cells = f"<tr><td>{escape(_label(row))}</td>", row.cells()
+    if row.largest is None:
+        return f'{head}<td class="number">{cells[0]}</td><td colspan="5">{cells[1]}</td></tr>'
     return head + "".join(f'<td class="number">{cell}</td>' for cell in cells) + "</tr>"

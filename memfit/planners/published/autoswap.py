@@ -84,10 +84,10 @@ class AutoSwap:
         if not has_link(problem):
             yield schedule
             return
-        swapping = Absences(problem, find_offload_intervals(problem, schedule), self.threshold)
+        absences = Absences(problem, find_offload_intervals(problem, schedule), self.threshold)
         if weights is None:
-            weights = minimize(swapping.cost, SINGLE_WEIGHTS, self.evaluations, problem.seed)
-        swapping.swap(weights, problem.budget_bytes)
-        yield with_offloads(swapping.found)
-        swapping.swap(np.ones(len(SCORES)), 0)
-        yield with_offloads(swapping.found)
+            weights = minimize(absences.cost, SINGLE_WEIGHTS, self.evaluations, problem.seed)
+        absences.choose(weights, problem.budget_bytes)
+        yield with_offloads(absences.found)
+        absences.choose(np.ones(len(SCORES)), 0)
+        yield with_offloads(absences.found)

@@ -87,12 +87,12 @@ class Absences:
 
     def cost(self, weights: Weights) -> float:
         """Return the seconds of the step with these weights; above all of them if it does not fit."""
-        outcome = self.swap(weights, self.problem.budget_bytes)
+        outcome = self.choose(weights, self.problem.budget_bytes)
         if outcome.excess_bytes > 0:
             return self.step_seconds * (2.0 + outcome.excess_bytes / max(1, self.found.stops["held_bytes"].max()))
         return outcome.seconds
 
-    def swap(self, weights: Weights, limit_bytes: int) -> Outcome:
+    def choose(self, weights: Weights, limit_bytes: int) -> Outcome:
         """Choose variables by their scores until the load is at most `limit_bytes`, and place their copies."""
         self.found.intervals["chosen"] = False
         self.found.intervals["chosen"][self._chosen(weights, limit_bytes)] = True

@@ -146,7 +146,7 @@ def _choose_by_scores(problem: Problem, found: OffloadIntervals) -> None:
 
     best, chosen = rank(absences.place(budget_bytes)), found.intervals["chosen"].copy()
     for weights in SINGLE_WEIGHTS:
-        now = rank(absences.swap(weights, budget_bytes))
+        now = rank(absences.choose(weights, budget_bytes))
         if now < best:
             best, chosen = now, found.intervals["chosen"].copy()
     found.intervals["chosen"] = chosen
