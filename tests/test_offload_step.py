@@ -112,7 +112,7 @@ def planned_step(**options: Any) -> Any:
 def test_fit_on_a_cpu_offloads_to_a_disk_and_back_with_eagers_bits(tmp_path: Path) -> None:
     step = planned_step(host_dir=tmp_path)
     plan = step.plan
-    assert plan.predicted.host_peak_bytes > 0 and plan.overhead < 1.0
+    assert plan.predicted.host_peak_bytes > 0
     assert list(tmp_path.iterdir()) == []  # the file has no name
     step.verify()
     measured = step.measure(repeats=1)
