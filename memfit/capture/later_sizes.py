@@ -29,7 +29,7 @@ from memfit.torch_private import tree_flatten
 
 _log = logging.getLogger(__name__)
 
-_CAPTURED = 4  # sizes that are captured before symbols are tried: a capture with symbols takes as long as four
+_CAPTURED = 4  # sizes that are captured before symbols are tried: a capture with symbols takes as long as a few
 _LEAST = 8  # smaller sizes are captured: 0 and 1 change the meaning of operators
 _PROOFS = 2  # graphs that have to be equal to captures before others take the place of captures
 _MOST_NUMBERS = 64  # of a constant that each capture makes
@@ -98,7 +98,12 @@ class _AllSizes:
 
     @staticmethod
     def of(step: TrainingStep, batch: Any, known: Sequence[Shapes]) -> _AllSizes:
-        """Record a step with symbols for the sizes that differ among `known`; the last are those of `batch`.
+        """Record a step with symbols for the sizes that differ.
+
+        Args:
+            step: the step, as it is between two of its runs.
+            batch: an example.
+            known: the shapes of the batches so far; the last are those of `batch`.
 
         Raises:
             Exception: torch cannot run the step on symbols.
@@ -115,7 +120,12 @@ class _AllSizes:
         )
 
     def at(self, batch: Any, shapes: Shapes) -> Captured | None:
-        """Return the captured step at the sizes of a batch, or None if it may make other calls there."""
+        """Return the captured step at the sizes of a batch, or None if it may make other calls there.
+
+        Args:
+            batch: answers what the step asks of its values.
+            shapes: of the batch.
+        """
         values = self.formulas.values(shapes, _LEAST)
         if values is None or self.guards.difference() is not None:
             return None
@@ -142,7 +152,12 @@ class _Layout:
     is_refused: bool = False
 
     def at(self, batch: Any, shapes: Shapes) -> tuple[_AllSizes | None, Captured | None]:
-        """Return the recorded step that holds for a batch, and its graph there."""
+        """Return the recorded step that holds for a batch, and its graph there; None and None if there is none.
+
+        Args:
+            batch: answers what the step asks of its values.
+            shapes: of the batch.
+        """
         for state in self.states:
             made = state.at(batch, shapes)
             if made is not None:
@@ -156,7 +171,13 @@ class _Layout:
         return self.misses > _CAPTURED and len(self.shapes) > _CAPTURED and len(self.states) < _MOST_STATES
 
     def begin(self, step: TrainingStep, batch: Any, captured: Captured) -> None:
-        """Record the step with symbols, and compare what it gives for this batch with its capture."""
+        """Record the step with symbols, and compare what it gives for this batch with its capture.
+
+        Args:
+            step: the step.
+            batch: whose shapes were counted last.
+            captured: the step's capture on it.
+        """
         self.misses = 0
         try:
             state = _AllSizes.of(step, batch, self.shapes)
@@ -171,7 +192,13 @@ class _Layout:
             self.prove(state, made, captured)
 
     def prove(self, state: _AllSizes, made: Captured, captured: Captured) -> None:
-        """Compare a graph made from symbols with a capture at the same sizes; refuse symbols if they differ."""
+        """Compare a graph made from symbols with a capture at the same sizes; refuse symbols if they differ.
+
+        Args:
+            state: that the graph was made from.
+            made: the step with that graph.
+            captured: the step's capture.
+        """
         if _is_same(made, captured):
             state.proofs += 1
         else:
