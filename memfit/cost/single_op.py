@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,19 @@ class Measurer:
             raise
         except (RuntimeError, ValueError, IndexError) as error:
             return f"it refuses inputs made for it: {str(error).strip().splitlines()[0]}"
+
+    def run_once(self, op: Op, call: Call) -> None:
+        """Run `op` on inputs made for it, if it can be run by itself and has room.
+
+        Args:
+            op: of the graph.
+            call: its call.
+        """
+        if not getattr(call.target, "measurable", True) or not self.has_room(op, call):
+            return
+        args, kwargs = self.inputs.make(call, self.graph.storages)
+        with suppress(RuntimeError, ValueError, IndexError):
+            call.target(*args, **kwargs)
 
     def has_room(self, op: Op, call: Call) -> bool:
         """Return whether the inputs and results of `call` fit into the memory that is free on the device.
