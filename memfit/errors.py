@@ -98,9 +98,17 @@ class InfeasibleBudgetError(NoPlanError):
 
 
 class OverBudgetError(MemfitError, RuntimeError):
-    """In eager mode, a call does not fit, and nothing is left that could be let go; names the call and its line."""
+    """A call or a step does not fit, and nothing is left that could be let go; in eager mode, names the line."""
 
     exit_status = 3
+
+
+class BudgetNotHeldError(OverBudgetError):
+    """A planned step took more than its budget, and no other plan helps; `over_bytes` says by how much."""
+
+    def __init__(self, message: str, *, over_bytes: int) -> None:
+        super().__init__(message)
+        self.over_bytes = over_bytes
 
 
 class VerificationError(MemfitError, RuntimeError):

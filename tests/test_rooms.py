@@ -86,6 +86,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("graph_part", "prepare"),
         ("measure", "placed_plans", "program"),
         ("lowering", "step_memory", "verify"),
+        ("saved_on_host",),
         ("host", "state"),
         (
             "arena",
@@ -94,6 +95,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
             "direct_calls",
             "eager_peak",
             "first_step",
+            "hard_cap",
             "measured",
             "signature",
             "uncopied",

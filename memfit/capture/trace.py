@@ -33,6 +33,7 @@ from memfit.capture.functionalize import (
     overwrite_like,
     without_idle_statistics,
 )
+from memfit.capture.hidden_state import refuse_hidden_state
 from memfit.cost.observations import Corrections, RealResult, call_key
 from memfit.errors import CaptureError
 from memfit.graph import Phase, Role
@@ -246,7 +247,9 @@ class Trace:
 
         Raises:
             CaptureError: a tensor that is sparse, or from outside of the captured step.
+            UnsupportedStepError: dropout in a recurrent layer of a GPU.
         """
+        refuse_hidden_state(func, args, kwargs)
         if self._makes_or_opens_sparse(func, args, returned):
             return returned
         outputs = [returned] if isinstance(returned, torch.Tensor) else tree_flatten(returned)[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from memfit.capture.optimizer import (
     is_of_torch,
     overlap,
     require_supported,
+    updates_many_at_once,
     updates_one_by_one,
 )
 from memfit.capture.placement import step_device
@@ -321,6 +322,13 @@ class _Update(NamedTuple):
     workspace_bytes: int
 
 
+_BATCH_SHARE = 0.01  # of the bytes of all gradients: those that wait to be used together
+
+
+def _bytes_of(fakes: Iterable[torch.Tensor]) -> int:
+    return sum(fake.nbytes for fake in fakes)
+
+
 class _WholeStepCapture:
     def __init__(
         self,
@@ -341,6 +349,7 @@ class _WholeStepCapture:
             device=self.device, scope=self._scope, step_count=self._step_count, corrections=corrections or {}
         )
         self.stream = Stream()
+        self._ready: dict[int, dict[torch.Tensor, _Update]] = {}  # by group: those whose gradients wait for an update
         self.leaves = tree_flatten(batch)[0]
         self.looks: list[Look] = []
         self.under_modes = UnderModes()
@@ -508,9 +517,11 @@ class _WholeStepCapture:
         if updates and updates_one_by_one(self.step) and not overlap(tuple(updates)):
             for fake in updates:
                 self._hooks.append(
-                    fake.register_post_accumulate_grad_hook(lambda done: self._update_one(done, updates[done]))
+                    fake.register_post_accumulate_grad_hook(lambda done: self._update_when_ready(done, updates))
                 )
         self.step.scaled(loss).backward()
+        for number in tuple(self._ready):
+            self._update_ready(number)
 
     def _next_state(self, batch: Any) -> None:
         """Run a function of a state, without gradients; the leaves of the next state are the outputs."""
@@ -544,12 +555,30 @@ class _WholeStepCapture:
             for place, tensor in replaced(places, self._fakes):
                 self._fakes[place.tensor].copy_(tensor)
 
-    def _update_one(self, fake: torch.Tensor, update: _Update) -> None:
-        assert fake.grad is not None and self.step.optimizer is not None
-        gradient = self.trace.gradient(fake.grad)
-        target = ParameterUpdate(self.step.optimizer, update.parameter, update.group, update.workspace_bytes)
-        self._add_update(target, (gradient,), (fake,), (update,))
-        fake.grad = None
+    def _update_when_ready(self, fake: torch.Tensor, updates: dict[torch.Tensor, _Update]) -> None:
+        """Enter the update of a parameter whose gradient is there, with others of its group if that takes less time.
+
+        The gradients of a batch wait for one another, and take memory meanwhile: a hundredth of all gradients at most.
+        """
+        assert self.step.optimizer is not None
+        number = updates[fake].group
+        ready = self._ready.setdefault(number, {})
+        ready[fake] = updates[fake]
+        is_batched = updates_many_at_once(self.step.optimizer.param_groups[number], fake.device)
+        if not is_batched or _bytes_of(ready) > _BATCH_SHARE * _bytes_of(updates):
+            self._update_ready(number)
+
+    def _update_ready(self, number: int) -> None:
+        """Enter one update of all parameters of a group whose gradients wait."""
+        assert self.step.optimizer is not None
+        ready = self._ready.pop(number, {})
+        gradients = tuple(self.trace.gradient(fake.grad) for fake in ready if fake.grad is not None)
+        workspace_bytes = sum(update.workspace_bytes for update in ready.values())
+        parameters = [update.parameter for update in ready.values()]
+        target = ParameterUpdate(self.step.optimizer, parameters, number, workspace_bytes)
+        self._add_update(target, gradients, tuple(ready), tuple(ready.values()))
+        for fake in ready:
+            fake.grad = None
 
     def _add_update(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,11 +31,19 @@ from memfit.errors import (
 )
 from memfit.near_plans import PROVISIONAL
 from memfit.plan import Plan, Progress
-from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Settings, ignored
+from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM, Settings, ignored
 from memfit.runtime.arena.arena import Arena
 from memfit.runtime.chunked import make_function_program
 from memfit.runtime.eager_peak import with_eager_peak
-from memfit.runtime.first_step import Correction, measured_step, needed_correction
+from memfit.runtime.first_step import (
+    MOST_CORRECTIONS,
+    STEPS_IN_A_ROW,
+    Correction,
+    Meter,
+    needed_correction,
+    not_held,
+)
+from memfit.runtime.hard_cap import capped, require_cap
 from memfit.runtime.host.store import HostStore
 from memfit.runtime.measure import measure_step, resident_bytes
 from memfit.runtime.measured import Measured
@@ -55,6 +64,7 @@ from memfit.system.spill_file import parse_host_dir
 from memfit.torch_private import tree_flatten, tree_unflatten
 
 _log = logging.getLogger(__name__)
+_MOST_PROVING_STEPS = (MOST_CORRECTIONS + 1) * (STEPS_IN_A_ROW + 1)  # of each plan; a first one may make state
 
 
 def fit(
@@ -77,6 +87,8 @@ def fit(
     arena: bool = False,
     carry_over: bool = True,
     search_behind: bool = True,
+    budget_is: str = FIRM,
+    hard: bool = False,
     on_stage: Callable[[str], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> PlannedStep | PartlyPlannedStep:
@@ -120,6 +132,10 @@ def fit(
         carry_over: plan a batch of another size from the plans of the sizes that were there before, where one fits;
             False searches a plan for each size. Only for planners that search.
         search_behind: search such plans further on a thread while steps run, and run what is found.
+        budget_is: `"firm"`: a step that took more than the budget is an error where three corrections of its plan have
+            not helped, or no plan fits what it took; `"soft"`: it is a warning.
+        hard: on a GPU, cap the process at the budget while a step runs, so that an allocation beyond it fails. `fit`
+            then runs steps until two in a row keep the budget, and puts everything back. Not with an arena.
         on_stage: called with the name of each stage when it begins.
         progress: called by the planner while it searches.
 
@@ -131,6 +147,7 @@ def fit(
             user's line.
         VerificationError: the planned step's bits differ from eager's; the message names the first differing tensor.
         HostMemoryError: the host, or the disk, has no room for what the plan offloads; or a copy failed during a step.
+        BudgetNotHeldError: a step took more than a firm budget, and no other plan helps; raised after the step.
         ArenaUnavailableError: there can be no arena on this machine, for example without a C++ compiler.
         MemfitError: any other bad input; each message says what to do.
 
@@ -150,6 +167,8 @@ def fit(
         arena=arena,
         carry_over=carry_over,
         search_behind=search_behind,
+        budget_is=budget_is,
+        hard=hard,
         stops_on_interrupt=True,
         on_stage=on_stage or ignored,
         progress=progress or ignored,
@@ -184,6 +203,9 @@ def fit_step(
     if verify:
         settings.on_stage("verifying against eager")
         planned.verify()
+    if settings.hard and isinstance(planned, PlannedStep):
+        settings.on_stage("running steps until two in a row keep the budget")
+        planned.prove()
     return planned
 
 
@@ -193,10 +215,11 @@ class PlannedStep(Uncopied):
     A batch of another shape has a program of its own within the same budget, and so has each change of what the step
     took from Python at capture: a model switched between training and evaluation, gradients that are there already, a
     number that the loss reads. Guards find such a change before each step. The program is made at the first such call,
-    and kept for later ones. On a CPU each step is measured; elsewhere the first of each plan, and the first with the
-    optimizer's state. If a step takes more than the budget, a warning says so, and its plan is replaced by one for a
-    budget that is smaller by the error of the prediction. Without an optimizer, a budget in percent is a share of the
-    unplanned peak of a step that finds no gradients for such steps, and of one that adds to gradients for those.
+    and kept for later ones. Steps are measured until two in a row keep the budget, without the optimizer's state and
+    with it; those after them as far as it costs microseconds. If one takes more than the budget, a warning says so, and
+    its plan is replaced by one for a budget that is smaller by the error of the prediction, at most three times.
+    Without an optimizer, a budget in percent is a share of the unplanned peak of a step that finds no gradients for
+    such steps, and of one that adds to gradients for those.
 
     Attributes:
         step: the TrainingStep that it carries out.
@@ -209,6 +232,7 @@ class PlannedStep(Uncopied):
         self.step = step
         self.settings = settings
         self.device = step_device(step.model, step.batch)
+        require_cap(settings, self.device)
         self.corrections: list[Correction] = []
         arena = Arena(device=self.device, seed=settings.seed) if settings.arena else None
         self._memory = StepMemory(arena, step.optimizer)
@@ -218,7 +242,9 @@ class PlannedStep(Uncopied):
         self._sizes = NearSizes()
         self._comparisons = Comparisons()
         self._resident_bytes: dict[tuple[Hashable, int], int] = {}  # before a step, by the memory's key of its call
-        self._told_bytes: dict[Hashable, int] = {}  # by variant: what steps took that no plan could prevent
+        self._kept: dict[tuple[Hashable, int], int] = {}  # likewise: how many steps in a row kept the budget
+        self._meter = Meter(self.device)
+        self._is_capped = settings.hard
         self._capture_seconds = 0.0
         self._first_settings = settings
         self._first_adds: bool | None = None
@@ -300,20 +326,46 @@ class PlannedStep(Uncopied):
         self._take_better(variant)
         self._latest = variant.program
         key = self._memory.key(variant.key)
-        is_first = key not in self._resident_bytes
-        if not is_first and not records_at_once(self.device):
+        is_proved = self._kept.get(key, 0) >= STEPS_IN_A_ROW
+        if is_proved and not self._is_capped and not records_at_once(self.device):
             return self._run(variant, batch)
-        if is_first:  # counted before the call: a first step makes the optimizer's state, which the recorder counts
+        if key not in self._resident_bytes:  # before the call, which may make state that the recorder counts
             self._resident_bytes[key] = resident_bytes(self, batch) + self._gradient_bytes(variant)
-        bytes_before = self._resident_bytes[key] + self.held_bytes
-        run = partial(self._run, variant, batch)
-        loss, measured_bytes = measured_step(run, self.device, bytes_before, is_first=is_first)
+        bytes_before = self._resident_bytes[key] + self.held_bytes + variant.program.library_bytes
+        cap = capped(self.device, variant.budget_bytes, bytes_before) if self._is_capped else nullcontext()
+        with cap:
+            run = partial(self._run, variant, batch)
+            loss, measured_bytes = self._meter.run(run, bytes_before, is_proved=is_proved)
         correction = needed_correction(variant.program.plan, variant.budget_bytes, measured_bytes)
-        if correction is not None and measured_bytes > self._told_bytes.get(variant.key, 0):
-            self._correct(variant, correction)
+        if correction is not None:
+            self._kept.pop(key, None)
+            if self.settings.budget_is == FIRM or measured_bytes > variant.told_bytes:
+                self._correct(variant, correction)
         elif not self._memory.is_settled:
             del self._resident_bytes[key]
+        elif not is_proved:
+            self._kept[key] = self._kept.get(key, 0) + 1
+            if self._kept[key] == STEPS_IN_A_ROW:
+                variant.corrections, variant.given_up = 0, ""
         return loss
+
+    def prove(self) -> None:
+        """Run steps on the step's own batch until two in a row keep the budget; they leave no trace.
+
+        Raises:
+            BudgetNotHeldError: no plan keeps it.
+        """
+        capped_before, self._is_capped = self._is_capped, False
+        try:
+            with left_as_it_was(self.step, self.generators):
+                for _ in range(_MOST_PROVING_STEPS):
+                    if self.step.optimizer is None:
+                        self.step.model.zero_grad(set_to_none=True)
+                    self(self.step.batch)
+                    if STEPS_IN_A_ROW in self._kept.values():
+                        return
+        finally:
+            self._is_capped = capped_before
 
     def verify(self, batch: Any = None) -> None:
         """Run one eager and one planned step from the same state; both leave no trace.
@@ -375,7 +427,6 @@ class PlannedStep(Uncopied):
         variant, dropped = self._variants.add(signature, program)
         for old in dropped:
             self._forget(old)
-            self._told_bytes.pop(old.key, None)
             self._sizes.forget(old.key)
         self._sizes.add(variant.key, variant.program.prepared, self.settings)
         return variant
@@ -401,6 +452,7 @@ class PlannedStep(Uncopied):
         """Drop what is known of the memory of a variant's steps."""
         self._memory.forget(variant.key)
         self._resident_bytes = {key: held for key, held in self._resident_bytes.items() if key[0] != variant.key}
+        self._kept = {key: count for key, count in self._kept.items() if key[0] != variant.key}
 
     def _compare(self, batch: Any, program: StepProgram, stream: Stream | None) -> None:
         """Compare what was captured with eager's calls, within what the budget leaves beside the residents."""
@@ -453,6 +505,8 @@ class PlannedStep(Uncopied):
     def _correct(self, variant: Variant, correction: Correction) -> None:
         """Replace a variant's program by one that allows for what its plan mispredicted, if there is one."""
         assert correction.aim_bytes is not None
+        if variant.corrections >= MOST_CORRECTIONS:
+            return self._give_up(variant, correction, variant.given_up or f"so did {MOST_CORRECTIONS} plans before it")
         settings = self.settings.within(correction.aim_bytes)
         try:
             # The same capture: the step has left gradients by now, and a new capture would add to them.
@@ -461,13 +515,21 @@ class PlannedStep(Uncopied):
             planning = ANEW if is_own else self._sizes.planning(captured, settings)
             corrected = make_step_program(self.step, captured, settings, store=self._store, planning=planning)
         except (InfeasibleBudgetError, TimeLimitError) as error:
-            self.corrections.append(replace(correction, aim_bytes=None))
-            self._told_bytes[variant.key] = correction.measured_bytes
-            _log.warning("%s: %s", self.corrections[-1], error)
-            return
+            return self._give_up(variant, correction, str(error).partition(";")[0])
+        variant.corrections += 1
         self.corrections.append(correction)
         _log.warning("%s", correction)
-        self._replace(variant, corrected)
+        return self._replace(variant, corrected)
+
+    def _give_up(self, variant: Variant, correction: Correction, why: str) -> None:
+        """Say that a step takes more than the budget, whatever its plan: as an error if the budget is firm."""
+        variant.corrections, variant.given_up = MOST_CORRECTIONS, why
+        if correction.measured_bytes > variant.told_bytes:
+            self.corrections.append(replace(correction, aim_bytes=None))
+            variant.told_bytes = correction.measured_bytes
+        if self.settings.budget_is == FIRM:
+            raise not_held(correction.measured_bytes, correction.budget_bytes, why)
+        _log.warning("%s: %s", self.corrections[-1], why)
 
     def _replace(self, variant: Variant, program: StepProgram) -> None:
         """Give a variant another program, whose steps may take other memory."""

@@ -55,7 +55,17 @@ from memfit.torch_private import (
 )
 
 _log = logging.getLogger("memfit")
-_OPTIONS = ("budget", "host_budget", "host_dir", "planner", "options", "time_limit_seconds", "seed", "reserve")
+_OPTIONS = (
+    "budget",
+    "host_budget",
+    "host_dir",
+    "planner",
+    "options",
+    "time_limit_seconds",
+    "seed",
+    "reserve",
+    "budget_is",
+)
 _PLAIN = {"Tensor", "Parameter", "Buffer"}
 _ADAM_STATES = 2  # per parameter: exp_avg and exp_avg_sq
 _HEADROOM = 0.005  # of the budget: logged losses and the like, which come and go between steps
@@ -69,7 +79,7 @@ def memfit_backend(
 
     Options:
         budget: bytes for everything on the device during the step: `"6GiB"`, or an integer. Required.
-        host_budget, host_dir, planner, options, time_limit_seconds, seed: as in `memfit.fit`.
+        host_budget, host_dir, planner, options, time_limit_seconds, seed, budget_is: as in `memfit.fit`.
         reserve: bytes that something else will take later: the optimizer state that the first step creates. By default
             the bytes of Adam's state, and a warning says so; 0 for plain SGD.
 
@@ -124,7 +134,13 @@ def read_options(options: Mapping[str, Any]) -> GraphSettings:
             f"budget {budget!r}: a share of the unplanned peak is not known before loss and optimizer are; give "
             "bytes, or use memfit.fit"
         )
-    shared = ("planner", "options", "time_limit_seconds", "seed")  # under the names that `Settings` has for them
+    shared = (
+        "planner",
+        "options",
+        "time_limit_seconds",
+        "seed",
+        "budget_is",
+    )  # under the names that `Settings` has for them
     chosen = {name: options[name] for name in shared if options.get(name) is not None}
     settings = Settings(
         budget=parse_budget(budget, 0),
@@ -181,7 +197,7 @@ class PlannedGraph:
         """Run a compiled graph; one without a backward half has no plan, and is held to the budget by measurement."""
         account = self.options.account
         if compiled.prepared is None and not self.options.is_part:
-            account = account or Account(compiled.budget_bytes, compiled.device)
+            account = account or Account(compiled.budget_bytes, compiled.device, self.options.settings.budget_is)
             return account.evaluate(lambda: compiled.function(*inputs))
         if account is not None:
             account.ran += 1

@@ -13,7 +13,7 @@ import torch
 from memfit.capture.step_check import check_not_distributed
 from memfit.errors import InvalidTargetError, UnsupportedStepError
 from memfit.plan import Plan
-from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS
+from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM
 from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.backend import PlannedGraph, read_options
 from memfit.torch_private import compiled_calls, eager_call, is_compiled, own_call, set_call
@@ -34,6 +34,7 @@ def compile(
     seed: int = 0,
     host_budget: str | int = 0,
     host_dir: Path | str | None = None,
+    budget_is: str = FIRM,
 ) -> torch.nn.Module:
     """Let all calls of `model` run inside `budget`, in a loop that stays as it is; return the model itself.
 
@@ -56,6 +57,7 @@ def compile(
         seed: the same seed gives the same plan.
         host_budget: the bytes that storages may be offloaded to.
         host_dir: a directory on the disk that a CPU offloads to.
+        budget_is: `"firm"` or `"soft"`: whether what takes more than the budget raises or is a warning.
 
     Raises:
         InvalidTargetError: no module, or one that is compiled already.
@@ -65,7 +67,7 @@ def compile(
     Guarantees: a call with gradients runs planned graphs, or raises UnsupportedStepError. A call without gradients runs
     as ever, and raises OverBudgetError if it takes more than the budget. An update that takes more raises
     InfeasibleBudgetError. If forward, loss and backward take more than was planned, a warning says so, and they
-    are planned again for less.
+    are planned again for less; after three times it raises BudgetNotHeldError. A soft budget only warns.
     """
     given = {
         "budget": budget,
@@ -76,6 +78,7 @@ def compile(
         "seed": seed,
         "host_budget": host_budget,
         "host_dir": host_dir,
+        "budget_is": budget_is,
     }
     calls = compile_in_place(model, given, "memfit.compile")
     if optimizer is not None:
@@ -152,7 +155,7 @@ class PlannedCalls:
         """What measures the steps; made when it is first needed, on the device that the model is on then."""
         if self._account is None:
             device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-            self._account = Account(int(self._settings.settings.budget), device)
+            self._account = Account(int(self._settings.settings.budget), device, self._settings.settings.budget_is)
         return self._account
 
     @property
