@@ -81,13 +81,14 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     "runtime": (
         ("function",),
         ("step",),
-        ("chunked", "eager", "freed_run", "near_sizes", "parts", "variants"),
+        ("chunked", "distributed", "eager", "freed_run", "near_sizes", "parts", "variants"),
         ("behind", "compile", "ledger", "step_program"),
         ("graph_part", "prepare"),
         ("measure", "placed_plans", "program"),
         ("lowering", "step_memory", "verify"),
         ("host", "state"),
         (
+            "agreement",
             "arena",
             "backward_updates",
             "bits",
@@ -99,6 +100,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
             "uncopied",
         ),
     ),
+    "runtime/distributed": (("ranks",), ("planning",)),
     "runtime/host": (("layout", "store"), ("disk", "pinned"), ("form",)),
     "runtime/arena": (("arena",), ("cuda", "spilling"), ("library",), ("layout",)),
     "runtime/eager": (

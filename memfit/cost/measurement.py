@@ -9,6 +9,7 @@ import torch
 
 from memfit.binding import Binding, Call
 from memfit.cost.calibration import calibrate, local_device
+from memfit.cost.collectives import is_collective
 from memfit.cost.observations import Observation
 from memfit.cost.rooflines import roofline_seconds
 from memfit.device import Device
@@ -22,7 +23,7 @@ def measure(graph: Graph, binding: Binding, observed: Sequence[Observation | Non
         graph = measure(captured.graph, captured.binding, captured.observed)
 
     An op without an observation gets the seconds of a roofline over this device's calibrated rates. Its workspace stays
-    the captured one, which may be unknown.
+    the captured one, which may be unknown. A collective gets none: see `memfit.cost.collectives`.
 
     Args:
         graph: a captured graph that is finished.
@@ -38,6 +39,8 @@ def measure(graph: Graph, binding: Binding, observed: Sequence[Observation | Non
         if seen is not None:
             seconds = seen.seconds
             workspace_bytes = max(seen.workspace_bytes, _replay_bytes(graph, op, call, binding.device))
+        elif is_collective(call.target):
+            seconds, workspace_bytes = 0.0, 0
         else:
             profile = profile or _calibrated(binding.device)
             seconds = roofline_seconds(call, op, graph.storages, profile)

@@ -10,6 +10,7 @@ import torch
 from memfit.capture import TrainingStep, capture
 from memfit.capture.compare import require_as_eager
 from memfit.errors import VerificationError
+from memfit.runtime.agreement import agreed_difference
 from memfit.runtime.bits import same_bits
 from memfit.runtime.state import StepState, left_as_it_was
 from memfit.torch_private import tree_flatten
@@ -118,12 +119,17 @@ def _difference(planned: RunsStep, batch: Any, run: Callable[[Any], Any]) -> str
         expected_loss, expected = _outcome(step.run_eager, planned, batch)
         put_back()
         loss, outcome = _outcome(run, planned, batch)
-    if step.has_backward and not same_bits(expected_loss, loss):
-        return f"the loss ({expected_loss.item()!r} and {loss.item()!r})"
-    for number, (mine, theirs) in enumerate(zip(tree_flatten(expected_loss)[0], tree_flatten(loss)[0], strict=True)):
+    difference = _difference_of_losses(step, expected_loss, loss) or expected.first_difference(outcome)
+    return agreed_difference(step.across, difference)
+
+
+def _difference_of_losses(step: TrainingStep, expected: Any, found: Any) -> str | None:
+    if step.has_backward:
+        return None if same_bits(expected, found) else f"the loss ({expected.item()!r} and {found.item()!r})"
+    for number, (mine, theirs) in enumerate(zip(tree_flatten(expected)[0], tree_flatten(found)[0], strict=True)):
         if not same_bits(mine, theirs):
             return f"leaf {number} of the next state"
-    return expected.first_difference(outcome)
+    return None
 
 
 def _outcome(run: Callable[[Any], Any], planned: RunsStep, batch: Any) -> tuple[Any, StepState]:
