@@ -82,6 +82,10 @@ class UnsupportedStepError(MemfitError, RuntimeError):
     """The step contains something that memfit does not plan: DDP or FSDP, retain_graph, a second backward."""
 
 
+class RankError(MemfitError, RuntimeError):
+    """Another rank failed, or does not answer, or does something else than this one; names the rank."""
+
+
 class NoPlanError(MemfitError, RuntimeError):
     """No plan was found; carries the least budget that a plan was found for, and the proved least of any plan."""
 

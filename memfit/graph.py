@@ -78,8 +78,8 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `reads`, `writes` and `mutates` are storage ids; a mutated storage is read as well, whether or not `reads` says so.
     `workspace_bytes` are held while it runs; None means unknown (a capture with fake tensors). `random` names the
-    generator that it draws from. `reuses` are pairs (read, written) of equal bytes for in-place reuse: the kernel may
-    write its result over its input.
+    generator that it draws from, `group` the ranks that a collective runs between. `reuses` are pairs (read, written)
+    of equal bytes for in-place reuse: the kernel may write its result over its input.
     """
 
     id: Id
@@ -94,12 +94,18 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workspace_bytes: Bytes | None = 0
     recomputable: bool = True
     random: str | None = None
+    group: str | None = None
     reuses: tuple[tuple[Id, Id], ...] = ()
 
     @property
     def computed_once(self) -> bool:
         """Whether every schedule must compute this op exactly once: it mutates, or is not recomputable."""
         return bool(self.mutates) or not self.recomputable
+
+    @property
+    def kept_in_order(self) -> tuple[str, ...]:
+        """What ops share whose first computations keep their order: a generator, or the ranks of collectives."""
+        return tuple(shared for shared in (self.random, self.group) if shared is not None)
 
     @property
     def saves_generator(self) -> bool:
@@ -255,7 +261,7 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             size = f"{s.bytes}," if has_bytes else ""
             digest.update(f"s{size}{s.resident:d}{s.required_at_end:d};".encode())
         for op in self.ops:
-            flags = f"{op.recomputable:d}{op.random or ''}"
+            flags = f"{op.recomputable:d}{','.join(op.kept_in_order)}"
             digest.update(f"o{op.target},{op.phase},{op.reads},{op.writes},{op.mutates},{flags};".encode())
         for b in self.boundaries:
             digest.update(f"b{b.position},{b.arrivals},{b.departures};".encode())

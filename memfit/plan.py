@@ -191,6 +191,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def save(self, path: Path | str) -> None:
         """Write the plan to `path` atomically, as JSON with one instruction a line."""
+        write_atomically(Path(path), msgspec.json.format(self.encode(), indent=1))
+
+    def encode(self) -> bytes:
+        """Return the content of the plan's file, without line ends."""
         fields: dict[str, Any] = msgspec.structs.asdict(self) | {
             "format": FORMAT,
             "version": VERSION,
@@ -198,7 +202,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             "schedule": tuple(self.schedule.lines()),
             "graph": GraphDocument.of(self.graph),
         }
-        write_atomically(Path(path), msgspec.json.format(msgspec.json.encode(_PlanDocument(**fields)), indent=1))
+        return msgspec.json.encode(_PlanDocument(**fields))
 
     @staticmethod
     def load(path: Path | str, *, graph: Graph | None = None) -> Plan:
@@ -215,7 +219,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             InvalidDeviceError: the schedule copies, and the plan's device has no link.
             PlanMismatchError: made for another graph than `graph`.
         """
-        document = decode(read_bytes(Path(path)), _PlanDocument, path)
+        return Plan.decode(read_bytes(Path(path)), path, graph=graph)
+
+    @staticmethod
+    def decode(content: bytes, path: Path | str, *, graph: Graph | None = None) -> Plan:
+        """Return the plan of a file's content, as `load` does.
+
+        Args:
+            content: of the file.
+            path: names it in errors.
+            graph: as for `load`.
+
+        Raises:
+            MemfitError: as `load`.
+        """
+        document = decode(content, _PlanDocument, path)
         if document.format != FORMAT or document.version != VERSION:
             raise InvalidFileError(
                 f"{path}: is {document.format!r} version {document.version}, expected {FORMAT!r} version {VERSION}"

@@ -81,7 +81,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     "runtime": (
         ("function",),
         ("step",),
-        ("chunked", "eager", "freed_run", "near_sizes", "parts", "variants"),
+        ("chunked", "distributed", "eager", "freed_run", "near_sizes", "parts", "variants"),
         ("behind", "compile", "ledger", "step_program"),
         ("graph_part", "prepare"),
         ("measure", "placed_plans", "program"),
@@ -89,6 +89,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("saved_on_host",),
         ("host", "state"),
         (
+            "agreement",
             "arena",
             "backward_updates",
             "bits",
@@ -101,6 +102,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
             "uncopied",
         ),
     ),
+    "runtime/distributed": (("ranks",), ("planning",)),
     "runtime/host": (("layout", "store"), ("disk", "pinned"), ("form",)),
     "runtime/arena": (("arena",), ("cuda", "spilling"), ("library",), ("layout",)),
     "runtime/eager": (

@@ -17,7 +17,6 @@ from memfit.capture.reuse import in_place_form
 from memfit.capture.stream import Stream
 from memfit.capture.trace import Trace, TracedCall, TracedStorage
 from memfit.cost.observations import Observation
-from memfit.errors import UnsupportedStepError
 from memfit.graph import Boundary, Graph, Op, Role, Storage
 from memfit.torch_private import tree_flatten
 
@@ -75,9 +74,6 @@ def build(
         outputs: values required at the end, by name.
         boundary: between the halves of a joint graph; None for a whole step.
         source: says in the graph where it is from.
-
-    Raises:
-        UnsupportedStepError: the step runs collective operations.
     """
     kept = {value.storage for value in outputs.values()}
     kept |= {storage for storage, traced in enumerate(trace.storages) if traced.resident} | set(trace.arrivals)
@@ -85,7 +81,6 @@ def build(
     boundary_position = boundary.position if boundary else 0
     boundary_position -= sum(call is None for call in fused[:boundary_position])
     calls, position = _live_calls([call for call in fused if call is not None], kept, boundary_position)
-    _refuse_collectives(calls)
     calls, storages, states_before = _with_generator_states(calls, list(trace.storages), position)
     renumbered = _renumbering(trace, storages, calls)
     op_names = _op_names(calls)
@@ -107,14 +102,6 @@ def build(
         source=source,
     )
     return Captured(graph=graph, binding=_binding(trace, calls, forms, renumbered, outputs))
-
-
-def _refuse_collectives(calls: Sequence[TracedCall]) -> None:
-    for call in calls:
-        if "c10d" in getattr(call.target, "namespace", ""):
-            raise UnsupportedStepError(
-                f"{call.module or 'the step'} runs the collective {call.target}; memfit does not plan across ranks yet"
-            )
 
 
 def _live_calls(calls: Sequence[TracedCall], kept: set[int], position: int) -> tuple[list[TracedCall], int]:
@@ -229,6 +216,7 @@ def _op(
         seconds=0.0,
         recomputable=call.recomputable,
         random=call.random,
+        group=call.group,
         reuses=tuple((renumbered[read], renumbered[call.writes[0]]) for read in promised),
     )
 

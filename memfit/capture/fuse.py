@@ -153,7 +153,7 @@ def _maker(
     residents: set[int],
 ) -> int | None:
     """Return the position of the call that `call` can be merged into, or None."""
-    if len(call.mutates) != 1 or call.writes or call.random:
+    if len(call.mutates) != 1 or call.writes or call.random or not call.recomputable:
         return None
     (storage,) = call.mutates
     maker = made_at.get(storage)

@@ -35,7 +35,7 @@ from memfit.capture.functionalize import (
 )
 from memfit.capture.hidden_state import refuse_hidden_state
 from memfit.cost.observations import Corrections, RealResult, call_key
-from memfit.errors import CaptureError
+from memfit.errors import CaptureError, UnsupportedStepError
 from memfit.graph import Phase, Role
 from memfit.torch_private import is_fake, storage_key, tensors_in, tree_flatten, tree_map
 
@@ -68,6 +68,7 @@ class TracedCall:
     phase: Phase
     module: str
     random: str | None = None
+    group: str | None = None
     recomputable: bool = True
     is_check: bool = False
     workspace_bytes: int | None = None
@@ -247,11 +248,16 @@ class Trace:
 
         Raises:
             CaptureError: a tensor that is sparse, or from outside of the captured step.
-            UnsupportedStepError: dropout in a recurrent layer of a GPU.
+            UnsupportedStepError: a collective, or dropout in a recurrent layer of a GPU.
         """
         refuse_hidden_state(func, args, kwargs)
         if self._makes_or_opens_sparse(func, args, returned):
             return returned
+        if "c10d" in func.namespace:
+            raise UnsupportedStepError(
+                f"{self.scope()[1] or 'the step'} runs the collective {func}; a planned step runs no "
+                "collectives but its own: see process_group of memfit.fit"
+            )
         outputs = [returned] if isinstance(returned, torch.Tensor) else tree_flatten(returned)[0]
         mutated = mutated_tensors(func, args, kwargs)
         if not mutated and func._schema.returns and all(self._is_alias(output) for output in outputs):
@@ -293,6 +299,30 @@ class Trace:
             return entry.outputs[place]
 
         return tree_map(corrected, returned) if real else returned
+
+    def add_storage(self, tensor: torch.Tensor, *, name: str, role: Role) -> Value:
+        """Enter a storage for calls that are not dispatched, and return the tensor's Value.
+
+        Args:
+            tensor: a fake over the whole of the storage.
+            name, role: of the storage.
+        """
+        self._new_storage(tensor, name=name, role=role)
+        return self.value(tensor)
+
+    def insert(self, calls: Sequence[tuple[int, TracedCall]]) -> None:
+        """Insert calls, each before the call that stands at its position now.
+
+        Args:
+            calls: positions and calls, in order.
+        """
+        before: dict[int, list[TracedCall]] = {}
+        for position, call in calls:
+            before.setdefault(position, []).append(call)
+        present = [*self.calls, None]
+        self.calls[:] = [
+            each for number, call in enumerate(present) for each in (*before.get(number, ()), call) if each is not None
+        ]
 
     def add_check(self, name: str, target: Callable[..., Any], values: Sequence[Value]) -> None:
         """Enter a call that only reads, and is made once.
@@ -362,9 +392,7 @@ class Trace:
                 phase=phase,
                 module=module,
                 random=_generator_name(entry.func, entry.args, entry.kwargs, self.device),
-                recomputable=entry.kwargs.get("generator") is None
-                and "c10d" not in entry.func.namespace
-                and not is_check,
+                recomputable=entry.kwargs.get("generator") is None and not is_check,
                 is_check=is_check,
             )
         )

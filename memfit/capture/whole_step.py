@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ from memfit.capture.optimizer import (
 )
 from memfit.capture.placement import step_device
 from memfit.capture.reads import Reads
+from memfit.capture.reductions import Reductions
 from memfit.capture.side_effects import Place, replaced, swapped, with_a_momentum
 from memfit.capture.step_check import check_not_distributed, require_training_context
 from memfit.capture.stream import Stream
@@ -363,6 +365,8 @@ class _WholeStepCapture:
         self._names = {parameter: name for name, parameter in step.model.named_parameters()}
         self._fakes: dict[torch.Tensor, torch.Tensor] = {}
         self._hooks: list[Any] = []
+        across = step.across if step.across is not None and step.across.reduces else None
+        self._reductions = None if across is None else Reductions(self.trace, self.mode, across)
 
     def run(self) -> Captured:
         """Return the graph of the step, and its binding."""
@@ -514,7 +518,13 @@ class _WholeStepCapture:
         self.trace.write_back()
         self.outputs["loss"] = self.trace.value(loss)
         self.trace.storages[self.outputs["loss"].storage].role = Role.OUTPUT
-        if updates and updates_one_by_one(self.step) and not overlap(tuple(updates)):
+        if self._reductions is not None:
+            for parameter, name in self._names.items():
+                if parameter.requires_grad:
+                    self._hooks.append(
+                        self._fakes[parameter].register_post_accumulate_grad_hook(partial(self._reductions.add, name))
+                    )
+        elif self._updates_at_once(updates):
             for fake in updates:
                 self._hooks.append(
                     fake.register_post_accumulate_grad_hook(lambda done: self._update_when_ready(done, updates))
@@ -555,6 +565,9 @@ class _WholeStepCapture:
             for place, tensor in replaced(places, self._fakes):
                 self._fakes[place.tensor].copy_(tensor)
 
+    def _updates_at_once(self, updates: dict[torch.Tensor, _Update]) -> bool:
+        return bool(updates) and updates_one_by_one(self.step) and not overlap(tuple(updates))
+
     def _update_when_ready(self, fake: torch.Tensor, updates: dict[torch.Tensor, _Update]) -> None:
         """Enter the update of a parameter whose gradient is there, with others of its group if that takes less time.
 
@@ -576,56 +589,73 @@ class _WholeStepCapture:
         workspace_bytes = sum(update.workspace_bytes for update in ready.values())
         parameters = [update.parameter for update in ready.values()]
         target = ParameterUpdate(self.step.optimizer, parameters, number, workspace_bytes)
-        self._add_update(target, gradients, tuple(ready), tuple(ready.values()))
+        self.trace.calls.append(self._update_call(target, gradients, tuple(ready), tuple(ready.values())))
         for fake in ready:
             fake.grad = None
 
-    def _add_update(
+    def _one_update(self, update: _Update, fake: torch.Tensor, gradient: Value | tuple[Value, Value]) -> TracedCall:
+        assert self.step.optimizer is not None
+        target = ParameterUpdate(self.step.optimizer, [update.parameter], update.group, update.workspace_bytes)
+        return self._update_call(target, (gradient,), (fake,), (update,))
+
+    def _update_call(
         self,
         target: Any,
         gradients: tuple[Value | tuple[Value, Value], ...],
         fakes: tuple[torch.Tensor, ...],
         updates: tuple[_Update, ...],
-    ) -> None:
+    ) -> TracedCall:
         parameters = [self.trace.value(fake).storage for fake in fakes]
         states = [storage for update in updates for storage in update.states]
         names = {self._names[update.parameter].rpartition(".")[0] for update in updates}
         read = dict.fromkeys(value.storage for value in values_in(gradients))
         resident = {storage for storage in read if self.trace.storages[storage].resident}
-        self.trace.calls.append(
-            TracedCall(
-                name=_UPDATE,
-                target=target,
-                args=gradients,
-                kwargs={},
-                results=(None,),
-                reads=tuple(storage for storage in read if storage not in resident),
-                writes=(),
-                mutates=tuple(dict.fromkeys([*parameters, *states, *resident])),
-                phase=Phase.UPDATE,
-                module=names.pop() if len(names) == 1 else "",
-                workspace_bytes=target.workspace_bytes,
-            )
+        return TracedCall(
+            name=_UPDATE,
+            target=target,
+            args=gradients,
+            kwargs={},
+            results=(None,),
+            reads=tuple(storage for storage in read if storage not in resident),
+            writes=(),
+            mutates=tuple(dict.fromkeys([*parameters, *states, *resident])),
+            phase=Phase.UPDATE,
+            module=names.pop() if len(names) == 1 else "",
+            workspace_bytes=target.workspace_bytes,
         )
 
     def _collect_gradients(self, updates: dict[torch.Tensor, _Update]) -> None:
         """Enter one update of all gradients that are left in `.grad`, or make them outputs for the user."""
+        averaged = self._reduce(updates)
         waiting = [fake for fake in updates if fake.grad is not None]
         if waiting and self.step.optimizer is not None:
-            gradients = tuple(self.trace.gradient(fake.grad) for fake in waiting if fake.grad is not None)
+            gradients = tuple(
+                averaged.get(fake) or self.trace.gradient(fake.grad) for fake in waiting if fake.grad is not None
+            )
             own = tuple(updates[fake] for fake in waiting)
             # torch's optimizers may update many parameters at once, others are assumed to loop over them
             join = sum if is_of_torch(self.step.optimizer) else max
             workspace = join(update.workspace_bytes for update in own)
             target = WholeUpdate(self.step, [update.parameter for update in own], workspace)
-            self._add_update(target, gradients, tuple(waiting), own)
+            self.trace.calls.append(self._update_call(target, gradients, tuple(waiting), own))
         self._forget_states_never_made(updates)
         for parameter, name in self._names.items():
             fake = self._fakes[parameter]
             if fake.grad is not None and fake not in updates:
-                value = self.trace.value(fake.grad)
-                self.outputs[f"grad:{name}"] = value
+                value = self.outputs[f"grad:{name}"] = averaged.get(fake) or self.trace.value(fake.grad)
                 self.trace.storages[value.storage].role = Role.GRADIENT
+
+    def _reduce(self, updates: dict[torch.Tensor, _Update]) -> dict[torch.Tensor, Value]:
+        """Enter the calls that average gradients over ranks, with the updates of parameters that need no others."""
+        if self._reductions is None:
+            return {}
+
+        is_at_once = self._updates_at_once(updates)
+
+        def update(fake: torch.Tensor, gradient: Value) -> TracedCall | None:
+            return self._one_update(updates[fake], fake, gradient) if is_at_once and fake in updates else None
+
+        return self._reductions.enter(update, is_at_once=is_at_once)
 
     def _forget_states_never_made(self, updates: dict[torch.Tensor, _Update]) -> None:
         """Leave out the states of parameters that get no gradient, unless the optimizer has made them before."""

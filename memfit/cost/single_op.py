@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memfit.binding import Call, values_in
+from memfit.cost.collectives import is_collective
 from memfit.cost.environment import free_bytes
 from memfit.cost.gpu_timing import dispatch_seconds, kernel_seconds
 from memfit.cost.observations import Observation
@@ -70,7 +71,7 @@ class Measurer:
     def measure(self, op: Op, call: Call) -> Observation | str:
         """Return the observation of `op`, or the reason why it cannot be run by itself.
 
-        The reason is empty for an op that is never run by itself: an optimizer's update.
+        The reason is empty for an op that is never run by itself: an optimizer's update, or a collective.
 
         Args:
             op: of the graph.
@@ -79,7 +80,7 @@ class Measurer:
         Raises:
             CaptureError: its results differ from the captured ones in number, shape or offset.
         """
-        if not getattr(call.target, "measurable", True):
+        if not getattr(call.target, "measurable", True) or is_collective(call.target):
             return ""
         if not self.has_room(op, call):
             return f"its inputs and results take {self._needed_bytes(op, call)} bytes, more than {self.device} has free"

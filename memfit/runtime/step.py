@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,8 @@ import torch
 from memfit.binding import Origin
 from memfit.capture import Captured, TrainingStep, with_real_results
 from memfit.capture.compare import Comparisons
+from memfit.capture.data_parallel import data_parallel
+from memfit.capture.guards import Difference
 from memfit.capture.later_sizes import CapturedSizes
 from memfit.capture.placement import step_device
 from memfit.capture.step_check import check_step, require_training_context
@@ -28,12 +30,14 @@ from memfit.errors import (
     InvalidDeviceError,
     InvalidOptionError,
     TimeLimitError,
+    UnsupportedStepError,
 )
 from memfit.near_plans import PROVISIONAL
 from memfit.plan import Plan, Progress
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM, Settings, ignored
 from memfit.runtime.arena.arena import Arena
 from memfit.runtime.chunked import make_function_program
+from memfit.runtime.distributed.ranks import ranks_of
 from memfit.runtime.eager_peak import with_eager_peak
 from memfit.runtime.first_step import (
     MOST_CORRECTIONS,
@@ -89,6 +93,7 @@ def fit(
     search_behind: bool = True,
     budget_is: str = FIRM,
     hard: bool = False,
+    process_group: torch.distributed.ProcessGroup | None = None,
     on_stage: Callable[[str], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> PlannedStep | PartlyPlannedStep:
@@ -136,6 +141,9 @@ def fit(
             not helped, or no plan fits what it took; `"soft"`: it is a warning.
         hard: on a GPU, cap the process at the budget while a step runs, so that an allocation beyond it fails. `fit`
             then runs steps until two in a row keep the budget, and puts everything back. Not with an arena.
+        process_group: the ranks that train the model together, each on its own batches: gradients are averaged as
+            DistributedDataParallel does. All ranks call `fit` and the step at the same time. A model that is wrapped in
+            DistributedDataParallel brings its group along.
         on_stage: called with the name of each stage when it begins.
         progress: called by the planner while it searches.
 
@@ -148,6 +156,7 @@ def fit(
         VerificationError: the planned step's bits differ from eager's; the message names the first differing tensor.
         HostMemoryError: the host, or the disk, has no room for what the plan offloads; or a copy failed during a step.
         BudgetNotHeldError: a step took more than a firm budget, and no other plan helps; raised after the step.
+        RankError: another rank failed, or has another model, batch or setting.
         ArenaUnavailableError: there can be no arena on this machine, for example without a C++ compiler.
         MemfitError: any other bad input; each message says what to do.
 
@@ -173,7 +182,10 @@ def fit(
         on_stage=on_stage or ignored,
         progress=progress or ignored,
     )
-    step = TrainingStep(model=model, loss=loss, batch=batch, optimizer=optimizer, clip_norm=clip_norm, scaler=scaler)
+    bare, across = data_parallel(model, process_group)
+    step = TrainingStep(
+        model=bare, loss=loss, batch=batch, optimizer=optimizer, clip_norm=clip_norm, scaler=scaler, across=across
+    )
     check_step(step, "memfit.fit")
     return fit_step(step, settings, plan=plan, verify=verify)
 
@@ -199,6 +211,8 @@ def fit_step(
     except GraphBreakError as broken:
         if given is not None or not step.has_backward:
             raise
+        if step.across is not None:
+            raise UnsupportedStepError(f"{broken}; but the graphs around it are not planned across ranks") from broken
         planned = PartlyPlannedStep(step, settings, broken)
     if verify:
         settings.on_stage("verifying against eager")
@@ -230,7 +244,8 @@ class PlannedStep(Uncopied):
 
     def __init__(self, step: TrainingStep, settings: Settings, plan: Plan | None = None) -> None:
         self.step = step
-        self.settings = settings
+        self._ranks = ranks_of(step)
+        settings = self.settings = self._ranks.start(step, settings)
         self.device = step_device(step.model, step.batch)
         require_cap(settings, self.device)
         self.corrections: list[Correction] = []
@@ -251,7 +266,7 @@ class PlannedStep(Uncopied):
         self._latest: StepProgram | None = None
         first = self._make_program(step.batch, plan)
         self._first_adds = _adds_to_gradients(first.prepared.captured)
-        variant, _ = self._variants.add(batch_signature(step.batch), first)
+        variant, _ = self._variants.add(self._signature(step.batch), first)
         self._latest = first
         # From here on the budget is in bytes: a share of another batch's peak would be another budget.
         self.settings = settings.within(first.plan.budget_bytes)
@@ -318,10 +333,6 @@ class PlannedStep(Uncopied):
             UnsupportedStepError: the call is inside torch.no_grad or torch.autocast, or a changed step cannot be
                 captured.
         """
-        if batch is None and self.step.batch is not None:
-            raise InvalidOptionError(
-                "the step was called with None, expected a batch like the one that it was made with"
-            )
         variant = self._variant(batch)
         self._take_better(variant)
         self._latest = variant.program
@@ -336,6 +347,7 @@ class PlannedStep(Uncopied):
         with cap:
             run = partial(self._run, variant, batch)
             loss, measured_bytes = self._meter.run(run, bytes_before, is_proved=is_proved)
+        measured_bytes = self._ranks.most_bytes(measured_bytes)
         correction = needed_correction(variant.program.plan, variant.budget_bytes, measured_bytes)
         if correction is not None:
             self._kept.pop(key, None)
@@ -374,6 +386,16 @@ class PlannedStep(Uncopied):
             VerificationError: a loss, gradient, parameter, buffer, optimizer state or generator differs in its bits.
         """
         require_same(self, self.step.batch if batch is None else batch)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a block in which calls add to this rank's gradients only: the first ones of an accumulation.
+
+        Raises:
+            InvalidOptionError: the step runs on one rank, or updates the parameters in each call.
+        """
+        if self.step.across is None or self.step.optimizer is not None:
+            raise InvalidOptionError("no_sync is for steps with a process_group and without an optimizer")
+        return self.step.across.no_sync()
 
     def measure(self, batch: Any = None, *, repeats: int = 3) -> Measured:
         """Measure peak bytes and seconds of planned and eager steps, interleaved; both leave no trace."""
@@ -415,16 +437,28 @@ class PlannedStep(Uncopied):
 
     def _variant(self, batch: Any) -> Variant:
         """Return the variant whose guards hold; capture and plan one if there is none."""
-        signature = batch_signature(batch)
-        variant, difference = self._variants.find(signature, batch)
-        if variant is not None:
+        variant: Variant | None = None
+        difference: Difference | None = None
+
+        def find() -> int | None:
+            nonlocal variant, difference
+            if batch is None and self.step.batch is not None:
+                raise InvalidOptionError(
+                    "the step was called with None, expected a batch like the one that it was made with"
+                )
+            variant, difference = self._variants.find(self._signature(batch), batch)
+            if variant is None:
+                require_training_context("the step was called", self.step)
+            return None if variant is None else variant.number
+
+        if self._ranks.found(find, batch):
+            assert variant is not None
             return variant
-        require_training_context("the step was called", self.step)
         if difference is not None:
             self._variants.notify(difference)
         with self._sizes.paused():
             program = self._make_program(batch)
-        variant, dropped = self._variants.add(signature, program)
+        variant, dropped = self._variants.add(self._signature(batch), program)
         for old in dropped:
             self._forget(old)
             self._sizes.forget(old.key)
@@ -460,7 +494,15 @@ class PlannedStep(Uncopied):
         limit_bytes = program.plan.budget_bytes - resident_bytes(self, batch) - self.held_bytes
         self._comparisons.require_as_eager(self.step, batch, stream, limit_bytes=max(0, limit_bytes))
 
+    def _signature(self, batch: Any) -> Hashable:
+        return batch_signature(batch), self._ranks.key()
+
     def _make_program(self, batch: Any, plan: Plan | None = None) -> StepProgram:
+        program = self._ranks.together("preparing the step", lambda: self._made_program(batch, plan))
+        self._ranks.require_same_plan(program.plan)
+        return program
+
+    def _made_program(self, batch: Any, plan: Plan | None) -> StepProgram:
         streams: list[Stream | None] = []
 
         def make(corrections: Corrections) -> StepProgram:
@@ -478,7 +520,7 @@ class PlannedStep(Uncopied):
                 self._capture_seconds += time.perf_counter() - started
             if not self.step.has_backward:
                 return make_function_program(self.step, captured, settings, plan, self._store)
-            planning = ANEW if plan is not None else self._sizes.planning(captured, settings)
+            planning = self._ranks.planning(ANEW if plan is not None else self._sizes.planning(captured, settings))
             return make_step_program(self.step, captured, settings, plan, self._store, planning)
 
         program = with_real_results(make)
@@ -493,6 +535,7 @@ class PlannedStep(Uncopied):
     def _run(self, variant: Variant, batch: Any) -> Any:
         parameters = variant.guards.parameters
         with saying_what_is_left(parameters.values()), self._memory.call(variant.key):
+            self._ranks.before_step()
             outputs = variant.program.run(batch)
         if not self.step.has_backward:
             return tree_unflatten(list(outputs.values()), tree_flatten(batch[0])[1])
@@ -512,8 +555,9 @@ class PlannedStep(Uncopied):
             # The same capture: the step has left gradients by now, and a new capture would add to them.
             captured = variant.program.prepared.captured
             is_own = variant.program.plan.planner not in PROVISIONAL
-            planning = ANEW if is_own else self._sizes.planning(captured, settings)
-            corrected = make_step_program(self.step, captured, settings, store=self._store, planning=planning)
+            planning = self._ranks.planning(ANEW if is_own else self._sizes.planning(captured, settings))
+            make = partial(make_step_program, self.step, captured, settings, store=self._store, planning=planning)
+            corrected = self._ranks.together("correcting the plan", make)
         except (InfeasibleBudgetError, TimeLimitError) as error:
             return self._give_up(variant, correction, str(error).partition(";")[0])
         variant.corrections += 1

@@ -13,6 +13,7 @@ from memfit.capture import TrainingStep, capture
 from memfit.capture.compare import require_as_eager
 from memfit.errors import VerificationError
 from memfit.plan import Plan
+from memfit.runtime.agreement import agreed_difference
 from memfit.runtime.bits import same_bits, same_value
 from memfit.runtime.saved_on_host import EagerRun
 from memfit.runtime.state import StepState, left_as_it_was, optimized
@@ -158,7 +159,8 @@ def _compared(planned: RunsStep, batch: Any, run: Callable[[Any], Any]) -> _Comp
         left_out = _left_out(step, before, expected)
         put_back()
         loss, outcome = _outcome(eager if run == step.run_eager else run, planned, batch)
-    return _Compared(difference=_difference(step, (expected_loss, expected), (loss, outcome)), left_out=left_out)
+    difference = agreed_difference(step.across, _difference(step, (expected_loss, expected), (loss, outcome)))
+    return _Compared(difference=difference, left_out=left_out)
 
 
 def _difference(step: TrainingStep, expected: tuple[Any, StepState], found: tuple[Any, StepState]) -> str | None:
