@@ -5,12 +5,15 @@ memfit runs on torch 2.11 to the newest. If a release moves one of these names, 
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -532,6 +535,134 @@ def trace_joint(
         decompositions={},
         keep_inference_input_mutations=True,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InductorHalf:
+    """A half that Inductor compiles.
+
+    Attributes:
+        module: the half's nodes.
+        arguments: fakes, or numbers.
+        is_backward: which half it is.
+        rehearsed: the generated code with kernels that do nothing, for fakes; None where it is divided into partitions.
+    """
+
+    module: torch.fx.GraphModule
+    arguments: Sequence[Any]
+    is_backward: bool
+    rehearsed: Callable[[list[Any]], Any] | None
+
+
+def compiled_by_inductor(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    partition: Callable[[torch.fx.GraphModule, int], tuple[torch.fx.GraphModule, torch.fx.GraphModule]],
+    around: Callable[[InductorHalf, Callable[[list[Any]], Any]], Callable[[list[Any]], Any]],
+    keeps_order: Callable[[], bool],
+) -> Callable[..., Any]:
+    """Run AOTAutograd and Inductor on a module that Dynamo captured, and return the compiled callable.
+
+    AOTAutograd's cache is left out: what it keeps is found without a partition. Inductor's own cache keeps each half
+    under its nodes. `module` is not changed.
+
+    Args:
+        module: captured by Dynamo.
+        inputs: with concrete sizes.
+        partition: divides the joint graph, given with the number of the forward pass's outputs, into its halves.
+        around: returns what is called in the place of a compiled half; both take a list, and empty it.
+        keeps_order: asked for each half: whether ops that do not use each other are left apart on a CPU. To make one
+            kernel of them moves some, whose results then live longer.
+    """
+    import torch._functorch.config
+    import torch._inductor.config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partition(CustomPartitionerFn):
+        def __call__(self, gm: Any, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:  # noqa: ARG002
+            return partition(gm, num_fwd_outputs)
+
+        def uuid(self) -> str:
+            return "memfit"
+
+        def __reduce__(self) -> Any:  # Inductor pickles its settings for the keys of its cache
+            return str, ("memfit",)
+
+    def compile_half(half: torch.fx.GraphModule, arguments: Sequence[Any], **options: Any) -> Any:
+        apart = {"cpp.max_horizontal_fusion_size": 1} if keeps_order() else {}
+        with torch._inductor.config.patch(apart):
+            compiled = compile_fx_inner(half, arguments, **options)
+        if options.get("is_inference"):
+            return compiled
+        described = InductorHalf(
+            module=half,
+            arguments=arguments,
+            is_backward=bool(options.get("is_backward")),
+            rehearsed=_without_kernels(compiled),
+        )
+        call = getattr(compiled, "current_callable", None)
+        if call is None:  # a half without any call is not compiled
+            return boxed(around(described, compiled))
+        compiled.current_callable = around(described, call)
+        return compiled
+
+    # The backward half is compiled at once, and not at the first backward pass.
+    settings = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+    with torch._functorch.config.patch(settings):
+        return compile_fx(
+            torch.fx.GraphModule(module, copy.deepcopy(module.graph)),
+            list(inputs),
+            inner_compile=compile_half,
+            config_patches={"custom_partitioner_fn": Partition()},
+        )
+
+
+def _without_kernels(compiled: Any) -> Callable[[list[Any]], Any] | None:
+    """Return the function that Inductor generated, with its kernels replaced by functions that do nothing."""
+    runner = getattr(compiled, "compiled_fn_runner", None)
+    if runner is None:
+        return None if hasattr(compiled, "current_callable") else compiled
+    if runner.partitions:
+        return None
+    call = runner.call.__func__
+    names = dict(call.__globals__)
+    for name in list(names):
+        if name.startswith("empty_strided_"):
+            names[name] = partial(_empty_strided, device=name.removeprefix("empty_strided_").partition("_")[0])
+        elif name.startswith(("cpp_", "triton_", "assert_")):
+            names[name] = _Nothing()
+    names |= {"reinterpret_tensor": _reinterpreted, "extern_kernels": _ExternKernels(names.get("extern_kernels"))}
+    return FunctionType(call.__code__, names).__get__(runner)
+
+
+class _Nothing:
+    def __call__(self, *_: Any, **__: Any) -> None:
+        return None
+
+    run = __call__
+
+
+class _ExternKernels:
+    """Kernels of other libraries: those that write to a given tensor do nothing, the others run on fakes."""
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, out: Any = None, **kwargs: Any) -> Any:
+            return getattr(self._kernels, name)(*args, **kwargs) if out is None else out
+
+        return call
+
+
+def _empty_strided(size: Any, stride: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def _reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
 
 
 def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -115,7 +115,12 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("host",),
     ),
     "integrations": (("accelerate", "lightning", "transformers"),),
-    "runtime/compile": (("lookup", "model"), ("backend",), ("account",), ("halves", "occupancy")),
+    "runtime/compile": (
+        ("lookup", "model"),
+        ("backend",),
+        ("account", "inductor"),
+        ("chains", "halves", "node_halves", "occupancy", "rehearse"),
+    ),
 }
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 INNER_LEVEL = {

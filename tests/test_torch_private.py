@@ -23,6 +23,7 @@ from memfit.torch_private import (
     DictVersions,
     FakeTensorMode,
     GlobalState,
+    InductorHalf,
     StorageWeakRef,
     TensorAddresses,
     TensorMetadata,
@@ -41,6 +42,7 @@ from memfit.torch_private import (
     checkpoints_inlined,
     compile_with_budget,
     compiled_around_breaks,
+    compiled_by_inductor,
     compiled_calls,
     default_saved_hooks,
     dict_version,
@@ -756,3 +758,33 @@ def test_packing_a_sequence_returns_as_much_as_its_lengths_say() -> None:
     values, rows = torch.ones(4, 2, 3), [pack.default(torch.ones(4, 2, 3), torch.tensor([4, n]), False) for n in (1, 3)]
     assert [each[0].shape[0] for each in rows] == [5, 7]
     assert torch.Tag.dynamic_output_shape not in pack.default.tags and values.shape[0] == 4
+
+
+def test_inductor_compiles_the_halves_of_a_partition_and_rehearses_them() -> None:
+    from torch._functorch.partitioners import default_partition
+
+    halves: list[InductorHalf] = []
+
+    def around(half: InductorHalf, call: Any) -> Any:
+        halves.append(half)
+        return call
+
+    values = torch.ones(3, 2, requires_grad=True)
+    module = torch.fx.symbolic_trace(lambda x: (torch.tanh(x @ x.t()),))
+    function = compiled_by_inductor(
+        module,
+        [values],
+        partition=lambda joint, outputs: default_partition(joint, [], num_fwd_outputs=outputs),
+        around=around,
+        keeps_order=lambda: True,
+    )
+    (result,) = function(values)
+    result.sum().backward()
+    assert result.allclose(torch.tanh(values @ values.t())) and values.grad is not None
+    assert [half.is_backward for half in halves] == [False, True]
+    forward = halves[0]
+    assert forward.rehearsed is not None
+    with torch.no_grad(), fake_mode_of(tensors_in(forward.arguments)[0]):
+        given = list(forward.arguments)
+        rehearsed = forward.rehearsed(given)
+    assert given == [] and rehearsed[0].shape == (3, 3) and is_fake(rehearsed[0])

@@ -15,7 +15,7 @@ from memfit.errors import InvalidTargetError, UnsupportedStepError
 from memfit.plan import Plan
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS
 from memfit.runtime.compile.account import Account
-from memfit.runtime.compile.backend import PlannedGraph, read_options
+from memfit.runtime.compile.backend import EAGER, PlannedGraph, read_options
 from memfit.torch_private import compiled_calls, eager_call, is_compiled, own_call, set_call
 
 _log = logging.getLogger("memfit")
@@ -34,6 +34,7 @@ def compile(
     seed: int = 0,
     host_budget: str | int = 0,
     host_dir: Path | str | None = None,
+    kernels: str = EAGER,
 ) -> torch.nn.Module:
     """Let all calls of `model` run inside `budget`, in a loop that stays as it is; return the model itself.
 
@@ -56,6 +57,7 @@ def compile(
         seed: the same seed gives the same plan.
         host_budget: the bytes that storages may be offloaded to.
         host_dir: a directory on the disk that a CPU offloads to.
+        kernels: `"eager"`: those that eager calls, to the bit; `"inductor"`: generated, as `torch.compile` does.
 
     Raises:
         InvalidTargetError: no module, or one that is compiled already.
@@ -76,6 +78,7 @@ def compile(
         "seed": seed,
         "host_budget": host_budget,
         "host_dir": host_dir,
+        "kernels": kernels,
     }
     calls = compile_in_place(model, given, "memfit.compile")
     if optimizer is not None:
