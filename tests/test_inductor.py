@@ -26,6 +26,7 @@ from memfit.system.recorder import record
 pytestmark = [
     pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),  # torch's own modules, which Inductor imports
 ]
 OPTIONS = {"iterations": 3_000}
 
@@ -154,7 +155,7 @@ def test_other_sizes_and_evaluation() -> None:
         assert_close([model(inputs)], [eager(inputs)])
     calls = model._compiled_call_impl
     assert isinstance(calls, PlannedCalls)
-    assert len(calls.plans) == 2 and calls.account.ran == 4
+    assert len(calls.plans) == 3 and calls.account.ran == 4  # eight rows as a constant, then any number of them
 
 
 @pytest.mark.parametrize(

@@ -760,6 +760,7 @@ def test_packing_a_sequence_returns_as_much_as_its_lengths_say() -> None:
     assert torch.Tag.dynamic_output_shape not in pack.default.tags and values.shape[0] == 4
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own modules, which Inductor imports
 def test_inductor_compiles_the_halves_of_a_partition_and_rehearses_them() -> None:
     from torch._functorch.partitioners import default_partition
 
