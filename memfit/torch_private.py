@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, ModuleType
@@ -546,61 +546,59 @@ class InductorHalf:
         arguments: fakes, or numbers.
         is_backward: which half it is.
         rehearsed: the generated code with kernels that do nothing, for fakes; None where it is divided into partitions.
+        build: builds its C++ kernels, which are otherwise built when they are first called.
     """
 
     module: torch.fx.GraphModule
     arguments: Sequence[Any]
     is_backward: bool
     rehearsed: Callable[[list[Any]], Any] | None
+    build: Callable[[], None]
+
+
+_MUCH_LESS = 8  # times fewer bytes than another result: what may live longer at no cost, as sums over a batch
+ModulePair = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
+HELD = "memfit_held"
+"""In the `meta` of a node: its result is kept in memory, and not computed anew in each kernel that reads it."""
 
 
 def compiled_by_inductor(
     module: torch.fx.GraphModule,
     inputs: Sequence[Any],
     *,
-    partition: Callable[[torch.fx.GraphModule, int], tuple[torch.fx.GraphModule, torch.fx.GraphModule]],
+    partition: Callable[[torch.fx.GraphModule, int, Callable[[], ModulePair]], ModulePair],
     around: Callable[[InductorHalf, Callable[[list[Any]], Any]], Callable[[list[Any]], Any]],
-    keeps_order: Callable[[], bool],
+    plan_name: Callable[[], str | None],
 ) -> Callable[..., Any]:
     """Run AOTAutograd and Inductor on a module that Dynamo captured, and return the compiled callable.
 
     AOTAutograd's cache is left out: what it keeps is found without a partition. Inductor's own cache keeps each half
-    under its nodes. `module` is not changed.
+    under its nodes and the name of its plan. `module` is not changed.
 
     Args:
         module: captured by Dynamo.
         inputs: with concrete sizes.
-        partition: divides the joint graph, given with the number of the forward pass's outputs, into its halves.
+        partition: divides the joint graph, given with the number of the forward pass's outputs, into its halves; it is
+            also given a function that does so as Inductor would.
         around: returns what is called in the place of a compiled half; both take a list, and empty it.
-        keeps_order: asked for each half: whether ops that do not use each other are left apart on a CPU. To make one
-            kernel of them moves some, whose results then live longer.
+        plan_name: asked for each half: names the plan whose order of nodes Inductor keeps, and the results of the nodes
+            marked `HELD`. None leaves both to Inductor.
     """
     import torch._functorch.config
-    import torch._inductor.config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
-
-    class Partition(CustomPartitionerFn):
-        def __call__(self, gm: Any, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:  # noqa: ARG002
-            return partition(gm, num_fwd_outputs)
-
-        def uuid(self) -> str:
-            return "memfit"
-
-        def __reduce__(self) -> Any:  # Inductor pickles its settings for the keys of its cache
-            return str, ("memfit",)
 
     def compile_half(half: torch.fx.GraphModule, arguments: Sequence[Any], **options: Any) -> Any:
-        apart = {"cpp.max_horizontal_fusion_size": 1} if keeps_order() else {}
-        with torch._inductor.config.patch(apart):
-            compiled = compile_fx_inner(half, arguments, **options)
         if options.get("is_inference"):
-            return compiled
+            return compile_fx_inner(half, arguments, **options)
+        name = plan_name()
+        with nullcontext() if name is None else _order_kept(name), _kernels_unbuilt():
+            compiled = compile_fx_inner(half, arguments, **options)
         described = InductorHalf(
             module=half,
             arguments=arguments,
             is_backward=bool(options.get("is_backward")),
             rehearsed=_without_kernels(compiled),
+            build=partial(_build_kernels, compiled),
         )
         call = getattr(compiled, "current_callable", None)
         if call is None:  # a half without any call is not compiled
@@ -615,8 +613,130 @@ def compiled_by_inductor(
             torch.fx.GraphModule(module, copy.deepcopy(module.graph)),
             list(inputs),
             inner_compile=compile_half,
-            config_patches={"custom_partitioner_fn": Partition()},
+            config_patches={"custom_partitioner_fn": _partitioner(partition, "memfit")},
         )
+
+
+def _partitioner(partition: Callable[..., Any], name: str) -> Any:
+    """Return a partitioner for Inductor's settings; the keys of its cache have `name`."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partition(CustomPartitionerFn):
+        def __call__(self, gm: Any, joint_inputs: Any, *, num_fwd_outputs: int, **given: Any) -> Any:
+            given |= {"compiler": "inductor", "num_fwd_outputs": num_fwd_outputs}
+            own = partial(min_cut_rematerialization_partition, gm, joint_inputs, **given)
+            return partition(gm, num_fwd_outputs, own)
+
+        def uuid(self) -> str:
+            return name
+
+        def __reduce__(self) -> Any:  # Inductor pickles its settings for the keys of its cache
+            return str, (name,)
+
+    return Partition()
+
+
+@contextmanager
+def _order_kept(name: str) -> Iterator[None]:
+    """Let Inductor keep the order of nodes, and the results of nodes marked `HELD`.
+
+    Args:
+        name: for the keys of its cache.
+    """
+    import torch._inductor.config
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    class InOrder(InductorChoices):
+        @staticmethod
+        def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            return _fuses_in_place(scheduler, node1, node2) and InductorChoices.can_fuse(
+                scheduler, node1, node2, shared_data_score
+            )
+
+    lower = GraphLowering.run_node
+
+    def run_node(lowering: Any, node: torch.fx.Node) -> Any:
+        if not node.meta.get(HELD):
+            return lower(lowering, node)
+        with torch._inductor.config.patch(realize_acc_reads_threshold=-1):  # its layout is then chosen as for any other
+            result = lower(lowering, node)
+        if hasattr(result, "realize"):
+            result.realize()
+        return result
+
+    GraphLowering.run_node = run_node
+    try:
+        named = torch._inductor.config.patch(custom_partitioner_fn=_partitioner(lambda *_: None, name))
+        with V.set_choices_handler(InOrder()), named:
+            yield
+    finally:
+        GraphLowering.run_node = lower
+
+
+def _fuses_in_place(scheduler: Any, node1: Any, node2: Any) -> bool:
+    """Return whether one kernel of two takes no more memory than each in its place.
+
+    The kernel stands where the first stood. So the second must be next to it, or use nothing that is computed between
+    them and make less than it reads last.
+    """
+    first, second = (node1, node2) if node1.min_order < node2.min_order else (node2, node1)
+    if second.min_order <= first.max_order + 1:
+        return True
+    used = second.ancestors - second.get_operation_names()
+    is_ready = all(scheduler.name_to_fused_node[name].max_order <= first.max_order for name in used)
+    return is_ready and _MUCH_LESS * _made_bytes(second) <= _made_bytes(first)
+
+
+def _made_bytes(node: Any) -> int:
+    return sum(int(each.node.get_numel()) * each.node.get_dtype().itemsize for each in node.get_outputs())
+
+
+class _Unbuilt:
+    """A C++ kernel that is built when it is first called, or before."""
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        self._start = start
+        self._kernel: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.built()(*arguments)
+
+    def start(self) -> None:
+        if self._kernel is None:
+            self._kernel = self._start()
+
+    def built(self) -> Any:
+        self.start()
+        if hasattr(self._kernel, "result"):  # a future
+            self._kernel = self._kernel.result()
+        return self._kernel
+
+
+@contextmanager
+def _kernels_unbuilt() -> Iterator[None]:
+    """Let Inductor generate C++ kernels without building them."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    start = AsyncCompile.cpp_pybinding
+    AsyncCompile.cpp_pybinding = lambda *arguments: _Unbuilt(partial(start, *arguments))
+    try:
+        yield
+    finally:
+        AsyncCompile.cpp_pybinding = start
+
+
+def _build_kernels(compiled: Any) -> None:
+    """Build the kernels of generated code, several at once."""
+    runner = getattr(compiled, "compiled_fn_runner", None)
+    names = {} if runner is None else runner.call.__func__.__globals__
+    unbuilt = {name: value for name, value in names.items() if isinstance(value, _Unbuilt)}
+    for kernel in unbuilt.values():
+        kernel.start()
+    for name, kernel in unbuilt.items():
+        names[name] = kernel.built()
 
 
 def _without_kernels(compiled: Any) -> Callable[[list[Any]], Any] | None:

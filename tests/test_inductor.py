@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import memfit
 from memfit.errors import InvalidOptionError, NoPlanError, UnsupportedStepError
 from memfit.graph import Graph, Op, Phase, Role, Storage
+from memfit.plan import Prediction
 from memfit.runtime.compile import inductor
 from memfit.runtime.compile.chains import with_chains
 from memfit.runtime.compile.inductor import _Aim  # pyright: ignore[reportPrivateUsage]
 from memfit.runtime.compile.model import PlannedCalls
 from memfit.runtime.compile.node_halves import node_halves
+from memfit.runtime.inductor_step import InductorStep
 from memfit.schedule import Schedule
 from memfit.system.recorder import record
 
@@ -170,6 +173,35 @@ def test_options_that_do_not_combine_are_refused(options: dict[str, Any], words:
         memfit.compile(nn.Linear(2, 2), budget="1MiB", **options)
 
 
+def test_a_whole_step_keeps_its_budget_and_trains_as_eager_does() -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)])
+    batch = torch.randn(2048, 32), torch.randint(0, 32, (2048,))
+    eager = memfit.TrainingStep(model=copy.deepcopy(model), loss=loss, batch=batch, clip_norm=1.0)
+    eager = replace(eager, optimizer=torch.optim.AdamW(eager.model.parameters()))
+    with record("cpu") as usage:
+        losses = [eager.run_eager(batch) for _ in range(3)]
+    budget = int(0.7 * usage.peak_bytes)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = memfit.fit(
+        model, loss, batch, optimizer=optimizer, clip_norm=1.0, budget=budget, kernels="inductor", options=OPTIONS
+    )
+    assert_close([step(batch) for _ in range(3)], losses)
+    assert_close(list(model.parameters()), list(eager.model.parameters()))
+    assert isinstance(step, InductorStep) and 0 < step.most_bytes <= budget
+    assert step.plan.overhead > 0
+
+
+@pytest.mark.parametrize("options", [{"arena": True}, {"verify": True}, {"plan": "a.plan.json"}])
+def test_a_whole_step_refuses_what_goes_with_eagers_kernels_only(options: dict[str, Any]) -> None:
+    model, batch = nn.Linear(2, 2), torch.randn(3, 2)
+    with pytest.raises(InvalidOptionError, match=f"{next(iter(options))} does not go with"):
+        memfit.fit(model, lambda m, b: m(b).sum(), batch, budget="1MiB", kernels="inductor", **options)
+
+
 def test_without_a_compiler_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_without(*_: Any, **__: Any) -> Any:
         raise RuntimeError("No working C++ compiler found\nmore lines")
@@ -248,26 +280,31 @@ class Known:
     """Stands for a compiled plan: made for `planned` bytes, its code takes `peak` of `left`."""
 
     def __init__(self, planned: int, peak: int, left: int, overhead: float = 0.1) -> None:
-        self.plan = type("Plan", (), {"budget_bytes": planned, "overhead": overhead})()
+        predicted = Prediction(peak_bytes=planned, seconds=1.0)
+        self.plan = type("Plan", (), {"budget_bytes": planned, "overhead": overhead, "predicted": predicted})()
         self.peak_bytes, self.left_bytes = peak, left
 
 
+def after_inductors_own_code(left: int) -> Any:
+    aim, own = _Aim(), Known(2 * left, 2 * left, left)
+    assert not aim.is_last(cast("Any", own)) and aim.next_bytes == left
+    return aim
+
+
 def test_plans_are_aimed_upwards_until_the_code_takes_what_is_left_and_never_more() -> None:
-    aim, left, planned = _Aim(), 1000, 1000
+    aim, left = after_inductors_own_code(1000), 1000
     tried: list[int] = []
     while True:
-        tried.append(planned)
-        known: Any = Known(planned, planned * 7 // 10, left)
+        tried.append(aim.next_bytes)
+        known: Any = Known(tried[-1], tried[-1] * 7 // 10, left)
         if aim.is_last(known):
             break
-        assert aim.next_bytes is not None
-        planned = aim.next_bytes
     assert 0.98 * left <= aim.best().peak_bytes <= left
     assert len(tried) == 2
 
 
 def test_code_that_takes_more_is_planned_for_less() -> None:
-    aim: Any = _Aim()
+    aim = after_inductors_own_code(1000)
     assert not aim.is_last(Known(1000, 1100, 1000))
     assert 850 < aim.next_bytes < 910
     assert aim.is_last(Known(aim.next_bytes, 985, 1000))
@@ -275,7 +312,7 @@ def test_code_that_takes_more_is_planned_for_less() -> None:
 
 
 def test_code_of_the_leanest_plan_that_takes_more_is_refused() -> None:
-    aim: Any = _Aim()
+    aim = after_inductors_own_code(1000)
     assert aim.is_last(Known(1500, 1400, 1000))
     with pytest.raises(NoPlanError, match="1400 bytes"):
         aim.best()

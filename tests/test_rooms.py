@@ -81,7 +81,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     "runtime": (
         ("function",),
         ("step",),
-        ("chunked", "eager", "freed_run", "near_sizes", "parts", "variants"),
+        ("chunked", "eager", "freed_run", "inductor_step", "near_sizes", "parts", "variants"),
         ("behind", "compile", "ledger", "step_program"),
         ("graph_part", "prepare"),
         ("measure", "placed_plans", "program"),

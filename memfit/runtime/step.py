@@ -32,9 +32,11 @@ from memfit.plan import Plan, Progress
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Settings, ignored
 from memfit.runtime.arena.arena import Arena
 from memfit.runtime.chunked import make_function_program
+from memfit.runtime.compile.backend import EAGER, INDUCTOR, read_kernels
 from memfit.runtime.eager_peak import with_eager_peak
 from memfit.runtime.first_step import Correction, measured_step, needed_correction
 from memfit.runtime.host.store import HostStore
+from memfit.runtime.inductor_step import InductorStep, refuse_with_inductor
 from memfit.runtime.measure import measure_step, resident_bytes
 from memfit.runtime.measured import Measured
 from memfit.runtime.near_sizes import NearSizes
@@ -76,9 +78,10 @@ def fit(
     arena: bool = False,
     carry_over: bool = True,
     search_behind: bool = True,
+    kernels: str = EAGER,
     on_stage: Callable[[str], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
-) -> PlannedStep | PartlyPlannedStep:
+) -> PlannedStep | PartlyPlannedStep | InductorStep:
     """Plan a training step within `budget` and return it, ready to be called with batches.
 
         >>> import torch, memfit
@@ -119,6 +122,8 @@ def fit(
         carry_over: plan a batch of another size from the plans of the sizes that were there before, where one fits;
             False searches a plan for each size. Only for planners that search.
         search_behind: search such plans further on a thread while steps run, and run what is found.
+        kernels: `"eager"`: those that eager calls, to the bit; `"inductor"`: generated, as `torch.compile` does, for
+            forward, loss and backward. Such a step is compiled and planned when it is first called.
         on_stage: called with the name of each stage when it begins.
         progress: called by the planner while it searches.
 
@@ -155,6 +160,9 @@ def fit(
     )
     step = TrainingStep(model=model, loss=loss, batch=batch, optimizer=optimizer, clip_norm=clip_norm, scaler=scaler)
     check_step(step, "memfit.fit")
+    if read_kernels(kernels, settings) == INDUCTOR:
+        refuse_with_inductor(settings, plan=plan, verify=verify)
+        return InductorStep(step, settings)
     return fit_step(step, settings, plan=plan, verify=verify)
 
 

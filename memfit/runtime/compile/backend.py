@@ -31,6 +31,7 @@ from memfit.errors import InvalidOptionError, NoPlanError, UnsupportedStepError
 from memfit.graph import Graph
 from memfit.plan import Plan
 from memfit.planners.mirror import read_mirrors
+from memfit.planners.none import KeepEverything
 from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import Settings, make_plan
 from memfit.runtime.compile.account import Account
@@ -154,11 +155,20 @@ def read_options(options: Mapping[str, Any]) -> GraphSettings:
     return GraphSettings(
         settings=settings,
         reserve_bytes=None if reserve is None else _size(reserve),
-        kernels=_kernels(options.get("kernels", EAGER), settings),
+        kernels=read_kernels(options.get("kernels", EAGER), settings),
     )
 
 
-def _kernels(name: object, settings: Settings) -> str:
+def read_kernels(name: object, settings: Settings) -> str:
+    """Return the name of kernels.
+
+    Args:
+        name: as the user gave it.
+        settings: of the step.
+
+    Raises:
+        InvalidOptionError: there are no such kernels, or they do not do what the settings ask for.
+    """
     if name not in _KERNELS:
         raise InvalidOptionError(f"kernels is {name!r}, expected one of {', '.join(map(repr, _KERNELS))}")
     if name == INDUCTOR and settings.host_budget_bytes:
@@ -272,6 +282,7 @@ class CompiledGraph:
         self._bytes_at_start = allocated_bytes(self.device)
         self.bytes_outside_seen: int | None = None
         self._bytes_after_forward = 0
+        self._meter = graph.options.account or Account(self.budget_bytes, self.device)
         self._is_in_autocast = any_autocast()  # while AOTAutograd traces, it is off
         overlapping = _overlapping(inputs)
         examples = [
@@ -299,7 +310,9 @@ class CompiledGraph:
             plan=lambda graph, budget_bytes: make_plan(
                 graph,
                 linked_device(self.device, 0),
-                settings_of(options, graph).within(budget_bytes),
+                settings_of(options, graph).within(budget_bytes)
+                if budget_bytes
+                else _as_it_is(graph, self.bytes_outside),
                 self.bytes_outside,
             ),
             run=self._run_half,
@@ -485,18 +498,23 @@ class CompiledGraph:
             return half(arguments)
         returned = half(arguments)
         self._bytes_after_forward = allocated_bytes(self.device)
-        if self.graph.options.account is not None:
-            self.graph.options.account.begin_loss()
+        self._meter.begin_loss()
         return returned
 
     def _end_loss(self) -> None:
         """Count what user code holds outside of the graph, before the backward half begins."""
-        outside = allocated_bytes(self.device) - self._bytes_after_forward
+        outside = max(allocated_bytes(self.device), self._meter.end_loss()) - self._bytes_after_forward
         if self.graph.options.account is not None:
-            outside = max(outside, self.graph.options.account.end_loss() - self._bytes_after_forward)
             known = self.bytes_outside if self.bytes_outside_seen is None else self.bytes_outside_seen
             self.graph.options.account.expect_end(max(0, outside - known))
         self.bytes_outside_seen = max(outside, self.bytes_outside_seen or 0)
+
+
+def _as_it_is(graph: Graph, bytes_outside: int) -> Settings:
+    """Return settings by which a graph is left as it is."""
+    workspaces = max((op.workspace_bytes or 0 for op in graph.ops), default=0)
+    bytes_together = sum(storage.bytes for storage in graph.storages) + workspaces + bytes_outside
+    return Settings(budget=bytes_together, planner=KeepEverything.name)
 
 
 def settings_of(options: GraphSettings, graph: Graph) -> Settings:

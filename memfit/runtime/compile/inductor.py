@@ -1,15 +1,18 @@
 """Inductor's kernels within a budget: the schedule of a plan becomes the two halves that Inductor compiles.
 
-The plan counts chains of ops that Inductor makes one kernel of as one op. What Inductor then fuses or reorders
-otherwise is seen in the code that it generates, before any of it runs (`memfit.runtime.compile.rehearse`): plans are
-made for more or fewer bytes, and compiled, until that code takes nearly what is left of the budget, and never more.
+What Inductor takes is seen in the code that it generates, before any of it is built or runs
+(`memfit.runtime.compile.rehearse`). If its own halves fit, they are used. Else the halves are made from a plan, which
+counts chains of ops that Inductor makes one kernel of as one op: plans are made for more or fewer bytes, until their
+code takes nearly what is left of the budget, and never more.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +30,10 @@ from memfit.runtime.compile.chains import with_chains
 from memfit.runtime.compile.node_halves import node_halves
 from memfit.runtime.compile.rehearse import CallShape, call_shape, rehearse
 from memfit.system.budget import format_bytes
+from memfit.system.version import __version__
 from memfit.torch_private import (
     InductorHalf,
+    ModulePair,
     bare_overload,
     compiled_by_inductor,
     fake_mode_of,
@@ -52,12 +57,14 @@ class Compiled:
         plan: its plan.
         left_bytes: what the budget leaves for the graph.
         peak_bytes: of its generated code, residents and what is outside of the graph included.
+        halves: as Inductor generated them.
     """
 
     function: Callable[..., Any]
     plan: Plan
     left_bytes: int
     peak_bytes: int
+    halves: tuple[InductorHalf, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +74,13 @@ class Planning:
     Attributes:
         with_costs: returns a capture with the costs of its ops.
         left_bytes: returns what the budget leaves for a graph.
-        plan: returns a plan of a graph within some bytes.
+        plan: returns a plan of a graph within some bytes; without bytes, one that leaves the graph as it is.
         run: runs a half, given the compiled half, its arguments, and whether it is the backward half.
     """
 
     with_costs: Callable[[Captured], Captured]
     left_bytes: Callable[[Graph], int]
-    plan: Callable[[Graph, int], Plan]
+    plan: Callable[[Graph, int | None], Plan]
     run: Callable[[Half, list[Any], bool], Any]
 
 
@@ -94,19 +101,21 @@ def compile_within(
         InfeasibleBudgetError, TimeLimitError: no plan was found.
         UnsupportedStepError: Inductor cannot compile it, or there is an op that memfit cannot plan.
     """
-    aim = _Aim()
-    while True:
-        attempt = _Attempt(device=device, planning=planning, aim_bytes=aim.next_bytes)
-        function = attempt.compile(module, inputs)
-        if attempt.plan is None:
-            return function
-        compiled = Compiled(
-            function=function, plan=attempt.plan, left_bytes=attempt.left_bytes, peak_bytes=attempt.peak_bytes()
-        )
-        sizes = compiled.plan.budget_bytes, compiled.peak_bytes, compiled.left_bytes
-        _log.info("memfit: the code of a plan for %s takes %s of %s", *map(format_bytes, sizes))
-        if aim.is_last(compiled):
-            return aim.best()
+    own = _Attempt(device=device, planning=planning)
+    function = own.compile(module, inputs)
+    if own.plan is None:
+        return function
+    compiled = own.compiled(function)
+    if compiled.peak_bytes > compiled.left_bytes:
+        aim = _Aim()
+        while not aim.is_last(compiled):
+            attempt = _Attempt(device=device, planning=planning, aim_bytes=aim.next_bytes)
+            compiled = attempt.compiled(attempt.compile(module, inputs))
+        compiled = aim.best()
+    with _as_memfits_errors():
+        for half in compiled.halves:
+            half.build()
+    return compiled
 
 
 @dataclass(kw_only=True)
@@ -114,31 +123,37 @@ class _Aim:
     """The bytes that the next plan is made for.
 
     Attributes:
-        next_bytes: None stands for what the budget leaves.
+        next_bytes: 0 before the first plan, which is made for what the budget leaves.
     """
 
-    next_bytes: int | None = None
+    next_bytes: int = 0
     _fits: Compiled | None = None
-    _too_large: Compiled | None = None
+    _too_large: int | None = None
+    _least_bytes: int | None = None
     _compilations: int = 0
 
     def is_last(self, compiled: Compiled) -> bool:
-        """Set the next aim after the code of a plan was rehearsed; return whether there is none."""
+        """Set the next aim after code was rehearsed, at first Inductor's own; return whether there is none."""
+        peak, left_bytes = compiled.peak_bytes, compiled.left_bytes
+        self._least_bytes = min(peak, self._least_bytes or peak)
+        if not self.next_bytes:
+            self.next_bytes = left_bytes
+            return False
         self._compilations += 1
-        planned, peak, left_bytes = self.bytes_of(compiled), compiled.peak_bytes, compiled.left_bytes
-        is_leanest = planned > (self.next_bytes or left_bytes)
+        predicted = compiled.plan.predicted.peak_bytes
+        is_leanest = predicted > self.next_bytes
         if peak > left_bytes:
-            self._too_large = min([*filter(None, [self._too_large]), compiled], key=self.bytes_of)
-        else:
-            self._fits = max([*filter(None, [self._fits]), compiled], key=self.bytes_of)
-            if peak >= (1 - _CLOSE_ENOUGH) * left_bytes or compiled.plan.overhead <= 0:
-                return True
-        low = self.bytes_of(self._fits) if self._fits else 0
-        high = self.bytes_of(self._too_large) if self._too_large else None
-        self.next_bytes = int(planned * left_bytes / max(peak, 1) * (1 - _MARGIN))
+            self._too_large = min(predicted, self._too_large or predicted)  # a plan for as much is the same one
+        elif self._fits is None or compiled.plan.budget_bytes > self._fits.plan.budget_bytes:
+            self._fits = compiled
+        if peak <= left_bytes and (peak >= (1 - _CLOSE_ENOUGH) * left_bytes or compiled.plan.overhead <= 0):
+            return True
+        low = self._fits.plan.budget_bytes if self._fits else 0
+        high = self._too_large
+        self.next_bytes = int(predicted * left_bytes / max(peak, 1) * (1 - _MARGIN))
         if high is not None and not low < self.next_bytes < high:
             self.next_bytes = (low + high) // 2
-        is_narrow = high is not None and high - low <= _CLOSE_ENOUGH * left_bytes
+        is_narrow = self.next_bytes <= low or (high is not None and high - low <= _CLOSE_ENOUGH * left_bytes)
         return is_narrow or (is_leanest and peak > left_bytes) or self._compilations >= _MOST_COMPILATIONS
 
     def best(self) -> Compiled:
@@ -149,19 +164,14 @@ class _Aim:
         """
         if self._fits is not None:
             return self._fits
-        assert self._too_large is not None
-        found = self._too_large.peak_bytes
+        found = self._least_bytes
+        assert found is not None
         raise TimeLimitError(
             f"the code that Inductor generates takes {format_bytes(found)} ({found} bytes), and nothing proves that it "
             'must: raise the budget, make the batch smaller, or try kernels="eager", which runs a plan as it stands',
             least_budget_found_bytes=found,
             least_budget_bound_bytes=0,
         )
-
-    @staticmethod
-    def bytes_of(compiled: Compiled) -> int:
-        """Return the bytes that a plan was made for."""
-        return compiled.plan.budget_bytes
 
 
 @dataclass(kw_only=True)
@@ -171,12 +181,12 @@ class _Attempt:
     Args:
         device: of the graph.
         planning: what the caller knows.
-        aim_bytes: the bytes that it is planned for; None stands for what the budget leaves.
+        aim_bytes: the bytes that it is planned for; None stands for Inductor's own halves.
     """
 
     device: torch.device
     planning: Planning
-    aim_bytes: int | None
+    aim_bytes: int | None = None
     plan: Plan | None = None
     left_bytes: int = 0
     _forward_outputs: int = 0
@@ -185,18 +195,24 @@ class _Attempt:
 
     def compile(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return the compiled function."""
-        try:
+        with _as_memfits_errors():
             return compiled_by_inductor(
-                module, inputs, partition=self._partition, around=self._around, keeps_order=self._is_tight
+                module, inputs, partition=self._partition, around=self._around, plan_name=self._plan_name
             )
-        except MemfitError:
-            raise
-        except Exception as error:
-            reason = (str(error).strip() or "no message").splitlines()[0]
-            raise UnsupportedStepError(
-                f"Inductor could not compile the graph: {type(error).__name__}: {reason}; "
-                'its kernels need a C++ compiler on a CPU and Triton on a GPU, and kernels="eager" needs neither'
-            ) from error
+
+    def compiled(self, function: Callable[..., Any]) -> Compiled:
+        """Return the compiled function with what is known of it."""
+        assert self.plan is not None
+        peak_bytes = self.peak_bytes()
+        whose = "Inductor's own code" if self.aim_bytes is None else f"code planned for {format_bytes(self.aim_bytes)}"
+        _log.info("memfit: %s takes %s of %s", whose, format_bytes(peak_bytes), format_bytes(self.left_bytes))
+        return Compiled(
+            function=function,
+            plan=self.plan,
+            left_bytes=self.left_bytes,
+            peak_bytes=peak_bytes,
+            halves=tuple(self._halves.values()),
+        )
 
     def peak_bytes(self) -> int:
         """Return the peak of the generated code; the plan's own where that cannot be rehearsed."""
@@ -218,11 +234,15 @@ class _Attempt:
         )
         return halves.peak_bytes(self.plan.bytes_outside)
 
-    def _is_tight(self) -> bool:
-        """Return whether the plan counts on its order: one that computes nothing twice leaves Inductor its own."""
-        return self.plan is not None and (self.plan.overhead > 0 or self.aim_bytes is not None)
+    def _plan_name(self) -> str | None:
+        """Return a name of the plan, whose order counts; None leaves Inductor its own."""
+        plan = self.plan
+        if plan is None or self.aim_bytes is None:
+            return None
+        schedule = hashlib.sha256(plan.schedule.text().encode()).hexdigest()
+        return f"memfit {__version__} {plan.budget_bytes} {plan.fingerprint} {schedule}"
 
-    def _partition(self, joint: GraphModule, forward_outputs: int) -> tuple[GraphModule, GraphModule]:
+    def _partition(self, joint: GraphModule, forward_outputs: int, as_inductor: Callable[[], ModulePair]) -> ModulePair:
         _refuse_unplannable(joint)
         self._forward_outputs = forward_outputs
 
@@ -247,16 +267,18 @@ class _Attempt:
             for op, nodes in zip(capture.graph.ops, capture.sources, strict=True)
         ]
         graph, members = with_chains(capture.graph, fusible)
+        self.left_bytes = self.planning.left_bytes(graph)
         with real_tensors():
             self.plan = self._planned(graph)
+        if self.aim_bytes is None:
+            return as_inductor()
         sources = [[node for op in chain for node in capture.sources[op]] for chain in members]
         return node_halves(joint, sources, self.plan.schedule, forward_outputs)
 
     def _planned(self, graph: Graph) -> Plan:
         """Return the plan for the bytes that were aimed at, or the leanest plan: its code may take less."""
-        self.left_bytes = self.planning.left_bytes(graph)
         try:
-            return self.planning.plan(graph, self.aim_bytes or self.left_bytes)
+            return self.planning.plan(graph, self.aim_bytes)
         except NoPlanError as error:
             if error.least_budget_found_bytes is None or graph.resident_bytes > self.left_bytes:
                 raise
@@ -266,6 +288,21 @@ class _Attempt:
         self._halves[half.is_backward] = half
         run, is_backward = self.planning.run, half.is_backward
         return lambda arguments: run(call, arguments, is_backward)
+
+
+@contextmanager
+def _as_memfits_errors() -> Iterator[None]:
+    """Raise whatever Inductor raises as an error of memfit's."""
+    try:
+        yield
+    except MemfitError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        raise UnsupportedStepError(
+            f"Inductor could not compile the graph: {type(error).__name__}: {reason}; "
+            'its kernels need a C++ compiler on a CPU and Triton on a GPU, and kernels="eager" needs neither'
+        ) from error
 
 
 def _refuse_unplannable(joint: GraphModule) -> None:
@@ -306,8 +343,10 @@ _FUSIBLE = frozenset(
         "aten.amax.default",
         "aten.clone.default",
         "aten.constant_pad_nd.default",
+        "aten.expand.default",
         "aten.full.default",
         "aten.mean.dim",
+        "aten.scalar_tensor.default",
         "aten.sum.default",
         "aten.sum.dim_IntList",
         "aten.var_mean.correction",

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from memfit.capture.joint import is_tangent
 from memfit.schedule import Code, Schedule
+from memfit.torch_private import HELD
 
 
 def node_halves(
@@ -34,13 +35,14 @@ def node_halves(
     tangents = [node for node in placeholders if is_tangent(node)]
     (outputs,) = next(iter(joint.graph.find_nodes(op="output"))).args
     computed = {node for nodes in sources for node in nodes}
-    trial = _Half(tangents, computed)
+    held = {node for nodes in sources for node in nodes if _leaves(node, set(nodes), computed)}
+    trial = _Half(tangents, computed, held)
     trial.compute(backward)
     trial.returned(outputs[forward_outputs:])
     saved = trial.missing
-    second = _Half([*saved, *tangents], computed)
+    second = _Half([*saved, *tangents], computed, held)
     second.compute(backward)
-    first = _Half(primals, computed)
+    first = _Half(primals, computed, held)
     first.compute(forward)
     halves = (
         first.module(joint, [*outputs[:forward_outputs], *saved]),
@@ -61,21 +63,29 @@ def _computed(sources: Sequence[Sequence[Node]], schedule: Schedule) -> tuple[li
     return computed
 
 
+def _leaves(node: Node, chain: set[Node], computed: set[Node]) -> bool:
+    """Return whether anything outside of its chain uses a node that reads something, or a view of it."""
+    if not any(base.op != "get_attr" for base in node.all_input_nodes):
+        return False
+    return any(user not in chain and (user in computed or _leaves(user, chain, computed)) for user in node.users)
+
+
 class _Half:
     """A graph that is being made.
 
     Args:
         given: the nodes of the joint graph that are its arguments.
         computed: the nodes that take memory; all others are views.
+        held: the nodes whose results the schedule counts on being in memory.
 
     Attributes:
         missing: the nodes that it uses and neither is given nor has computed before.
     """
 
-    def __init__(self, given: Iterable[Node], computed: set[Node]) -> None:
+    def __init__(self, given: Iterable[Node], computed: set[Node], held: set[Node]) -> None:
         self.missing: list[Node] = []
         self._graph = Graph()
-        self._computed = computed
+        self._computed, self._held = computed, held
         self._newest: dict[Node, Node] = {}
         for node in given:
             self._add_argument(node)
@@ -83,7 +93,8 @@ class _Half:
     def compute(self, nodes: Sequence[Node]) -> None:
         """Add a computation of each node."""
         for node in nodes:
-            self._newest[node] = self._graph.node_copy(node, self._value)
+            made = self._newest[node] = self._graph.node_copy(node, self._value)
+            made.meta[HELD] = node in self._held
             for user in node.users:
                 if user.target is operator.getitem:
                     self._newest[user] = self._graph.node_copy(user, self._value)
