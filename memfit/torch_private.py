@@ -558,8 +558,9 @@ class InductorHalf:
 
 _MUCH_LESS = 8  # times fewer bytes than another result: what may live longer at no cost, as sums over a batch
 ModulePair = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
-HELD = "memfit_held"
-"""In the `meta` of a node: its result is kept in memory, and not computed anew in each kernel that reads it."""
+HELD, CHAIN = "memfit_held", "memfit_chain"
+"""In the `meta` of a node: whether its result is kept in memory, and not computed anew in each kernel that reads it; a
+number that it shares with the nodes that are to be one kernel."""
 
 
 def compiled_by_inductor(
@@ -649,12 +650,15 @@ def _order_kept(name: str) -> Iterator[None]:
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
+    memories: dict[int, _Memory] = {}
+
     class InOrder(InductorChoices):
         @staticmethod
         def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            return _fuses_in_place(scheduler, node1, node2) and InductorChoices.can_fuse(
-                scheduler, node1, node2, shared_data_score
-            )
+            if not InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score):
+                return False
+            memory = memories.setdefault(id(scheduler), _Memory(scheduler))
+            return memory.allows(*sorted((node1, node2), key=lambda node: node.min_order))
 
     lower = GraphLowering.run_node
 
@@ -676,22 +680,71 @@ def _order_kept(name: str) -> Iterator[None]:
         GraphLowering.run_node = lower
 
 
-def _fuses_in_place(scheduler: Any, node1: Any, node2: Any) -> bool:
-    """Return whether one kernel of two takes no more memory than each in its place.
+class _Memory:
+    """The results that a scheduler of Inductor's holds while its nodes run in order, before it fuses any.
 
-    The kernel stands where the first stood. So the second must be next to it, or use nothing that is computed between
-    them and make less than it reads last.
+    Args:
+        scheduler: with its nodes in order.
     """
-    first, second = (node1, node2) if node1.min_order < node2.min_order else (node2, node1)
-    if second.min_order <= first.max_order + 1:
-        return True
-    used = second.ancestors - second.get_operation_names()
-    is_ready = all(scheduler.name_to_fused_node[name].max_order <= first.max_order for name in used)
-    return is_ready and _MUCH_LESS * _made_bytes(second) <= _made_bytes(first)
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._bytes: list[int] = []
+        self._first: list[int] = []  # the order of the node that makes it
+        self._last: list[int] = []  # of the last that reads it
+        live = [0] * (len(scheduler.nodes) + 1)
+        for made in scheduler.name_to_buf.values():
+            users = [use.node for use in made.users]
+            orders = [getattr(user, "max_order", len(live) - 1) for user in users]
+            first, last = made.defining_op.min_order, max(orders, default=0)
+            self._bytes.append(_buffer_bytes(made))
+            self._first.append(first)
+            self._last.append(max(first, last))
+            chains = _chains_of([made.defining_op])
+            if not all(chains & _chains_of([user]) for user in users):  # else it is inside of a kernel
+                for order in range(first, max(first, last) + 1):
+                    live[order] += self._bytes[-1]
+        self._most_bytes = max(live)
+
+    def allows(self, first: Any, second: Any) -> bool:
+        """Return whether one kernel of two, in the place of the first, leaves the most bytes as they are.
+
+        Args:
+            first, second: nodes of the scheduler, each of which may be several that are fused by now. The second is
+                next to the first, or uses nothing that is computed between them and makes much less than the first.
+        """
+        if second.min_order > first.max_order + 1:
+            used = second.ancestors - second.get_operation_names()
+            nodes = self._scheduler.name_to_fused_node
+            is_ready = all(nodes[name].max_order <= first.max_order for name in used)
+            return is_ready and _MUCH_LESS * _made_bytes(second) <= _made_bytes(first)
+        if _chains_of(first.get_nodes()) & _chains_of(second.get_nodes()):
+            return True
+        begin, end = first.min_order, second.max_order
+        held = sum(
+            size
+            for size, made, used in zip(self._bytes, self._first, self._last, strict=True)
+            if made <= end and used >= begin and not (made >= begin and used <= end)
+        )
+        return held <= self._most_bytes
+
+
+def _chains_of(nodes: Sequence[Any]) -> set[Any]:
+    """Return the numbers of the chains that nodes of a scheduler are from."""
+    origins = [origin for node in nodes if getattr(node, "node", None) is not None for origin in node.node.origins]
+    return {origin.meta[CHAIN] for origin in origins if CHAIN in origin.meta}
 
 
 def _made_bytes(node: Any) -> int:
-    return sum(int(each.node.get_numel()) * each.node.get_dtype().itemsize for each in node.get_outputs())
+    return sum(map(_buffer_bytes, node.get_outputs()))
+
+
+def _buffer_bytes(made: Any) -> int:
+    """Return the bytes of a buffer of Inductor's; 0 for a tuple."""
+    try:
+        return int(made.node.get_numel()) * made.node.get_dtype().itemsize
+    except (AttributeError, NotImplementedError, TypeError):
+        return 0
 
 
 class _Unbuilt:

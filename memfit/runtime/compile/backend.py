@@ -280,7 +280,8 @@ class CompiledGraph:
         self.bytes_beside = self.bytes_reserved = self.bytes_outside = self.bytes_exceeded = 0
         self.count_bytes()
         self._bytes_at_start = allocated_bytes(self.device)
-        self.bytes_outside_seen: int | None = None
+        self.bytes_outside_seen: int | None = None  # between the halves
+        self.bytes_held_seen = 0  # of these, during the backward half
         self._bytes_after_forward = 0
         self._meter = graph.options.account or Account(self.budget_bytes, self.device)
         self._is_in_autocast = any_autocast()  # while AOTAutograd traces, it is off
@@ -304,17 +305,17 @@ class CompiledGraph:
 
     def _by_inductor(self, examples: Sequence[Any]) -> Callable[..., Any]:
         options = self.graph.options
+
+        def plan(graph: Graph, budget_bytes: int | None) -> Plan:
+            outside = self.bytes_outside if self.before is None else self.before.bytes_held_seen
+            settings = settings_of(options, graph).within(budget_bytes) if budget_bytes else _as_it_is(graph, outside)
+            return make_plan(graph, linked_device(self.device, 0), settings, outside)
+
         planning = Planning(
             with_costs=lambda captured: with_costs(captured, options.settings),
             left_bytes=self._left_bytes,
-            plan=lambda graph, budget_bytes: make_plan(
-                graph,
-                linked_device(self.device, 0),
-                settings_of(options, graph).within(budget_bytes)
-                if budget_bytes
-                else _as_it_is(graph, self.bytes_outside),
-                self.bytes_outside,
-            ),
+            between_bytes=lambda: self.bytes_outside,
+            plan=plan,
             run=self._run_half,
         )
         try:
@@ -503,7 +504,9 @@ class CompiledGraph:
 
     def _end_loss(self) -> None:
         """Count what user code holds outside of the graph, before the backward half begins."""
-        outside = max(allocated_bytes(self.device), self._meter.end_loss()) - self._bytes_after_forward
+        held = allocated_bytes(self.device) - self._bytes_after_forward
+        outside = max(held, self._meter.end_loss() - self._bytes_after_forward)
+        self.bytes_held_seen = max(held, self.bytes_held_seen)
         if self.graph.options.account is not None:
             known = self.bytes_outside if self.bytes_outside_seen is None else self.bytes_outside_seen
             self.graph.options.account.expect_end(max(0, outside - known))
@@ -511,10 +514,10 @@ class CompiledGraph:
 
 
 def _as_it_is(graph: Graph, bytes_outside: int) -> Settings:
-    """Return settings by which a graph is left as it is."""
-    workspaces = max((op.workspace_bytes or 0 for op in graph.ops), default=0)
-    bytes_together = sum(storage.bytes for storage in graph.storages) + workspaces + bytes_outside
-    return Settings(budget=bytes_together, planner=KeepEverything.name)
+    """Return settings by which a graph is left as it is: within all storages together, twice."""
+    other_bytes = max((op.workspace_bytes or 0 for op in graph.ops), default=0) + bytes_outside
+    budget_bytes = 2 * sum(storage.bytes for storage in graph.storages) + other_bytes
+    return Settings(budget=budget_bytes, planner=KeepEverything.name)
 
 
 def settings_of(options: GraphSettings, graph: Graph) -> Settings:

@@ -74,12 +74,14 @@ class Planning:
     Attributes:
         with_costs: returns a capture with the costs of its ops.
         left_bytes: returns what the budget leaves for a graph.
+        between_bytes: returns the most that is outside of the graph between its halves.
         plan: returns a plan of a graph within some bytes; without bytes, one that leaves the graph as it is.
         run: runs a half, given the compiled half, its arguments, and whether it is the backward half.
     """
 
     with_costs: Callable[[Captured], Captured]
     left_bytes: Callable[[Graph], int]
+    between_bytes: Callable[[], int]
     plan: Callable[[Graph, int | None], Plan]
     run: Callable[[Half, list[Any], bool], Any]
 
@@ -232,7 +234,7 @@ class _Attempt:
             device=self.device,
             workspaces=self._workspaces,
         )
-        return halves.peak_bytes(self.plan.bytes_outside)
+        return halves.peak_bytes(self.planning.between_bytes(), self.plan.bytes_outside)
 
     def _plan_name(self) -> str | None:
         """Return a name of the plan, whose order counts; None leaves Inductor its own."""

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from memfit.capture.joint import is_tangent
 from memfit.schedule import Code, Schedule
-from memfit.torch_private import HELD
+from memfit.torch_private import CHAIN, HELD
 
 
 def node_halves(
@@ -52,14 +52,14 @@ def node_halves(
     return halves
 
 
-def _computed(sources: Sequence[Sequence[Node]], schedule: Schedule) -> tuple[list[Node], list[Node]]:
-    """Return the nodes that each half computes, in order."""
+def _computed(sources: Sequence[Sequence[Node]], schedule: Schedule) -> tuple[list[Sequence[Node]], ...]:
+    """Return the nodes of the ops that each half computes, in order."""
     codes, operands = schedule.codes.tolist(), schedule.operands.tolist()
     boundary = codes.index(Code.BOUNDARY)
-    computed: tuple[list[Node], list[Node]] = [], []
+    computed: tuple[list[Sequence[Node]], ...] = [], []
     for position, (code, operand) in enumerate(zip(codes, operands, strict=True)):
         if code == Code.COMPUTE:
-            computed[position > boundary].extend(sources[operand])
+            computed[position > boundary].append(sources[operand])
     return computed
 
 
@@ -90,11 +90,11 @@ class _Half:
         for node in given:
             self._add_argument(node)
 
-    def compute(self, nodes: Sequence[Node]) -> None:
-        """Add a computation of each node."""
-        for node in nodes:
+    def compute(self, ops: Sequence[Sequence[Node]]) -> None:
+        """Add a computation of each op, given by its nodes."""
+        for number, node in [(number, node) for number, nodes in enumerate(ops) for node in nodes]:
             made = self._newest[node] = self._graph.node_copy(node, self._value)
-            made.meta[HELD] = node in self._held
+            made.meta |= {HELD: node in self._held, CHAIN: number}
             for user in node.users:
                 if user.target is operator.getitem:
                     self._newest[user] = self._graph.node_copy(user, self._value)

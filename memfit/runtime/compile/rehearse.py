@@ -38,9 +38,14 @@ class Halves:
     between_bytes: int
     backward_bytes: int
 
-    def peak_bytes(self, bytes_outside: int) -> int:
-        """Return the peak of the step, with `bytes_outside` on the device from the end of the forward half on."""
-        after = max(self.between_bytes, self.backward_bytes) + bytes_outside
+    def peak_bytes(self, between_bytes: int, bytes_outside: int) -> int:
+        """Return the peak of the step.
+
+        Args:
+            between_bytes: the most that is outside of the graph between its halves.
+            bytes_outside: what is left of that during the backward half.
+        """
+        after = max(self.between_bytes + between_bytes, self.backward_bytes + bytes_outside)
         return self.given_bytes + max(self.forward_bytes, after)
 
 
