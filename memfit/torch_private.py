@@ -647,6 +647,7 @@ def _order_kept(name: str) -> Iterator[None]:
     """
     import torch._inductor.config
     from torch._inductor.choices import InductorChoices
+    from torch._inductor.codegen.wrapper import AllocateLine
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
@@ -671,13 +672,27 @@ def _order_kept(name: str) -> Iterator[None]:
             result.realize()
         return result
 
-    GraphLowering.run_node = run_node
+    def reuses(allocated: Any, freed: Any, *_: Any) -> bool:  # memory kept for later counts towards the peak
+        return freed.scheduler_node_index + 1 == allocated.scheduler_node_index
+
+    with (
+        V.set_choices_handler(InOrder()),
+        torch._inductor.config.patch(custom_partitioner_fn=_partitioner(lambda *_: None, name)),
+        _replaced(GraphLowering, "run_node", run_node),
+        _replaced(AllocateLine, "should_reuse_buffer", reuses),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace a method in the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
-        named = torch._inductor.config.patch(custom_partitioner_fn=_partitioner(lambda *_: None, name))
-        with V.set_choices_handler(InOrder()), named:
-            yield
+        yield
     finally:
-        GraphLowering.run_node = lower
+        setattr(owner, name, before)
 
 
 class _Memory:
@@ -774,11 +789,8 @@ def _kernels_unbuilt() -> Iterator[None]:
     from torch._inductor.async_compile import AsyncCompile
 
     start = AsyncCompile.cpp_pybinding
-    AsyncCompile.cpp_pybinding = lambda *arguments: _Unbuilt(partial(start, *arguments))
-    try:
+    with _replaced(AsyncCompile, "cpp_pybinding", lambda *arguments: _Unbuilt(partial(start, *arguments))):
         yield
-    finally:
-        AsyncCompile.cpp_pybinding = start
 
 
 def _build_kernels(compiled: Any) -> None:
