@@ -709,6 +709,8 @@ class _Memory:
         self._last: list[int] = []  # of the last that reads it
         live = [0] * (len(scheduler.nodes) + 1)
         for made in scheduler.name_to_buf.values():
+            if not hasattr(made.defining_op, "min_order"):  # nobody needs it
+                continue
             users = [use.node for use in made.users]
             orders = [getattr(user, "max_order", len(live) - 1) for user in users]
             first, last = made.defining_op.min_order, max(orders, default=0)
