@@ -19,7 +19,7 @@ from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.plan import Prediction
 from memfit.runtime.compile import inductor
 from memfit.runtime.compile.chains import with_chains
-from memfit.runtime.compile.inductor import _Aim  # pyright: ignore[reportPrivateUsage]
+from memfit.runtime.compile.inductor import _Aim, _leave_out_overwritten  # pyright: ignore[reportPrivateUsage]
 from memfit.runtime.compile.model import PlannedCalls
 from memfit.runtime.compile.node_halves import node_halves
 from memfit.runtime.inductor_step import InductorStep
@@ -283,6 +283,17 @@ class Known:
         predicted = Prediction(peak_bytes=planned, seconds=1.0)
         self.plan = type("Plan", (), {"budget_bytes": planned, "overhead": overhead, "predicted": predicted})()
         self.peak_bytes, self.left_bytes = peak, left
+
+
+def test_a_copy_does_not_read_what_it_overwrites() -> None:
+    def function(written: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.copy.default(written, source) * 2
+
+    given = torch.zeros(3, 2, dtype=torch.float64), torch.randn(2)
+    joint = make_fx(function, tracing_mode="fake")(*given)
+    _leave_out_overwritten(joint)
+    assert not joint.graph.find_nodes(op="placeholder")[0].users
+    assert torch.equal(joint(*given), function(*given))
 
 
 def after_inductors_own_code(left: int) -> Any:

@@ -246,6 +246,8 @@ class _Attempt:
 
     def _partition(self, joint: GraphModule, forward_outputs: int, as_inductor: Callable[[], ModulePair]) -> ModulePair:
         _refuse_unplannable(joint)
+        if self.aim_bytes is not None:
+            _leave_out_overwritten(joint)
         self._forward_outputs = forward_outputs
 
         def captured(corrections: Corrections) -> Captured:
@@ -321,6 +323,22 @@ def _refuse_unplannable(joint: GraphModule) -> None:
                 f"{node.target} writes to a tensor that the step has made, which could not be computed again with "
                 'Inductor\'s kernels; kernels="eager" can'
             )
+
+
+def _leave_out_overwritten(joint: GraphModule) -> None:
+    """Let no copy read the tensor that it overwrites, which a schedule may have dropped."""
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
+        source, result = node.args[1], node.meta["val"]
+        with joint.graph.inserting_before(node), fake_mode_of(result):
+            for target, argument in (
+                (torch.ops.aten.expand.default, list(result.shape)),
+                (torch.ops.prims.convert_element_type.default, result.dtype),
+            ):
+                value = target(source.meta["val"], argument)
+                source = joint.graph.call_function(target, (source, argument))
+                source.meta = {**node.meta, "val": value}
+        node.replace_all_uses_with(source)
+        joint.graph.erase_node(node)
 
 
 def _written(node: Node) -> list[Node]:
