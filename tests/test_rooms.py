@@ -81,7 +81,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     "runtime": (
         ("function",),
         ("step",),
-        ("chunked", "distributed", "eager", "freed_run", "near_sizes", "parts", "variants"),
+        ("chunked", "distributed", "eager", "freed_run", "inductor_step", "near_sizes", "parts", "variants"),
         ("behind", "compile", "ledger", "step_program"),
         ("graph_part", "prepare"),
         ("measure", "placed_plans", "program"),
@@ -119,7 +119,12 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("host",),
     ),
     "integrations": (("accelerate", "lightning", "transformers"),),
-    "runtime/compile": (("lookup", "model"), ("backend",), ("account",), ("halves", "occupancy")),
+    "runtime/compile": (
+        ("lookup", "model"),
+        ("backend",),
+        ("account", "inductor"),
+        ("chains", "halves", "node_halves", "occupancy", "rehearse"),
+    ),
 }
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 INNER_LEVEL = {

@@ -27,6 +27,7 @@ from memfit.torch_private import (
     DictVersions,
     FakeTensorMode,
     GlobalState,
+    InductorHalf,
     StorageWeakRef,
     TensorAddresses,
     TensorMetadata,
@@ -45,6 +46,7 @@ from memfit.torch_private import (
     checkpoints_inlined,
     compile_with_budget,
     compiled_around_breaks,
+    compiled_by_inductor,
     compiled_calls,
     ddp_facts,
     default_saved_hooks,
@@ -833,3 +835,33 @@ def test_ddp_tells_its_hook_and_its_buckets() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_a_group_tells_its_timeout() -> None:
     assert group_timeout(torch.distributed.group.WORLD) == timedelta(seconds=50)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own modules, which Inductor imports
+def test_inductor_compiles_the_halves_of_a_partition_and_rehearses_them() -> None:
+    halves: list[InductorHalf] = []
+
+    def around(half: InductorHalf, call: Any) -> Any:
+        halves.append(half)
+        return call
+
+    values = torch.ones(3, 2, requires_grad=True)
+    module = torch.fx.symbolic_trace(lambda x: (torch.tanh(x @ x.t()),))
+    function = compiled_by_inductor(
+        module,
+        [values],
+        partition=lambda _joint, _outputs, as_inductor: as_inductor(),
+        around=around,
+        plan_name=lambda: "a plan",
+    )
+    halves[0].build()  # the kernels of the other half are built when they are called
+    (result,) = function(values)
+    result.sum().backward()
+    assert result.allclose(torch.tanh(values @ values.t())) and values.grad is not None
+    assert [half.is_backward for half in halves] == [False, True]
+    forward = halves[0]
+    assert forward.rehearsed is not None
+    with torch.no_grad(), fake_mode_of(tensors_in(forward.arguments)[0]):
+        given = list(forward.arguments)
+        rehearsed = forward.rehearsed(given)
+    assert given == [] and rehearsed[0].shape == (3, 3) and is_fake(rehearsed[0])

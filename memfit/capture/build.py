@@ -34,6 +34,7 @@ class Captured:
         checkpoints: how many regions of `torch.utils.checkpoint` the user's step has, which the graph has inline.
         looks: the truth values of the batch that the step has asked for; it holds only for batches that answer alike.
         stream: what the step dispatched, to be compared with eager; None for a joint graph.
+        sources: for each op the nodes of the joint graph that it stands for; a whole step has none.
     """
 
     graph: Graph
@@ -43,6 +44,7 @@ class Captured:
     checkpoints: int = 0
     looks: tuple[Look, ...] = ()
     stream: Stream | None = None
+    sources: tuple[tuple[Any, ...], ...] = ()
 
     def answers(self, batch: Any) -> bool:
         """Return whether `batch` answers all questions that the step has asked as the captured batch did."""
@@ -101,7 +103,11 @@ def build(
         device=str(trace.device),
         source=source,
     )
-    return Captured(graph=graph, binding=_binding(trace, calls, forms, renumbered, outputs))
+    return Captured(
+        graph=graph,
+        binding=_binding(trace, calls, forms, renumbered, outputs),
+        sources=tuple(call.sources for call in calls),
+    )
 
 
 def _live_calls(calls: Sequence[TracedCall], kept: set[int], position: int) -> tuple[list[TracedCall], int]:

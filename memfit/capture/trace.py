@@ -54,7 +54,8 @@ class TracedStorage:
 class TracedCall:
     """A call while it is traced: the fields of `Call`, and what `Op` needs beside them.
 
-    A check returns nothing and writes nothing: it is there for the error that it may raise.
+    A check returns nothing and writes nothing: it is there for the error that it may raise. `sources` are what the call
+    was traced from, where that is known: nodes of a joint graph.
     """
 
     name: str
@@ -73,6 +74,7 @@ class TracedCall:
     is_check: bool = False
     workspace_bytes: int | None = None
     generator_state: int | None = None
+    sources: tuple[Any, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,6 +111,7 @@ class Trace:
             module is at hand.
         has_autocast: says whether the step has autocast on for a device type.
         corrections: what real kernels return in the place of their fakes' results.
+        replays_draws: whether a random call may be made again with the same draws.
         storages, calls, residents: what was entered.
         arrivals: the storages that arrive at the boundary.
         stands_for: the real tensor for which a fake stands, by the key of the fake's storage: one that the step closes
@@ -120,6 +123,7 @@ class Trace:
     step_count: Callable[[], torch.Tensor | None] = lambda: None
     has_autocast: Callable[[str], bool] = lambda _device_type: False
     corrections: Corrections = field(default_factory=dict[str, Mapping[int, RealResult | None]])
+    replays_draws: bool = True
     storages: list[TracedStorage] = field(default_factory=list[TracedStorage])
     calls: list[TracedCall] = field(default_factory=list[TracedCall])
     residents: list[Resident] = field(default_factory=list[Resident])
@@ -379,6 +383,7 @@ class Trace:
         reads = [storage for storage in dict.fromkeys(used) if storage not in mutates]
         results = self._results(entry, {*reads, *mutates}, phase)
         is_check = not mutates and not entry.func._schema.returns
+        random = _generator_name(entry.func, entry.args, entry.kwargs, self.device)
         self.calls.append(
             TracedCall(
                 name=_short_name(entry.func),
@@ -391,8 +396,10 @@ class Trace:
                 mutates=mutates,
                 phase=phase,
                 module=module,
-                random=_generator_name(entry.func, entry.args, entry.kwargs, self.device),
-                recomputable=entry.kwargs.get("generator") is None and not is_check,
+                random=random,
+                recomputable=entry.kwargs.get("generator") is None
+                and (random is None or self.replays_draws)
+                and not is_check,
                 is_check=is_check,
             )
         )

@@ -395,7 +395,7 @@ class _PartGraph(PlannedGraph):
 class _UnplannedPart:
     """A graph that runs as eager does."""
 
-    prepared = None
+    prepared = plan = None
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         self.function = module.forward

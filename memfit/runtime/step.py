@@ -37,6 +37,7 @@ from memfit.plan import Plan, Progress
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM, Settings, ignored
 from memfit.runtime.arena.arena import Arena
 from memfit.runtime.chunked import make_function_program
+from memfit.runtime.compile.backend import EAGER, INDUCTOR, read_kernels
 from memfit.runtime.distributed.ranks import ranks_of
 from memfit.runtime.eager_peak import with_eager_peak
 from memfit.runtime.first_step import (
@@ -49,6 +50,7 @@ from memfit.runtime.first_step import (
 )
 from memfit.runtime.hard_cap import capped, require_cap
 from memfit.runtime.host.store import HostStore
+from memfit.runtime.inductor_step import InductorStep, refuse_with_inductor
 from memfit.runtime.measure import measure_step, resident_bytes
 from memfit.runtime.measured import Measured
 from memfit.runtime.near_sizes import NearSizes
@@ -94,9 +96,10 @@ def fit(
     budget_is: str = FIRM,
     hard: bool = False,
     process_group: torch.distributed.ProcessGroup | None = None,
+    kernels: str = EAGER,
     on_stage: Callable[[str], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
-) -> PlannedStep | PartlyPlannedStep:
+) -> PlannedStep | PartlyPlannedStep | InductorStep:
     """Plan a training step within `budget` and return it, ready to be called with batches.
 
         >>> import torch, memfit
@@ -144,6 +147,8 @@ def fit(
         process_group: the ranks that train the model together, each on its own batches: gradients are averaged as
             DistributedDataParallel does. All ranks call `fit` and the step at the same time. A model that is wrapped in
             DistributedDataParallel brings its group along.
+        kernels: `"eager"`: those that eager calls, to the bit; `"inductor"`: generated, as `torch.compile` does, for
+            forward, loss and backward. Such a step is compiled and planned when it is first called.
         on_stage: called with the name of each stage when it begins.
         progress: called by the planner while it searches.
 
@@ -187,6 +192,9 @@ def fit(
         model=bare, loss=loss, batch=batch, optimizer=optimizer, clip_norm=clip_norm, scaler=scaler, across=across
     )
     check_step(step, "memfit.fit")
+    if read_kernels(kernels, settings) == INDUCTOR:
+        refuse_with_inductor(settings, plan=plan, verify=verify, process_group=across is not None)
+        return InductorStep(step, settings)
     return fit_step(step, settings, plan=plan, verify=verify)
 
 

@@ -201,7 +201,8 @@ class Account:
                     f"the update of the parameters took {format_bytes(taken)} ({taken} bytes), more than the budget of "
                     f"{format_bytes(self.budget_bytes)}: parameters, gradients, the optimizer's state and what its "
                     "update needs are all there at once, which no plan of forward and backward changes; raise the "
-                    "budget, or use memfit.fit, which updates each parameter as soon as its gradient is there",
+                    "budget, or use memfit.fit on eager's kernels, which updates each parameter as soon as its "
+                    "gradient is there",
                     least_budget_found_bytes=taken,
                     least_budget_bound_bytes=0,
                 )

@@ -15,7 +15,7 @@ from memfit.errors import InvalidTargetError, UnsupportedStepError
 from memfit.plan import Plan
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM
 from memfit.runtime.compile.account import Account
-from memfit.runtime.compile.backend import PlannedGraph, read_options
+from memfit.runtime.compile.backend import EAGER, GraphSettings, PlannedGraph, read_options
 from memfit.torch_private import compiled_calls, eager_call, is_compiled, own_call, set_call
 
 _log = logging.getLogger("memfit")
@@ -35,6 +35,7 @@ def compile(
     host_budget: str | int = 0,
     host_dir: Path | str | None = None,
     budget_is: str = FIRM,
+    kernels: str = EAGER,
 ) -> torch.nn.Module:
     """Let all calls of `model` run inside `budget`, in a loop that stays as it is; return the model itself.
 
@@ -58,6 +59,7 @@ def compile(
         host_budget: the bytes that storages may be offloaded to.
         host_dir: a directory on the disk that a CPU offloads to.
         budget_is: `"firm"` or `"soft"`: whether what takes more than the budget raises or is a warning.
+        kernels: `"eager"`: those that eager calls, to the bit; `"inductor"`: generated, as `torch.compile` does.
 
     Raises:
         InvalidTargetError: no module, or one that is compiled already.
@@ -79,6 +81,7 @@ def compile(
         "host_budget": host_budget,
         "host_dir": host_dir,
         "budget_is": budget_is,
+        "kernels": kernels,
     }
     calls = compile_in_place(model, given, "memfit.compile")
     if optimizer is not None:
@@ -127,7 +130,7 @@ class PlannedCalls:
     Args:
         function: captured at its first call; None stands for the calls of the model.
         model: whose parameters it trains.
-        options: of the backend; None stands for a default.
+        options: of the backend, where None stands for a default, or read before.
         where: begins the message of an error.
 
     Raises:
@@ -135,7 +138,11 @@ class PlannedCalls:
     """
 
     def __init__(
-        self, function: Callable[..., Any] | None, model: torch.nn.Module, options: Mapping[str, Any], where: str
+        self,
+        function: Callable[..., Any] | None,
+        model: torch.nn.Module,
+        options: GraphSettings | Mapping[str, Any],
+        where: str,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise InvalidTargetError(f"{where}: model is a {type(model).__name__}, expected a torch.nn.Module")
@@ -145,7 +152,9 @@ class PlannedCalls:
         self.graphs: list[PlannedGraph] = []
         self._where = where
         self._model = model
-        self._settings = read_options({name: value for name, value in options.items() if value is not None})
+        if not isinstance(options, GraphSettings):
+            options = read_options({name: value for name, value in options.items() if value is not None})
+        self._settings = options
         self._function = eager_call(model) if function is None else function
         self._compiled = compiled_calls(self._function, self._planned_graph)
         self._account: Account | None = None
