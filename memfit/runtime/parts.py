@@ -32,12 +32,11 @@ from memfit.runtime.graph_part import Part
 from memfit.runtime.ledger import Ledger, StepSeen
 from memfit.runtime.measure import measure_step, measured_eager_peak, resident_bytes, resident_storages
 from memfit.runtime.measured import Measured
-from memfit.runtime.prepare import Prepared, program_of, with_costs
+from memfit.runtime.prepare import MOST_OPS, Prepared, program_of, with_costs
 from memfit.runtime.signature import batch_signature
 from memfit.runtime.state import PythonState, StepState, saying_what_is_left
 from memfit.runtime.step_memory import StepMemory
 from memfit.runtime.uncopied import Uncopied
-from memfit.runtime.variants import MOST_OPS
 from memfit.runtime.verify import difference_of_eager, first_difference, require_same
 from memfit.simulate.overlap import Transfers
 from memfit.system.budget import format_bytes, parse_budget

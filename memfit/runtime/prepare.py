@@ -25,6 +25,9 @@ from memfit.runtime.placed_plans import plan_as_placed
 from memfit.runtime.program import Program, make_program
 from memfit.system.budget import format_bytes
 
+MOST_OPS = 150_000
+"""Ops of all programs of a step that are kept: a program, its graph and its plan take about 10 KiB an op."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:

@@ -10,13 +10,12 @@ from typing import Any
 
 from memfit.capture import Guards
 from memfit.capture.guards import Difference
+from memfit.runtime.prepare import MOST_OPS
 from memfit.runtime.step_program import StepProgram
 
 _log = logging.getLogger(__name__)
 
 _KEPT = 8  # variants of one batch signature, as many as Dynamo keeps of a function
-MOST_OPS = 150_000
-"""Ops of all programs of a step that are kept: a program, its graph and its plan take about 10 KiB an op."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
