@@ -16,13 +16,14 @@ from memfit import TrainingStep
 from memfit.capture import capture
 from memfit.commands.options import plan_settings
 from memfit.cost import warming
-from memfit.errors import BudgetNotHeldError, InvalidOptionError, OverBudgetError
+from memfit.errors import BudgetNotHeldError, GraphBreakError, InvalidOptionError, OverBudgetError
 from memfit.planning import Settings
 from memfit.runtime import first_step, hard_cap
 from memfit.runtime import step as step_file
 from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.backend import read_options
 from memfit.runtime.hard_cap import require_cap
+from memfit.runtime.parts import PartlyPlannedStep
 from memfit.runtime.state import StepState
 from memfit.runtime.step import PlannedStep, fit_step
 from memfit.system.recorder import Usage
@@ -126,6 +127,8 @@ def test_a_hard_budget_is_refused_where_nothing_can_cap_the_process() -> None:
         fit_step(step, Settings(budget="100%", hard=True))
     with pytest.raises(InvalidOptionError, match="whose place an arena takes"):
         require_cap(Settings(budget="100%", hard=True, arena=True), torch.device("cuda"))
+    with pytest.raises(InvalidOptionError, match="caps only steps that are one graph"):
+        PartlyPlannedStep(step, Settings(budget="100%", hard=True), GraphBreakError("broken", line="train.py:7"))
     with pytest.raises(InvalidOptionError, match="not soft"):
         Settings(budget="100%", hard=True, budget_is="soft")
     with pytest.raises(InvalidOptionError, match="expected 'firm' or 'soft'"):

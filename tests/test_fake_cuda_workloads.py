@@ -68,7 +68,7 @@ def test_planned_steps_have_eagers_bits(fakes: str, workloads: dict[str, dict[st
         assert each["not_served"] == 0 < each["served"], each
         assert each["corrections"] > 0, each
     assert sum(max(each["offloaded_bytes"]) > 0 for each in found) >= len(found) / 2
-    assert found[-1]["late_copies"] > 100
+    assert found[-1]["late_copies"] > 0
 
 
 def test_the_streams_find_copies_that_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,13 +75,18 @@ class PartlyPlannedStep(Uncopied):
         device: the device that the step runs on.
 
     Raises:
-        InvalidOptionError: a mirror mark names nothing in any of the graphs.
+        InvalidOptionError: a mirror mark names nothing in any of the graphs, or the budget is hard.
         InfeasibleBudgetError, TimeLimitError: even the leanest plans that were found take more than the budget.
         UnsupportedStepError: there is no graph to plan.
         CaptureError: PyTorch cannot compile the graphs.
     """
 
     def __init__(self, step: TrainingStep, settings: Settings, broken: GraphBreakError) -> None:
+        if settings.hard:
+            raise InvalidOptionError(
+                f"{broken.line}: the step depends on the value of a tensor, so that it runs as several graphs, and "
+                "hard=True caps only steps that are one graph; leave it out, or move that line out of the model"
+            )
         self.step = step
         self.line = broken.line
         self.device = step_device(step.model, step.batch)

@@ -228,8 +228,12 @@ def comparable_engines() -> Generator[None]:
     if not cudnn.benchmark:
         yield
         return
-    with cudnn.flags(enabled=cudnn.enabled, benchmark=False, deterministic=True, allow_tf32=cudnn.allow_tf32):
+    was_deterministic = cudnn.deterministic
+    cudnn.benchmark, cudnn.deterministic = False, True  # `cudnn.flags` would read settings of TF32, which may raise
+    try:
         yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = True, was_deterministic
 
 
 def _device_of(step: TrainingStep) -> torch.device:
