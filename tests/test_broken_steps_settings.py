@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,3 +111,21 @@ def test_layers_of_one_kind_have_room_for_all_their_calls() -> None:
     used = planned.measure(repeats=1).peak_bytes / int(planned.settings.budget)
     assert 0.8 < used <= 1.0
     assert 0.0 < max(plan.overhead for plan in planned.plans) < 0.2
+
+
+def test_the_sizes_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfit.runtime.parts.MOST_OPS", 150)
+    sizes = (16, 18, 20, 22, 24, 26, 28, 16, 18)
+    torch.manual_seed(0)
+    model, kept = Looking(count=2), list[int]()
+    twin = copy.deepcopy(model)
+    eager = step_of(twin, batch_of(16))
+    planned = planned_within(step_of(model, batch_of(16)), "1GiB")
+    for rows in sizes:
+        planned(batch_of(rows))
+        eager.run_eager(batch_of(rows))
+        eager.update()
+        assert all(map(torch.equal, model.parameters(), twin.parameters()))
+        kept.append(sum(len(graph.compiled) for graph in planned._graphs))
+        assert len(planned.plans) <= kept[-1]
+    assert max(kept) == kept[3] < 18, kept  # it grows no more

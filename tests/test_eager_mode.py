@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ import memfit
 from memfit.capture.under_modes import gradients_that_differ
 from memfit.errors import InvalidBudgetError, InvalidOptionError, OverBudgetError, UnsupportedStepError
 from memfit.runtime.eager.eager import bytes_of_tensors
+from memfit.runtime.eager.kept import Kept
+from memfit.runtime.eager.sources import seconds_to_make
 from memfit.system.recorder import allocated_bytes
 
 
@@ -334,6 +337,18 @@ def test_a_generator_that_is_given_by_position() -> None:
         return model[8:](noisy).square().mean() + torch.poisson(torch.ones(4), generator=generator).sum()  # type: ignore[index]
 
     assert compared(mlp, loss, 0.6).made_again > 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_writes_lose_nothing_in_whatever_order_contents_go(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = random.Random(seed)
+
+    def policy(free: Sequence[Kept], _now: int) -> Iterable[Kept]:
+        shuffled = drawn.sample(free, len(free))
+        return (kept for kept in shuffled if seconds_to_make(kept.source) < float("inf"))
+
+    monkeypatch.setattr("memfit.runtime.eager.contents.cheap_and_stale", policy)
+    test_statistics_that_batch_normalization_hides()
 
 
 def test_statistics_that_batch_normalization_hides() -> None:

@@ -51,6 +51,7 @@ from memfit.torch_private import (
     fake_mode_of,
     gradient_hooks,
     greedy_knapsack,
+    guesses_noted,
     has_accumulation_hooks,
     has_kernel,
     ilp_knapsack,
@@ -62,6 +63,8 @@ from memfit.torch_private import (
     known_value,
     leaf_hooks,
     make_boxed_func,
+    make_size_environment,
+    make_size_symbol,
     module_hooks,
     module_tables,
     next_sequence_number,
@@ -76,6 +79,7 @@ from memfit.torch_private import (
     stood_for,
     storage_key,
     storage_users,
+    symbolic_kernels,
     tensors_in,
     trace_joint,
     tree_flatten,
@@ -756,3 +760,19 @@ def test_packing_a_sequence_returns_as_much_as_its_lengths_say() -> None:
     values, rows = torch.ones(4, 2, 3), [pack.default(torch.ones(4, 2, 3), torch.tensor([4, n]), False) for n in (1, 3)]
     assert [each[0].shape[0] for each in rows] == [5, 7]
     assert torch.Tag.dynamic_output_shape not in pack.default.tags and values.shape[0] == 4
+
+
+def test_sizes_are_symbols_and_questions_about_them_conditions() -> None:
+    environment = make_size_environment()
+    size = make_size_symbol(environment, 0, 12)
+    mode = FakeTensorMode(shape_env=environment, static_shapes=True)
+    with mode, symbolic_kernels():
+        padded = torch.nn.functional.pad(torch.empty(3, size), (0, 1))
+    assert str(padded.shape[1] - 1) == str(size) and not environment.guards
+    small = (size <= 100).node
+    assert not small.statically_known_true("", 0) and not environment.guards
+    with guesses_noted(environment):
+        assert small.statically_known_true("", 0)
+    (noted,) = environment.guards
+    symbol = size.node.expr
+    assert noted.expr.xreplace({symbol: 12}) and not noted.expr.xreplace({symbol: 101})

@@ -326,7 +326,7 @@ def test_programs_of_many_sizes_take_bounded_memory(monkeypatch: pytest.MonkeyPa
     model = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24))
     step, _ = fitted(model, squares, rows_of(60), "1MiB")
     ops = len(step.plan.graph.ops)
-    monkeypatch.setattr("memfit.runtime.variants._MOST_OPS", 6 * ops)
+    monkeypatch.setattr("memfit.runtime.variants.MOST_OPS", 6 * ops)
     first, sources = step.plan, len(linecache.cache)
     for count in range(20, 50):
         step(rows_of(count))
@@ -346,7 +346,7 @@ def test_programs_of_many_sizes_take_bounded_memory(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_structure_of_which_no_size_is_kept_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.runtime.variants._MOST_OPS", 1)
+    monkeypatch.setattr("memfit.runtime.variants.MOST_OPS", 1)
     batches = [rows_of(count) for count in (60, 49, 51, 30, 44, 40)]
     torch.manual_seed(0)
     model = Layered()

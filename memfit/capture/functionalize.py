@@ -340,4 +340,4 @@ def _covers_its_storage(tensor: torch.Tensor) -> bool:
 
 
 def _storage_bytes(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage().nbytes())
+    return tensor.untyped_storage().nbytes()

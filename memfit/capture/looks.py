@@ -7,8 +7,8 @@ that depends on parameters or buffers changes from step to step, and breaks the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,13 +59,14 @@ class Look:
             return bool(tensor_of(self.value).item())
 
 
-def look_at(tensor: torch.Tensor, trace: Trace, batch: Sequence[Any]) -> Look | None:
+def look_at(tensor: torch.Tensor, trace: Trace, batch: Sequence[Any], concrete: Callable[[Look], Look]) -> Look | None:
     """Return the look at a truth value, answered by the batch, or None if the batch alone does not decide it.
 
     Args:
         tensor: a fake with one element of dtype bool.
         trace: the calls so far.
         batch: the real leaves of the batch.
+        concrete: gives the look the sizes of that batch.
     """
     value = trace.value(tensor)
     needed = {value.storage}
@@ -80,7 +81,7 @@ def look_at(tensor: torch.Tensor, trace: Trace, batch: Sequence[Any]) -> Look | 
     if any(_changes(resident, batch) for resident in residents):
         return None
     look = Look(value=value, answer=False, calls=tuple(reversed(calls)), residents=tuple(residents))
-    return Look(value=value, answer=look.ask(batch), calls=look.calls, residents=look.residents)
+    return replace(look, answer=concrete(look).ask(batch))
 
 
 def _changes(resident: Resident, batch: Sequence[Any]) -> bool:

@@ -186,7 +186,7 @@ class Trace:
             dtype=tensor.dtype,
             shape=tuple(tensor.shape),
             stride=tuple(tensor.stride()),
-            offset=int(tensor.storage_offset()),
+            offset=tensor.storage_offset(),
             conjugated=tensor.is_conj(),
             negated=tensor.is_neg(),
         )
@@ -463,7 +463,7 @@ class Trace:
         storage = tensor.untyped_storage()
         on_device = tensor.device.type == self.device.type
         self.storages.append(
-            TracedStorage(name=name, bytes=int(storage.nbytes()) if on_device else 0, role=role, resident=resident)
+            TracedStorage(name=name, bytes=storage.nbytes() if on_device else 0, role=role, resident=resident)
         )
         self._kept_alive.append(storage)
         self._storage_of[storage_key(tensor)] = len(self.storages) - 1

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +41,7 @@ from memfit.capture.reads import Reads
 from memfit.capture.side_effects import Place, replaced, swapped, with_a_momentum
 from memfit.capture.step_check import check_not_distributed, require_training_context
 from memfit.capture.stream import Stream
+from memfit.capture.symbols import Symbols, at_hand
 from memfit.capture.trace import Trace, TracedCall
 from memfit.capture.training_step import TrainingStep, plain
 from memfit.capture.under_modes import UnderModes, gradients_that_differ, is_looked_at
@@ -72,6 +73,7 @@ from memfit.torch_private import (
     next_sequence_number,
     only_mode,
     storage_key,
+    symbolic_kernels,
     tensors_in,
     tree_flatten,
     tree_map,
@@ -137,6 +139,26 @@ def capture_with_checkpoints(step: TrainingStep, corrections: Corrections | None
         reads.put_back()
 
 
+def record_at_all_sizes(step: TrainingStep, batch: Any, symbols: Symbols) -> tuple[Recorded, Guards]:
+    """Return what a step does on batches of many sizes, with symbols in it, and what it took from Python.
+
+    Args:
+        step: a training step that `capture_whole_step` has captured, and that needed no corrections.
+        batch: an example; its sizes that change are symbols, in the order of its leaves.
+        symbols: of those sizes.
+
+    Raises:
+        Exception: torch cannot run the step on symbols.
+    """
+    reads = Reads(step)
+    try:
+        with reads.tracked(), symbols.noting():
+            recorded = _WholeStepCapture(step, batch, symbols=symbols).record()
+    finally:
+        reads.put_back()
+    return recorded, Guards(step, reads)
+
+
 def _require_unread(step: TrainingStep, batch: Any, trace: Trace, reads: Reads) -> None:
     """Refuse a step that reads what it has itself set in the step before, unless the next step's ops are the same.
 
@@ -181,7 +203,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.capture = capture
         self.trace = capture.trace
-        self.records_stream = True
+        self.records_stream = capture.symbols is None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _ASKS_FOR_DEVICE:  # most of all calls, and none of the step's
@@ -205,6 +227,9 @@ class _Recorder(TorchDispatchMode):
         return returned
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.capture.symbols is not None:
+            with symbolic_kernels() if not func.is_view else nullcontext():
+                return corrected(func, args, func(*args, **without_generator(kwargs)))
         try:
             return corrected(func, args, func(*args, **without_generator(kwargs)))
         except DATA_DEPENDENT_ERRORS:
@@ -246,12 +271,46 @@ class _Recorder(TorchDispatchMode):
 
     def _looked_at(self, func: Any, args: Any) -> Any:
         (tensor,) = args
-        look = look_at(tensor, self.trace, self.capture.leaves) if tensor.dtype == torch.bool else None
+        symbols = self.capture.symbols
+        concrete = at_hand if symbols is not None else _as_it_is
+        look = look_at(tensor, self.trace, self.capture.leaves, concrete) if tensor.dtype == torch.bool else None
         if look is None:
             return func(*args)  # raises one of DATA_DEPENDENT_ERRORS
         if look.residents:  # another batch, or a tensor changed between steps, may answer otherwise
             self.capture.looks.append(look)
         return look.answer
+
+
+def _as_it_is(look: Look) -> Look:
+    return look
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A step as it was recorded.
+
+    Attributes:
+        trace: its calls.
+        name: of the step.
+        outputs: the Values that it returns, by name.
+        checkpoints, looks: as `Captured` has them.
+    """
+
+    trace: Trace
+    name: str
+    outputs: dict[str, Value]
+    checkpoints: int
+    looks: tuple[Look, ...]
+
+    def captured(self) -> Captured:
+        """Return the graph of the step, and its binding.
+
+        Raises:
+            UnsupportedStepError: collectives.
+        """
+        source = f"whole step, torch {torch.__version__}"
+        captured = build(self.trace, name=self.name, outputs=self.outputs, source=source)
+        return replace(captured, checkpoints=self.checkpoints, looks=self.looks)
 
 
 class _Update(NamedTuple):
@@ -272,13 +331,20 @@ def _bytes_of(fakes: Iterable[torch.Tensor]) -> int:
 
 class _WholeStepCapture:
     def __init__(
-        self, step: TrainingStep, batch: Any, corrections: Corrections | None = None, *, inlines: bool = True
+        self,
+        step: TrainingStep,
+        batch: Any,
+        corrections: Corrections | None = None,
+        *,
+        inlines: bool = True,
+        symbols: Symbols | None = None,
     ) -> None:
         self.step = step
         self.inlines = inlines
+        self.symbols = symbols
         self.batch = batch
         self.device = step_device(step.model, batch)
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True) if symbols is None else symbols.mode
         self.trace = Trace(
             device=self.device, scope=self._scope, step_count=self._step_count, corrections=corrections or {}
         )
@@ -299,6 +365,11 @@ class _WholeStepCapture:
         self._hooks: list[Any] = []
 
     def run(self) -> Captured:
+        """Return the graph of the step, and its binding."""
+        return replace(self.record().captured(), stream=self.stream)
+
+    def record(self) -> Recorded:
+        """Run the step on fakes, and return what was recorded."""
         step = self.step
         gradients_that_differ()  # which is found out outside of any mode
         check_not_distributed(step.model, "the step")
@@ -353,9 +424,13 @@ class _WholeStepCapture:
                 set_state(device, state)
             for hook in self._hooks:  # the collector does not see them: the model would stay alive with its fakes
                 hook.remove()
-        name = step.name or type(step.model).__name__
-        captured = build(self.trace, name=name, outputs=self.outputs, source=f"whole step, torch {torch.__version__}")
-        return replace(captured, checkpoints=checkpoints(), looks=tuple(self.looks), stream=self.stream)
+        return Recorded(
+            trace=self.trace,
+            name=step.name or type(step.model).__name__,
+            outputs=self.outputs,
+            checkpoints=checkpoints(),
+            looks=tuple(self.looks),
+        )
 
     def _enter_batch(self) -> Any:
         position = iter(range(1 << 30))
@@ -364,16 +439,19 @@ class _WholeStepCapture:
             number = next(position)
             if not isinstance(leaf, torch.Tensor):
                 return plain(leaf)
-            fake = leaf if is_fake(leaf) else self._fake_input(leaf)
+            fake = leaf if is_fake(leaf) else self._fake_input(leaf, number)
             self.trace.add_resident(fake, role=Role.INPUT, origin=Origin.INPUT, key=number, name=f"batch_{number}")
             return fake
 
         return tree_map(enter, self.batch)
 
-    def _fake_input(self, leaf: torch.Tensor) -> torch.Tensor:
+    def _fake_input(self, leaf: torch.Tensor, number: int) -> torch.Tensor:
         """Return a fake with a storage of its own: batches may be slices of a larger tensor, different in each step."""
         with self.mode:
-            fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+            if self.symbols is not None and leaf.is_contiguous():
+                fake = torch.empty(self.symbols.shapes[number], dtype=leaf.dtype, device=leaf.device)
+            else:
+                fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
         return fake.requires_grad_(leaf.requires_grad)
 
     def _make_fakes(self) -> None:

@@ -93,6 +93,7 @@ class Ledger:
     Attributes:
         compiled: how often a graph was compiled; whoever compiles one adds to it.
         is_batch_known: whether a step before the one that runs had a batch of the same shapes; who runs steps sets it.
+        used: the parts, those used last at the end, each with the number of the step that used it last.
     """
 
     def __init__(self, device: torch.device, memory: StepMemory, host_budget_bytes: int = 0) -> None:
@@ -101,6 +102,8 @@ class Ledger:
         self.host_budget_bytes = host_budget_bytes
         self.compiled = 0
         self.is_batch_known = False
+        self.used: dict[Part, int] = {}
+        self._ran = 0
         self._steps: dict[tuple[Any, ...], _Step] = {}
         self._halves: list[_Half] = []
         self._code: tuple[AbstractContextManager[Usage], Usage] | None = None
@@ -120,6 +123,7 @@ class Ledger:
             resident_bytes: the bytes of parameters, buffers, batch and the optimizer's state.
         """
         self._halves, self._reads, changes = [], [], self._changes
+        self._ran += 1
         held_bytes = self.memory.held_bytes
         self._offset_bytes = resident_bytes - allocated_bytes(self.device)
         try:
@@ -129,7 +133,7 @@ class Ledger:
                 self._note(None, is_forward=False)
         finally:
             self._end_code()
-        way = tuple((id(half.part), half.is_forward) for half in self._halves)
+        way = tuple((half.part, half.is_forward) for half in self._halves)
         is_settled = self._changes == changes
         is_new = is_settled and way not in self._steps
         if is_new:
@@ -152,6 +156,8 @@ class Ledger:
         """
         if reads is not None:
             self._reads.append((part, reads))
+            self.used.pop(part, None)
+            self.used[part] = self._ran
         self._note(part, is_forward=reads is not None)
 
     def end(self, part: Part, *, is_forward: bool) -> None:
@@ -161,6 +167,28 @@ class Ledger:
             if last is not None:
                 del self._reads[last]
         self._begin_code()
+
+    def drop_oldest(self, most_ops: int) -> list[Part]:
+        """Forget the parts that were not used for longest until the others have few enough ops; return them.
+
+        Those of the last step stay. A way that led through one of them is new when it is taken again.
+
+        Args:
+            most_ops: of all parts together.
+        """
+        ops = sum(len(part.captured.graph.ops) for part in self.used)
+        dropped: list[Part] = []
+        for part, step in self.used.items():
+            if ops <= most_ops or step == self._ran:
+                break
+            dropped.append(part)
+            ops -= len(part.captured.graph.ops)
+        for part in dropped:
+            del self.used[part]
+            self._steps = {way: seen for way, seen in self._steps.items() if all(part is not each for each, _ in way)}
+            for is_forward in (True, False):
+                self.memory.forget((part, is_forward))
+        return dropped
 
     def is_read(self, tensor: torch.Tensor) -> bool:
         """Return whether a graph whose backward half has yet to end was given the storage of `tensor`."""

@@ -37,6 +37,7 @@ from memfit.runtime.signature import batch_signature
 from memfit.runtime.state import PythonState, StepState, saying_what_is_left
 from memfit.runtime.step_memory import StepMemory
 from memfit.runtime.uncopied import Uncopied
+from memfit.runtime.variants import MOST_OPS
 from memfit.runtime.verify import difference_of_eager, first_difference, require_same
 from memfit.simulate.overlap import Transfers
 from memfit.system.budget import format_bytes, parse_budget
@@ -101,9 +102,13 @@ class PartlyPlannedStep(Uncopied):
         residents = resident_storages(self, step.batch)
         options = GraphSettings(settings=self.settings, reserve_bytes=0, is_part=True)
         # The backend must not hold the step: Dynamo keeps it with the code of the model's class.
-        self._model: Any = compiled_around_breaks(
-            step.model, lambda module, _inputs: _PartGraph(module, options, ledger, residents)
-        )
+        self._graphs = graphs = list[_PartGraph]()
+
+        def part_graph(module: torch.fx.GraphModule, _inputs: Any) -> _PartGraph:
+            graphs.append(_PartGraph(module, options, ledger, residents))
+            return graphs[-1]
+
+        self._model: Any = compiled_around_breaks(step.model, part_graph)
         python = PythonState(step)
         self.generators = python.handed
         before = StepState.take(step, self.generators)
@@ -230,9 +235,15 @@ class PartlyPlannedStep(Uncopied):
         signature = batch_signature(batch)
         ledger.is_batch_known = signature in self._batches
         self._batches.add(signature)
-        return ledger.run(
+        seen = ledger.run(
             lambda: run_updating(self.step, batch, self._model, ledger.is_read), resident_bytes(self, batch)
         )
+        dropped = ledger.drop_oldest(MOST_OPS)
+        if dropped:
+            self._batches = {signature}  # what is compiled for the others again is no new size of theirs
+            for graph in self._graphs:
+                graph.drop(dropped)
+        return seen
 
     def _plan_parts(self, before: StepState, python: PythonState) -> None:
         """Run the first steps with the leanest plans, share the budget, and run a step with the plans in use."""
@@ -379,6 +390,11 @@ class _PartGraph(PlannedGraph):
                 "memfit: a graph at a graph break reads a number that changes between steps: it is not planned"
             )
             return cast("CompiledGraph", _UnplannedPart(self.module))
+
+    def drop(self, parts: Sequence[Part]) -> None:
+        """Drop what was compiled for parts that the ledger has forgotten."""
+        kept = ((k, c) for k, c in self.compiled.items() if not isinstance(c, _CompiledPart) or c.part not in parts)
+        self.compiled = dict(kept)
 
 
 class _UnplannedPart:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from memfit.binding import Origin
-from memfit.capture import Captured, TrainingStep, capture, with_real_results
+from memfit.capture import Captured, TrainingStep, with_real_results
 from memfit.capture.compare import Comparisons
+from memfit.capture.later_sizes import CapturedSizes
 from memfit.capture.placement import step_device
 from memfit.capture.step_check import check_step, require_training_context
 from memfit.capture.stream import Stream
@@ -237,6 +238,7 @@ class PlannedStep(Uncopied):
         self._memory = StepMemory(arena, step.optimizer)
         self._store = HostStore(self.device, settings.host_budget_bytes, settings.host_dir)
         self._variants = Variants()
+        self._captures = CapturedSizes(step)
         self._sizes = NearSizes()
         self._comparisons = Comparisons()
         self._resident_bytes: dict[tuple[Hashable, int], int] = {}  # before a step, by the memory's key of its call
@@ -464,7 +466,7 @@ class PlannedStep(Uncopied):
         def make(corrections: Corrections) -> StepProgram:
             self.settings.on_stage("capturing the step")
             started = time.perf_counter()
-            captured = capture(self.step, batch, corrections)
+            captured = self._captures.capture(batch, corrections)
             assert captured.guards is not None
             captured.guards.arm()
             streams.append(captured.stream)

@@ -15,7 +15,8 @@ from memfit.runtime.step_program import StepProgram
 _log = logging.getLogger(__name__)
 
 _KEPT = 8  # variants of one batch signature, as many as Dynamo keeps of a function
-_MOST_OPS = 150_000  # of all variants together: a program, its graph and its plan take about 10 KiB an op
+MOST_OPS = 150_000
+"""Ops of all programs of a step that are kept: a program, its graph and its plan take about 10 KiB an op."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -57,7 +58,7 @@ class Variants:
     """The variants of a planned step, by batch signature: the signature that was used last stands last, its last used
     variant first.
 
-    So many are kept as have `_MOST_OPS` ops together, and the first one of all, which the step was made with.
+    So many are kept as have `MOST_OPS` ops together, and the first one of all, which the step was made with.
     """
 
     def __init__(self) -> None:
@@ -122,7 +123,7 @@ class Variants:
         dropped: list[Variant] = []
         for known in self._of.values():
             for variant in known[::-1]:
-                if ops <= _MOST_OPS:
+                if ops <= MOST_OPS:
                     return dropped
                 if variant is not newest and variant.number > 1:
                     known.remove(variant)

@@ -122,15 +122,22 @@ class Contents:
         if not lost:
             return
         self._forget_dead()
-        back = [
-            kept for kept in self.kept.values() if not kept.is_there and not lost.isdisjoint(needed_by([kept.source]))
-        ]
-        self._held_back = frozenset(kept.source for kept in back)
+        staying = self._to_stay_without(lost)
+        self._held_back = frozenset(kept.source for kept in staying)
+        back = [kept for kept in staying if not kept.is_there]
         for kept in back:
             if not kept.is_there:
                 self._bring_back(kept)
         if back and self.live_bytes() + need_bytes > self.budget_bytes:
             self.make_room(need_bytes, what)
+
+    def _to_stay_without(self, lost: set[Source]) -> list[Kept]:
+        """Return the contents of which all others can be made again that are made of what is about to be lost."""
+        staying: dict[Source, Kept] = {}
+        for kept in sorted(self.kept.values(), key=lambda kept: kept.source.call.number if kept.source.call else 0):
+            if not lost.isdisjoint(needed_by([kept.source], staying)):
+                staying[kept.source] = kept
+        return list(staying.values())
 
     def note_writes(self, call: Call | None, args: Any, kwargs: Any, written: list[torch.Tensor]) -> list[Source]:
         """Note that a call has written to tensors, and how, if it was one whose contents could be made again.

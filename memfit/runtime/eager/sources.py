@@ -8,7 +8,7 @@ made again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -282,13 +282,18 @@ def seconds_to_make(source: Source) -> float:
     return total
 
 
-def needed_by(sources: Iterable[Source]) -> set[Source]:
-    """Return contents with all that they are made of, what is there now included; what is on the host is not made."""
+def needed_by(sources: Iterable[Source], there: Container[Source] = ()) -> set[Source]:
+    """Return contents with all that they are made of, what is there now included; what is on the host is not made.
+
+    Args:
+        sources: the contents.
+        there: contents that stay where they are, so that what they are made of is not needed.
+    """
     seen = set(sources)
     waiting = list(seen)
     while waiting:
         at = waiting.pop()
-        inputs = at.call.inputs if at.call is not None and at.host is None else []
+        inputs = at.call.inputs if at.call is not None and at.host is None and at not in there else []
         new = [each for each in inputs if each not in seen]
         seen.update(new)
         waiting += new
