@@ -311,18 +311,19 @@ class PlannedStep(Uncopied):
         self._latest = variant.program
         key = self._memory.key(variant.key)
         is_first = key not in self._resident_bytes
-        if not is_first and not records_at_once(self.device):
-            return self._run(variant, batch)
+        is_measured = is_first or records_at_once(self.device)
         if is_first:  # counted before the call: a first step makes the optimizer's state, which the recorder counts
             self._resident_bytes[key] = resident_bytes(self, batch) + self._gradient_bytes(variant)
         bytes_before = self._resident_bytes[key] + self.held_bytes
         run = partial(self._run, variant, batch)
-        loss, measured_bytes = measured_step(run, self.device, bytes_before, is_first=is_first)
+        loss, measured_bytes = (
+            measured_step(run, self.device, bytes_before, is_first=is_first) if is_measured else (run(), 0)
+        )
         measured_bytes = self._ranks.most_bytes(measured_bytes)
         correction = needed_correction(variant.program.plan, variant.budget_bytes, measured_bytes)
         if correction is not None and measured_bytes > self._told_bytes.get(variant.key, 0):
             self._correct(variant, correction)
-        elif not self._memory.is_settled:
+        elif is_measured and not self._memory.is_settled:
             del self._resident_bytes[key]
         return loss
 
