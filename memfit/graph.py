@@ -103,6 +103,11 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return bool(self.mutates) or not self.recomputable
 
     @property
+    def compute_seconds(self) -> float:
+        """The op's seconds on the compute stream, where collectives take none."""
+        return self.seconds if self.group is None else 0.0
+
+    @property
     def kept_in_order(self) -> tuple[str, ...]:
         """What ops share whose first computations keep their order: a generator, or the ranks of collectives."""
         return tuple(shared for shared in (self.random, self.group) if shared is not None)
@@ -232,6 +237,16 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def resident_bytes(self) -> int:
         """Bytes that are on the device for the whole step (unaligned sum)."""
         return sum(storage.bytes for storage in self.storages if storage.resident)
+
+    @cached_property
+    def compute_seconds(self) -> float:
+        """Seconds of computing each op once on the compute stream: of all ops but collectives."""
+        return sum(op.compute_seconds for op in self.ops)
+
+    @cached_property
+    def has_collectives(self) -> bool:
+        """Whether ops run between ranks."""
+        return any(op.group is not None for op in self.ops)
 
     @cached_property
     def all_bytes(self) -> int:

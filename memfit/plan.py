@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -127,17 +127,25 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     `least_budget_found_bytes` is the least budget this planner reached with a plan (None: it found none);
     `least_budget_bound_bytes` is proved for every legal schedule; `overhead` is a proved lower bound on the overhead at
-    this budget, in any order of ops; `overhead_in_order`, where a planner proved it, is one for the schedules that
-    compute ops for the first time in the order that it searched, as the family of `memfit.planners.engine.cpsat.model`
-    has it; `holding_ops` are the ids of the ops that make the least budget what it is: by
-    their own storages, or with what has to be there beside them.
+    this budget, in any order of ops, and below zero only where the unplanned step waits for collectives;
+    `overhead_in_order`, where a planner proved it, is one for the schedules that compute ops for the first time in the
+    order that it searched, as the family of `memfit.planners.engine.cpsat.model` has it; `holding_ops` are the ids of
+    the ops that make the least budget what it is: by their own storages, or with what has to be there beside them.
     """
 
     least_budget_found_bytes: Bytes | None
     least_budget_bound_bytes: Bytes
-    overhead: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    overhead_in_order: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    overhead: float = 0.0
+    overhead_in_order: float | None = None
     holding_ops: tuple[int, ...] = ()
+
+    def of_any_budget(self, graph: Graph) -> Bounds:
+        """Return the bounds without a proved overhead: no plan is faster than the unplanned step if nothing overlaps.
+
+        Args:
+            graph: of the plans.
+        """
+        return msgspec.structs.replace(self, overhead=-1.0 if graph.has_collectives else 0.0, overhead_in_order=None)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):

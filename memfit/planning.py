@@ -321,8 +321,7 @@ class TradeOff:
         if budget_bytes not in self._found and (fastest is None or fastest.overhead > least_overhead):
             self.reach([budget_bytes])
         elif budget_bytes not in self._found and fastest is not None:
-            bounds = msgspec.structs.replace(fastest.bounds, overhead=0.0, overhead_in_order=None)
-            self._found[budget_bytes] = _at_budget(fastest, budget_bytes, bounds)
+            self._found[budget_bytes] = _at_budget(fastest, budget_bytes, fastest.bounds.of_any_budget(fastest.graph))
         return self
 
     @property

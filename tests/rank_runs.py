@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import pickle
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-JOIN_SECONDS = 240.0
+JOIN_SECONDS = 480.0  # a busy machine takes ten times as long as an idle one
+_NEARLY = 0.9  # of these seconds: then a late process says where it is
 
 
 def on_ranks(
@@ -37,32 +40,36 @@ def on_ranks(
         AssertionError: a rank raised, or was not done in time; has its traceback.
     """
     context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=_rank, args=(functions, rank, count, folder, timeout_seconds)) for rank in range(count)
-    ]
+    given = functions, count, folder, seconds, timeout_seconds
+    processes = [context.Process(target=_rank, args=(rank, *given)) for rank in range(count)]
     for process in processes:
         process.start()
+    until = time.monotonic() + seconds
     for process in processes:
-        process.join(seconds)
+        process.join(max(0.0, until - time.monotonic()))
     late = [rank for rank, process in enumerate(processes) if process.is_alive()]
     for process in processes:
         process.kill()
         process.join(10)
-    results: list[dict[str, Any]] = []
-    for rank in range(count):
-        path = folder / f"result-{rank}"
-        assert path.exists(), f"rank {rank} left no result; late: {late}"
-        result = pickle.loads(path.read_bytes())
-        assert isinstance(result, dict), f"rank {rank} raised: {result}"
-        results.append(result)
-    assert not late
+    paths = [folder / f"result-{rank}" for rank in range(count)]
+    results = [pickle.loads(path.read_bytes()) if path.exists() else "nothing" for path in paths]
+    failed = [f"rank {rank} raised: {result}" for rank, result in enumerate(results) if not isinstance(result, dict)]
+    stacks = [f"rank {rank} was late: {(folder / f'stack-{rank}').read_text()}" for rank in late]
+    assert not failed and not stacks, "\n".join([*failed, *stacks])
     return results
 
 
 def _rank(
-    functions: Sequence[Callable[[int, int], Any]], rank: int, count: int, folder: Path, timeout_seconds: float
+    rank: int,
+    functions: Sequence[Callable[[int, int], Any]],
+    count: int,
+    folder: Path,
+    seconds: float,
+    timeout_seconds: float,
 ) -> None:
     torch.set_num_threads(1)
+    stack = open(folder / f"stack-{rank}", "w")  # noqa: SIM115 (until the process ends)
+    faulthandler.dump_traceback_later(seconds * _NEARLY, file=stack)
     store = dist.FileStore(str(folder / "store"), count)
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)

@@ -346,28 +346,34 @@ class PlannedStep(Uncopied):
         self._latest = variant.program
         key = self._memory.key(variant.key)
         is_proved = self._kept.get(key, 0) >= STEPS_IN_A_ROW
-        if is_proved and not self._is_capped and not records_at_once(self.device):
-            return self._run(variant, batch)
+        is_measured = not is_proved or self._is_capped or records_at_once(self.device)
         if key not in self._resident_bytes:  # before the call, which may make state that the recorder counts
             self._resident_bytes[key] = resident_bytes(self, batch) + self._gradient_bytes(variant)
-        bytes_before = self._resident_bytes[key] + self.held_bytes + variant.program.library_bytes
-        cap = capped(self.device, variant.budget_bytes, bytes_before) if self._is_capped else nullcontext()
-        with cap:
-            run = partial(self._run, variant, batch)
-            loss, measured_bytes = self._meter.run(run, bytes_before, is_proved=is_proved)
+        loss, measured_bytes = (
+            self._measured(variant, batch, self._resident_bytes[key], is_proved=is_proved)
+            if is_measured
+            else (self._run(variant, batch), 0)
+        )
         measured_bytes = self._ranks.most_bytes(measured_bytes)
         correction = needed_correction(variant.program.plan, variant.budget_bytes, measured_bytes)
         if correction is not None:
             self._kept.pop(key, None)
             if self.settings.budget_is == FIRM or measured_bytes > variant.told_bytes:
                 self._correct(variant, correction)
-        elif not self._memory.is_settled:
+        elif is_measured and not self._memory.is_settled:
             del self._resident_bytes[key]
         elif not is_proved:
             self._kept[key] = self._kept.get(key, 0) + 1
             if self._kept[key] == STEPS_IN_A_ROW:
                 variant.corrections, variant.given_up = 0, ""
         return loss
+
+    def _measured(self, variant: Variant, batch: Any, residents: int, *, is_proved: bool) -> tuple[Any, int]:
+        """Run a step; return what it returns, and the bytes that it took, with `residents` bytes before it."""
+        bytes_before = residents + self.held_bytes + variant.program.library_bytes
+        cap = capped(self.device, variant.budget_bytes, bytes_before) if self._is_capped else nullcontext()
+        with cap:
+            return self._meter.run(partial(self._run, variant, batch), bytes_before, is_proved=is_proved)
 
     def prove(self) -> None:
         """Run steps on the step's own batch until two in a row keep the budget; they leave no trace.
