@@ -227,13 +227,13 @@ def over_budget_on_one(rank: int, _count: int) -> dict[str, Any]:
     """Rank 1 is told that its first step took more than it did."""
     model = perceptron()
     step = fitted(model, batches(rank)[0], optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    real = step_module.measured_step
+    real = step_module.Meter.run
 
     def too_much(*args: Any, **kwargs: Any) -> tuple[Any, int]:
         value, measured_bytes = real(*args, **kwargs)
         return value, measured_bytes + rank * 20_000
 
-    with mock.patch.object(step_module, "measured_step", too_much):
+    with mock.patch.object(step_module.Meter, "run", too_much):
         step(batches(rank)[0])
     step(batches(rank)[1])
     return {

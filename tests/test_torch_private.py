@@ -28,6 +28,7 @@ from memfit.torch_private import (
     FakeTensorMode,
     GlobalState,
     InductorHalf,
+    ModulePair,
     StorageWeakRef,
     TensorAddresses,
     TensorMetadata,
@@ -845,12 +846,15 @@ def test_inductor_compiles_the_halves_of_a_partition_and_rehearses_them() -> Non
         halves.append(half)
         return call
 
+    def as_it_is(_joint: Any, _outputs: int, as_inductor: Callable[[], ModulePair]) -> ModulePair:
+        return as_inductor()
+
     values = torch.ones(3, 2, requires_grad=True)
     module = torch.fx.symbolic_trace(lambda x: (torch.tanh(x @ x.t()),))
     function = compiled_by_inductor(
         module,
         [values],
-        partition=lambda _joint, _outputs, as_inductor: as_inductor(),
+        partition=as_it_is,
         around=around,
         plan_name=lambda: "a plan",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,6 +20,10 @@ from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
 from memfit.torch_private import FakeTensorMode, at_end_of_backward
 
 _log = logging.getLogger("memfit")
+
+_MOST_LOSSES = 16  # that are measured at a time
+
+_losses: list[weakref.ref[Account]] = []  # that measure one, the latest last
 
 
 class Account:
@@ -122,15 +127,23 @@ class Account:
         self._planned_from_now_bytes = 0
 
     def begin_loss(self) -> None:
-        """Begin to measure what runs between a graph's forward and its backward half."""
+        """Begin to measure what runs between a graph's forward and its backward half.
+
+        A backward half may never come; beyond so many records the oldest is given up.
+        """
         self.end_loss()
         context = record(self.device)
         self._loss = context, context.__enter__()
+        _losses.append(weakref.ref(self))
+        for oldest in (each() for each in _losses[:-_MOST_LOSSES]):
+            if oldest is not None:
+                oldest.end_loss()
 
     def end_loss(self) -> int:
         """Return the most bytes since the last forward half, as `allocated_bytes` counts; 0 if already asked for."""
         if self._loss is None:
             return 0
+        _losses[:] = [each for each in _losses if each() not in (self, None)]
         context, usage = self._loss
         self._loss = None
         context.__exit__(None, None, None)
