@@ -253,13 +253,13 @@ def agree(model: nn.Module) -> bool:
 
 def verification_fails_on_one(rank: int, _count: int) -> str:
     step = fitted(perceptron(), batches(rank)[0], budget="95%")
-    real, calls = verify_module._difference_of_losses, []
+    real, calls = verify_module._difference, []
 
     def differing(*args: Any) -> str | None:
         calls.append(args)
         return "the loss (1 and 2)" if rank == 1 and len(calls) == 1 else real(*args)
 
-    with mock.patch.object(verify_module, "_difference_of_losses", differing):
+    with mock.patch.object(verify_module, "_difference", differing):
         return message(step.verify)
 
 
