@@ -39,15 +39,15 @@ def usage_of(run: Callable[[], object], step: TrainingStep, device: torch.device
 
 def outcome(run: Callable[[], torch.Tensor], step: TrainingStep) -> dict[str, torch.Tensor]:
     """Run once from a fixed seed; return copies, by name, of the loss and all that the step left; put the step back."""
-    before = {name: tensor.detach().clone() for name, tensor in _state(step).items()}
+    before = {name: _copied(tensor) for name, tensor in _state(step).items()}
     step.model.zero_grad(set_to_none=True)
     torch.manual_seed(SEED)
     loss = run()
-    found = {"loss": loss.detach().clone()}
+    found = {"loss": _copied(loss)}
     for name, parameter in step.model.named_parameters():
         if parameter.grad is not None:
-            found[f"gradient {name}"] = parameter.grad.detach().clone()
-    found |= {name: tensor.detach().clone() for name, tensor in _state(step).items()}
+            found[f"gradient {name}"] = _copied(parameter.grad)
+    found |= {name: _copied(tensor) for name, tensor in _state(step).items()}
     _put_back(step, before)
     return found
 
@@ -92,6 +92,11 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors' storages, each storage once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host: a GPU's own memory is what is measured."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _state(step: TrainingStep) -> dict[str, torch.Tensor]:

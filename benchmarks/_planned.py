@@ -119,14 +119,16 @@ def measurements(planned: PlannedStep, repeats: int) -> dict[str, Any]:
 def bits_of(run: Callable[[], torch.Tensor], eager: Callable[[], torch.Tensor], step: TrainingStep) -> dict[str, Any]:
     """Compare a run with eager's bit by bit, all but `not_repeated`: what eager itself does not give twice.
 
-    On CUDA some kernels add in whatever order their blocks end, and nll_loss2d, for one, has no other.
+    On CUDA some kernels add in whatever order their blocks end, and nll_loss2d, for one, has no other. `compared` are
+    the gradients and the updated parameters, with those that are not repeated.
     """
     expected, found = outcome(eager, step), outcome(run, step)
-    bits = same_bits(found, expected)
+    compared = sum(name.split()[0] in ("gradient", "parameter") for name in expected)
+    bits = same_bits(found, expected) | {"compared": compared}
     if all_same(bits):
         return bits | {"not_repeated": []}
     loose = sorted({name for _ in range(EAGER_REPEATS) for name in differences(outcome(eager, step), expected)})
-    return same_bits(found, expected, but=loose) | {"not_repeated": loose}
+    return same_bits(found, expected, but=loose) | {"compared": compared, "not_repeated": loose}
 
 
 def planned_run(planned: PlannedStep) -> Callable[[], torch.Tensor]:

@@ -18,16 +18,20 @@ CHILD = "--child"
 _COMPLAINT_LINES = 3
 
 
-def in_fresh_process(script: str, request: dict[str, Any], *, timeout_seconds: float) -> dict[str, Any]:
+def in_fresh_process(
+    script: str, request: dict[str, Any], *, timeout_seconds: float, environment: dict[str, str] | None = None
+) -> dict[str, Any]:
     """Run `script` again as a child that answers `request`; return its answer, or `{"error": why}`.
 
     What a child that gives several answers gave last is returned with the error that ended it; `timed_out` is there
-    where that was the time. What the child prints goes on to this process's standard error.
+    where that was the time. What the child prints goes on to this process's standard error. `environment` is added to
+    that of this process.
     """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, script, CHILD, json.dumps(request), str(answer)]
-        status, complaint = run_for(command, timeout_seconds, stdout=sys.stderr, stderr=subprocess.PIPE)
+        variables = os.environ | (environment or {})
+        status, complaint = run_for(command, timeout_seconds, stdout=sys.stderr, stderr=subprocess.PIPE, env=variables)
         last: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}
         if status is None:
             return last | {"error": f"took more than {timeout_seconds:.0f} s", "timed_out": True}

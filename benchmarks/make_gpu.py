@@ -24,6 +24,8 @@ NEEDED = {
     "msgspec": ("msgspec",),
     "pytorchcv": ("pytorchcv",),
     "ortools": ("ortools", "protobuf", "immutabledict", "absl-py"),
+    "pytest": ("pytest", "pluggy", "iniconfig", "packaging"),
+    "hypothesis": ("hypothesis", "sortedcontainers"),
 }
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
 INSTALL_SECONDS = 120
@@ -88,7 +90,7 @@ def main() -> int:
     """Run gpu.py in this process's place, or say why not."""
     if sys.argv[1:2] == ["--wheels"]:
         return download(sys.argv[2])
-    if not has_gpu():
+    if not has_gpu() and "--dry" not in sys.argv:
         print("no CUDA device here: nothing to measure (the driver, libcuda.so.1, finds none)")
         return 0
     paths = [str(ROOT), str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]

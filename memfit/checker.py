@@ -4,8 +4,8 @@ Versions. A storage written, or there from the start, has version 0; each mutati
 storage that it reads or mutates at the version that it saw in the original order (`Graph.read_versions`).
 
 - **Every op** is computed at least once. An op that mutates, or is not recomputable, exactly once. The first
-  computations of ops that touch the same mutated storage, and of ops that draw from the same generator, keep their
-  original order.
+  computations of ops that touch the same mutated storage, that draw from the same generator, or that are collectives
+  between the same ranks, keep their original order.
 - **Compute(op)** needs its reads on the device, at the right version. Its writes are then on the device at version 0.
   If a write is on the device already, that copy stays at its version, and the second copy is freed when the op ends.
 - **Compute(op, in_place_of=s)**: `s` is freed, and one write reuses its memory in place: the first of `op.reuses` that
@@ -141,7 +141,8 @@ class _Replay:
         for earlier, why in self.first_after[op.id]:
             if self.first_computed[earlier] is None:
                 name = self.graph.ops[earlier].name
-                shared = f"draws from generator {why!r}" if isinstance(why, str) else f"touches {self._name(why)}"
+                ways = {op.random: "draws from generator", op.group: "is a collective of"}
+                shared = f"{ways[why]} {why!r}" if isinstance(why, str) else f"touches {self._name(why)}"
                 self._fail(
                     f"computes op {op.id} for the first time before op {earlier} {name!r}, which {shared} "
                     f"as well; expected their original order: compute op {earlier} first"
@@ -354,13 +355,12 @@ class _Replay:
 
 
 def _orders(graph: Graph) -> list[list[tuple[int, int | str]]]:
-    """For each op: the ops whose first computation must come before its own, with the storage or generator shared."""
+    """For each op: the ops whose first computation must come before its own, with what they share."""
     orders: list[list[tuple[int, int | str]]] = [[] for _ in graph.ops]
     last: dict[int | str, int] = {}
     for op in graph.ops:
         shared: list[int | str] = [s for s, _ in graph.read_versions[op.id] if graph.last_version[s]]
-        if op.random is not None:
-            shared.append(op.random)
+        shared += op.kept_in_order
         for key in shared:
             if key in last:
                 orders[op.id].append((last[key], key))

@@ -82,6 +82,10 @@ class UnsupportedStepError(MemfitError, RuntimeError):
     """The step contains something that memfit does not plan: DDP or FSDP, retain_graph, a second backward."""
 
 
+class RankError(MemfitError, RuntimeError):
+    """Another rank failed, or does not answer, or does something else than this one; names the rank."""
+
+
 class NoPlanError(MemfitError, RuntimeError):
     """No plan was found; carries the least budget that a plan was found for, and the proved least of any plan."""
 
@@ -98,9 +102,17 @@ class InfeasibleBudgetError(NoPlanError):
 
 
 class OverBudgetError(MemfitError, RuntimeError):
-    """In eager mode, a call does not fit, and nothing is left that could be let go; names the call and its line."""
+    """A call or a step does not fit, and nothing is left that could be let go; in eager mode, names the line."""
 
     exit_status = 3
+
+
+class BudgetNotHeldError(OverBudgetError):
+    """A planned step took more than its budget, and no other plan helps; `over_bytes` says by how much."""
+
+    def __init__(self, message: str, *, over_bytes: int) -> None:
+        super().__init__(message)
+        self.over_bytes = over_bytes
 
 
 class VerificationError(MemfitError, RuntimeError):

@@ -78,8 +78,8 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `reads`, `writes` and `mutates` are storage ids; a mutated storage is read as well, whether or not `reads` says so.
     `workspace_bytes` are held while it runs; None means unknown (a capture with fake tensors). `random` names the
-    generator that it draws from. `reuses` are pairs (read, written) of equal bytes for in-place reuse: the kernel may
-    write its result over its input.
+    generator that it draws from, `group` the ranks that a collective runs between. `reuses` are pairs (read, written)
+    of equal bytes for in-place reuse: the kernel may write its result over its input.
     """
 
     id: Id
@@ -94,12 +94,23 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workspace_bytes: Bytes | None = 0
     recomputable: bool = True
     random: str | None = None
+    group: str | None = None
     reuses: tuple[tuple[Id, Id], ...] = ()
 
     @property
     def computed_once(self) -> bool:
         """Whether every schedule must compute this op exactly once: it mutates, or is not recomputable."""
         return bool(self.mutates) or not self.recomputable
+
+    @property
+    def compute_seconds(self) -> float:
+        """The op's seconds on the compute stream, where collectives take none."""
+        return self.seconds if self.group is None else 0.0
+
+    @property
+    def kept_in_order(self) -> tuple[str, ...]:
+        """What ops share whose first computations keep their order: a generator, or the ranks of collectives."""
+        return tuple(shared for shared in (self.random, self.group) if shared is not None)
 
     @property
     def saves_generator(self) -> bool:
@@ -228,6 +239,16 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return sum(storage.bytes for storage in self.storages if storage.resident)
 
     @cached_property
+    def compute_seconds(self) -> float:
+        """Seconds of computing each op once on the compute stream: of all ops but collectives."""
+        return sum(op.compute_seconds for op in self.ops)
+
+    @cached_property
+    def has_collectives(self) -> bool:
+        """Whether ops run between ranks."""
+        return any(op.group is not None for op in self.ops)
+
+    @cached_property
     def all_bytes(self) -> int:
         """Bytes of all storages, by which graphs of one structure are ordered (unaligned sum)."""
         return sum(storage.bytes for storage in self.storages)
@@ -255,7 +276,7 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             size = f"{s.bytes}," if has_bytes else ""
             digest.update(f"s{size}{s.resident:d}{s.required_at_end:d};".encode())
         for op in self.ops:
-            flags = f"{op.recomputable:d}{op.random or ''}"
+            flags = f"{op.recomputable:d}{','.join(op.kept_in_order)}"
             digest.update(f"o{op.target},{op.phase},{op.reads},{op.writes},{op.mutates},{flags};".encode())
         for b in self.boundaries:
             digest.update(f"b{b.position},{b.arrivals},{b.departures};".encode())

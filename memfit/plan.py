@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -127,17 +127,25 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     `least_budget_found_bytes` is the least budget this planner reached with a plan (None: it found none);
     `least_budget_bound_bytes` is proved for every legal schedule; `overhead` is a proved lower bound on the overhead at
-    this budget, in any order of ops; `overhead_in_order`, where a planner proved it, is one for the schedules that
-    compute ops for the first time in the order that it searched, as the family of `memfit.planners.engine.cpsat.model`
-    has it; `holding_ops` are the ids of the ops that make the least budget what it is: by
-    their own storages, or with what has to be there beside them.
+    this budget, in any order of ops, and below zero only where the unplanned step waits for collectives;
+    `overhead_in_order`, where a planner proved it, is one for the schedules that compute ops for the first time in the
+    order that it searched, as the family of `memfit.planners.engine.cpsat.model` has it; `holding_ops` are the ids of
+    the ops that make the least budget what it is: by their own storages, or with what has to be there beside them.
     """
 
     least_budget_found_bytes: Bytes | None
     least_budget_bound_bytes: Bytes
-    overhead: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    overhead_in_order: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    overhead: float = 0.0
+    overhead_in_order: float | None = None
     holding_ops: tuple[int, ...] = ()
+
+    def of_any_budget(self, graph: Graph) -> Bounds:
+        """Return the bounds without a proved overhead: no plan is faster than the unplanned step if nothing overlaps.
+
+        Args:
+            graph: of the plans.
+        """
+        return msgspec.structs.replace(self, overhead=-1.0 if graph.has_collectives else 0.0, overhead_in_order=None)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -191,6 +199,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def save(self, path: Path | str) -> None:
         """Write the plan to `path` atomically, as JSON with one instruction a line."""
+        write_atomically(Path(path), msgspec.json.format(self.encode(), indent=1))
+
+    def encode(self) -> bytes:
+        """Return the content of the plan's file, without line ends."""
         fields: dict[str, Any] = msgspec.structs.asdict(self) | {
             "format": FORMAT,
             "version": VERSION,
@@ -198,7 +210,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             "schedule": tuple(self.schedule.lines()),
             "graph": GraphDocument.of(self.graph),
         }
-        write_atomically(Path(path), msgspec.json.format(msgspec.json.encode(_PlanDocument(**fields)), indent=1))
+        return msgspec.json.encode(_PlanDocument(**fields))
 
     @staticmethod
     def load(path: Path | str, *, graph: Graph | None = None) -> Plan:
@@ -215,7 +227,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             InvalidDeviceError: the schedule copies, and the plan's device has no link.
             PlanMismatchError: made for another graph than `graph`.
         """
-        document = decode(read_bytes(Path(path)), _PlanDocument, path)
+        return Plan.decode(read_bytes(Path(path)), path, graph=graph)
+
+    @staticmethod
+    def decode(content: bytes, path: Path | str, *, graph: Graph | None = None) -> Plan:
+        """Return the plan of a file's content, as `load` does.
+
+        Args:
+            content: of the file.
+            path: names it in errors.
+            graph: as for `load`.
+
+        Raises:
+            MemfitError: as `load`.
+        """
+        document = decode(content, _PlanDocument, path)
         if document.format != FORMAT or document.version != VERSION:
             raise InvalidFileError(
                 f"{path}: is {document.format!r} version {document.version}, expected {FORMAT!r} version {VERSION}"

@@ -29,6 +29,7 @@ from memfit.system.spill_file import require_host_budget
 
 DEFAULT_PLANNER = "auto"
 DEFAULT_TIME_LIMIT_SECONDS = 5.0
+FIRM, SOFT = "firm", "soft"
 SEARCHING = "searching a plan"
 """The stage that `Settings.on_stage` is called with before a planner runs; a kept plan has no such stage."""
 
@@ -60,14 +61,17 @@ class Settings:
         reads_kept_plans: whether a plan that was kept on disk is used; a new plan is kept in either case.
         carry_over: whether a batch of a new size is planned from the plans of other sizes, where one fits.
         search_behind: whether such plans are searched further on a thread, while steps run.
+        budget_is: `firm`: a step that took more than the budget is an error where no other plan helps; `soft`: it is a
+            warning.
+        hard: whether the process is capped at the budget while a step runs; on a GPU only.
         stops_on_interrupt: whether a Ctrl-C during a search is raised as KeyboardInterrupt. Otherwise the best
             plan so far is returned.
         on_stage: called with the name of each stage when it begins.
         progress: called by the planner while it searches.
 
     Raises:
-        InvalidOptionError: the time limit is not above 0, the seed is not a whole number from 0 on, or there is a
-            host_dir without a host budget.
+        InvalidOptionError: the time limit is not above 0, the seed is not a whole number from 0 on, there is a
+            host_dir without a host budget, or the budget is neither firm nor soft, or soft and hard.
     """
 
     budget: str | int
@@ -83,6 +87,8 @@ class Settings:
     reads_kept_plans: bool = True
     carry_over: bool = True
     search_behind: bool = True
+    budget_is: str = FIRM
+    hard: bool = False
     stops_on_interrupt: bool = False
     on_stage: Callable[[str], None] = ignored
     progress: Callable[[Progress], None] = ignored
@@ -94,6 +100,12 @@ class Settings:
         if not isinstance(seed, int) or seed < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidOptionError(f"seed is {seed!r}, expected a whole number from 0 on")
         require_host_budget(self.host_dir, self.host_budget_bytes)
+        if self.budget_is not in (FIRM, SOFT):
+            raise InvalidOptionError(f"budget_is is {self.budget_is!r}, expected {FIRM!r} or {SOFT!r}")
+        if self.hard and self.budget_is == SOFT:
+            raise InvalidOptionError(
+                "hard=True caps the process at the budget, which is then not soft; give one of both"
+            )
 
     @property
     def is_in_bytes(self) -> bool:
@@ -309,8 +321,7 @@ class TradeOff:
         if budget_bytes not in self._found and (fastest is None or fastest.overhead > least_overhead):
             self.reach([budget_bytes])
         elif budget_bytes not in self._found and fastest is not None:
-            bounds = msgspec.structs.replace(fastest.bounds, overhead=0.0, overhead_in_order=None)
-            self._found[budget_bytes] = _at_budget(fastest, budget_bytes, bounds)
+            self._found[budget_bytes] = _at_budget(fastest, budget_bytes, fastest.bounds.of_any_budget(fastest.graph))
         return self
 
     @property

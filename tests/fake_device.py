@@ -18,10 +18,11 @@ from torch.utils.cpp_extension import include_paths
 FOLDER = Path(__file__).parent / "fake_cuda"
 
 
-def build_fakes(folder: Path) -> None:
-    """Compile both libraries into `folder`."""
+def build_fakes(folder: Path, *flags: str) -> None:
+    """Compile both libraries into `folder`, with more flags for the compiler."""
     build = [
         "c++",
+        *flags,
         "-shared",
         "-fPIC",
         "-O1",

@@ -36,6 +36,8 @@ class Reference:
     crossed: int = 0
     outside: int = 0
     clocks: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # compute, to host, to device
+    sent: float = 0.0  # when the last collective ends
+    sent_at: dict[int, float] = field(default_factory=dict)  # storage -> when its last collective ends
     rows: list[tuple[float, float, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -49,10 +51,11 @@ class Reference:
         return taken and s not in self.users and s not in self.offloading
 
     def run(self, instruction: Instruction) -> None:
-        start, briefly = self.clocks[0], 0
+        start, briefly, is_collective = self.clocks[0], 0, False
         match instruction:
             case Compute(op=op, in_place_of=taken):
                 start, briefly = self.compute(op, taken)
+                is_collective = self.graph.ops[op].group is not None
             case Drop(storage=s):
                 need(self.removable(s) and s not in self.prefetching)
                 del self.versions[s]
@@ -78,6 +81,7 @@ class Reference:
             case CrossBoundary(boundary=number, bytes_outside=outside):
                 self.cross(number, outside)
         end = {Offload: self.clocks[1], Prefetch: self.clocks[2]}.get(type(instruction), self.clocks[0])
+        end = self.sent if is_collective else end
         live = self.size(self.versions, self.device.alignment_bytes) + self.outside + briefly
         self.rows.append((start, end, live, self.size(self.host)))
 
@@ -92,11 +96,19 @@ class Reference:
             need(all(boundary.position > number for boundary in self.graph.boundaries[self.crossed :]))
             for each in before:
                 shared = touched & {*each.reads, *each.mutates} & mutated
-                need(each.id in self.computed or not (shared or (op.random and each.random == op.random)))
+                tied = {*op.kept_in_order} & {*each.kept_in_order}
+                need(each.id in self.computed or not (shared or tied))
         need(all(self.versions.get(s) == sum(s in each.mutates for each in before) for s in touched))
         need(not self.offloading.keys() & set(op.mutates))
         start = max([self.clocks[0], *(self.prefetching.pop(s, 0.0) for s in touched)])
-        self.clocks[0] = start + op.seconds
+        if op.group is None:
+            start = max([start, *(self.sent_at.get(s, 0.0) for s in touched)])
+            self.clocks[0] = start + op.seconds
+        else:
+            self.clocks[0] = start
+            start = max(start, self.sent)
+            self.sent = start + op.seconds
+            self.sent_at |= dict.fromkeys({*touched, *op.writes}, self.sent)
         self.versions.update({s: self.versions[s] + 1 for s in op.mutates})
         self.stale |= set(op.mutates) & self.host.keys()
         fresh = [s for s in op.writes if s not in self.versions]
@@ -116,7 +128,7 @@ class Reference:
         need({op.id for op in before} <= set(self.computed))
         for s in boundary.departures:
             need(self.versions.get(s) == sum(s in op.mutates for op in before))
-            self.clocks[0] = max(self.clocks[0], self.prefetching.pop(s, 0.0))
+            self.clocks[0] = max(self.clocks[0], self.prefetching.pop(s, 0.0), self.sent_at.get(s, 0.0))
         self.users |= set(boundary.departures)
         self.versions.update(dict.fromkeys(boundary.arrivals, 0))
         self.outside += outside

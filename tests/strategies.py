@@ -15,6 +15,7 @@ import copy
 import random
 from collections.abc import Callable
 
+import msgspec
 from devices import LINKED
 from hypothesis import strategies as st
 from reference import IllegalError, Reference
@@ -35,7 +36,14 @@ def _chance(pick: random.Random, probability: float) -> bool:
 
 
 @st.composite
-def graphs(draw: st.DrawFn, *, most_ops: int = 8, boundaries: bool = True, mutations: bool = True) -> Graph:
+def graphs(
+    draw: st.DrawFn,
+    *,
+    most_ops: int = 8,
+    boundaries: bool = True,
+    mutations: bool = True,
+    collectives: bool = False,
+) -> Graph:
     """Draw a verified graph of 1 to `most_ops` ops, with random ops, reuses, workspace, and what is asked for."""
     op_count = draw(st.integers(1, most_ops))
     pick = draw(_picks)
@@ -45,7 +53,8 @@ def graphs(draw: st.DrawFn, *, most_ops: int = 8, boundaries: bool = True, mutat
     for op_id in range(op_count):
         if boundaries and _chance(pick, 0.15):
             crossings.append(_boundary(pick, op_id, storages))
-        ops.append(_op(pick, op_id, storages, mutations=mutations))
+        op = _op(pick, op_id, storages, mutations=mutations)
+        ops.append(msgspec.structs.replace(op, group="ranks") if collectives and _chance(pick, 0.3) else op)
     if boundaries and _chance(pick, 0.15):
         crossings.append(_boundary(pick, len(ops), storages))
     return Graph.build(name="drawn", storages=storages, ops=ops, boundaries=crossings)

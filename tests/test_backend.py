@@ -14,7 +14,13 @@ import torch
 from steps import MODELS, ConvNet, conv_batch, cross_entropy, make_pair, unusual_batch
 from torch import nn
 
-from memfit.errors import InfeasibleBudgetError, InvalidBudgetError, InvalidOptionError, UnsupportedStepError
+from memfit.errors import (
+    InfeasibleBudgetError,
+    InvalidBudgetError,
+    InvalidOptionError,
+    NoPlanError,
+    UnsupportedStepError,
+)
 from memfit.system.recorder import record
 
 # Dynamo's own warnings while it traces, which are errors under pytest.
@@ -235,3 +241,26 @@ def test_the_backend_is_found_without_importing_memfit() -> None:
     warnings = ["-W", "error", "-W", "ignore:Guards may run slower on Python 3.13.0"]  # Dynamo's, of that one version
     finished = subprocess.run([sys.executable, *warnings, "-c", code], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
+
+
+def test_what_a_loss_takes_between_the_halves_counts() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    model, inputs = nn.Sequential(*layers), torch.randn(4096, 64)
+
+    def peak_bytes(budget: int) -> int:
+        torch.compiler.reset()
+        call = torch.compile(model, backend="memfit", options={"budget": budget, "reserve": 0})
+        for _ in range(2):
+            model.zero_grad()
+            with record("cpu") as usage:
+                outputs = call(inputs)
+                torch.cat([outputs] * 4).sum()  # 4 MiB, gone when backward begins
+                outputs.square().mean().backward()
+                del outputs
+        return inputs.nbytes + sum(parameter.nbytes for parameter in model.parameters()) + usage.peak_bytes
+
+    most_bytes = peak_bytes(64 << 20)
+    assert peak_bytes(most_bytes + (1 << 20)) <= most_bytes + (1 << 20)
+    with pytest.raises(NoPlanError):  # forward and backward alone need less
+        peak_bytes(most_bytes - (1 << 16))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ sys.path.insert(0, str(BENCHMARKS))  # the scripts import one another as scripts
 
 import gpu  # noqa: E402
 import make_gpu  # noqa: E402
-import sweep  # noqa: E402
+from _gpu_cases import CASES, Case  # noqa: E402
+from _measure import EIGHT  # noqa: E402
 
 GPU_TESTS = """
 import threading
@@ -32,23 +34,20 @@ def test_of(word): assert {passes}
 def test_that_skips(): pytest.skip("no")
 def test_that_takes_long(): {last}
 """
-POINT = {
+PASSED = {"status": "passed", "outcomes": {"tests/test_one.py::test_that": "passed"}}
+CASE = Case(name="mlp", workload="mlp", options={}, small={}, hard=True)
+RIVAL = Case(name="eager mlp", workload="mlp", options={}, small={}, how="eager")
+GOOD: dict[str, Any] = {
     "budget_bytes": 100 << 20,
-    "planner": "auto",
-    "status": "feasible",
-    "predicted_peak_bytes": 90 << 20,
-    "measured_peak_bytes": 90 << 20,
-    "within_budget": True,
-    "prediction_error": 0.0,
-    "predicted_overhead": 0.1,
+    "steps": [{"taken_bytes": 90 << 20, "allocated_bytes": 80 << 20}] * 10,
     "first_difference": None,
+    "not_repeated": [],
+    "compared": 200,
     "time_ratio": 1.1,
+    "statistics": {"num_alloc_retries": 0, "num_ooms": 0, "num_device_alloc": 7},
+    "case_seconds": 3.0,
+    "done": True,
 }
-UNPLANNED = POINT | {"planner": "none"}
-LATE = {"budget_bytes": 50 << 20, "planner": "auto", "status": sweep.TIME_WAS_UP}
-STOPPED = {"budget_bytes": 1 << 60, "planner": "none", "error": "took more than 9 s", "timed_out": True}
-FAILED = {"budget_bytes": 1 << 60, "planner": "none", "error": "exit status 1: why"}
-PASSED = {"status": "passed", "outcomes": {}}
 
 
 @pytest.fixture
@@ -77,37 +76,42 @@ def test_the_outcome_of_each_gpu_test_is_kept(checkout: Path) -> None:
     assert "assert False" in found["end_of_output"]
 
 
-@pytest.mark.parametrize(("passes", "status"), [(True, "stopped after 8 s"), (False, "failed")])
+@pytest.mark.parametrize("passes", [True, False])
 def test_gpu_tests_that_take_too_long_are_stopped(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: bool, status: str
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: bool
 ) -> None:
     event = Event(tmp_path)
     last = f"open({str(event.path)!r}, 'w').write('begun'), threading.Event().wait()"
     checkout.write_text(GPU_TESTS.format(passes=passes, last=last))
     time_out_at(event, monkeypatch)
     found = gpu.run_tests(8.0)
-    assert found["status"] == status
+    assert found["status"] == "cut off after 8 s"
     assert len(found["outcomes"]) == 3
+    assert gpu.failures_of_tests(found) == ["tests: cut off after 8 s"]
 
 
-def run_main(monkeypatch: pytest.MonkeyPatch, folder: Path, tests: dict[str, Any], answers: list[Any]) -> int:
-    """Run gpu.main on a GPU that is not there; each sweep gives the next answer, and sees what is stored so far."""
+def run_main(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, tests: dict[str, Any], answers: list[dict[str, Any]], *words: str
+) -> int:
+    """Run gpu.main on a GPU that is not there; each case gives the next answer, and sees what is stored so far."""
     left: Iterator[Any] = iter(answers)
 
-    def faked(*_arguments: Any, **_how: Any) -> list[dict[str, Any]]:
+    def faked(_script: str, request: dict[str, Any], *, timeout_seconds: float) -> dict[str, Any]:
         seen.append(stored(folder))
-        return [dict(point) for point in next(left)]
+        assert timeout_seconds <= request["case"]["seconds"]
+        return dict(next(left))
 
     seen: list[dict[str, Any]] = []
     monkeypatch.setenv("OUT", str(folder))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "CASES", [replace(CASE, name=f"mlp {number}") for number in range(len(answers))])
     monkeypatch.setattr(gpu, "run_tests", lambda _seconds: tests)
-    monkeypatch.setattr(gpu, "sweep", faked)
+    monkeypatch.setattr(gpu, "in_fresh_process", faked)
     real_store = gpu.store
     monkeypatch.setattr(gpu, "store", lambda *args, **how: real_store(*args, **how | {"device": "cpu"}))
-    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
     status = gpu.main()
-    assert [len(document["sweeps"]) for document in seen] == list(range(len(seen))), "stored before each sweep"
+    assert [len(document["cases"]) for document in seen] == list(range(len(seen))), "stored before each case"
     return status
 
 
@@ -115,45 +119,81 @@ def stored(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "gpu.json").read_text())["payload"]
 
 
-def test_what_time_did_not_allow_is_said_and_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [[UNPLANNED, POINT, LATE], [UNPLANNED, STOPPED], [STOPPED]]
-    late = {"status": "stopped after 9 s", "outcomes": {}}
-    assert run_main(monkeypatch, tmp_path, late, answers) == 0
+def test_cases_that_keep_all_promises_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_main(monkeypatch, tmp_path, PASSED, [GOOD, GOOD]) == 0
     payload = stored(tmp_path)
-    assert payload["keeps_promises"]
-    tests, point, second, third = payload["not_measured"]
-    assert tests == "tests: stopped after 9 s"
-    assert point == f"resnet50 at {50 << 20} bytes: not measured: time was up"
-    assert second.startswith("gpt2: stopped after ") and second.endswith(", 1 points")
-    assert third.startswith("unet: stopped after ") and third.endswith(", 0 points")
+    assert payload["failures"] == []
+    assert list(payload["cases"]) == ["mlp 0", "mlp 1"]
+    assert "nvidia-smi" in payload["machine_now"] or "driver_version" in payload["machine_now"]
 
 
 @pytest.mark.parametrize(
-    ("tests", "first"),
+    ("tests", "answer", "why"),
     [
-        ({"status": "failed", "outcomes": {}}, [UNPLANNED, POINT]),
-        (PASSED, [UNPLANNED, POINT | {"within_budget": False}]),
-        (PASSED, [UNPLANNED, POINT | {"first_difference": "loss"}]),
-        (PASSED, [FAILED]),
-        (PASSED, [UNPLANNED, POINT, FAILED]),
+        ({"status": "failed", "outcomes": {}}, GOOD, "tests: failed"),
+        ({"status": gpu.NO_PYTEST, "outcomes": {}}, GOOD, "pytest is not installed"),
+        ({"status": "passed", "outcomes": {}}, GOOD, "there are none"),
+        ({"status": "passed", "outcomes": {"tests/a.py::b": "skipped"}}, GOOD, "tests/a.py::b was not passed"),
+        (PASSED, GOOD | {"steps": [*GOOD["steps"][:9], {"taken_bytes": 101 << 20}]}, r"steps \[9\] took up to 101.0"),
+        (PASSED, GOOD | {"first_difference": "loss"}, "differ first in loss"),
+        (PASSED, GOOD | {"not_repeated": ["gradient a", "gradient b", "gradient c"]}, "does not repeat 3 of 200"),
+        (PASSED, GOOD | {"statistics": {"num_alloc_retries": 1}}, "num_alloc_retries"),
+        (PASSED, {"error": "took more than 45 s", "timed_out": True} | GOOD, "took more than 45 s"),
+        (PASSED, {name: value for name, value in GOOD.items() if name != "done"}, "broke off"),
     ],
 )
-def test_what_failed_is_said_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tests: dict[str, Any], first: list[dict[str, Any]]
+def test_what_failed_was_cut_off_or_skipped_is_said_at_the_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tests: dict[str, Any],
+    answer: dict[str, Any],
+    why: str,
 ) -> None:
-    assert run_main(monkeypatch, tmp_path, tests, [first, [UNPLANNED, POINT], [UNPLANNED, POINT]]) == 1
-    assert list(stored(tmp_path)["sweeps"]) == ["resnet50", "gpt2", "unet"], "all the same, the rest was measured"
+    assert run_main(monkeypatch, tmp_path, tests, [answer, GOOD]) == 1
+    (failure,) = stored(tmp_path)["failures"]
+    assert re.search(why, failure)
+    assert f"FAILED {failure}" in capsys.readouterr().out
+    assert list(stored(tmp_path)["cases"]) == ["mlp 0", "mlp 1"], "all the same, the rest was measured"
 
 
-def test_nothing_measured_keeps_no_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_main(monkeypatch, tmp_path, PASSED, [[STOPPED], [STOPPED], [STOPPED]]) == 1
+def test_what_eager_does_not_repeat_may_be_one_gradient_in_a_hundred() -> None:
+    assert gpu.failures_of(CASE, GOOD | {"not_repeated": ["gradient a", "gradient b", "state x"]}, dry=False) == []
 
 
-def test_no_sweep_begins_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = argparse.Namespace(minutes=1.0, budgets=3, time_limit=1.0, only=["unet", "gpt2"])
-    monkeypatch.setattr(gpu, "run_tests", lambda _seconds: PASSED)
-    *_, payload = gpu.stages(options, 0.0)
-    assert payload["not_measured"] == [f"{name}: not measured: time was up, 0 points" for name in ("unet", "gpt2")]
+def test_a_rival_has_only_to_get_through() -> None:
+    assert gpu.failures_of(RIVAL, {"steps": GOOD["steps"], "done": True}, dry=False) == []
+    assert gpu.failures_of(RIVAL, {"error": "exit status 1: why"}, dry=False) == ["eager mlp: exit status 1: why"]
+
+
+def test_no_case_begins_when_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_main(monkeypatch, tmp_path, PASSED, [GOOD], "--minutes", "0") == 1
+    assert stored(tmp_path)["failures"] == [f"mlp 0: {gpu.NOT_BEGUN}"]
+
+
+def test_the_cases_cover_what_they_should_within_the_time() -> None:
+    names = " ".join(case.name for case in CASES)
+    words = ["fp32", "bf16", "channels_last", "fused", "foreach", "GradScaler", "accumulation", "offloading 10 GiB"]
+    words += ["arena", "backend", "cudnn.benchmark", "eager", "checkpoints by hand", "torch's budget", "capped"]
+    assert all(word in names for word in words)
+    assert {case.workload for case in CASES} == set(EIGHT)
+    assert {case.arena for case in CASES} == {True, False}
+    assert not any(case.hard and case.arena for case in CASES)
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_a_dry_run_measures_a_case_on_the_cpu_and_stores_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (case,) = [case for case in CASES if case.name == "gpt2 fp16, GradScaler"]
+    monkeypatch.setattr(gpu, "CASES", [case])
+    monkeypatch.setattr(gpu, "run_tests", lambda _seconds: {"status": "failed", "outcomes": {}})
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry", "--minutes", "5"])
+    assert gpu.main() == 0
+    assert not list(tmp_path.iterdir())
+    printed = capfd.readouterr().out
+    assert "of eager's time" in printed and "nothing was run on a GPU, nothing is stored" in printed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -177,7 +177,8 @@ def states_of_training(kind: type[Model], share: float | None, log: pytest.LogCa
     step = step_of(kind)
     run: Any = step.run_eager
     if share is not None:
-        run = planned_within(step, int(share * measured_eager_peak(step, CPU)))
+        budget_is = "soft" if kind is StochasticDepth else "firm"
+        run = planned_within(step, int(share * measured_eager_peak(step, CPU)), budget_is=budget_is)
     torch.manual_seed(5)
     losses = [run(batch_of(256, shift=shift)) for shift in (0.0, 0.1, 0.0, -0.1, 0.1, 0.0)]
     state = StepState.take(step)

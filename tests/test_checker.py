@@ -421,3 +421,20 @@ def test_negative_bytes_outside_are_refused() -> None:
     wrong = Schedule(np.array([6], np.int8), np.array([0], np.int32), np.array([-5], np.int64))
     with pytest.raises(InvalidScheduleError, match=r"0 CrossBoundary\(0\) has -5 bytes outside, expected 0 or"):
         check(graph, wrong)
+
+
+def test_collectives_of_the_same_ranks_keep_their_order() -> None:
+    storages = [Storage(id=number, name=f"bucket{number}", bytes=64, role=Role.PARAMETER) for number in range(2)]
+    common = {"phase": Phase.BACKWARD, "reads": (), "writes": (), "seconds": 0.0}
+    ops = [
+        Op(id=0, name="first", mutates=(0,), group="all", **common),
+        Op(id=1, name="second", mutates=(1,), group="all", **common),
+        Op(id=2, name="other", mutates=(0,), **common),
+    ]
+    graph = Graph.build(name="sums", storages=storages, ops=ops)
+    check(graph, Schedule.parse(["compute 0", "compute 2", "compute 1"]))
+    with pytest.raises(
+        InvalidScheduleError,
+        match="computes op 1 for the first time before op 0 'first', which is a collective of 'all' as well",
+    ):
+        check(graph, Schedule.parse(["compute 1", "compute 0", "compute 2"]))

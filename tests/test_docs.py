@@ -17,7 +17,7 @@ import memfit
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - {ROOT / "examples" / "ranks.py"})  # torchrun: test_ranks
 MODULES = sorted(
     info.name
     for info in pkgutil.walk_packages(memfit.__path__, "memfit.")

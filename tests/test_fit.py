@@ -502,20 +502,6 @@ def test_a_step_over_the_budget_late_in_training_is_planned_again_and_said(
     assert len(planned.corrections) == 1
 
 
-def test_a_step_that_no_plan_can_keep_to_the_budget_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    planned, _ = planned_and_eager("conv", make_sgd, Settings(budget="100%", time_limit_seconds=0.5))
-    batch, plan = conv_batch(), planned.plan
-    monkeypatch.setattr(planned, "_run", hungry(planned._run, 64 << 20))
-    with caplog.at_level("WARNING"):
-        for _ in range(4):
-            planned(batch)
-    assert planned.plan == plan
-    assert len(planned.corrections) <= 2  # the second time, the optimizer has its state, and the step takes more
-    assert all(correction.aim_bytes is None for correction in planned.corrections)
-
-
 def test_what_another_thread_allocates_is_not_the_steps(caplog: pytest.LogCaptureFixture) -> None:
     planned, eager = planned_and_eager("conv", make_sgd, Settings(budget="100%", time_limit_seconds=0.5))
     stop = threading.Event()

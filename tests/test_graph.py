@@ -244,7 +244,7 @@ def test_negative_bytes_are_refused_without_a_file() -> None:
         Graph.build(name="negative", storages=[storage], ops=[])
 
 
-@given(graphs())
+@given(graphs(collectives=True))
 def test_every_graph_survives_its_file(tmp_path_factory: pytest.TempPathFactory, graph: Graph) -> None:
     folder = tmp_path_factory.mktemp("graphs")
     for name in ("drawn.graph.json", "drawn.graph.json.gz"):

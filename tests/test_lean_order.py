@@ -135,7 +135,7 @@ def test_what_a_waiting_op_alone_reads_waits_with_it_or_is_kept() -> None:
     assert peaks[1] < 10 + 12 + 4 * 50
 
 
-@given(graphs(most_ops=12))
+@given(graphs(most_ops=12, collectives=True))
 def test_waiting_computes_nothing_twice(graph: Graph) -> None:
     instance = build_instance(problem(graph), update_at_once_order(graph))
     evaluation = evaluate(instance, simulated(instance, waiting(instance, keep_everything(instance), 1)))

@@ -22,7 +22,7 @@ def test_overlap_is_copying_without_waiting() -> None:
     assert Transfers().overlap_seconds == Transfers().stall_seconds == 0.0
 
 
-@given(graphs())
+@given(graphs(collectives=True))
 def test_what_is_simulated_adds_up(graph: Graph) -> None:
     task = Problem(
         graph=graph,
@@ -34,7 +34,7 @@ def test_what_is_simulated_adds_up(graph: Graph) -> None:
     if plan is None:
         return
     timeline = simulate(graph, plan.schedule, LINKED)
-    transfers = simulated_transfers(timeline, plan.schedule)
+    transfers = simulated_transfers(timeline, plan.graph, plan.schedule)
     assert transfers.stall_seconds == pytest.approx(timeline.stall_seconds)
     for name, spans in (("to_host", transfers.to_host), ("to_device", transfers.to_device)):
         assert sum(end - start for start, end in spans) == pytest.approx(timeline.busy_seconds[name])

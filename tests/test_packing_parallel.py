@@ -60,7 +60,7 @@ WAYS = {
 
 
 @settings(deadline=None, max_examples=100)
-@given(graph=graphs(boundaries=False))
+@given(graph=graphs(boundaries=False, collectives=True))
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_is_safe(way: str, graph: Graph) -> None:
     check_parallel(graph, WAYS[way](graph, LINKED), LINKED)

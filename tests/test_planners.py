@@ -78,7 +78,7 @@ def test_search_is_no_worse_than_the_best_kept_set(length: int) -> None:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(graph=graphs())
+@given(graph=graphs(collectives=True))
 def test_every_plan_is_legal_within_its_budget_and_above_the_bound(graph: Graph) -> None:
     bound, _ = least_budget_bound(problem(graph, 1))
     most = unplanned_peak_bytes(graph, GENERIC)
@@ -99,7 +99,7 @@ def test_every_plan_is_legal_within_its_budget_and_above_the_bound(graph: Graph)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(graph=graphs(most_ops=7))
+@given(graph=graphs(most_ops=7, collectives=True))
 def test_the_shortest_path_over_all_states_finds_nothing_below_the_least_budget(graph: Graph) -> None:
     bound, ops = least_budget_bound(problem(graph, 1))
     fastest = fastest_schedule(problem(graph, bound - 1))

@@ -19,7 +19,7 @@ from memfit.simulate import simulate
 @given(st.data())
 @settings(max_examples=300)
 def test_legal_schedules_pass_and_give_the_reference_timeline(data: st.DataObject) -> None:
-    graph = data.draw(graphs())
+    graph = data.draw(graphs(collectives=True))
     schedule = data.draw(legal_schedules(graph))
     check(graph, schedule)
     timeline = simulate(graph, schedule, LINKED)
@@ -34,8 +34,10 @@ def test_legal_schedules_pass_and_give_the_reference_timeline(data: st.DataObjec
     assert timeline.peak_bytes == max(device_bytes)
     assert timeline.peak_position == device_bytes.index(max(device_bytes))
     assert timeline.host_peak_bytes == max(host_bytes)
-    assert timeline.makespan_seconds == pytest.approx(max(reference.clocks))
-    work = sum(graph.ops[op].seconds for op in reference.computed)
+    assert timeline.makespan_seconds == pytest.approx(max(*reference.clocks, reference.sent))
+    work = sum(graph.ops[op].compute_seconds for op in reference.computed)
+    sent = sum(graph.ops[op].seconds for op in reference.computed) - work
+    assert timeline.busy_seconds.get("communication", 0.0) == pytest.approx(sent)
     assert timeline.busy_seconds["compute"] == pytest.approx(work)
     assert timeline.stall_seconds == pytest.approx(reference.clocks[0] - work)
 
@@ -43,7 +45,7 @@ def test_legal_schedules_pass_and_give_the_reference_timeline(data: st.DataObjec
 @given(st.data())
 @settings(max_examples=600)
 def test_broken_schedules_fail_where_the_reference_fails(data: st.DataObject) -> None:
-    graph = data.draw(graphs())
+    graph = data.draw(graphs(collectives=True))
     schedule = data.draw(broken_schedules(graph))
     illegal = first_illegal(graph, schedule, LINKED)
     if illegal is None:
@@ -63,7 +65,7 @@ def test_broken_schedules_fail_where_the_reference_fails(data: st.DataObject) ->
 @given(st.data())
 @settings(max_examples=200)
 def test_text_round_trip(data: st.DataObject) -> None:
-    graph = data.draw(graphs())
+    graph = data.draw(graphs(collectives=True))
     schedule = data.draw(legal_schedules(graph))
     noted = [f"{line}  # {line}, again" for line in schedule.lines()]
     assert type(schedule).parse(noted) == schedule
@@ -72,7 +74,7 @@ def test_text_round_trip(data: st.DataObject) -> None:
 @given(st.data())
 @settings(max_examples=200)
 def test_arrays_of_anything_are_simulated_or_refused(data: st.DataObject) -> None:
-    graph = data.draw(graphs())
+    graph = data.draw(graphs(collectives=True))
     count = data.draw(st.integers(0, 12))
 
     def column(least: int, most: int, kind: type[np.integer]) -> np.ndarray:

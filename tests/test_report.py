@@ -433,7 +433,7 @@ def test_copies_are_drawn_as_predicted_and_as_measured() -> None:
     assert measured in section
     assert "Predicted: compute waits for" in section
     copies = int((plan.schedule.codes == Code.OFFLOAD).sum() + (plan.schedule.codes == Code.PREFETCH).sum())
-    stalls = len(simulated_transfers(simulate(plan.graph, plan.schedule, LINKED), plan.schedule).stalls)
+    stalls = len(simulated_transfers(simulate(plan.graph, plan.schedule, LINKED), plan.graph, plan.schedule).stalls)
     assert section.count("<rect") == 6 + copies + stalls + 3  # six lanes
     assert 'id="copies"' not in render(plan_of(small_graph(), REMATERIALIZED, LINKED), measured=MEASURED)
 

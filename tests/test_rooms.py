@@ -81,24 +81,28 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     "runtime": (
         ("function",),
         ("step",),
-        ("chunked", "eager", "freed_run", "near_sizes", "parts", "variants"),
+        ("chunked", "distributed", "eager", "freed_run", "inductor_step", "near_sizes", "parts", "variants"),
         ("behind", "compile", "ledger", "step_program"),
         ("graph_part", "prepare"),
         ("measure", "placed_plans", "program"),
         ("lowering", "step_memory", "verify"),
+        ("saved_on_host",),
         ("host", "state"),
         (
+            "agreement",
             "arena",
             "backward_updates",
             "bits",
             "direct_calls",
             "eager_peak",
             "first_step",
+            "hard_cap",
             "measured",
             "signature",
             "uncopied",
         ),
     ),
+    "runtime/distributed": (("ranks",), ("planning",)),
     "runtime/host": (("layout", "store"), ("disk", "pinned"), ("form",)),
     "runtime/arena": (("arena",), ("cuda", "spilling"), ("library",), ("layout",)),
     "runtime/eager": (
@@ -115,7 +119,12 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("host",),
     ),
     "integrations": (("accelerate", "lightning", "transformers"),),
-    "runtime/compile": (("lookup", "model"), ("backend",), ("account",), ("halves", "occupancy")),
+    "runtime/compile": (
+        ("lookup", "model"),
+        ("backend",),
+        ("account", "inductor"),
+        ("chains", "halves", "node_halves", "occupancy", "rehearse"),
+    ),
 }
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 INNER_LEVEL = {

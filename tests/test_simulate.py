@@ -12,9 +12,13 @@ from devices import linked
 from small_step import KEEP_EVERYTHING, small_step
 
 from memfit.checker import check
-from memfit.device import Device
+from memfit.device import GENERIC, Device
 from memfit.errors import InvalidDeviceError, InvalidGraphError, InvalidScheduleError
 from memfit.graph import Boundary, Graph, Op, Phase, Role, Storage
+from memfit.plan import Problem
+from memfit.planners.engine.bounds.bounds import Proofs, prove_bounds
+from memfit.planners.engine.bounds.minimum_cuts import Bound
+from memfit.planners.engine.retention.emit import with_early_collectives
 from memfit.schedule import Compute, Drop, Schedule
 from memfit.simulate import Timeline, arrays_of, simulate
 
@@ -299,3 +303,67 @@ def drop_after_last_use(graph: Graph) -> Schedule:
         dead = [s for s in dict.fromkeys((*op.reads, *op.writes)) if last_use[s] == op.id and s not in kept]
         instructions.extend(Drop(storage=s) for s in dead)
     return Schedule.of(instructions)
+
+
+def backward_with_sums(seconds: float) -> Graph:
+    """Two gradients, each reduced in its bucket over ranks, and two updates: ops of 1 s, sums of `seconds`."""
+    names = ["first gradient", "first sum", "second gradient", "second sum", "first update", "second update"]
+    buckets = [Storage(id=number, name=f"bucket{number}", bytes=64, role=Role.GRADIENT) for number in range(2)]
+    parameters = [Storage(id=2 + number, name=f"p{number}", bytes=64, role=Role.PARAMETER) for number in range(2)]
+    touched: list[dict[str, tuple[int, ...]]] = [
+        {"reads": (2,), "writes": (0,)},
+        {"mutates": (0,)},
+        {"reads": (3,), "writes": (1,)},
+        {"mutates": (1,)},
+        {"reads": (0,), "mutates": (2,)},
+        {"reads": (1,), "mutates": (3,)},
+    ]
+    ops = [
+        Op(
+            id=number,
+            name=name,
+            phase=Phase.BACKWARD,
+            seconds=seconds if name.endswith("sum") else 1.0,
+            group="ranks" if name.endswith("sum") else None,
+            **{"reads": (), "writes": (), **storages},
+        )
+        for number, (name, storages) in enumerate(zip(names, touched, strict=True))
+    ]
+    return Graph.build(name="sums", storages=[*buckets, *parameters], ops=ops)
+
+
+EACH_ONCE = [f"compute {number}" for number in range(6)]
+
+
+def test_collectives_overlap_with_compute_until_their_storage_is_read() -> None:
+    short = simulate(backward_with_sums(0.5), Schedule.parse(EACH_ONCE))
+    assert times(short) == [(0, 1), (1, 1.5), (1, 2), (2, 2.5), (2, 3), (3, 4)]
+    assert short.busy_seconds == {"compute": 4.0, "to_host": 0.0, "to_device": 0.0, "communication": 1.0}
+    assert (short.makespan_seconds, short.stall_seconds) == (4.0, 0.0)
+    long = simulate(backward_with_sums(4.0), Schedule.parse(EACH_ONCE))
+    assert times(long) == [(0, 1), (1, 5), (1, 2), (5, 9), (5, 6), (9, 10)]
+    assert (long.makespan_seconds, long.stall_seconds) == (10.0, 6.0)
+
+
+def test_unread_collectives_end_the_step() -> None:
+    timeline = simulate(backward_with_sums(4.0), Schedule.parse(EACH_ONCE[:2]))
+    assert (timeline.makespan_seconds, timeline.stall_seconds) == (5.0, 0.0)
+
+
+def test_collectives_are_computed_as_early_as_they_may_be() -> None:
+    graph = backward_with_sums(4.0)
+    late = Schedule.parse([EACH_ONCE[number] for number in (0, 2, 1, 3, 4, 5)])
+    early = Schedule.of(with_early_collectives(graph, list(late)))
+    assert list(early.lines()) == EACH_ONCE
+    check(graph, early)
+    assert simulate(graph, early).peak_bytes == simulate(graph, late).peak_bytes
+
+
+def test_overhead_that_hides_behind_collectives_is_not_proved() -> None:
+    graph = backward_with_sums(4.0)
+    assert graph.compute_seconds == 4.0
+    task = Problem(graph=graph, device=GENERIC, budget_bytes=1 << 20)
+    for recompute_seconds, overhead in ((7.0, 0.1), (0.0, -0.6)):  # of 10 s, compute waits for 6
+        proofs = Proofs(recompute=Bound(op=0, seconds=recompute_seconds))
+        bounds = prove_bounds(task, proofs, least_found_bytes=None, unplanned_seconds=10.0)
+        assert bounds.overhead == pytest.approx(overhead)

@@ -6,11 +6,15 @@ import ast
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.checkpoint import checkpoint
 
 from memfit import torch_private
@@ -23,6 +27,8 @@ from memfit.torch_private import (
     DictVersions,
     FakeTensorMode,
     GlobalState,
+    InductorHalf,
+    ModulePair,
     StorageWeakRef,
     TensorAddresses,
     TensorMetadata,
@@ -41,7 +47,9 @@ from memfit.torch_private import (
     checkpoints_inlined,
     compile_with_budget,
     compiled_around_breaks,
+    compiled_by_inductor,
     compiled_calls,
+    ddp_facts,
     default_saved_hooks,
     dict_version,
     dp_knapsack,
@@ -49,8 +57,11 @@ from memfit.torch_private import (
     enter_modules_of_torch,
     failing_fakes_unlogged,
     fake_mode_of,
+    first_bucket_bytes,
+    gradient_buckets,
     gradient_hooks,
     greedy_knapsack,
+    group_timeout,
     guesses_noted,
     has_accumulation_hooks,
     has_kernel,
@@ -76,6 +87,7 @@ from memfit.torch_private import (
     release_cublas_workspaces,
     runs_under_ddp,
     set_call,
+    start_sum,
     stood_for,
     storage_key,
     storage_users,
@@ -86,6 +98,7 @@ from memfit.torch_private import (
     tree_map,
     tree_unflatten,
     views_replayed,
+    wait_for_sum,
     without_autocast,
 )
 
@@ -776,3 +789,83 @@ def test_sizes_are_symbols_and_questions_about_them_conditions() -> None:
     (noted,) = environment.guards
     symbol = size.node.expr
     assert noted.expr.xreplace({symbol: 12}) and not noted.expr.xreplace({symbol: 101})
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    timeout = timedelta(seconds=50)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout=timeout
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sum_over_ranks_is_made_in_place_and_waited_for() -> None:
+    started = time.monotonic()
+    for _ in range(500):  # in some of them gloo's thread is late
+        ones = torch.ones(4)
+        view = ones[:2]
+        holders = ones._use_count()
+        start_sum(ones, torch.distributed.group.WORLD.group_name)
+        wait_for_sum(ones)
+        assert ones._use_count() == holders
+        assert ones.tolist() == [*view.tolist(), 1.0, 1.0] == [1.0] * 4
+    assert time.monotonic() - started < 10
+
+
+def test_buckets_are_those_of_ddp() -> None:
+    parameters = [torch.ones(4), torch.ones(4, 4), torch.ones(4, dtype=torch.float64), torch.ones(4)]
+    assert gradient_buckets(parameters, [80, 16]) == [[0, 1], [3], [2]]
+    assert first_bucket_bytes() == 1 << 20
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_ddp_tells_its_hook_and_its_buckets() -> None:
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), bucket_cap_mb=1e-6)
+    assert "rebuilt_per_bucket_param_indices" not in ddp_facts(ddp)
+    for _ in range(3):  # rebuilt in the second step, told in the third
+        ddp(torch.ones(1, 2)).sum().backward()
+    assert ddp_facts(ddp)["rebuilt_per_bucket_param_indices"] == "1, 0"
+    assert "comm_hook" not in ddp_facts(ddp)
+    ddp.register_comm_hook(None, allreduce_hook)
+    assert ddp_facts(ddp)["comm_hook"] == "allreduce_hook"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_group_tells_its_timeout() -> None:
+    assert group_timeout(torch.distributed.group.WORLD) == timedelta(seconds=50)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own modules, which Inductor imports
+def test_inductor_compiles_the_halves_of_a_partition_and_rehearses_them() -> None:
+    halves: list[InductorHalf] = []
+
+    def around(half: InductorHalf, call: Any) -> Any:
+        halves.append(half)
+        return call
+
+    def as_it_is(_joint: Any, _outputs: int, as_inductor: Callable[[], ModulePair]) -> ModulePair:
+        return as_inductor()
+
+    values = torch.ones(3, 2, requires_grad=True)
+    module = torch.fx.symbolic_trace(lambda x: (torch.tanh(x @ x.t()),))
+    function = compiled_by_inductor(
+        module,
+        [values],
+        partition=as_it_is,
+        around=around,
+        plan_name=lambda: "a plan",
+    )
+    halves[0].build()  # the kernels of the other half are built when they are called
+    (result,) = function(values)
+    result.sum().backward()
+    assert result.allclose(torch.tanh(values @ values.t())) and values.grad is not None
+    assert [half.is_backward for half in halves] == [False, True]
+    forward = halves[0]
+    assert forward.rehearsed is not None
+    with torch.no_grad(), fake_mode_of(tensors_in(forward.arguments)[0]):
+        given = list(forward.arguments)
+        rehearsed = forward.rehearsed(given)
+    assert given == [] and rehearsed[0].shape == (3, 3) and is_fake(rehearsed[0])

@@ -17,7 +17,6 @@ from memfit.capture.reuse import in_place_form
 from memfit.capture.stream import Stream
 from memfit.capture.trace import Trace, TracedCall, TracedStorage
 from memfit.cost.observations import Observation
-from memfit.errors import UnsupportedStepError
 from memfit.graph import Boundary, Graph, Op, Role, Storage
 from memfit.torch_private import tree_flatten
 
@@ -35,6 +34,7 @@ class Captured:
         checkpoints: how many regions of `torch.utils.checkpoint` the user's step has, which the graph has inline.
         looks: the truth values of the batch that the step has asked for; it holds only for batches that answer alike.
         stream: what the step dispatched, to be compared with eager; None for a joint graph.
+        sources: for each op the nodes of the joint graph that it stands for; a whole step has none.
     """
 
     graph: Graph
@@ -44,6 +44,7 @@ class Captured:
     checkpoints: int = 0
     looks: tuple[Look, ...] = ()
     stream: Stream | None = None
+    sources: tuple[tuple[Any, ...], ...] = ()
 
     def answers(self, batch: Any) -> bool:
         """Return whether `batch` answers all questions that the step has asked as the captured batch did."""
@@ -75,9 +76,6 @@ def build(
         outputs: values required at the end, by name.
         boundary: between the halves of a joint graph; None for a whole step.
         source: says in the graph where it is from.
-
-    Raises:
-        UnsupportedStepError: the step runs collective operations.
     """
     kept = {value.storage for value in outputs.values()}
     kept |= {storage for storage, traced in enumerate(trace.storages) if traced.resident} | set(trace.arrivals)
@@ -85,7 +83,6 @@ def build(
     boundary_position = boundary.position if boundary else 0
     boundary_position -= sum(call is None for call in fused[:boundary_position])
     calls, position = _live_calls([call for call in fused if call is not None], kept, boundary_position)
-    _refuse_collectives(calls)
     calls, storages, states_before = _with_generator_states(calls, list(trace.storages), position)
     renumbered = _renumbering(trace, storages, calls)
     op_names = _op_names(calls)
@@ -106,15 +103,11 @@ def build(
         device=str(trace.device),
         source=source,
     )
-    return Captured(graph=graph, binding=_binding(trace, calls, forms, renumbered, outputs))
-
-
-def _refuse_collectives(calls: Sequence[TracedCall]) -> None:
-    for call in calls:
-        if "c10d" in getattr(call.target, "namespace", ""):
-            raise UnsupportedStepError(
-                f"{call.module or 'the step'} runs the collective {call.target}; memfit does not plan across ranks yet"
-            )
+    return Captured(
+        graph=graph,
+        binding=_binding(trace, calls, forms, renumbered, outputs),
+        sources=tuple(call.sources for call in calls),
+    )
 
 
 def _live_calls(calls: Sequence[TracedCall], kept: set[int], position: int) -> tuple[list[TracedCall], int]:
@@ -229,6 +222,7 @@ def _op(
         seconds=0.0,
         recomputable=call.recomputable,
         random=call.random,
+        group=call.group,
         reuses=tuple((renumbered[read], renumbered[call.writes[0]]) for read in promised),
     )
 

@@ -77,8 +77,8 @@ def finish(captured: Captured, *, progress: Callable[[float, float], None] | Non
 def finish_near(captured: Captured, near: Captured, samples: Samples) -> Captured:
     """Return `captured` finished after one run of each op that is new, with what another size of the step has shown.
 
-    Results, workspaces and in-place forms are observed at this size. Seconds come from `samples`. Workspaces of the
-    optimizer's updates, which do not depend on the batch, are those of `near`.
+    Results, workspaces and in-place forms are observed at this size. Seconds come from `samples`. What the optimizer's
+    updates take, which does not depend on the batch, is that of `near`.
 
     Args:
         captured: a captured step, whose device is here.
@@ -96,7 +96,9 @@ def finish_near(captured: Captured, near: Captured, samples: Samples) -> Capture
     observed = observe_once(captured.graph, captured.binding, samples, tried)
     finished = finish_as_observed(captured, observed)
     ops = (
-        msgspec.structs.replace(op, workspace_bytes=known.workspace_bytes) if is_update(call) else op
+        msgspec.structs.replace(op, workspace_bytes=known.workspace_bytes, seconds=known.seconds)
+        if is_update(call)
+        else op
         for op, known, call in zip(finished.graph.ops, near.graph.ops, finished.binding.calls, strict=True)
     )
     return replace(finished, graph=msgspec.structs.replace(finished.graph, ops=tuple(ops)))

@@ -153,7 +153,7 @@ def _maker(
     residents: set[int],
 ) -> int | None:
     """Return the position of the call that `call` can be merged into, or None."""
-    if len(call.mutates) != 1 or call.writes or call.random:
+    if len(call.mutates) != 1 or call.writes or call.random or not call.recomputable:
         return None
     (storage,) = call.mutates
     maker = made_at.get(storage)
@@ -191,4 +191,7 @@ def _fuse(together: Sequence[TracedCall]) -> TracedCall:
         _Part(call.target, tree_map(template, call.args), tree_map(template, call.kwargs)) for call in together
     )
     reads = [storage for call in together for storage in call.reads if storage not in results]
-    return replace(first, target=Fused(parts), args=tuple(given), kwargs={}, reads=tuple(dict.fromkeys(reads)))
+    sources = tuple(source for call in together for source in call.sources)
+    return replace(
+        first, target=Fused(parts), args=tuple(given), kwargs={}, reads=tuple(dict.fromkeys(reads)), sources=sources
+    )

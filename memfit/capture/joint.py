@@ -60,6 +60,7 @@ def capture_joint(
     device: torch.device,
     corrections: Corrections | None = None,
     between: BetweenHalves | None = None,
+    replays_draws: bool = True,
 ) -> JointCapture:
     """Return the capture of a joint module.
 
@@ -73,17 +74,23 @@ def capture_joint(
         device: where the graph runs.
         corrections: what real kernels return in the place of their fakes' results (see `with_real_results`).
         between: the last call of the forward half, if there is to be one.
+        replays_draws: whether who runs the graph can make a random call again with the same draws.
 
     Raises:
         CaptureError: a tensor that memfit cannot plan (sparse).
         UnsupportedStepError: collective operations.
     """
-    return _JointCapture(joint, forward_outputs, device, corrections or {}).run(name, between)
+    return _JointCapture(joint, forward_outputs, device, corrections or {}, replays_draws).run(name, between)
 
 
 class _JointCapture:
     def __init__(
-        self, joint: GraphModule, forward_outputs: int, device: torch.device, corrections: Corrections
+        self,
+        joint: GraphModule,
+        forward_outputs: int,
+        device: torch.device,
+        corrections: Corrections,
+        replays_draws: bool,
     ) -> None:
         self.nodes = list(joint.graph.nodes)
         self.joint = joint
@@ -92,12 +99,17 @@ class _JointCapture:
         self.backward_outputs = list(outputs[forward_outputs:])
         self.phase = Phase.FORWARD
         self.module = ""
-        self.trace = Trace(device=device, scope=lambda: (self.phase, self.module), corrections=corrections)
+        self.trace = Trace(
+            device=device,
+            scope=lambda: (self.phase, self.module),
+            corrections=corrections,
+            replays_draws=replays_draws,
+        )
         self._results: dict[Node, Any] = {}  # in the place of the trace's: of calls that were run again, too
 
     def run(self, name: str, between: BetweenHalves | None) -> JointCapture:
-        primals = [n for n in self.nodes if n.op == "placeholder" and not _is_tangent(n)]
-        tangents = [n for n in self.nodes if n.op == "placeholder" and _is_tangent(n)]
+        primals = [n for n in self.nodes if n.op == "placeholder" and not is_tangent(n)]
+        tangents = [n for n in self.nodes if n.op == "placeholder" and is_tangent(n)]
         for position, node in enumerate(primals):
             self._enter(node, position)
         forward = self._forward_nodes()
@@ -181,7 +193,7 @@ class _JointCapture:
         """Return the ops that depend on a tangent in their order, each after the missing ops that it depends on."""
         depends: set[Node] = set()
         for node in self.nodes:
-            if (node.op == "placeholder" and _is_tangent(node)) or any(n in depends for n in node.all_input_nodes):
+            if (node.op == "placeholder" and is_tangent(node)) or any(n in depends for n in node.all_input_nodes):
                 depends.add(node)
         done = set(forward)
         order: list[Node] = []
@@ -206,6 +218,12 @@ class _JointCapture:
         if node.op != "call_function" or node.target is operator.getitem:
             return
         self.module = _module_name(node)
+        made = len(self.trace.calls)
+        self._trace(node)
+        for call in self.trace.calls[made:]:
+            call.sources = (node,)
+
+    def _trace(self, node: Node) -> None:
         args, kwargs = tree_map(self._argument, (node.args, dict(node.kwargs)))
         if not self.trace.corrections and not self._results:
             self.trace.add_call(node.target, args, kwargs, node.meta["val"])
@@ -230,7 +248,8 @@ class _JointCapture:
         return self.trace.value(found) if isinstance(found, torch.Tensor) else found
 
 
-def _is_tangent(node: Node) -> bool:
+def is_tangent(node: Node) -> bool:
+    """Return whether a placeholder of a joint graph stands for the gradient of an output."""
     return str(node.target).startswith("tangents")
 
 

@@ -62,7 +62,7 @@ class CapturedSizes:
         layout = self._layouts[key] = self._layouts.pop(key, None) or _Layout()
         for old in list(self._layouts)[:-_MOST_LAYOUTS]:
             del self._layouts[old]
-        if corrections or not self._step.has_backward:
+        if corrections or not self._step.has_backward or self._step.across is not None:
             layout.is_refused = True
         if layout.is_refused:
             return capture_whole_step(self._step, batch, corrections)

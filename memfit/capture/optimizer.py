@@ -45,31 +45,39 @@ def _as_tensor(gradient: Gradient, parameter: torch.Tensor) -> torch.Tensor:
 
 
 class ParameterUpdate:
-    """The update of one parameter: `ParameterUpdate(...)(gradient)` runs the optimizer's `step` on it alone."""
+    """The update of some parameters of a group: `ParameterUpdate(...)(*gradients)` runs the optimizer's `step` on them.
+
+    An optimizer of torch gives a parameter the same bits whichever others it is updated with.
+    """
 
     measurable = False
     __name__ = "optimizer_update"
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, group: int, workspace_bytes: int
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.nn.Parameter],
+        group: int,
+        workspace_bytes: int,
     ) -> None:
         self.optimizer = optimizer
-        self.parameter = parameter
         self.group = group
-        self.parameters = (parameter,)
+        self.parameters = tuple(parameters)
         self.workspace_bytes = workspace_bytes
         self._alone = alone(optimizer)
 
-    def __call__(self, gradient: Gradient) -> None:
+    def __call__(self, *gradients: Gradient) -> None:
         # Groups and state are read at each step: a scheduler writes to them, load_state_dict replaces them.
         optimizer, mine = self.optimizer, self._alone
-        self.parameter.grad = _as_tensor(gradient, self.parameter)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = _as_tensor(gradient, parameter)
         mine.state = optimizer.state
-        mine.param_groups = [{**optimizer.param_groups[self.group], "params": [self.parameter]}]
+        mine.param_groups = [{**optimizer.param_groups[self.group], "params": list(self.parameters)}]
         try:
             type(optimizer).step(mine)
         finally:
-            self.parameter.grad = None
+            for parameter in self.parameters:
+                parameter.grad = None
 
 
 class WholeUpdate:
@@ -109,6 +117,19 @@ def updates_one_by_one(step: TrainingStep) -> bool:
     assert optimizer is not None
     hooks = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
     return is_of_torch(optimizer) and not hooks and step.clip_norm is None and step.scaler is None
+
+
+def updates_many_at_once(group: Mapping[str, Any], device: torch.device) -> bool:
+    """Return whether an optimizer of torch updates a group's parameters in few kernels, so that single calls cost more.
+
+    Args:
+        group: of the optimizer.
+        device: of the parameters; on a GPU this is torch's default.
+    """
+    if group.get("differentiable"):
+        return False
+    chosen = group.get("foreach"), group.get("fused")
+    return any(chosen) or ("foreach" in group and chosen == (None, None) and device.type == "cuda")
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:

@@ -66,13 +66,14 @@ def check_not_distributed(model: torch.nn.Module, where: str) -> None:
         kind = next((word for word, wrapper in wrappers.items() if isinstance(module, wrapper)), None)
         if kind is not None:
             part = f"module {name!r} of the model" if name else "the model"
+            remedy = "give the bare model, and process_group to memfit.fit" if kind == "DDP" else "give the bare model"
             raise UnsupportedStepError(
-                f"{where}: {part} is wrapped in {kind}; memfit does not plan across ranks yet: give the bare model"
+                f"{where}: {part} is wrapped in {kind}; memfit plans only bare models across ranks: {remedy}"
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, sharded):
             raise UnsupportedStepError(
-                f"{where}: parameter {name!r} is a DTensor; memfit does not plan across ranks yet: give the bare model"
+                f"{where}: parameter {name!r} is a DTensor; memfit plans no sharded parameters: give the bare model"
             )
 
 

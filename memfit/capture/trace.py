@@ -33,8 +33,9 @@ from memfit.capture.functionalize import (
     overwrite_like,
     without_idle_statistics,
 )
+from memfit.capture.hidden_state import refuse_hidden_state
 from memfit.cost.observations import Corrections, RealResult, call_key
-from memfit.errors import CaptureError
+from memfit.errors import CaptureError, UnsupportedStepError
 from memfit.graph import Phase, Role
 from memfit.torch_private import is_fake, storage_key, tensors_in, tree_flatten, tree_map
 
@@ -53,7 +54,8 @@ class TracedStorage:
 class TracedCall:
     """A call while it is traced: the fields of `Call`, and what `Op` needs beside them.
 
-    A check returns nothing and writes nothing: it is there for the error that it may raise.
+    A check returns nothing and writes nothing: it is there for the error that it may raise. `sources` are what the call
+    was traced from, where that is known: nodes of a joint graph.
     """
 
     name: str
@@ -67,10 +69,12 @@ class TracedCall:
     phase: Phase
     module: str
     random: str | None = None
+    group: str | None = None
     recomputable: bool = True
     is_check: bool = False
     workspace_bytes: int | None = None
     generator_state: int | None = None
+    sources: tuple[Any, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,6 +111,7 @@ class Trace:
             module is at hand.
         has_autocast: says whether the step has autocast on for a device type.
         corrections: what real kernels return in the place of their fakes' results.
+        replays_draws: whether a random call may be made again with the same draws.
         storages, calls, residents: what was entered.
         arrivals: the storages that arrive at the boundary.
         stands_for: the real tensor for which a fake stands, by the key of the fake's storage: one that the step closes
@@ -118,6 +123,7 @@ class Trace:
     step_count: Callable[[], torch.Tensor | None] = lambda: None
     has_autocast: Callable[[str], bool] = lambda _device_type: False
     corrections: Corrections = field(default_factory=dict[str, Mapping[int, RealResult | None]])
+    replays_draws: bool = True
     storages: list[TracedStorage] = field(default_factory=list[TracedStorage])
     calls: list[TracedCall] = field(default_factory=list[TracedCall])
     residents: list[Resident] = field(default_factory=list[Resident])
@@ -246,9 +252,16 @@ class Trace:
 
         Raises:
             CaptureError: a tensor that is sparse, or from outside of the captured step.
+            UnsupportedStepError: a collective, or dropout in a recurrent layer of a GPU.
         """
+        refuse_hidden_state(func, args, kwargs)
         if self._makes_or_opens_sparse(func, args, returned):
             return returned
+        if "c10d" in func.namespace:
+            raise UnsupportedStepError(
+                f"{self.scope()[1] or 'the step'} runs the collective {func}; a planned step runs no "
+                "collectives but its own: see process_group of memfit.fit"
+            )
         outputs = [returned] if isinstance(returned, torch.Tensor) else tree_flatten(returned)[0]
         mutated = mutated_tensors(func, args, kwargs)
         if not mutated and func._schema.returns and all(self._is_alias(output) for output in outputs):
@@ -290,6 +303,30 @@ class Trace:
             return entry.outputs[place]
 
         return tree_map(corrected, returned) if real else returned
+
+    def add_storage(self, tensor: torch.Tensor, *, name: str, role: Role) -> Value:
+        """Enter a storage for calls that are not dispatched, and return the tensor's Value.
+
+        Args:
+            tensor: a fake over the whole of the storage.
+            name, role: of the storage.
+        """
+        self._new_storage(tensor, name=name, role=role)
+        return self.value(tensor)
+
+    def insert(self, calls: Sequence[tuple[int, TracedCall]]) -> None:
+        """Insert calls, each before the call that stands at its position now.
+
+        Args:
+            calls: positions and calls, in order.
+        """
+        before: dict[int, list[TracedCall]] = {}
+        for position, call in calls:
+            before.setdefault(position, []).append(call)
+        present = [*self.calls, None]
+        self.calls[:] = [
+            each for number, call in enumerate(present) for each in (*before.get(number, ()), call) if each is not None
+        ]
 
     def add_check(self, name: str, target: Callable[..., Any], values: Sequence[Value]) -> None:
         """Enter a call that only reads, and is made once.
@@ -346,6 +383,7 @@ class Trace:
         reads = [storage for storage in dict.fromkeys(used) if storage not in mutates]
         results = self._results(entry, {*reads, *mutates}, phase)
         is_check = not mutates and not entry.func._schema.returns
+        random = _generator_name(entry.func, entry.args, entry.kwargs, self.device)
         self.calls.append(
             TracedCall(
                 name=_short_name(entry.func),
@@ -358,9 +396,9 @@ class Trace:
                 mutates=mutates,
                 phase=phase,
                 module=module,
-                random=_generator_name(entry.func, entry.args, entry.kwargs, self.device),
+                random=random,
                 recomputable=entry.kwargs.get("generator") is None
-                and "c10d" not in entry.func.namespace
+                and (random is None or self.replays_draws)
                 and not is_check,
                 is_check=is_check,
             )

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from memfit.capture.data_parallel import DataParallel
 from memfit.errors import InvalidOptionError
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
@@ -37,6 +38,7 @@ class TrainingStep:
         optimizer: updates the model's parameters; None leaves the gradients in `.grad`.
         clip_norm: the largest global gradient norm, as `torch.nn.utils.clip_grad_norm_` takes it; None clips nothing.
         scaler: a `torch.amp.GradScaler` that scales the loss and guards the update.
+        across: how gradients are averaged over ranks; None for a step of this process alone.
         name: shown in reports; the model's class name where it is empty.
 
     Attributes:
@@ -51,6 +53,7 @@ class TrainingStep:
     optimizer: torch.optim.Optimizer | None = None
     clip_norm: float | None = None
     scaler: torch.amp.GradScaler | None = None
+    across: DataParallel | None = None
     name: str = ""
 
     def compute_loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -74,8 +77,12 @@ class TrainingStep:
             batch: nested like the step's own.
             model: called in place of the step's own: a compiled form of it.
         """
+        if self.across is not None:
+            self.across.share_buffers(self.model)
         loss = self.compute_loss(self.model if model is None else model, batch)
         self.scaled(loss).backward()
+        if self.across is not None:
+            self.across.average(dict(self.model.named_parameters()))
         if self.optimizer is not None:
             self.update()
             self.optimizer.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""Workspaces of the optimizer's updates, measured by updates of copies.
+"""Workspaces and seconds of the optimizer's updates, measured by updates of copies.
 
 Which temporary tensors an update makes depends on the optimizer's options (foreach, fused), on clipping and on the
 device; on fakes, torch's optimizers choose other kernels. Only the optimizers of torch are tried, whose code touches
@@ -8,6 +8,8 @@ nothing but their groups and their state. The user's parameters, gradients, stat
 from __future__ import annotations
 
 import copy
+import statistics
+import time
 from typing import Any
 
 import msgspec
@@ -16,31 +18,42 @@ import torch
 from memfit.binding import Binding, Call, Value
 from memfit.capture.optimizer import ParameterUpdate, WholeUpdate, has_room, is_tried, trial_of
 from memfit.capture.training_step import clip_and_step
+from memfit.cost.environment import environment
+from memfit.cost.gpu_timing import synchronize
+from memfit.cost.observations import Observation, Observations
 from memfit.cost.single_op import undisturbed
 from memfit.graph import Graph, Op
 from memfit.system.recorder import record, taken_bytes
 from memfit.torch_private import tensors_in
 
+_TIMED = 5  # updates of copies
+
 
 def with_measured_updates(graph: Graph, binding: Binding) -> Graph:
-    """Return `graph` with the measured workspace of each update by an optimizer of torch; others keep their guess.
+    """Return `graph` with what each update by an optimizer of torch was measured to take; others keep their guess.
 
-    An update whose copies have no room on the device keeps its guess, too. Equal updates are measured once.
+    An update whose copies have no room on the device keeps its guess, too. Equal updates are measured once, and kept
+    with the costs of other ops.
 
     Args:
-        graph: its updates' workspaces are guesses.
+        graph: its updates' workspaces are guesses, and their seconds are 0.
         binding: the calls of its ops, with the user's optimizer and parameters.
     """
-    known: dict[Any, int] = {}
+    known = Observations.load(environment(binding.device))
+    new: dict[str, Observation] = {}
     ops: list[Op] = []
     for op, call in zip(graph.ops, binding.calls, strict=True):
         target = call.target
         if isinstance(target, ParameterUpdate | WholeUpdate) and is_tried(target.optimizer) and _is_dense(call):
             key = _key(target)
-            if key not in known and has_room(target.optimizer, target.parameters):
-                known[key] = _measured(target, binding.device)
-            op = msgspec.structs.replace(op, workspace_bytes=known.get(key, op.workspace_bytes))
+            seen = new.get(key) or known.by_key.get(key)
+            if seen is None and has_room(target.optimizer, target.parameters):
+                seen = new[key] = _measured(target, binding.device)
+            if seen is not None:
+                op = msgspec.structs.replace(op, workspace_bytes=seen.workspace_bytes, seconds=seen.seconds)
         ops.append(op)
+    if new:
+        known.add(new)
     return msgspec.structs.replace(graph, ops=tuple(ops))
 
 
@@ -54,18 +67,32 @@ def _is_dense(call: Call) -> bool:
     return all(isinstance(gradient, Value) for gradient in call.args)
 
 
-def _key(target: ParameterUpdate | WholeUpdate) -> Any:
-    """Return what two updates share only if they take the same workspace."""
-    if isinstance(target, WholeUpdate):
-        return id(target)
-    parameter, state = target.parameter, target.optimizer.state.get(target.parameter, {})
-    return target.group, parameter.shape, parameter.stride(), parameter.dtype, tuple(state)
+def _key(target: ParameterUpdate | WholeUpdate) -> str:
+    """Return a text that two updates share only if they take the same time and workspace."""
+    optimizer, whole = target.optimizer, isinstance(target, WholeUpdate)
+    groups = optimizer.param_groups if whole else [optimizer.param_groups[target.group]]
+    settings = [sorted((name, _kind(value)) for name, value in group.items() if name != "params") for group in groups]
+    around = (target.step.clip_norm is not None, target.step.scaler is not None) if whole else ()
+    parameters = [
+        (str(p.dtype), tuple(p.shape), p.stride(), sorted(map(str, optimizer.state.get(p, ()))))
+        for p in target.parameters
+    ]
+    kind = type(optimizer)
+    return f"update {kind.__module__}.{kind.__qualname__}{settings}{around}{parameters}"
 
 
-def _measured(target: ParameterUpdate | WholeUpdate, device: torch.device) -> int:
-    """Return the most bytes that an update of copies takes beyond the states that it creates.
+def _kind(value: Any) -> Any:
+    """Return what decides which kernels run: a flag itself, of a number whether it is 0."""
+    if isinstance(value, bool | str | None):
+        return value
+    return bool(value) if isinstance(value, int | float) else type(value).__name__
 
-    It is run twice: the first makes the states, if there are none yet.
+
+def _measured(target: ParameterUpdate | WholeUpdate, device: torch.device) -> Observation:
+    """Return the most bytes that an update of copies takes beyond the states that it creates, and its seconds.
+
+    The first two make the states, if there are none yet, and load kernels; later ones are timed, from the call to the
+    end of the last kernel.
     """
     trial = trial_of(target.optimizer, target.parameters)
     step = target.step if isinstance(target, WholeUpdate) else None
@@ -73,13 +100,19 @@ def _measured(target: ParameterUpdate | WholeUpdate, device: torch.device) -> in
     if scaler is not None:
         scaler.scale(torch.zeros((), device=device))  # a copy makes its scale at its first use
     most_bytes = 0
+    seconds: list[float] = []
     with undisturbed(device):
-        for _ in range(2):
+        for number in range(2 + _TIMED):
             before = _state_bytes(trial)
+            started = time.perf_counter()
             with record(device) as usage:
                 clip_and_step(trial, None if step is None else step.clip_norm, scaler)
-            most_bytes = max(most_bytes, usage.peak_bytes - (_state_bytes(trial) - before))
-    return most_bytes
+                synchronize(device)
+            if number < 2:
+                most_bytes = max(most_bytes, usage.peak_bytes - (_state_bytes(trial) - before))
+            else:
+                seconds.append(time.perf_counter() - started)
+    return Observation(seconds=statistics.median(seconds), workspace_bytes=most_bytes)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

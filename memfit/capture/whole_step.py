@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,10 +34,12 @@ from memfit.capture.optimizer import (
     is_of_torch,
     overlap,
     require_supported,
+    updates_many_at_once,
     updates_one_by_one,
 )
 from memfit.capture.placement import step_device
 from memfit.capture.reads import Reads
+from memfit.capture.reductions import Reductions
 from memfit.capture.side_effects import Place, replaced, swapped, with_a_momentum
 from memfit.capture.step_check import check_not_distributed, require_training_context
 from memfit.capture.stream import Stream
@@ -321,6 +324,13 @@ class _Update(NamedTuple):
     workspace_bytes: int
 
 
+_BATCH_SHARE = 0.01  # of the bytes of all gradients: those that wait to be used together
+
+
+def _bytes_of(fakes: Iterable[torch.Tensor]) -> int:
+    return sum(fake.nbytes for fake in fakes)
+
+
 class _WholeStepCapture:
     def __init__(
         self,
@@ -341,6 +351,7 @@ class _WholeStepCapture:
             device=self.device, scope=self._scope, step_count=self._step_count, corrections=corrections or {}
         )
         self.stream = Stream()
+        self._ready: dict[int, dict[torch.Tensor, _Update]] = {}  # by group: those whose gradients wait for an update
         self.leaves = tree_flatten(batch)[0]
         self.looks: list[Look] = []
         self.under_modes = UnderModes()
@@ -354,6 +365,8 @@ class _WholeStepCapture:
         self._names = {parameter: name for name, parameter in step.model.named_parameters()}
         self._fakes: dict[torch.Tensor, torch.Tensor] = {}
         self._hooks: list[Any] = []
+        across = step.across if step.across is not None and step.across.reduces else None
+        self._reductions = None if across is None else Reductions(self.trace, self.mode, across)
 
     def run(self) -> Captured:
         """Return the graph of the step, and its binding."""
@@ -505,12 +518,20 @@ class _WholeStepCapture:
         self.trace.write_back()
         self.outputs["loss"] = self.trace.value(loss)
         self.trace.storages[self.outputs["loss"].storage].role = Role.OUTPUT
-        if updates and updates_one_by_one(self.step) and not overlap(tuple(updates)):
+        if self._reductions is not None:
+            for parameter, name in self._names.items():
+                if parameter.requires_grad:
+                    self._hooks.append(
+                        self._fakes[parameter].register_post_accumulate_grad_hook(partial(self._reductions.add, name))
+                    )
+        elif self._updates_at_once(updates):
             for fake in updates:
                 self._hooks.append(
-                    fake.register_post_accumulate_grad_hook(lambda done: self._update_one(done, updates[done]))
+                    fake.register_post_accumulate_grad_hook(lambda done: self._update_when_ready(done, updates))
                 )
         self.step.scaled(loss).backward()
+        for number in tuple(self._ready):
+            self._update_ready(number)
 
     def _next_state(self, batch: Any) -> None:
         """Run a function of a state, without gradients; the leaves of the next state are the outputs."""
@@ -544,59 +565,97 @@ class _WholeStepCapture:
             for place, tensor in replaced(places, self._fakes):
                 self._fakes[place.tensor].copy_(tensor)
 
-    def _update_one(self, fake: torch.Tensor, update: _Update) -> None:
-        assert fake.grad is not None and self.step.optimizer is not None
-        gradient = self.trace.gradient(fake.grad)
-        target = ParameterUpdate(self.step.optimizer, update.parameter, update.group, update.workspace_bytes)
-        self._add_update(target, (gradient,), (fake,), (update,))
-        fake.grad = None
+    def _updates_at_once(self, updates: dict[torch.Tensor, _Update]) -> bool:
+        return bool(updates) and updates_one_by_one(self.step) and not overlap(tuple(updates))
 
-    def _add_update(
+    def _update_when_ready(self, fake: torch.Tensor, updates: dict[torch.Tensor, _Update]) -> None:
+        """Enter the update of a parameter whose gradient is there, with others of its group if that takes less time.
+
+        The gradients of a batch wait for one another, and take memory meanwhile: a hundredth of all gradients at most.
+        """
+        assert self.step.optimizer is not None
+        number = updates[fake].group
+        ready = self._ready.setdefault(number, {})
+        ready[fake] = updates[fake]
+        is_batched = updates_many_at_once(self.step.optimizer.param_groups[number], fake.device)
+        if not is_batched or _bytes_of(ready) > _BATCH_SHARE * _bytes_of(updates):
+            self._update_ready(number)
+
+    def _update_ready(self, number: int) -> None:
+        """Enter one update of all parameters of a group whose gradients wait."""
+        assert self.step.optimizer is not None
+        ready = self._ready.pop(number, {})
+        gradients = tuple(self.trace.gradient(fake.grad) for fake in ready if fake.grad is not None)
+        workspace_bytes = sum(update.workspace_bytes for update in ready.values())
+        parameters = [update.parameter for update in ready.values()]
+        target = ParameterUpdate(self.step.optimizer, parameters, number, workspace_bytes)
+        self.trace.calls.append(self._update_call(target, gradients, tuple(ready), tuple(ready.values())))
+        for fake in ready:
+            fake.grad = None
+
+    def _one_update(self, update: _Update, fake: torch.Tensor, gradient: Value | tuple[Value, Value]) -> TracedCall:
+        assert self.step.optimizer is not None
+        target = ParameterUpdate(self.step.optimizer, [update.parameter], update.group, update.workspace_bytes)
+        return self._update_call(target, (gradient,), (fake,), (update,))
+
+    def _update_call(
         self,
         target: Any,
         gradients: tuple[Value | tuple[Value, Value], ...],
         fakes: tuple[torch.Tensor, ...],
         updates: tuple[_Update, ...],
-    ) -> None:
+    ) -> TracedCall:
         parameters = [self.trace.value(fake).storage for fake in fakes]
         states = [storage for update in updates for storage in update.states]
         names = {self._names[update.parameter].rpartition(".")[0] for update in updates}
         read = dict.fromkeys(value.storage for value in values_in(gradients))
         resident = {storage for storage in read if self.trace.storages[storage].resident}
-        self.trace.calls.append(
-            TracedCall(
-                name=_UPDATE,
-                target=target,
-                args=gradients,
-                kwargs={},
-                results=(None,),
-                reads=tuple(storage for storage in read if storage not in resident),
-                writes=(),
-                mutates=tuple(dict.fromkeys([*parameters, *states, *resident])),
-                phase=Phase.UPDATE,
-                module=names.pop() if len(names) == 1 else "",
-                workspace_bytes=target.workspace_bytes,
-            )
+        return TracedCall(
+            name=_UPDATE,
+            target=target,
+            args=gradients,
+            kwargs={},
+            results=(None,),
+            reads=tuple(storage for storage in read if storage not in resident),
+            writes=(),
+            mutates=tuple(dict.fromkeys([*parameters, *states, *resident])),
+            phase=Phase.UPDATE,
+            module=names.pop() if len(names) == 1 else "",
+            workspace_bytes=target.workspace_bytes,
         )
 
     def _collect_gradients(self, updates: dict[torch.Tensor, _Update]) -> None:
         """Enter one update of all gradients that are left in `.grad`, or make them outputs for the user."""
+        averaged = self._reduce(updates)
         waiting = [fake for fake in updates if fake.grad is not None]
         if waiting and self.step.optimizer is not None:
-            gradients = tuple(self.trace.gradient(fake.grad) for fake in waiting if fake.grad is not None)
+            gradients = tuple(
+                averaged.get(fake) or self.trace.gradient(fake.grad) for fake in waiting if fake.grad is not None
+            )
             own = tuple(updates[fake] for fake in waiting)
             # torch's optimizers may update many parameters at once, others are assumed to loop over them
             join = sum if is_of_torch(self.step.optimizer) else max
             workspace = join(update.workspace_bytes for update in own)
             target = WholeUpdate(self.step, [update.parameter for update in own], workspace)
-            self._add_update(target, gradients, tuple(waiting), own)
+            self.trace.calls.append(self._update_call(target, gradients, tuple(waiting), own))
         self._forget_states_never_made(updates)
         for parameter, name in self._names.items():
             fake = self._fakes[parameter]
             if fake.grad is not None and fake not in updates:
-                value = self.trace.value(fake.grad)
-                self.outputs[f"grad:{name}"] = value
+                value = self.outputs[f"grad:{name}"] = averaged.get(fake) or self.trace.value(fake.grad)
                 self.trace.storages[value.storage].role = Role.GRADIENT
+
+    def _reduce(self, updates: dict[torch.Tensor, _Update]) -> dict[torch.Tensor, Value]:
+        """Enter the calls that average gradients over ranks, with the updates of parameters that need no others."""
+        if self._reductions is None:
+            return {}
+
+        is_at_once = self._updates_at_once(updates)
+
+        def update(fake: torch.Tensor, gradient: Value) -> TracedCall | None:
+            return self._one_update(updates[fake], fake, gradient) if is_at_once and fake in updates else None
+
+        return self._reductions.enter(update, is_at_once=is_at_once)
 
     def _forget_states_never_made(self, updates: dict[torch.Tensor, _Update]) -> None:
         """Leave out the states of parameters that get no gradient, unless the optimizer has made them before."""

@@ -12,7 +12,7 @@ import typer
 
 from memfit.errors import InvalidFileError, InvalidOptionError
 from memfit.planners import PLANNERS, make_planner
-from memfit.planning import Settings
+from memfit.planning import FIRM, Settings
 from memfit.system.budget import parse_budget, parse_host_budget
 from memfit.system.spill_file import parse_host_dir
 
@@ -51,6 +51,17 @@ HostDir = Annotated[
         metavar="DIR",
         help="A directory on the disk that a CPU offloads to; by default the system's temporary one.",
     ),
+]
+BudgetIs = Annotated[
+    str,
+    typer.Option(
+        "--budget-is",
+        metavar="firm|soft",
+        help="Whether a step that takes more than the budget, whatever its plan, is an error or a warning.",
+    ),
+]
+Hard = Annotated[
+    bool, typer.Option("--hard", help="Cap the process at the budget while a step runs, on a GPU; not with an arena.")
 ]
 Planner = Annotated[str, typer.Option("--planner", "-p", metavar="NAME", help="See `memfit planners`.")]
 PlannerOptions = Annotated[
@@ -102,6 +113,8 @@ def plan_settings(
     host_budget: str | None = None,
     host_dir: Path | None = None,
     no_cache: bool = False,
+    budget_is: str = FIRM,
+    hard: bool = False,
 ) -> Settings:
     """Return the settings of a plan that the options of a command give, checked before any work is done.
 
@@ -117,6 +130,8 @@ def plan_settings(
         host_budget: text such as `64GiB`; None allows no offloading.
         host_dir: on the disk that a CPU offloads to.
         no_cache: whether kept plans are left unread.
+        budget_is: `firm` or `soft`.
+        hard: whether the process is capped while a step runs.
 
     Raises:
         InvalidBudgetError: a budget that cannot be read.
@@ -132,6 +147,8 @@ def plan_settings(
         host_budget_bytes=parse_host_budget(host_budget),
         host_dir=parse_host_dir(host_dir),
         reads_kept_plans=not no_cache,
+        budget_is=budget_is,
+        hard=hard,
     )
     make_planner(planner, **settings.options)
     return settings

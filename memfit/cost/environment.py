@@ -88,4 +88,5 @@ def environment(device: torch.device) -> dict[str, str]:
         "cudnn": f"{cudnn.enabled} {cudnn.benchmark} {cudnn.deterministic}",
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "cublas_workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
+        **({"timing": "cold caches, dispatch apart"} if device.type == "cuda" else {}),
     }

@@ -9,6 +9,8 @@ import torch
 
 from memfit.binding import Binding, Call
 from memfit.cost.calibration import calibrate, local_device
+from memfit.cost.collectives import is_collective
+from memfit.cost.gpu_timing import on_two_timelines
 from memfit.cost.observations import Observation
 from memfit.cost.rooflines import roofline_seconds
 from memfit.device import Device
@@ -21,8 +23,10 @@ def measure(graph: Graph, binding: Binding, observed: Sequence[Observation | Non
         captured = finish(capture(step))
         graph = measure(captured.graph, captured.binding, captured.observed)
 
-    An op without an observation gets the seconds of a roofline over this device's calibrated rates. Its workspace stays
-    the captured one, which may be unknown.
+    An update keeps what it was measured to take. Another op without an observation gets the seconds of a roofline over
+    this device's calibrated rates. Its workspace stays the captured one, which may be unknown. On a GPU an op has the
+    time by which it delays the step in the original order: that of its kernels, or of its launch where the device
+    waits for the host. A collective gets no seconds: see `memfit.cost.collectives`.
 
     Args:
         graph: a captured graph that is finished.
@@ -34,15 +38,23 @@ def measure(graph: Graph, binding: Binding, observed: Sequence[Observation | Non
     """
     profile: Device | None = None
     ops: list[Op] = []
+    dispatches = [0.0 if seen is None else seen.dispatch_seconds for seen in observed]
     for op, call, seen in zip(graph.ops, binding.calls, observed, strict=True):
         if seen is not None:
             seconds = seen.seconds
             workspace_bytes = max(seen.workspace_bytes, _replay_bytes(graph, op, call, binding.device))
+        elif op.seconds > 0 and not getattr(call.target, "measurable", True):
+            seconds, workspace_bytes = op.seconds, op.workspace_bytes  # an update, measured on copies
+        elif is_collective(call.target):
+            seconds, workspace_bytes = 0.0, 0
         else:
             profile = profile or _calibrated(binding.device)
             seconds = roofline_seconds(call, op, graph.storages, profile)
             workspace_bytes = op.workspace_bytes
         ops.append(msgspec.structs.replace(op, seconds=seconds, workspace_bytes=workspace_bytes))
+    if any(dispatches):
+        each = on_two_timelines([op.seconds for op in ops], dispatches)
+        ops = [msgspec.structs.replace(op, seconds=seconds) for op, seconds in zip(ops, each, strict=True)]
     return msgspec.structs.replace(graph, ops=tuple(ops))
 
 

@@ -48,7 +48,8 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What one op was seen to do when it was run by itself.
 
     Attributes:
-        seconds: the median of its runs.
+        seconds: the median of its runs; on a GPU, of its kernels alone.
+        dispatch_seconds: that the host takes to launch it on a GPU.
         workspace_bytes: the peak of its first run beyond the results.
         storage_bytes: position of a result -> real bytes of its storage, where they differ from the fake's.
         overwrites: position of a tensor argument -> whether the form that writes over it gave the same bits
@@ -59,6 +60,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     seconds: Seconds
     workspace_bytes: Bytes
+    dispatch_seconds: Seconds = 0.0
     storage_bytes: dict[int, Bytes] = {}
     overwrites: dict[int, bool] = {}
     results: dict[int, RealResult | None] = {}

@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from memfit.binding import Call, values_in
+from memfit.cost.collectives import is_collective
 from memfit.cost.environment import free_bytes
+from memfit.cost.gpu_timing import dispatch_seconds, kernel_seconds
 from memfit.cost.observations import Observation
 from memfit.cost.op_inputs import InputMaker
 from memfit.cost.result_check import check_results, result_bytes
@@ -25,7 +28,6 @@ Clock = Callable[[], float]
 _MOST_RUNS = 15
 _ENOUGH_SECONDS = 0.03  # the shortest run times the number of runs, so that delays by other processes do not count
 _MOST_SECONDS = 0.3
-_CUDA_LAUNCHES = 5  # between two events, whose resolution is 0.5 us
 
 
 @contextmanager
@@ -69,7 +71,7 @@ class Measurer:
     def measure(self, op: Op, call: Call) -> Observation | str:
         """Return the observation of `op`, or the reason why it cannot be run by itself.
 
-        The reason is empty for an op that is never run by itself: an optimizer's update.
+        The reason is empty for an op that is never run by itself: an optimizer's update, or a collective.
 
         Args:
             op: of the graph.
@@ -78,7 +80,7 @@ class Measurer:
         Raises:
             CaptureError: its results differ from the captured ones in number, shape or offset.
         """
-        if not getattr(call.target, "measurable", True):
+        if not getattr(call.target, "measurable", True) or is_collective(call.target):
             return ""
         if not self.has_room(op, call):
             return f"its inputs and results take {self._needed_bytes(op, call)} bytes, more than {self.device} has free"
@@ -88,6 +90,19 @@ class Measurer:
             raise
         except (RuntimeError, ValueError, IndexError) as error:
             return f"it refuses inputs made for it: {str(error).strip().splitlines()[0]}"
+
+    def run_once(self, op: Op, call: Call) -> None:
+        """Run `op` on inputs made for it, if it can be run by itself and has room.
+
+        Args:
+            op: of the graph.
+            call: its call.
+        """
+        if not getattr(call.target, "measurable", True) or not self.has_room(op, call):
+            return
+        args, kwargs = self.inputs.make(call, self.graph.storages)
+        with suppress(RuntimeError, ValueError, IndexError):
+            call.target(*args, **kwargs)
 
     def has_room(self, op: Op, call: Call) -> bool:
         """Return whether the inputs and results of `call` fit into the memory that is free on the device.
@@ -115,33 +130,27 @@ class Measurer:
         storage_bytes, results = check_results(op, call, returned, self.graph.storages, self.device)
         workspace_bytes = max(0, usage.peak_bytes - result_bytes(returned, args, kwargs, self.device))
         del returned
-        seconds = self._seconds(call, args, kwargs, first_seconds)
+        run = partial(call.target, *args, **kwargs)
         return Observation(
-            seconds=seconds, workspace_bytes=workspace_bytes, storage_bytes=storage_bytes, results=results
+            seconds=self._seconds(run, first_seconds),
+            dispatch_seconds=dispatch_seconds(run, self.device) if self.device.type == "cuda" else 0.0,
+            workspace_bytes=workspace_bytes,
+            storage_bytes=storage_bytes,
+            results=results,
         )
 
-    def _seconds(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], first_seconds: float) -> float:
+    def _seconds(self, run: Callable[[], object], first_seconds: float) -> float:
         """Return the median of several runs; of two, the shorter one. A long first run counts alone."""
         is_cuda = self.device.type == "cuda"
-        run = self._cuda_run if is_cuda else self._cpu_run
-        seconds = [run(call, args, kwargs)] if is_cuda else [first_seconds]
+        timed = (lambda: kernel_seconds(run, self.device)) if is_cuda else (lambda: self._cpu_run(run))
+        seconds = [timed()] if is_cuda else [first_seconds]
         while len(seconds) < self.most_runs and sum(seconds) < _MOST_SECONDS:
             if len(seconds) > 1 and min(seconds) * len(seconds) >= _ENOUGH_SECONDS:
                 break
-            seconds.append(run(call, args, kwargs))
+            seconds.append(timed())
         return statistics.median_low(seconds)
 
-    def _cpu_run(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    def _cpu_run(self, run: Callable[[], object]) -> float:
         started = self.clock()
-        call.target(*args, **kwargs)
+        run()
         return self.clock() - started
-
-    def _cuda_run(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.device(self.device):
-            begin.record()
-            for _ in range(_CUDA_LAUNCHES):
-                call.target(*args, **kwargs)
-            end.record()
-            end.synchronize()
-        return begin.elapsed_time(end) * 1e-3 / _CUDA_LAUNCHES

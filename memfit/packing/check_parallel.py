@@ -83,15 +83,15 @@ def _reachable(graph: Graph, layout: ParallelLayout) -> NDArray[np.bool_]:
         before[later, earlier] = True
     changed: defaultdict[int, set[int]] = defaultdict(set)  # storage -> earlier ops that wrote or mutated it
     used: defaultdict[int, set[int]] = defaultdict(set)  # storage -> earlier ops that read or mutated it
-    drawn: defaultdict[str, set[int]] = defaultdict(set)
+    sharing: defaultdict[str, set[int]] = defaultdict(set)
     for op in graph.ops:
         for storage in (*op.reads, *op.mutates):
             before[op.id, list(changed[storage])] = True
         for storage in op.mutates:
             before[op.id, list(used[storage])] = True
-        if op.random is not None:
-            before[op.id, list(drawn[op.random])] = True
-            drawn[op.random].add(op.id)
+        for shared in op.kept_in_order:
+            before[op.id, list(sharing[shared])] = True
+            sharing[shared].add(op.id)
         for other in np.flatnonzero(before[op.id]).tolist():
             before[op.id] |= before[other]
         for storage in (*op.reads, *op.mutates):

@@ -74,13 +74,13 @@ def pack_parallel(
 def predecessors_of(graph: Graph) -> tuple[tuple[int, ...], ...]:
     """Return for each op the ops that have to end before it begins.
 
-    They are the writers of what it reads, and the last op before it that draws from the same generator. An op that
+    They are the writers of what it reads, and the last op before it of the same generator or ranks. An op that
     mutates a storage follows all earlier ops that touch it, and is followed by all later ones.
     """
     needed: list[set[int]] = [set() for _ in graph.ops]
     last_change: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
-    last_draw: dict[str, int] = {}
+    last_of: dict[str, int] = {}
     for op in graph.ops:
         for storage in (*op.reads, *op.mutates):
             if storage in last_change:
@@ -91,10 +91,10 @@ def predecessors_of(graph: Graph) -> tuple[tuple[int, ...], ...]:
             readers.setdefault(storage, []).append(op.id)
         for storage in (*op.writes, *op.mutates):
             last_change[storage] = op.id
-        if op.random is not None:
-            if op.random in last_draw:
-                needed[op.id].add(last_draw[op.random])
-            last_draw[op.random] = op.id
+        for shared in op.kept_in_order:
+            if shared in last_of:
+                needed[op.id].add(last_of[shared])
+            last_of[shared] = op.id
     return tuple(tuple(sorted(ops - {number})) for number, ops in enumerate(needed))
 
 

@@ -106,12 +106,13 @@ def _spans(
 
 
 def _strips(run: Run, computed: NDArray[np.int64]) -> dict[str, list[tuple[float, float, float, float]]]:
-    """Return the stretches of recomputations and copies."""
+    """Return the stretches of recomputations, copies and collectives."""
     recomputations = sorted(position for positions in run.computations for position in positions[1:])
     chosen = {
         "recomputed": recomputations,
         "to host": np.flatnonzero(run.schedule.codes == Code.OFFLOAD).tolist(),
         "from host": np.flatnonzero(run.schedule.codes == Code.PREFETCH).tolist(),
+        "between ranks": [p for op in run.graph.ops if op.group is not None for p in run.computations[op.id]],
     }
     starts, ends = run.timeline.start_seconds, run.timeline.end_seconds
     strips: dict[str, list[tuple[float, float, float, float]]] = {}

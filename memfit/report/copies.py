@@ -26,7 +26,7 @@ def copies_section(plan: Plan, measured: Measured | None) -> str:
     if plan.offloaded_bytes == 0 or not plan.unplanned.seconds:
         return ""
     timeline = simulate(plan.graph, plan.schedule, plan.device)
-    sides = {"predicted": (simulated_transfers(timeline, plan.schedule), timeline.makespan_seconds)}
+    sides = {"predicted": (simulated_transfers(timeline, plan.graph, plan.schedule), timeline.makespan_seconds)}
     if measured is not None and measured.transfers is not None:
         sides["measured"] = (measured.transfers, measured.step_seconds)
     whole_seconds = max(seconds for _, seconds in sides.values())

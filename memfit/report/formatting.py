@@ -7,12 +7,14 @@ from memfit.graph import Graph
 _SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
-def seconds_text(seconds: float) -> str:
-    """Return a time in the unit that suits it.
+def seconds_text(seconds: float | None) -> str:
+    """Return a time in the unit that suits it; a dash for one that is not known.
 
     >>> seconds_text(1.136), seconds_text(0.0123), seconds_text(4e-7), seconds_text(0.0)
     ('1.136 s', '12.3 ms', '400 ns', '0 s')
     """
+    if seconds is None:
+        return "–"
     if seconds == 0:
         return "0 s"
     sign, size = ("-", -seconds) if seconds < 0 else ("", seconds)
@@ -22,12 +24,14 @@ def seconds_text(seconds: float) -> str:
     return f"{sign}{number:.{digits}f} {unit}"
 
 
-def change_text(ratio: float) -> str:
-    """Return a relative change, such as an overhead, with its sign.
+def change_text(ratio: float | None) -> str:
+    """Return a relative change, such as an overhead, with its sign; a dash for one that is not known.
 
     >>> change_text(0.1153), change_text(0.0), change_text(-0.002)
     ('+11.5%', '+0.0%', '-0.2%')
     """
+    if ratio is None:
+        return "–"
     return f"{ratio + 0.0:+.1%}" if abs(ratio) >= 0.0005 else "+0.0%"
 
 

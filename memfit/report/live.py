@@ -12,7 +12,7 @@ from memfit.device import Device
 from memfit.graph import Graph
 from memfit.report.formatting import printable
 from memfit.schedule import Code, Schedule
-from memfit.simulate import Timeline, simulate
+from memfit.simulate import Timeline, on_compute, simulate
 from memfit.simulate.live_ranges import LiveRange, LiveRanges, live_ranges
 
 
@@ -98,7 +98,7 @@ def play(graph: Graph, schedule: Schedule, device: Device) -> Run:
         timeline=timeline,
         stays=tuple(tuple(each) for each in stays),
         layers=_layers(graph, schedule, device, found),
-        clock_seconds=_clock_seconds(schedule, timeline),
+        clock_seconds=_clock_seconds(graph, schedule, timeline),
         computations=tuple(tuple(positions) for positions in computations),
     )
 
@@ -120,9 +120,8 @@ def _layers(graph: Graph, schedule: Schedule, device: Device, found: LiveRanges)
     return layers
 
 
-def _clock_seconds(schedule: Schedule, timeline: Timeline) -> NDArray[np.float64]:
-    on_compute = np.isin(schedule.codes, (Code.COMPUTE, Code.WAIT, Code.BOUNDARY))
-    ends = np.where(on_compute, timeline.end_seconds, 0.0)
+def _clock_seconds(graph: Graph, schedule: Schedule, timeline: Timeline) -> NDArray[np.float64]:
+    ends = np.where(on_compute(graph, schedule), timeline.end_seconds, 0.0)
     reached = np.concatenate(([0.0], np.maximum.accumulate(ends)))
     reached[-1] = timeline.makespan_seconds
     return reached

@@ -278,5 +278,7 @@ def _definitions(rows: Sequence[tuple[str, str]]) -> str:
     return '<dl class="words">' + "".join(f"<dt>{word}</dt><dd>{what}</dd>" for word, what in rows) + "</dl>"
 
 
-def _size(size_bytes: int) -> str:
+def _size(size_bytes: int | None) -> str:
+    if size_bytes is None:
+        return "–"
     return f'<span title="{size_bytes:,} bytes">{format_bytes(size_bytes)}</span>'

@@ -1,4 +1,4 @@
-"""A schedule as a trace for https://ui.perfetto.dev and chrome://tracing: three streams, two counters."""
+"""A schedule as a trace for https://ui.perfetto.dev and chrome://tracing: streams and two counters."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from memfit.schedule import Compute, CrossBoundary, Drop, DropHost, Instruction,
 from memfit.system.files import write_atomically
 
 _PROCESS = 1
-_COMPUTE, _TO_HOST, _TO_DEVICE = 1, 2, 3
-_STREAM_NAMES = {_COMPUTE: "compute", _TO_HOST: "to host", _TO_DEVICE: "to device"}
+_COMPUTE, _TO_HOST, _TO_DEVICE, _COMMUNICATION = 1, 2, 3, 4
+_STREAM_NAMES = {_COMPUTE: "compute", _TO_HOST: "to host", _TO_DEVICE: "to device", _COMMUNICATION: "communication"}
 _STREAM_OF: dict[type[Instruction], int] = {Offload: _TO_HOST, Prefetch: _TO_DEVICE}
 _VERBS: dict[type[Instruction], str] = {
     Drop: "drop",
@@ -36,9 +36,9 @@ def write_trace(plan: Plan, path: Path | str) -> None:
     """Write the plan's schedule, as the simulator times it, to `path` in Chrome's trace format, atomically.
 
     Open it in https://ui.perfetto.dev or chrome://tracing. Computations and waits are slices of the thread `compute`,
-    copies slices of the threads `to host` and `to device`, drops are instants; the counters are live bytes on the
-    device and on the host. Every slice has its instruction, its module and phase, and whether its op is recomputed.
-    A path that ends in `.gz` is compressed; Perfetto reads both.
+    copies of the threads `to host` and `to device`, collectives of `communication`, drops are instants; the counters
+    are live bytes on the device and on the host. Every slice has its instruction, its module and phase, and whether its
+    op is recomputed. A path that ends in `.gz` is compressed; Perfetto reads both.
 
     Args:
         plan: checked.
@@ -77,6 +77,7 @@ def _names(plan: Plan) -> list[Event]:
     threads = [
         {"ph": "M", "name": name, "pid": _PROCESS, "tid": stream, "args": args}
         for stream, title in _STREAM_NAMES.items()
+        if stream != _COMMUNICATION or plan.graph.has_collectives
         for name, args in (("thread_name", {"name": title}), ("thread_sort_index", {"sort_index": stream}))
     ]
     return [process, *threads]
@@ -104,13 +105,18 @@ def _event(run: Run, position: int, instruction: Instruction, start: int, end: i
         "name": name,
         "cat": _CATEGORY.get(type(instruction), type(instruction).__name__),
         "pid": _PROCESS,
-        "tid": _STREAM_OF.get(type(instruction), _COMPUTE),
+        "tid": _stream(run, instruction),
         "ts": start / 1000,
         "args": {"instruction": position, **details},
     }
     if isinstance(instruction, (Drop, DropHost, CrossBoundary)):
         return {**event, "ph": "i", "s": "t"}
     return {**event, "ph": "X", "dur": (end - start) / 1000}
+
+
+def _stream(run: Run, instruction: Instruction) -> int:
+    is_collective = isinstance(instruction, Compute) and run.graph.ops[instruction.op].group is not None
+    return _COMMUNICATION if is_collective else _STREAM_OF.get(type(instruction), _COMPUTE)
 
 
 def _counter(name: str, at: int, size_bytes: int) -> Event:

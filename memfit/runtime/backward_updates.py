@@ -68,7 +68,7 @@ def _updates(step: TrainingStep) -> dict[torch.Tensor, ParameterUpdate]:
     found: dict[torch.Tensor, ParameterUpdate] = {}
     for number, group in enumerate(step.optimizer.param_groups):
         for parameter in group["params"]:
-            found[parameter] = ParameterUpdate(step.optimizer, parameter, number, 0)
+            found[parameter] = ParameterUpdate(step.optimizer, [parameter], number, 0)
     return found
 
 

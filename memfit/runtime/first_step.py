@@ -1,4 +1,8 @@
-"""What a planned step took of its device, and the correction of its plan where that exceeds the budget."""
+"""The proof that a planned step keeps its budget: what its first steps take of the device, and corrections of its plan.
+
+A plan is proved when two steps in a row were within the budget. Until then a step counts with all that torch's
+allocator takes from the device, blocks without a storage included.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
+from memfit.errors import BudgetNotHeldError
 from memfit.plan import Plan
 from memfit.system.budget import format_bytes
-from memfit.system.recorder import empty_cache, record, watch
+from memfit.system.recorder import empty_cache, held_bytes, record, watch
+
+STEPS_IN_A_ROW = 2
+MOST_CORRECTIONS = 3
+"""Of one plan, until two steps in a row were within the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,26 +48,41 @@ class Correction:
         return f"{took}; later steps run a plan made for {format_bytes(self.aim_bytes)}"
 
 
-def measured_step(
-    run: Callable[[], torch.Tensor], device: torch.device, bytes_before: int, *, is_first: bool
-) -> tuple[torch.Tensor, int]:
-    """Run a step; return its loss and the bytes that it took of `device`.
-
-    On CUDA the bytes that the caching allocator held in a first step count, with the blocks that no storage fitted
-    into. Of a later step only what was allocated does, for the blocks may be those of an evaluation in between. With an
-    arena the whole arena counts.
+class Meter:
+    """Measures the steps of a planned step on its device.
 
     Args:
-        run: runs the step.
-        device: the device that the step runs on.
-        bytes_before: the bytes of the step that are on the device already: residents, and an arena.
-        is_first: whether the step is the first of its kind; memory that the allocator holds unused is returned before.
+        device: a CPU or CUDA device.
     """
-    if is_first:
-        empty_cache(device)
-    with record(device) if is_first else watch(device) as usage:
-        loss = run()
-    return loss, bytes_before + (usage.taken_bytes if is_first else usage.peak_bytes)
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._left_bytes: int | None = None  # what the allocator held after the last step that was to prove a plan
+
+    def run(self, run: Callable[[], torch.Tensor], bytes_before: int, *, is_proved: bool) -> tuple[torch.Tensor, int]:
+        """Run a step; return its loss and the bytes that it took of the device.
+
+        While its plan has to be proved, the bytes that CUDA's caching allocator holds count, with the blocks that no
+        storage fitted into. Those that other code has left unused since the last such step are returned before; those
+        of the last step stay, because a second step may take more than a first, whose blocks it splits. Of a later step
+        only what was allocated counts. With an arena the whole arena counts.
+
+        Args:
+            run: runs the step.
+            bytes_before: the bytes of the step that are on the device already: residents, an arena, and workspaces that
+                libraries keep.
+            is_proved: whether the plan was seen to keep its budget.
+        """
+        if is_proved:
+            with watch(self._device) as usage:
+                loss = run()
+            return loss, bytes_before + usage.peak_bytes
+        if self._left_bytes is None or held_bytes(self._device) > self._left_bytes:
+            empty_cache(self._device)
+        with record(self._device) as usage:
+            loss = run()
+        self._left_bytes = held_bytes(self._device)
+        return loss, bytes_before + usage.taken_bytes
 
 
 def needed_correction(plan: Plan, budget_bytes: int, measured_bytes: int) -> Correction | None:
@@ -80,4 +104,21 @@ def needed_correction(plan: Plan, budget_bytes: int, measured_bytes: int) -> Cor
         predicted_bytes=plan.predicted.peak_bytes,
         measured_bytes=measured_bytes,
         aim_bytes=max(1, budget_bytes - mispredicted_bytes),
+    )
+
+
+def not_held(measured_bytes: int, budget_bytes: int, why: str) -> BudgetNotHeldError:
+    """Return the error of a step that no plan keeps within its budget.
+
+    Args:
+        measured_bytes: that the step took.
+        budget_bytes: that it may take.
+        why: nothing can be done, as a clause.
+    """
+    over_bytes = measured_bytes - budget_bytes
+    return BudgetNotHeldError(
+        f"a step took {format_bytes(measured_bytes)}, {format_bytes(over_bytes)} ({over_bytes} bytes) more "
+        f"than its budget of {format_bytes(budget_bytes)}, and {why}; the step is complete, updates "
+        "included. Raise the budget by as much, or give budget_is='soft' to go on with a warning",
+        over_bytes=over_bytes,
     )

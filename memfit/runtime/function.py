@@ -8,7 +8,7 @@ from typing import Any
 
 from memfit.capture.function_step import FunctionStep
 from memfit.plan import Plan, Progress
-from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Settings, ignored
+from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM, Settings, ignored
 from memfit.runtime.measured import Measured
 from memfit.runtime.step import PlannedStep, fit_step
 from memfit.runtime.uncopied import Uncopied
@@ -30,6 +30,8 @@ def fit_function(
     verify: bool = False,
     host_budget: str | int = 0,
     host_dir: Path | str | None = None,
+    budget_is: str = FIRM,
+    hard: bool = False,
     on_stage: Callable[[str], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> PlannedFunction:
@@ -62,6 +64,8 @@ def fit_function(
         verify: compare planned and eager calls, and raise at the first leaf of the state that differs.
         host_budget: the bytes that storages may be offloaded to; see `memfit.fit`.
         host_dir: a directory on the disk that a CPU offloads to; see `memfit.fit`.
+        budget_is: `"firm"` or `"soft"`; see `memfit.fit`, also for the next argument.
+        hard: whether the process is capped at the budget while a call runs.
         on_stage: called with the name of each stage when it begins.
         progress: called by the planner while it searches.
 
@@ -83,6 +87,8 @@ def fit_function(
         seed=seed,
         host_budget_bytes=parse_host_budget(host_budget),
         host_dir=parse_host_dir(host_dir),
+        budget_is=budget_is,
+        hard=hard,
         stops_on_interrupt=True,
         on_stage=on_stage or ignored,
         progress=progress or ignored,

@@ -11,12 +11,16 @@ from typing import Any, Protocol
 import torch
 
 from memfit.capture import TrainingStep
+from memfit.cost.views import span_bytes
 from memfit.runtime.measured import Measured
+from memfit.runtime.saved_on_host import EagerRun
 from memfit.runtime.state import left_as_it_was
-from memfit.runtime.verify import RunsStep
+from memfit.runtime.verify import RunsStep, unplanned_bytes
 from memfit.simulate.overlap import Transfers
 from memfit.system.recorder import Usage, record, taken_bytes
 from memfit.torch_private import tree_flatten
+
+_NO_ROOM = "The device has no room for an eager step: times and peaks are not compared with it."
 
 
 class MeasurableStep(RunsStep, Protocol):
@@ -43,7 +47,8 @@ class MeasurableStep(RunsStep, Protocol):
 def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Measured:
     """Measure planned and eager steps on `batch`, interleaved; the state is put back at the end.
 
-    The first step of each is not counted: it creates the optimizer's state and fills caches.
+    The first step of each is not counted: it creates the optimizer's state and fills caches. Where the device has no
+    room for an eager step, only planned steps are measured, and the note says so.
 
     Args:
         planned: the planned step.
@@ -51,14 +56,19 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
         repeats: how many steps of each count; seconds are medians of them, peaks are maxima.
     """
     step, device = planned.step, planned.device
-    run: Callable[[Any], Any]
+    runs: dict[str, Callable[[Any], Any]] = {"eager": step.run_eager, "planned": planned}
     usages: dict[str, list[Usage]] = {"eager": [], "planned": []}
     peaks: dict[str, list[int]] = {"eager": [], "planned": []}  # without the bytes that are there before each step
     seconds: dict[str, list[float]] = {"eager": [], "planned": []}
     transfers: list[Transfers] = []
-    with left_as_it_was(step, planned.generators):
+    with left_as_it_was(step, planned.generators) as put_back:
+        eager = EagerRun(step.run_eager, device, unplanned_bytes(planned), put_back)
+        if device.type == "cuda" and not eager.is_saved_on_host:
+            eager(batch)  # shows whether there is room
+        if eager.is_saved_on_host:
+            del runs["eager"]
         for number in range(repeats + 1):
-            for name, run in (("eager", step.run_eager), ("planned", planned)):
+            for name, run in runs.items():
                 if step.optimizer is None:
                     for parameter in step.model.parameters():
                         parameter.grad = None
@@ -73,18 +83,19 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
                     seconds[name].append(elapsed)
                     transfers += [planned.transfers.since(began)] if name == "planned" else []
         resident = resident_bytes(planned, batch)  # while the optimizer's state is there
-    ratios = [mine / eager for mine, eager in zip(seconds["planned"], seconds["eager"], strict=True)]
+    ratios = [mine / eager for mine, eager in zip(seconds["planned"], seconds["eager"], strict=False)]
     reserved = [usage.reserved_bytes for usage in usages["planned"] if usage.reserved_bytes is not None]
     return Measured(
-        baseline_peak_bytes=resident + max(peaks["eager"]),
-        baseline_step_seconds=statistics.median(seconds["eager"]),
+        baseline_peak_bytes=resident + max(peaks["eager"]) if ratios else None,
+        baseline_step_seconds=statistics.median(seconds["eager"]) if ratios else None,
         peak_bytes=resident + max(peaks["planned"]),
         step_seconds=statistics.median(seconds["planned"]),
-        overhead=statistics.median(ratios) - 1.0,
+        overhead=statistics.median(ratios) - 1.0 if ratios else None,
         resident_bytes=resident,
         reserved_bytes=max(reserved, default=None),
         source=usages["planned"][0].source,
         transfers=_of_median(seconds["planned"], transfers),
+        note="" if ratios else _NO_ROOM,
     )
 
 
@@ -95,7 +106,7 @@ def _of_median(seconds: Sequence[float], transfers: Sequence[Transfers]) -> Tran
 
 
 def resident_bytes(planned: MeasurableStep, batch: Any) -> int:
-    """Return the bytes on the device before a step, each storage once.
+    """Return the bytes on the device before a step, each storage once, and of a batch's only what the batch uses.
 
     These are parameters, buffers, the optimizer's state, the batch, and the tensors that the loss closes over.
 
@@ -110,7 +121,7 @@ def resident_storages(planned: MeasurableStep, batch: Any) -> dict[int, int]:
     """Return the storages on the device before a step: data pointer -> bytes. The arguments are those of
     `resident_bytes`."""
     step, device = planned.step, planned.device
-    tensors = [*step.model.parameters(), *step.model.buffers(), *tree_flatten(batch)[0], *planned.constants]
+    tensors = [*step.model.parameters(), *step.model.buffers(), *planned.constants]
     if step.optimizer is not None:
         tensors += [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
         tensors += [value for state in step.optimizer.state.values() for value in state.values()]
@@ -119,7 +130,19 @@ def resident_storages(planned: MeasurableStep, batch: Any) -> dict[int, int]:
         if isinstance(tensor, torch.Tensor) and tensor.device.type == device.type:
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = taken_bytes(storage.nbytes(), device)
-    return storages
+    return _batch_storages(batch, device) | storages
+
+
+def _batch_storages(batch: Any, device: torch.device) -> dict[int, int]:
+    """As `resident_storages`; a slice of a larger tensor, the rest of which is not the step's, counts by itself."""
+    used: dict[int, list[tuple[int, int]]] = {}
+    for leaf in tree_flatten(batch)[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == device.type and leaf.layout is torch.strided:
+            used.setdefault(leaf.untyped_storage().data_ptr(), []).append(span_bytes(leaf))
+    return {
+        pointer: taken_bytes(max(end for _, end in spans) - min(start for start, _ in spans), device)
+        for pointer, spans in used.items()
+    }
 
 
 def measured_eager_peak(step: TrainingStep, device: torch.device) -> int:

@@ -20,9 +20,10 @@ class Measured:
     Attributes:
         peak_bytes: of the planned step, residents included.
         step_seconds: of the planned step; the median of several.
-        baseline_peak_bytes, baseline_step_seconds: the same of the step in eager PyTorch.
+        baseline_peak_bytes, baseline_step_seconds: the same of the step in eager PyTorch; None where the device has no
+            room for it.
         overhead: the median of the ratios of planned to baseline seconds, each of two steps one after the other, minus
-            one.
+            one; None without these.
         resident_bytes: parameters, buffers, optimizer state and batch.
         reserved_bytes: the most that the CUDA allocator held; None on a CPU.
         source: names the instrument that counted the bytes.
@@ -36,9 +37,9 @@ class Measured:
 
     peak_bytes: int
     step_seconds: float
-    baseline_peak_bytes: int
-    baseline_step_seconds: float
-    overhead: float
+    baseline_peak_bytes: int | None
+    baseline_step_seconds: float | None
+    overhead: float | None
     resident_bytes: int = 0
     reserved_bytes: int | None = None
     source: str = ""

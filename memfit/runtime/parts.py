@@ -23,10 +23,11 @@ from memfit.errors import (
 from memfit.plan import Bounds, Plan
 from memfit.planners.mirror import read_mirrors
 from memfit.planners.registry import MIRROR_OPTION
-from memfit.planning import Settings
+from memfit.planning import FIRM, Settings
 from memfit.runtime.arena.arena import Arena
 from memfit.runtime.backward_updates import run_updating, updates_in_backward
 from memfit.runtime.compile.backend import CompiledGraph, GraphSettings, PlannedGraph, settings_of
+from memfit.runtime.first_step import MOST_CORRECTIONS, STEPS_IN_A_ROW, not_held
 from memfit.runtime.graph_part import Part
 from memfit.runtime.ledger import Ledger, StepSeen
 from memfit.runtime.measure import measure_step, measured_eager_peak, resident_bytes, resident_storages
@@ -74,13 +75,18 @@ class PartlyPlannedStep(Uncopied):
         device: the device that the step runs on.
 
     Raises:
-        InvalidOptionError: a mirror mark names nothing in any of the graphs.
+        InvalidOptionError: a mirror mark names nothing in any of the graphs, or the budget is hard.
         InfeasibleBudgetError, TimeLimitError: even the leanest plans that were found take more than the budget.
         UnsupportedStepError: there is no graph to plan.
         CaptureError: PyTorch cannot compile the graphs.
     """
 
     def __init__(self, step: TrainingStep, settings: Settings, broken: GraphBreakError) -> None:
+        if settings.hard:
+            raise InvalidOptionError(
+                f"{broken.line}: the step depends on the value of a tensor, so that it runs as several graphs, and "
+                "hard=True caps only steps that are one graph; leave it out, or move that line out of the model"
+            )
         self.step = step
         self.line = broken.line
         self.device = step_device(step.model, step.batch)
@@ -88,6 +94,7 @@ class PartlyPlannedStep(Uncopied):
         self.settings = settings.within(parse_budget(settings.budget, eager_bytes))
         self._aim_bytes = int(self.settings.budget)  # less what steps took beyond what their plans say
         self._told_bytes = self._aim_bytes
+        self._kept = self._corrections = 0  # steps in a row that kept the budget; corrections since there were two
         self._batches: set[Hashable] = set()  # the signatures of those that ran
         arena = Arena(device=self.device, seed=settings.seed) if settings.arena else None
         self._ledger = ledger = Ledger(self.device, StepMemory(arena, None), settings.host_budget_bytes)
@@ -198,14 +205,15 @@ class PartlyPlannedStep(Uncopied):
 
         Raises:
             UnsupportedStepError: the call is inside torch.no_grad or torch.autocast.
+            BudgetNotHeldError: as for `PlannedStep`.
         """
         require_training_context("the step was called", self.step)
         with saying_what_is_left(self.step.model.parameters()):
             seen = self._run(batch)
         if seen.is_new:
             self._plan_new_way(seen.peak_bytes)
-        elif seen.peak_bytes is not None and seen.peak_bytes > self._told_bytes:
-            self._correct(seen.peak_bytes)
+        elif seen.peak_bytes is not None:
+            self._judge(seen.peak_bytes)
         return seen.loss
 
     def wait_for_searches(self, timeout_seconds: float | None = None) -> bool:
@@ -297,17 +305,38 @@ class PartlyPlannedStep(Uncopied):
                 format_bytes(peak_bytes),
                 format_bytes(budget_bytes),
             )
-        self._share()
+        self._share(peak_bytes)
 
-    def _share(self) -> None:
+    def _share(self, peak_bytes: int | None) -> None:
+        """Plan the graphs for the bytes that are aimed at, after a step that took so many."""
+        budget_bytes = int(self.settings.budget)
         try:
             self._ledger.share(self._aim_bytes, self.line)
         except NoPlanError as error:
+            if self.settings.budget_is == FIRM and peak_bytes is not None and peak_bytes > budget_bytes:
+                raise not_held(
+                    peak_bytes, budget_bytes, f"the graphs around {self.line} have no leaner plans"
+                ) from error
             _log.warning("memfit: from now on the plans may exceed the budget: %s", error)
 
-    def _correct(self, peak_bytes: int) -> None:
-        """Plan for less after a step that took more than the budget, and more than any before; warn of it."""
+    def _judge(self, peak_bytes: int) -> None:
+        """Correct the plans after a step that took more than the budget; if that is soft, more than any before."""
         budget_bytes = int(self.settings.budget)
+        if peak_bytes <= budget_bytes:
+            self._kept += 1
+            if self._kept == STEPS_IN_A_ROW:
+                self._corrections = 0
+            return
+        self._kept = 0
+        if self.settings.budget_is == FIRM and self._corrections >= MOST_CORRECTIONS:
+            raise not_held(peak_bytes, budget_bytes, f"so did {MOST_CORRECTIONS} steps before it, with other plans")
+        if self.settings.budget_is == FIRM or peak_bytes > self._told_bytes:
+            self._correct(peak_bytes)
+
+    def _correct(self, peak_bytes: int) -> None:
+        """Plan for less after a step that took more than the budget, and warn of it."""
+        budget_bytes = int(self.settings.budget)
+        self._corrections += 1
         self._told_bytes = peak_bytes
         self._aim_bytes -= peak_bytes - budget_bytes
         _log.warning(
@@ -317,7 +346,7 @@ class PartlyPlannedStep(Uncopied):
             format_bytes(budget_bytes),
             self.line,
         )
-        self._share()
+        self._share(peak_bytes)
 
     def _require_marks_used(self) -> None:
         for mark in read_mirrors(self.settings.options.get(MIRROR_OPTION, ())):
@@ -370,7 +399,7 @@ class _PartGraph(PlannedGraph):
 class _UnplannedPart:
     """A graph that runs as eager does."""
 
-    prepared = None
+    prepared = plan = None
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         self.function = module.forward

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,12 +20,13 @@ from memfit.torch_private import storage_key, tree_flatten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepState:
-    """Copies of everything that a step changes.
+    """Copies of everything that a step changes, in host memory: a GPU may have no room for them.
 
     Attributes:
         tensors: parameters and buffers, by name, and the leaves of a function's first state, which it may write to.
         gradients: `.grad` of each parameter, by the parameter's name.
         optimizer: the optimizer's state of each parameter, by the parameter's number in the optimizer's groups.
+        devices: where the tensors of `optimizer` were, by the same number and the state's name.
         scaler: the gradient scaler's state, if there is one.
         generators: the state of each device's default random generator, by device.
         handed: the state of each generator that the step's code hands to torch.
@@ -39,6 +40,7 @@ class StepState:
     generators: dict[str, torch.Tensor]
     handed: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
     groups: tuple[dict[str, Any], ...] = ()
+    devices: Mapping[tuple[int, str], torch.device] = field(default_factory=dict[tuple[int, str], torch.device])
 
     @staticmethod
     def take(step: TrainingStep, handed: Sequence[torch.Generator] = ()) -> StepState:
@@ -51,15 +53,21 @@ class StepState:
         states = step.optimizer.state if step.optimizer is not None else {}
         groups = step.optimizer.param_groups if step.optimizer is not None else []
         return StepState(
-            tensors={name: tensor.detach().clone() for name, tensor in _tensors(step).items()},
+            tensors={name: _on_host(tensor) for name, tensor in _tensors(step).items()},
             gradients={
-                name: None if parameter.grad is None else parameter.grad.detach().clone()
+                name: None if parameter.grad is None else _on_host(parameter.grad)
                 for name, parameter in step.model.named_parameters()
             },
             optimizer={
-                number: {key: _copied(value) for key, value in states[parameter].items()}
-                for number, parameter in enumerate(_optimized(step))
+                number: {key: _copied(value, "cpu") for key, value in states[parameter].items()}
+                for number, parameter in enumerate(optimized(step))
                 if parameter in states
+            },
+            devices={
+                (number, key): value.device
+                for number, parameter in enumerate(optimized(step))
+                for key, value in states.get(parameter, {}).items()
+                if isinstance(value, torch.Tensor)
             },
             scaler=copy.deepcopy(step.scaler.state_dict()) if step.scaler is not None else None,
             generators=all_states(),
@@ -72,12 +80,14 @@ class StepState:
         self.put_back_tensors(step)
         for name, parameter in step.model.named_parameters():
             gradient = self.gradients[name]
-            parameter.grad = None if gradient is None else gradient.clone()
+            parameter.grad = None if gradient is None else _on(gradient, parameter.device)
         if step.optimizer is not None:
             step.optimizer.state.clear()
-            optimized = _optimized(step)
+            parameters = optimized(step)
             for number, state in self.optimizer.items():
-                step.optimizer.state[optimized[number]] = {key: _copied(value) for key, value in state.items()}
+                step.optimizer.state[parameters[number]] = {
+                    key: _copied(value, self.devices.get((number, key))) for key, value in state.items()
+                }
             for group, before in zip(step.optimizer.param_groups, self.groups, strict=True):
                 _put_back_group(group, before)
         if step.scaler is not None and self.scaler is not None:
@@ -111,6 +121,9 @@ class StepState:
             for key in {**mine, **theirs}:
                 if key not in mine or key not in theirs or not same_value(mine[key], theirs[key]):
                     return f"optimizer state {key!r} of parameter {number}"
+        for (number, key), device in self.devices.items():
+            if other.devices[number, key] != device:
+                return f"the device of optimizer state {key!r} of parameter {number}"
         for number, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=False)):
             for key in sorted(mine.keys() | theirs.keys()):
                 if not same_value(mine.get(key), theirs.get(key)):
@@ -198,12 +211,25 @@ def _setting(value: Any) -> Any:
     return copied if same_value(copied, value) else value
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+def _copied(value: Any, device: torch.device | str | None = None) -> Any:
+    """Return a copy; a tensor's is on `device`, or where the tensor is."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    return value.detach().clone() if device is None else _on(value, torch.device(device))
 
 
-def _optimized(step: TrainingStep) -> list[torch.Tensor]:
-    """The optimizer's parameters in the order of its groups, which number its states."""
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return _on(tensor, torch.device("cpu"))
+
+
+def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy on a device; of what is there already a clone, which every kind of tensor has."""
+    tensor = tensor.detach()
+    return tensor.clone() if tensor.device == device else tensor.to(device)
+
+
+def optimized(step: TrainingStep) -> list[torch.Tensor]:
+    """Return the optimizer's parameters in the order of its groups, which number its states."""
     return [p for group in step.optimizer.param_groups for p in group["params"]] if step.optimizer is not None else []
 
 

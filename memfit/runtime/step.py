@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from memfit.binding import Origin
 from memfit.capture import Captured, TrainingStep, with_real_results
 from memfit.capture.compare import Comparisons
+from memfit.capture.data_parallel import data_parallel
+from memfit.capture.guards import Difference
 from memfit.capture.later_sizes import CapturedSizes
 from memfit.capture.placement import step_device
 from memfit.capture.step_check import check_step, require_training_context
@@ -27,15 +30,27 @@ from memfit.errors import (
     InvalidDeviceError,
     InvalidOptionError,
     TimeLimitError,
+    UnsupportedStepError,
 )
 from memfit.near_plans import PROVISIONAL
 from memfit.plan import Plan, Progress
-from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Settings, ignored
+from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM, Settings, ignored
 from memfit.runtime.arena.arena import Arena
 from memfit.runtime.chunked import make_function_program
+from memfit.runtime.compile.backend import EAGER, INDUCTOR, read_kernels
+from memfit.runtime.distributed.ranks import ranks_of
 from memfit.runtime.eager_peak import with_eager_peak
-from memfit.runtime.first_step import Correction, measured_step, needed_correction
+from memfit.runtime.first_step import (
+    MOST_CORRECTIONS,
+    STEPS_IN_A_ROW,
+    Correction,
+    Meter,
+    needed_correction,
+    not_held,
+)
+from memfit.runtime.hard_cap import capped, require_cap
 from memfit.runtime.host.store import HostStore
+from memfit.runtime.inductor_step import InductorStep, refuse_with_inductor
 from memfit.runtime.measure import measure_step, resident_bytes
 from memfit.runtime.measured import Measured
 from memfit.runtime.near_sizes import NearSizes
@@ -55,6 +70,7 @@ from memfit.system.spill_file import parse_host_dir
 from memfit.torch_private import tree_flatten, tree_unflatten
 
 _log = logging.getLogger(__name__)
+_MOST_PROVING_STEPS = (MOST_CORRECTIONS + 1) * (STEPS_IN_A_ROW + 1)  # of each plan; a first one may make state
 
 
 def fit(
@@ -77,9 +93,13 @@ def fit(
     arena: bool = False,
     carry_over: bool = True,
     search_behind: bool = True,
+    budget_is: str = FIRM,
+    hard: bool = False,
+    process_group: torch.distributed.ProcessGroup | None = None,
+    kernels: str = EAGER,
     on_stage: Callable[[str], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
-) -> PlannedStep | PartlyPlannedStep:
+) -> PlannedStep | PartlyPlannedStep | InductorStep:
     """Plan a training step within `budget` and return it, ready to be called with batches.
 
         >>> import torch, memfit
@@ -120,6 +140,15 @@ def fit(
         carry_over: plan a batch of another size from the plans of the sizes that were there before, where one fits;
             False searches a plan for each size. Only for planners that search.
         search_behind: search such plans further on a thread while steps run, and run what is found.
+        budget_is: `"firm"`: a step that took more than the budget is an error where three corrections of its plan have
+            not helped, or no plan fits what it took; `"soft"`: it is a warning.
+        hard: on a GPU, cap the process at the budget while a step runs, so that an allocation beyond it fails. `fit`
+            then runs steps until two in a row keep the budget, and puts everything back. Not with an arena.
+        process_group: the ranks that train the model together, each on its own batches: gradients are averaged as
+            DistributedDataParallel does. All ranks call `fit` and the step at the same time. A model that is wrapped in
+            DistributedDataParallel brings its group along.
+        kernels: `"eager"`: those that eager calls, to the bit; `"inductor"`: generated, as `torch.compile` does, for
+            forward, loss and backward. Such a step is compiled and planned when it is first called.
         on_stage: called with the name of each stage when it begins.
         progress: called by the planner while it searches.
 
@@ -131,6 +160,8 @@ def fit(
             user's line.
         VerificationError: the planned step's bits differ from eager's; the message names the first differing tensor.
         HostMemoryError: the host, or the disk, has no room for what the plan offloads; or a copy failed during a step.
+        BudgetNotHeldError: a step took more than a firm budget, and no other plan helps; raised after the step.
+        RankError: another rank failed, or has another model, batch or setting.
         ArenaUnavailableError: there can be no arena on this machine, for example without a C++ compiler.
         MemfitError: any other bad input; each message says what to do.
 
@@ -150,12 +181,20 @@ def fit(
         arena=arena,
         carry_over=carry_over,
         search_behind=search_behind,
+        budget_is=budget_is,
+        hard=hard,
         stops_on_interrupt=True,
         on_stage=on_stage or ignored,
         progress=progress or ignored,
     )
-    step = TrainingStep(model=model, loss=loss, batch=batch, optimizer=optimizer, clip_norm=clip_norm, scaler=scaler)
+    bare, across = data_parallel(model, process_group)
+    step = TrainingStep(
+        model=bare, loss=loss, batch=batch, optimizer=optimizer, clip_norm=clip_norm, scaler=scaler, across=across
+    )
     check_step(step, "memfit.fit")
+    if read_kernels(kernels, settings) == INDUCTOR:
+        refuse_with_inductor(settings, plan=plan, verify=verify, process_group=across is not None)
+        return InductorStep(step, settings)
     return fit_step(step, settings, plan=plan, verify=verify)
 
 
@@ -180,10 +219,15 @@ def fit_step(
     except GraphBreakError as broken:
         if given is not None or not step.has_backward:
             raise
+        if step.across is not None:
+            raise UnsupportedStepError(f"{broken}; but the graphs around it are not planned across ranks") from broken
         planned = PartlyPlannedStep(step, settings, broken)
     if verify:
         settings.on_stage("verifying against eager")
         planned.verify()
+    if settings.hard and isinstance(planned, PlannedStep):
+        settings.on_stage("running steps until two in a row keep the budget")
+        planned.prove()
     return planned
 
 
@@ -193,10 +237,11 @@ class PlannedStep(Uncopied):
     A batch of another shape has a program of its own within the same budget, and so has each change of what the step
     took from Python at capture: a model switched between training and evaluation, gradients that are there already, a
     number that the loss reads. Guards find such a change before each step. The program is made at the first such call,
-    and kept for later ones. On a CPU each step is measured; elsewhere the first of each plan, and the first with the
-    optimizer's state. If a step takes more than the budget, a warning says so, and its plan is replaced by one for a
-    budget that is smaller by the error of the prediction. Without an optimizer, a budget in percent is a share of the
-    unplanned peak of a step that finds no gradients for such steps, and of one that adds to gradients for those.
+    and kept for later ones. Steps are measured until two in a row keep the budget, without the optimizer's state and
+    with it; those after them as far as it costs microseconds. If one takes more than the budget, a warning says so, and
+    its plan is replaced by one for a budget that is smaller by the error of the prediction, at most three times.
+    Without an optimizer, a budget in percent is a share of the unplanned peak of a step that finds no gradients for
+    such steps, and of one that adds to gradients for those.
 
     Attributes:
         step: the TrainingStep that it carries out.
@@ -207,8 +252,10 @@ class PlannedStep(Uncopied):
 
     def __init__(self, step: TrainingStep, settings: Settings, plan: Plan | None = None) -> None:
         self.step = step
-        self.settings = settings
+        self._ranks = ranks_of(step)
+        settings = self.settings = self._ranks.start(step, settings)
         self.device = step_device(step.model, step.batch)
+        require_cap(settings, self.device)
         self.corrections: list[Correction] = []
         arena = Arena(device=self.device, seed=settings.seed) if settings.arena else None
         self._memory = StepMemory(arena, step.optimizer)
@@ -218,14 +265,16 @@ class PlannedStep(Uncopied):
         self._sizes = NearSizes()
         self._comparisons = Comparisons()
         self._resident_bytes: dict[tuple[Hashable, int], int] = {}  # before a step, by the memory's key of its call
-        self._told_bytes: dict[Hashable, int] = {}  # by variant: what steps took that no plan could prevent
+        self._kept: dict[tuple[Hashable, int], int] = {}  # likewise: how many steps in a row kept the budget
+        self._meter = Meter(self.device)
+        self._is_capped = settings.hard
         self._capture_seconds = 0.0
         self._first_settings = settings
         self._first_adds: bool | None = None
         self._latest: StepProgram | None = None
         first = self._make_program(step.batch, plan)
         self._first_adds = _adds_to_gradients(first.prepared.captured)
-        variant, _ = self._variants.add(batch_signature(step.batch), first)
+        variant, _ = self._variants.add(self._signature(step.batch), first)
         self._latest = first
         # From here on the budget is in bytes: a share of another batch's peak would be another budget.
         self.settings = settings.within(first.plan.budget_bytes)
@@ -292,28 +341,57 @@ class PlannedStep(Uncopied):
             UnsupportedStepError: the call is inside torch.no_grad or torch.autocast, or a changed step cannot be
                 captured.
         """
-        if batch is None and self.step.batch is not None:
-            raise InvalidOptionError(
-                "the step was called with None, expected a batch like the one that it was made with"
-            )
         variant = self._variant(batch)
         self._take_better(variant)
         self._latest = variant.program
         key = self._memory.key(variant.key)
-        is_first = key not in self._resident_bytes
-        if not is_first and not records_at_once(self.device):
-            return self._run(variant, batch)
-        if is_first:  # counted before the call: a first step makes the optimizer's state, which the recorder counts
+        is_proved = self._kept.get(key, 0) >= STEPS_IN_A_ROW
+        is_measured = not is_proved or self._is_capped or records_at_once(self.device)
+        if key not in self._resident_bytes:  # before the call, which may make state that the recorder counts
             self._resident_bytes[key] = resident_bytes(self, batch) + self._gradient_bytes(variant)
-        bytes_before = self._resident_bytes[key] + self.held_bytes
-        run = partial(self._run, variant, batch)
-        loss, measured_bytes = measured_step(run, self.device, bytes_before, is_first=is_first)
+        loss, measured_bytes = (
+            self._measured(variant, batch, self._resident_bytes[key], is_proved=is_proved)
+            if is_measured
+            else (self._run(variant, batch), 0)
+        )
+        measured_bytes = self._ranks.most_bytes(measured_bytes)
         correction = needed_correction(variant.program.plan, variant.budget_bytes, measured_bytes)
-        if correction is not None and measured_bytes > self._told_bytes.get(variant.key, 0):
-            self._correct(variant, correction)
-        elif not self._memory.is_settled:
+        if correction is not None:
+            self._kept.pop(key, None)
+            if self.settings.budget_is == FIRM or measured_bytes > variant.told_bytes:
+                self._correct(variant, correction)
+        elif is_measured and not self._memory.is_settled:
             del self._resident_bytes[key]
+        elif not is_proved:
+            self._kept[key] = self._kept.get(key, 0) + 1
+            if self._kept[key] == STEPS_IN_A_ROW:
+                variant.corrections, variant.given_up = 0, ""
         return loss
+
+    def _measured(self, variant: Variant, batch: Any, residents: int, *, is_proved: bool) -> tuple[Any, int]:
+        """Run a step; return what it returns, and the bytes that it took, with `residents` bytes before it."""
+        bytes_before = residents + self.held_bytes + variant.program.library_bytes
+        cap = capped(self.device, variant.budget_bytes, bytes_before) if self._is_capped else nullcontext()
+        with cap:
+            return self._meter.run(partial(self._run, variant, batch), bytes_before, is_proved=is_proved)
+
+    def prove(self) -> None:
+        """Run steps on the step's own batch until two in a row keep the budget; they leave no trace.
+
+        Raises:
+            BudgetNotHeldError: no plan keeps it.
+        """
+        capped_before, self._is_capped = self._is_capped, False
+        try:
+            with left_as_it_was(self.step, self.generators):
+                for _ in range(_MOST_PROVING_STEPS):
+                    if self.step.optimizer is None:
+                        self.step.model.zero_grad(set_to_none=True)
+                    self(self.step.batch)
+                    if STEPS_IN_A_ROW in self._kept.values():
+                        return
+        finally:
+            self._is_capped = capped_before
 
     def verify(self, batch: Any = None) -> None:
         """Run one eager and one planned step from the same state; both leave no trace.
@@ -322,6 +400,16 @@ class PlannedStep(Uncopied):
             VerificationError: a loss, gradient, parameter, buffer, optimizer state or generator differs in its bits.
         """
         require_same(self, self.step.batch if batch is None else batch)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a block in which calls add to this rank's gradients only: the first ones of an accumulation.
+
+        Raises:
+            InvalidOptionError: the step runs on one rank, or updates the parameters in each call.
+        """
+        if self.step.across is None or self.step.optimizer is not None:
+            raise InvalidOptionError("no_sync is for steps with a process_group and without an optimizer")
+        return self.step.across.no_sync()
 
     def measure(self, batch: Any = None, *, repeats: int = 3) -> Measured:
         """Measure peak bytes and seconds of planned and eager steps, interleaved; both leave no trace."""
@@ -363,19 +451,30 @@ class PlannedStep(Uncopied):
 
     def _variant(self, batch: Any) -> Variant:
         """Return the variant whose guards hold; capture and plan one if there is none."""
-        signature = batch_signature(batch)
-        variant, difference = self._variants.find(signature, batch)
-        if variant is not None:
+        variant: Variant | None = None
+        difference: Difference | None = None
+
+        def find() -> int | None:
+            nonlocal variant, difference
+            if batch is None and self.step.batch is not None:
+                raise InvalidOptionError(
+                    "the step was called with None, expected a batch like the one that it was made with"
+                )
+            variant, difference = self._variants.find(self._signature(batch), batch)
+            if variant is None:
+                require_training_context("the step was called", self.step)
+            return None if variant is None else variant.number
+
+        if self._ranks.found(find, batch):
+            assert variant is not None
             return variant
-        require_training_context("the step was called", self.step)
         if difference is not None:
             self._variants.notify(difference)
         with self._sizes.paused():
             program = self._make_program(batch)
-        variant, dropped = self._variants.add(signature, program)
+        variant, dropped = self._variants.add(self._signature(batch), program)
         for old in dropped:
             self._forget(old)
-            self._told_bytes.pop(old.key, None)
             self._sizes.forget(old.key)
         self._sizes.add(variant.key, variant.program.prepared, self.settings)
         return variant
@@ -401,6 +500,7 @@ class PlannedStep(Uncopied):
         """Drop what is known of the memory of a variant's steps."""
         self._memory.forget(variant.key)
         self._resident_bytes = {key: held for key, held in self._resident_bytes.items() if key[0] != variant.key}
+        self._kept = {key: count for key, count in self._kept.items() if key[0] != variant.key}
 
     def _compare(self, batch: Any, program: StepProgram, stream: Stream | None) -> None:
         """Compare what was captured with eager's calls, within what the budget leaves beside the residents."""
@@ -408,7 +508,15 @@ class PlannedStep(Uncopied):
         limit_bytes = program.plan.budget_bytes - resident_bytes(self, batch) - self.held_bytes
         self._comparisons.require_as_eager(self.step, batch, stream, limit_bytes=max(0, limit_bytes))
 
+    def _signature(self, batch: Any) -> Hashable:
+        return batch_signature(batch), self._ranks.key()
+
     def _make_program(self, batch: Any, plan: Plan | None = None) -> StepProgram:
+        program = self._ranks.together("preparing the step", lambda: self._made_program(batch, plan))
+        self._ranks.require_same_plan(program.plan)
+        return program
+
+    def _made_program(self, batch: Any, plan: Plan | None) -> StepProgram:
         streams: list[Stream | None] = []
 
         def make(corrections: Corrections) -> StepProgram:
@@ -426,7 +534,7 @@ class PlannedStep(Uncopied):
                 self._capture_seconds += time.perf_counter() - started
             if not self.step.has_backward:
                 return make_function_program(self.step, captured, settings, plan, self._store)
-            planning = ANEW if plan is not None else self._sizes.planning(captured, settings)
+            planning = self._ranks.planning(ANEW if plan is not None else self._sizes.planning(captured, settings))
             return make_step_program(self.step, captured, settings, plan, self._store, planning)
 
         program = with_real_results(make)
@@ -441,6 +549,7 @@ class PlannedStep(Uncopied):
     def _run(self, variant: Variant, batch: Any) -> Any:
         parameters = variant.guards.parameters
         with saying_what_is_left(parameters.values()), self._memory.call(variant.key):
+            self._ranks.before_step()
             outputs = variant.program.run(batch)
         if not self.step.has_backward:
             return tree_unflatten(list(outputs.values()), tree_flatten(batch[0])[1])
@@ -453,21 +562,32 @@ class PlannedStep(Uncopied):
     def _correct(self, variant: Variant, correction: Correction) -> None:
         """Replace a variant's program by one that allows for what its plan mispredicted, if there is one."""
         assert correction.aim_bytes is not None
+        if variant.corrections >= MOST_CORRECTIONS:
+            return self._give_up(variant, correction, variant.given_up or f"so did {MOST_CORRECTIONS} plans before it")
         settings = self.settings.within(correction.aim_bytes)
         try:
             # The same capture: the step has left gradients by now, and a new capture would add to them.
             captured = variant.program.prepared.captured
             is_own = variant.program.plan.planner not in PROVISIONAL
-            planning = ANEW if is_own else self._sizes.planning(captured, settings)
-            corrected = make_step_program(self.step, captured, settings, store=self._store, planning=planning)
+            planning = self._ranks.planning(ANEW if is_own else self._sizes.planning(captured, settings))
+            make = partial(make_step_program, self.step, captured, settings, store=self._store, planning=planning)
+            corrected = self._ranks.together("correcting the plan", make)
         except (InfeasibleBudgetError, TimeLimitError) as error:
-            self.corrections.append(replace(correction, aim_bytes=None))
-            self._told_bytes[variant.key] = correction.measured_bytes
-            _log.warning("%s: %s", self.corrections[-1], error)
-            return
+            return self._give_up(variant, correction, str(error).partition(";")[0])
+        variant.corrections += 1
         self.corrections.append(correction)
         _log.warning("%s", correction)
-        self._replace(variant, corrected)
+        return self._replace(variant, corrected)
+
+    def _give_up(self, variant: Variant, correction: Correction, why: str) -> None:
+        """Say that a step takes more than the budget, whatever its plan: as an error if the budget is firm."""
+        variant.corrections, variant.given_up = MOST_CORRECTIONS, why
+        if correction.measured_bytes > variant.told_bytes:
+            self.corrections.append(replace(correction, aim_bytes=None))
+            variant.told_bytes = correction.measured_bytes
+        if self.settings.budget_is == FIRM:
+            raise not_held(correction.measured_bytes, correction.budget_bytes, why)
+        _log.warning("%s: %s", self.corrections[-1], why)
 
     def _replace(self, variant: Variant, program: StepProgram) -> None:
         """Give a variant another program, whose steps may take other memory."""

@@ -12,6 +12,7 @@ import torch
 from memfit.binding import Origin, Resident, Value
 from memfit.capture import Captured, Guards, TrainingStep
 from memfit.cost.views import at_offset_zero
+from memfit.cost.warming import warm
 from memfit.plan import Plan
 from memfit.planning import Settings
 from memfit.runtime.host.store import HostStore
@@ -33,10 +34,12 @@ class StepProgram:
     Attributes:
         prepared: the captured step, its plan and the compiled program.
         fetchers: for each argument of the program, the function that finds its tensor.
+        library_bytes: that libraries keep on a GPU for the program's ops, from step to step.
     """
 
     prepared: Prepared
     fetchers: tuple[Fetch, ...]
+    library_bytes: int = 0
 
     @property
     def plan(self) -> Plan:
@@ -98,12 +101,14 @@ def make_step_program(
         PlanMismatchError: `plan` is for another graph, or another torch.
     """
     outputs: list[Value] = list(captured.binding.outputs.values())
-    outside = bytes_of_others(step, captured)
+    library_bytes = warm(captured.graph, captured.binding) if captured.binding.device.type == "cuda" else 0
+    outside = bytes_of_others(step, captured) + library_bytes
     prepared = prepare(
         captured, settings, outputs=[outputs], plan=plan, bytes_outside=outside, store=store, planning=planning
     )
     (half,) = prepared.program.halves
-    return StepProgram(prepared=prepared, fetchers=fetchers(step.model, captured, half.takes))
+    found = fetchers(step.model, captured, half.takes)
+    return StepProgram(prepared=prepared, fetchers=found, library_bytes=library_bytes)
 
 
 def bytes_of_others(step: TrainingStep, captured: Captured) -> int:

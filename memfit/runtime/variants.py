@@ -27,12 +27,18 @@ class Variant:
         program: replaced where its plan took more than its budget.
         number: counts the variants of its step, in the order in which they were made.
         budget_bytes: what the user allows; a program that replaces the first one has a smaller budget of its own.
+        corrections: of its plan, since steps were last seen to keep the budget.
+        given_up: why nothing more can be done against a step that took too much; empty if something can.
+        told_bytes: the most that a step took that no plan could prevent, as far as was said.
     """
 
     key: Hashable
     program: StepProgram
     number: int
     budget_bytes: int
+    corrections: int = 0
+    given_up: str = ""
+    told_bytes: int = 0
 
     @property
     def ops(self) -> int:

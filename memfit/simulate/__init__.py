@@ -1,5 +1,5 @@
-"""The one simulator: exact bytes at every instruction of a schedule, and its time on three serial streams."""
+"""The one simulator: exact bytes at every instruction of a schedule, and its time on serial streams."""
 
-from memfit.simulate.simulator import Timeline, arrays_of, simulate
+from memfit.simulate.simulator import Timeline, arrays_of, on_compute, simulate
 
-__all__ = ["Timeline", "arrays_of", "simulate"]
+__all__ = ["Timeline", "arrays_of", "on_compute", "simulate"]

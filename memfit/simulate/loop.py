@@ -36,14 +36,15 @@ _MOST_BYTES_OUTSIDE = 1 << 60  # sums of bytes stay below what int64 holds
 class GraphArrays(NamedTuple):
     """A graph as numpy arrays, for compiled code. `xs[x_starts[i]:x_starts[i + 1]]` are the xs of op or boundary i.
 
-    `device_bytes` are aligned, `host_bytes` exact; unknown workspace is 0; `reads` include what is only mutated;
-    `reuses` are (read, written) pairs end to end.
+    `collective` ops run between ranks. `device_bytes` are aligned, `host_bytes` exact; unknown workspace is 0; `reads`
+    include what is only mutated; `reuses` are (read, written) pairs end to end.
     """
 
     device_bytes: NDArray[np.int64]
     host_bytes: NDArray[np.int64]
     resident: NDArray[np.uint8]
     seconds: NDArray[np.float64]
+    collective: NDArray[np.uint8]
     workspace_bytes: NDArray[np.int64]
     read_starts: NDArray[np.uint32]
     reads: NDArray[np.uint32]
@@ -104,6 +105,7 @@ class Seconds(NamedTuple):
     compute: float
     to_host: float
     to_device: float
+    communication: float
     stall: float
     makespan: float
 
@@ -326,21 +328,52 @@ def _work(copies: Copies, link: Link, seconds: float) -> None:
 
 
 @_compiled
+def _pass_until(copies: Copies, link: Link, until: float) -> None:
+    """Let time pass while compute waits."""
+    while min(copies.ends[0], copies.ends[1]) <= until:
+        _end_next(copies, link)
+    copies.clock[_NOW] = max(copies.clock[_NOW], until)
+
+
+@_compiled
 def _trace_compute(
     codes: NDArray[np.int8],
     operands: NDArray[np.int32],
-    op_seconds: NDArray[np.float64],
+    graph: GraphArrays,
     start_seconds: NDArray[np.float64],
     end_seconds: NDArray[np.float64],
 ) -> Seconds:
     """Fill in when each instruction of a schedule without copies starts and ends."""
-    now = 0.0
+    now, stall, sent, sending = 0.0, 0.0, 0.0, 0.0
+    op_seconds, collective = graph.seconds, graph.collective
+    read_starts, reads, write_starts, writes = graph.read_starts, graph.reads, graph.write_starts, graph.writes
+    departure_starts, departures = graph.departure_starts, graph.departures
+    sent_at = np.zeros(len(graph.resident))  # when the last collective of each storage ends
     for position in range(len(codes)):
-        start_seconds[position] = now
-        if codes[position] == _COMPUTE:
-            now += op_seconds[operands[position]]
-        end_seconds[position] = now
-    return Seconds(_NONE, now, 0.0, 0.0, 0.0, now)
+        code, operand, ready = codes[position], operands[position], now
+        if code == _COMPUTE and collective[operand]:
+            start_seconds[position] = max(now, sent)
+            sent = start_seconds[position] + op_seconds[operand]
+            sending += op_seconds[operand]
+            for k in range(read_starts[operand], read_starts[operand + 1]):
+                sent_at[reads[k]] = sent
+            for k in range(write_starts[operand], write_starts[operand + 1]):
+                sent_at[writes[k]] = sent
+            end_seconds[position] = sent
+            continue
+        if code == _COMPUTE:
+            for k in range(read_starts[operand], read_starts[operand + 1] if sent > now else 0):
+                ready = max(ready, sent_at[reads[k]])
+            start_seconds[position] = ready
+            end_seconds[position] = ready + op_seconds[operand]
+        else:
+            if code == _BOUNDARY:
+                for k in range(departure_starts[operand], departure_starts[operand + 1]):
+                    ready = max(ready, sent_at[departures[k]])
+            start_seconds[position], end_seconds[position] = now, ready
+        stall += ready - now
+        now = end_seconds[position]
+    return Seconds(_NONE, now - stall, 0.0, 0.0, sending, stall, max(now, sent))
 
 
 @_compiled
@@ -355,8 +388,10 @@ def _trace_seconds(
     """Fill in when each instruction starts and ends; `codes` have passed `_trace_memory`; a rate of 0 is no link."""
     copies = _no_copies(codes, start_seconds, end_seconds)
     if copies.positions.shape[1] == 0:
-        return _trace_compute(codes, operands, graph.seconds, start_seconds, end_seconds)
+        return _trace_compute(codes, operands, graph, start_seconds, end_seconds)
     op_seconds, read_starts, reads = graph.seconds, graph.read_starts, graph.reads
+    collective, write_starts, writes = graph.collective, graph.write_starts, graph.writes
+    sent_at, sent, sending = np.zeros(len(graph.resident)), 0.0, 0.0  # as in `_trace_compute`
     departure_starts, departures = graph.departure_starts, graph.departures
     # Positions of the last copies of each storage. None is cleared: a copy that has ended is not waited for.
     offloads, prefetches = np.full(len(graph.host_bytes), _NONE), np.full(len(graph.host_bytes), _NONE)
@@ -367,6 +402,20 @@ def _trace_seconds(
         if code == _COMPUTE:
             for k in range(read_starts[operand], read_starts[operand + 1] if _active(copies, 1) else 0):
                 _await_copy(copies, link, prefetches[reads[k]])
+        if code == _COMPUTE and collective[operand]:
+            stall += clock[_NOW] - arrived
+            start_seconds[position] = max(clock[_NOW], sent)
+            sent = start_seconds[position] + op_seconds[operand]
+            sending += op_seconds[operand]
+            for k in range(read_starts[operand], read_starts[operand + 1]):
+                sent_at[reads[k]] = sent
+            for k in range(write_starts[operand], write_starts[operand + 1]):
+                sent_at[writes[k]] = sent
+            end_seconds[position] = sent
+            continue
+        if code == _COMPUTE:
+            for k in range(read_starts[operand], read_starts[operand + 1] if sent > clock[_NOW] else 0):
+                _pass_until(copies, link, sent_at[reads[k]])
             start_seconds[position] = clock[_NOW]
             _work(copies, link, op_seconds[operand])
             compute += clock[_NOW] - start_seconds[position]
@@ -374,7 +423,7 @@ def _trace_seconds(
         elif code in (_OFFLOAD, _PREFETCH):
             direction = 0 if code == _OFFLOAD else 1
             if link.rates[direction] <= 0:
-                return Seconds(position, 0.0, 0.0, 0.0, 0.0, 0.0)
+                return Seconds(position, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
             _begin_copy(copies, link, direction, position, graph.host_bytes[operand])
             if code == _OFFLOAD:
                 offloads[operand] = position
@@ -387,12 +436,13 @@ def _trace_seconds(
             elif code == _BOUNDARY:
                 for k in range(departure_starts[operand], departure_starts[operand + 1]):
                     _await_copy(copies, link, prefetches[departures[k]])
+                    _pass_until(copies, link, sent_at[departures[k]])
             start_seconds[position] = arrived
             stall += clock[_NOW] - arrived
         end_seconds[position] = clock[_NOW]
     while _active(copies, 0) or _active(copies, 1):
         _end_next(copies, link)
-    return Seconds(_NONE, compute, copies.busy[0], copies.busy[1], stall, clock[_NOW])
+    return Seconds(_NONE, compute, copies.busy[0], copies.busy[1], sending, stall, max(clock[_NOW], sent))
 
 
 @_compiled
@@ -416,5 +466,5 @@ def trace(
     """
     memory = _trace_memory(codes, operands, extras, graph, in_bytes[0], in_bytes[1])
     if memory.failed_at != _NONE:
-        return memory, Seconds(_NONE, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return memory, Seconds(_NONE, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     return memory, _trace_seconds(codes, operands, graph, link, in_seconds[0], in_seconds[1])

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memfit.graph import Graph
 from memfit.schedule import Code, Schedule
-from memfit.simulate.simulator import Timeline
+from memfit.simulate.simulator import Timeline, on_compute
 
 Span = tuple[float, float]
 
@@ -46,11 +47,12 @@ class Transfers:
         return sum(end - start for start, end in copying) - _common_seconds(copying, _union(self.stalls))
 
 
-def simulated_transfers(timeline: Timeline, schedule: Schedule) -> Transfers:
+def simulated_transfers(timeline: Timeline, graph: Graph, schedule: Schedule) -> Transfers:
     """Return the copies and stalls of a simulated schedule.
 
     Args:
         timeline: of the schedule.
+        graph: the step.
         schedule: its instructions.
     """
     codes, starts, ends = schedule.codes, timeline.start_seconds, timeline.end_seconds
@@ -60,7 +62,7 @@ def simulated_transfers(timeline: Timeline, schedule: Schedule) -> Transfers:
 
     stalls: list[Span] = []
     now = 0.0
-    for position in np.flatnonzero((codes != Code.OFFLOAD) & (codes != Code.PREFETCH)):
+    for position in np.flatnonzero(on_compute(graph, schedule)):
         is_compute = codes[position] == Code.COMPUTE
         until = float(starts[position] if is_compute else ends[position])
         if until > now:

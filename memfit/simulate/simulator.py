@@ -1,12 +1,14 @@
-"""The one simulator: exact bytes at every instruction of a schedule, and its time on three serial streams.
+"""The one simulator: exact bytes at every instruction of a schedule, and its time on serial streams.
 
 Memory is allocated and freed at positions, never at times, so that bytes are exact: a Compute allocates its writes, a
-Drop frees, a Prefetch allocates. Time runs on three streams that overlap, each serial:
+Drop frees, a Prefetch allocates. Time runs on streams that overlap, each serial:
 
 - compute: Compute instructions in order. One starts when the one before it has ended, and every prefetch that it reads.
 - to_host: an Offload starts when compute has reached it and the offload before it has ended; Wait stops compute until
   it has ended.
 - to_device: a Prefetch starts when compute has reached it and the prefetch before it has ended.
+- communication: a Compute of a collective starts when compute has reached it and the collective before it has ended.
+  An op that reads a storage of it starts after it has ended.
 
 While both directions copy, each has the rate that the device says it then has; and copies may slow compute down, where
 the processor itself makes them, as on a CPU with a disk.
@@ -46,8 +48,9 @@ class Timeline:
         peak_position: the first instruction with these bytes.
         host_peak_bytes: the largest of `host_bytes`.
         makespan_seconds: when the last stream ends.
-        busy_seconds: stream (`compute`, `to_host`, `to_device`) -> seconds that it works.
-        stall_seconds: seconds that compute waits for copies.
+        busy_seconds: stream (`compute`, `to_host`, `to_device`; `communication` if the graph has collectives) ->
+            seconds that it works.
+        stall_seconds: seconds that compute waits for copies and collectives.
     """
 
     start_seconds: NDArray[np.float64]
@@ -97,6 +100,9 @@ def simulate(graph: Graph, schedule: Schedule, device: Device = GENERIC) -> Time
         _fail_instruction(graph, schedule, memory.failed_at)
     if seconds.failed_at >= 0:
         _fail_link(device, schedule, seconds.failed_at)
+    busy_seconds = {"compute": seconds.compute, "to_host": seconds.to_host, "to_device": seconds.to_device}
+    if arrays.collective.any():
+        busy_seconds["communication"] = seconds.communication
     return Timeline(
         start_seconds=in_seconds[0],
         end_seconds=in_seconds[1],
@@ -106,9 +112,21 @@ def simulate(graph: Graph, schedule: Schedule, device: Device = GENERIC) -> Time
         peak_position=memory.peak_position,
         host_peak_bytes=memory.host_peak_bytes,
         makespan_seconds=seconds.makespan,
-        busy_seconds={"compute": seconds.compute, "to_host": seconds.to_host, "to_device": seconds.to_device},
+        busy_seconds=busy_seconds,
         stall_seconds=seconds.stall,
     )
+
+
+def on_compute(graph: Graph, schedule: Schedule) -> NDArray[np.bool_]:
+    """Return for each instruction whether its start and end are on the compute stream: no copies, no collectives.
+
+    Args:
+        graph: the step.
+        schedule: of the graph.
+    """
+    ops = np.where(schedule.codes == Code.COMPUTE, schedule.operands, 0)
+    collective = (schedule.codes == Code.COMPUTE) & (arrays_of(graph).collective[ops] > 0)
+    return np.isin(schedule.codes, (Code.OFFLOAD, Code.PREFETCH), invert=True) & ~collective
 
 
 def link_of(device: Device) -> Link:
@@ -158,6 +176,7 @@ def _to_arrays(graph: Graph, alignment_bytes: int) -> GraphArrays:
         host_bytes=sizes,
         resident=np.array([storage.resident for storage in graph.storages], np.uint8),
         seconds=np.array([op.seconds for op in graph.ops], np.float64),
+        collective=np.array([op.group is not None for op in graph.ops], np.uint8),
         workspace_bytes=np.array([op.workspace_bytes or 0 for op in graph.ops], np.int64),
         **rows,
     )

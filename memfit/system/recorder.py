@@ -146,6 +146,15 @@ def empty_cache(device: torch.device) -> None:
     _instrument_of(device).empty_cache()
 
 
+def held_bytes(device: torch.device) -> int:
+    """Return the bytes that the allocator of `device` has taken from it, unused ones included; 0 if it keeps none.
+
+    Raises:
+        InvalidDeviceError: neither a CPU nor a CUDA device at hand.
+    """
+    return _instrument_of(device).held_bytes()
+
+
 class _Record:
     """The `with` block of `record`. A class, because a generator of contextlib takes longer than the record."""
 
@@ -202,6 +211,10 @@ class Instrument(ABC):
     def is_quick(self) -> bool:
         """Return whether a record can be opened now, and costs microseconds."""
         return True
+
+    def held_bytes(self) -> int:
+        """Return the bytes that the allocator holds, unused ones included; 0 for torch's allocator on a CPU."""
+        return 0
 
     def empty_cache(self) -> None:  # noqa: B027 - an allocator may hold none
         """Return memory that the allocator holds unused; torch's allocator on a CPU holds none."""
@@ -304,6 +317,9 @@ class _Cuda(Segmented):
         """Return the bytes that are live now, and the most that torch's statistics have seen."""
         allocated = torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
         return allocated["current"], allocated["peak"]
+
+    def held_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()

@@ -18,7 +18,8 @@ def update_at_once_order(graph: Graph) -> tuple[int, ...]:
     it. The order is the original one where no op can move.
 
     Guarantees: every op stands behind the writers of what it touches, behind all earlier ops that touch a storage which
-    it touches too and which the step mutates, behind earlier ops of its generator, and on its side of each boundary.
+    it touches too and which the step mutates, behind earlier ops of its generator or ranks, and on its side of each
+    boundary.
 
     Source: the update of each parameter in its backward hook (torch.Tensor.register_post_accumulate_grad_hook).
     """
@@ -40,12 +41,10 @@ def update_at_once_order(graph: Graph) -> tuple[int, ...]:
 
 
 def ordered_by(graph: Graph, op: Op) -> list[int | str]:
-    """Return what ties `op` to other ops in order: mutated storages that it touches, the generator that it draws
-    from.
+    """Return what ties `op` to other ops in order: mutated storages that it touches, its generator, its ranks.
 
     Args:
         graph: the step.
         op: of the graph.
     """
-    keys: list[int | str] = [s for s, _ in graph.read_versions[op.id] if graph.last_version[s]]
-    return keys if op.random is None else [*keys, op.random]
+    return [*(s for s, _ in graph.read_versions[op.id] if graph.last_version[s]), *op.kept_in_order]

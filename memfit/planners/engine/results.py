@@ -212,14 +212,14 @@ def _leanest(
     if not legal:
         return None
     least = min(legal, key=lambda each: each.predicted.peak_bytes)
-    looser = msgspec.structs.replace(bounds, overhead=0.0, overhead_in_order=None)
-    plan = _plan(problem, ending, least, unplanned, looser)
+    plan = _plan(problem, ending, least, unplanned, bounds.of_any_budget(problem.graph))
     return msgspec.structs.replace(plan, budget_bytes=least.predicted.peak_bytes, status=Status.FEASIBLE)
 
 
 def _status(predicted: Prediction, unplanned: Prediction, bounds: Bounds) -> Status:
     """Return optimal if the overhead is the proved least, for every order of ops or for one; else feasible."""
-    least = max(bounds.overhead, bounds.overhead_in_order or 0.0) + PROVED_TO
+    in_order = bounds.overhead if bounds.overhead_in_order is None else bounds.overhead_in_order
+    least = max(bounds.overhead, in_order) + PROVED_TO
     return Status.OPTIMAL if predicted.seconds <= unplanned.seconds * (1.0 + least) else Status.FEASIBLE
 
 

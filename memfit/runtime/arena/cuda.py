@@ -31,6 +31,7 @@ class CudaArenaLibrary(ArenaLibrary):
         super().destroy(handle)
 
     def _begin(self, handle: int, plan: int) -> int:
+        require_no_autotuning()
         stream = torch.cuda.current_stream(self.index).cuda_stream
         # Memory that one stream has freed must not be used by another before the first has finished with it.
         if self._streams.setdefault(handle, stream) != stream:
@@ -39,6 +40,19 @@ class CudaArenaLibrary(ArenaLibrary):
             )
         self.library.memfit_arena_cuda_place_slabs(self.index, stream)
         return self.library.memfit_arena_cuda_begin_step(handle, plan, self.index, stream)
+
+
+def require_no_autotuning() -> None:
+    """Refuse cuDNN's autotuning beside an arena: it asks torch's own allocator for free memory, whose place it takes.
+
+    Raises:
+        ArenaUnavailableError: `torch.backends.cudnn.benchmark` is on.
+    """
+    if torch.backends.cudnn.benchmark:
+        raise ArenaUnavailableError(
+            "no arena beside torch.backends.cudnn.benchmark, which asks for what only torch's own allocator has; set "
+            "it to False, or leave the arena out"
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,6 +79,10 @@ class ArenaCounters(Segmented):
         """Return the bytes that are live now."""
         return self._read()[0]
 
+    def held_bytes(self) -> int:
+        """Return the bytes that the driver holds, unused ones included."""
+        return self._read()[2]
+
     def empty_cache(self) -> None:
         """Return unused memory to the driver, on all devices."""
         self.library.memfit_arena_cuda_empty_cache()
@@ -80,10 +98,12 @@ def library_on(device: torch.device) -> CudaArenaLibrary:
 
     Raises:
         InvalidDeviceError: there is no such device.
-        ArenaUnavailableError: no compiler, torch uses CUDA already, or the driver has no stream-ordered allocator.
+        ArenaUnavailableError: no compiler, torch uses CUDA already, cuDNN's autotuning is on, or the driver has no
+            stream-ordered allocator.
     """
     if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
         raise InvalidDeviceError(f"there is no arena on device '{device}': expected cpu, or a CUDA device that is here")
+    require_no_autotuning()
     library = load_arena_library("cuda").library
     _become_the_allocator(library)
     # after the replacement: `current_device` initializes CUDA, and then the allocator is fixed

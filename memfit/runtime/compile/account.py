@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,24 +11,32 @@ from typing import Any
 import torch
 
 from memfit.capture.optimizer import require_supported, update_cost, without_hooks
-from memfit.errors import InfeasibleBudgetError, OverBudgetError, UnsupportedStepError
+from memfit.errors import InfeasibleBudgetError, MemfitError, OverBudgetError, UnsupportedStepError
+from memfit.planning import FIRM
 from memfit.runtime.compile.occupancy import bytes_beside
+from memfit.runtime.first_step import MOST_CORRECTIONS, STEPS_IN_A_ROW, not_held
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
 from memfit.torch_private import FakeTensorMode, at_end_of_backward
 
 _log = logging.getLogger("memfit")
 
+_MOST_LOSSES = 16  # that are measured at a time
+
+_losses: list[weakref.ref[Account]] = []  # that measure one, the latest last
+
 
 class Account:
     """Measures the steps of one model, from the call of the model to the end of the optimizer's update.
 
     If forward, loss and backward took more than the budget, later plans get as many bytes less. An update or an
-    evaluation that took more raises, because no plan makes it smaller.
+    evaluation that took more raises, because no plan makes it smaller, and so does a fourth step in a row. If the
+    budget is soft, these are warnings.
 
     Args:
         budget_bytes: for everything on the device.
         device: the model's.
+        budget_is: `firm` or `soft`.
 
     Attributes:
         excess_bytes: what steps took beyond what their plans allow for.
@@ -36,9 +45,10 @@ class Account:
         compiled: compiled graphs; whoever compiles one adds to it. A step that compiles is not measured.
     """
 
-    def __init__(self, budget_bytes: int, device: torch.device) -> None:
+    def __init__(self, budget_bytes: int, device: torch.device, budget_is: str = FIRM) -> None:
         self.budget_bytes = budget_bytes
         self.device = device
+        self.budget_is = budget_is
         self.excess_bytes = 0
         self.most_bytes = 0
         self.ran = 0
@@ -51,6 +61,7 @@ class Account:
         self._loss: tuple[AbstractContextManager[Usage], Usage] | None = None
         self._is_in_step = False
         self._planned_from_now_bytes = 0
+        self._kept = self._corrections = 0  # steps in a row that kept the budget; others since there were two
 
     @property
     def live_bytes(self) -> int:
@@ -116,15 +127,23 @@ class Account:
         self._planned_from_now_bytes = 0
 
     def begin_loss(self) -> None:
-        """Begin to measure what runs between a graph's forward and its backward half."""
+        """Begin to measure what runs between a graph's forward and its backward half.
+
+        A backward half may never come; beyond so many records the oldest is given up.
+        """
         self.end_loss()
         context = record(self.device)
         self._loss = context, context.__enter__()
+        _losses.append(weakref.ref(self))
+        for oldest in (each() for each in _losses[:-_MOST_LOSSES]):
+            if oldest is not None:
+                oldest.end_loss()
 
     def end_loss(self) -> int:
         """Return the most bytes since the last forward half, as `allocated_bytes` counts; 0 if already asked for."""
         if self._loss is None:
             return 0
+        _losses[:] = [each for each in _losses if each() not in (self, None)]
         context, usage = self._loss
         self._loss = None
         context.__exit__(None, None, None)
@@ -154,10 +173,12 @@ class Account:
         self.ran += 1
         taken = self._total_bytes(usage)
         if taken > self.budget_bytes:
-            raise OverBudgetError(
-                f"a call without gradients took {format_bytes(taken)}, more than the budget of "
-                f"{format_bytes(self.budget_bytes)}: nothing is saved for backward there that a plan could drop; make "
-                "the batch of the evaluation smaller"
+            self._refuse(
+                OverBudgetError(
+                    f"a call without gradients took {format_bytes(taken)}, more than the budget of "
+                    f"{format_bytes(self.budget_bytes)}: nothing is saved for backward there that a plan could drop; "
+                    "make the batch of the evaluation smaller"
+                )
             )
         return returned
 
@@ -167,6 +188,7 @@ class Account:
         self._is_in_step = False
         taken = self._close()
         self._record()  # of the update
+        self._judge(taken)
         if taken > self.budget_bytes:
             self.excess_bytes += max(0, taken - self.budget_bytes - self._planned_from_now_bytes)
             _log.warning(
@@ -187,14 +209,38 @@ class Account:
     def _end_update(self) -> None:
         taken = self._close()
         if taken > self.budget_bytes:
-            raise InfeasibleBudgetError(
-                f"the update of the parameters took {format_bytes(taken)} ({taken} bytes), more than the budget of "
-                f"{format_bytes(self.budget_bytes)}: parameters, gradients, the optimizer's state and what its update "
-                "needs are all there at once, which no plan of forward and backward changes; raise the budget, or use "
-                "memfit.fit, which updates each parameter as soon as its gradient is there",
-                least_budget_found_bytes=taken,
-                least_budget_bound_bytes=0,
+            self._refuse(
+                InfeasibleBudgetError(
+                    f"the update of the parameters took {format_bytes(taken)} ({taken} bytes), more than the budget of "
+                    f"{format_bytes(self.budget_bytes)}: parameters, gradients, the optimizer's state and what its "
+                    "update needs are all there at once, which no plan of forward and backward changes; raise the "
+                    "budget, or use memfit.fit on eager's kernels, which updates each parameter as soon as its "
+                    "gradient is there",
+                    least_budget_found_bytes=taken,
+                    least_budget_bound_bytes=0,
+                )
             )
+
+    def _judge(self, taken_bytes: int) -> None:
+        """Count steps that kept the budget, and those that did not; refuse the fourth of these.
+
+        Raises:
+            BudgetNotHeldError: the budget is firm.
+        """
+        if taken_bytes <= self.budget_bytes:
+            self._kept += 1
+            self._corrections = 0 if self._kept == STEPS_IN_A_ROW else self._corrections
+            return
+        self._kept = 0
+        self._corrections += 1
+        if self._corrections > MOST_CORRECTIONS and self.budget_is == FIRM:
+            why = f"so did {MOST_CORRECTIONS} steps before it, with other plans"
+            raise not_held(taken_bytes, self.budget_bytes, why)
+
+    def _refuse(self, error: MemfitError) -> None:
+        if self.budget_is == FIRM:
+            raise error
+        _log.warning("memfit: %s", error)
 
     def _record(self) -> None:
         context = record(self.device)

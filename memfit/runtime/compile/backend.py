@@ -24,18 +24,21 @@ from memfit.capture.dropout import with_eagers_dropout
 from memfit.capture.functionalize import CAST_INSIDE
 from memfit.capture.joint import BetweenHalves, JointCapture, capture_joint
 from memfit.capture.numbers import with_numbers_as_tensors
+from memfit.cost.calibration import linked_device
 from memfit.cost.observations import Corrections
 from memfit.cost.views import on_its_own, span_bytes
 from memfit.errors import InvalidOptionError, NoPlanError, UnsupportedStepError
 from memfit.graph import Graph
 from memfit.plan import Plan
 from memfit.planners.mirror import read_mirrors
+from memfit.planners.none import KeepEverything
 from memfit.planners.registry import MIRROR_OPTION
-from memfit.planning import Settings
+from memfit.planning import Settings, make_plan
 from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.halves import partitioned
+from memfit.runtime.compile.inductor import Compiled, Planning, compile_within
 from memfit.runtime.compile.occupancy import bytes_beside, bytes_of
-from memfit.runtime.prepare import Prepared, prepare
+from memfit.runtime.prepare import Prepared, prepare, with_costs
 from memfit.runtime.signature import tensor_signature
 from memfit.system.budget import format_bytes, parse_budget, parse_host_budget
 from memfit.system.recorder import allocated_bytes
@@ -55,7 +58,20 @@ from memfit.torch_private import (
 )
 
 _log = logging.getLogger("memfit")
-_OPTIONS = ("budget", "host_budget", "host_dir", "planner", "options", "time_limit_seconds", "seed", "reserve")
+_OPTIONS = (
+    "budget",
+    "host_budget",
+    "host_dir",
+    "planner",
+    "options",
+    "time_limit_seconds",
+    "seed",
+    "reserve",
+    "budget_is",
+    "kernels",
+)
+EAGER, INDUCTOR = "eager", "inductor"
+_KERNELS = (EAGER, INDUCTOR)
 _PLAIN = {"Tensor", "Parameter", "Buffer"}
 _ADAM_STATES = 2  # per parameter: exp_avg and exp_avg_sq
 _HEADROOM = 0.005  # of the budget: logged losses and the like, which come and go between steps
@@ -69,9 +85,10 @@ def memfit_backend(
 
     Options:
         budget: bytes for everything on the device during the step: `"6GiB"`, or an integer. Required.
-        host_budget, host_dir, planner, options, time_limit_seconds, seed: as in `memfit.fit`.
+        host_budget, host_dir, planner, options, time_limit_seconds, seed, budget_is: as in `memfit.fit`.
         reserve: bytes that something else will take later: the optimizer state that the first step creates. By default
             the bytes of Adam's state, and a warning says so; 0 for plain SGD.
+        kernels: `"eager"`, whose bits the step then has, or `"inductor"`, which generates code.
 
     Args:
         module: one graph of Dynamo's.
@@ -99,10 +116,12 @@ class GraphSettings:
         is_part: whether the caller checks that each mirror mark names something in one of the graphs (see
             `memfit.mirror`).
         account: measures the steps, if anything does.
+        kernels: whose kernels run.
     """
 
     settings: Settings
     reserve_bytes: int | None
+    kernels: str = EAGER
     is_part: bool = False
     account: Account | None = None
 
@@ -124,7 +143,13 @@ def read_options(options: Mapping[str, Any]) -> GraphSettings:
             f"budget {budget!r}: a share of the unplanned peak is not known before loss and optimizer are; give "
             "bytes, or use memfit.fit"
         )
-    shared = ("planner", "options", "time_limit_seconds", "seed")  # under the names that `Settings` has for them
+    shared = (
+        "planner",
+        "options",
+        "time_limit_seconds",
+        "seed",
+        "budget_is",
+    )  # under the names that `Settings` has for them
     chosen = {name: options[name] for name in shared if options.get(name) is not None}
     settings = Settings(
         budget=parse_budget(budget, 0),
@@ -134,7 +159,28 @@ def read_options(options: Mapping[str, Any]) -> GraphSettings:
         **chosen,
     )
     reserve = options.get("reserve")
-    return GraphSettings(settings=settings, reserve_bytes=None if reserve is None else _size(reserve))
+    return GraphSettings(
+        settings=settings,
+        reserve_bytes=None if reserve is None else _size(reserve),
+        kernels=read_kernels(options.get("kernels", EAGER), settings),
+    )
+
+
+def read_kernels(name: object, settings: Settings) -> str:
+    """Return the name of kernels.
+
+    Args:
+        name: as the user gave it.
+        settings: of the step.
+
+    Raises:
+        InvalidOptionError: there are no such kernels, or they do not do what the settings ask for.
+    """
+    if name not in _KERNELS:
+        raise InvalidOptionError(f"kernels is {name!r}, expected one of {', '.join(map(repr, _KERNELS))}")
+    if name == INDUCTOR and settings.host_budget_bytes:
+        raise InvalidOptionError(f"kernels={name!r} offloads nothing: leave host_budget out, or take kernels={EAGER!r}")
+    return str(name)
 
 
 def _size(given: str | int) -> int:
@@ -180,8 +226,8 @@ class PlannedGraph:
     def _run(self, compiled: CompiledGraph, inputs: Sequence[Any]) -> Any:
         """Run a compiled graph; one without a backward half has no plan, and is held to the budget by measurement."""
         account = self.options.account
-        if compiled.prepared is None and not self.options.is_part:
-            account = account or Account(compiled.budget_bytes, compiled.device)
+        if compiled.plan is None and not self.options.is_part:
+            account = account or Account(compiled.budget_bytes, compiled.device, self.options.settings.budget_is)
             return account.evaluate(lambda: compiled.function(*inputs))
         if account is not None:
             account.ran += 1
@@ -214,7 +260,7 @@ class PlannedGraph:
     @property
     def plans(self) -> list[Plan]:
         """The plans in use, one for each tuple of sizes."""
-        return [c.prepared.plan for c in self.compiled.values() if c.prepared is not None]
+        return [c.plan for c in self.compiled.values() if c.plan is not None]
 
 
 class CompiledGraph:
@@ -235,26 +281,58 @@ class CompiledGraph:
         self.inputs = tensors_in(inputs)
         self.device = _device_of(self.inputs)
         self.prepared: Prepared | None = None
+        self.plan: Plan | None = None
+        self.room_bytes = 0  # that the plan leaves of its budget
         self.budget_bytes = int(graph.options.settings.budget)
         self.bytes_beside = self.bytes_reserved = self.bytes_outside = self.bytes_exceeded = 0
         self.count_bytes()
         self._bytes_at_start = allocated_bytes(self.device)
-        self.bytes_outside_seen: int | None = None
+        self.bytes_outside_seen: int | None = None  # between the halves
+        self.bytes_held_seen = 0  # of these, during the backward half
         self._bytes_after_forward = 0
+        self._meter = graph.options.account or Account(self.budget_bytes, self.device)
         self._is_in_autocast = any_autocast()  # while AOTAutograd traces, it is off
         overlapping = _overlapping(inputs)
-        self.function = trace_joint(
-            graph.module,
-            [
-                on_its_own(leaf) if is_plain_dense(leaf) and place not in overlapping else leaf
-                for place, leaf in enumerate(inputs)
-            ],
+        examples = [
+            on_its_own(leaf) if is_plain_dense(leaf) and place not in overlapping else leaf
+            for place, leaf in enumerate(inputs)
+        ]
+        self.function = self._by_inductor(examples) if graph.options.kernels == INDUCTOR else self._by_eager(examples)
+        self.inputs = []
+
+    def _by_eager(self, examples: Sequence[Any]) -> Callable[..., Any]:
+        return trace_joint(
+            self.graph.module,
+            examples,
             partition=self._partition,
             forward_compiler=lambda _module, _inputs: boxed(self.run_forward),
             backward_compiler=lambda _module, _inputs: boxed(self.run_backward),
             inference_compiler=lambda module, _inputs: make_boxed_func(module.forward),
         )
-        self.inputs = []
+
+    def _by_inductor(self, examples: Sequence[Any]) -> Callable[..., Any]:
+        options = self.graph.options
+
+        def plan(graph: Graph, budget_bytes: int | None) -> Plan:
+            outside = self.bytes_outside if self.before is None else self.before.bytes_held_seen
+            settings = settings_of(options, graph).within(budget_bytes) if budget_bytes else _as_it_is(graph, outside)
+            return make_plan(graph, linked_device(self.device, 0), settings, outside)
+
+        planning = Planning(
+            with_costs=lambda captured: with_costs(captured, options.settings),
+            left_bytes=self._left_bytes,
+            between_bytes=lambda: self.bytes_outside,
+            plan=plan,
+            run=self._run_half,
+        )
+        try:
+            compiled = compile_within(self.graph.module, examples, device=self.device, planning=planning)
+        except NoPlanError as error:
+            raise self._of_whole_budget(error) from error
+        if not isinstance(compiled, Compiled):
+            return compiled
+        self.plan, self.room_bytes = compiled.plan, compiled.left_bytes - compiled.peak_bytes
+        return compiled.function
 
     def count_bytes(self) -> None:
         """Count what is on the device beside the graph's inputs."""
@@ -272,14 +350,14 @@ class CompiledGraph:
         step, also whether much less is outside than was assumed.
         """
         del inputs
-        if self.bytes_outside_seen is None or self.prepared is None:
+        if self.bytes_outside_seen is None or self.plan is None:
             return False
-        account, plan = self.graph.options.account, self.prepared.plan
+        account = self.graph.options.account
         grown = allocated_bytes(self.device) - self._bytes_at_start + self.bytes_outside_seen - self.bytes_outside
         grown += self._still_to_come() - self.bytes_reserved
         if account is not None and account.excess_bytes > self.bytes_exceeded:
             return True
-        if grown > plan.budget_bytes - plan.predicted.peak_bytes + self._headroom_bytes:
+        if grown > self.room_bytes + self._headroom_bytes:
             return True
         if self.before is not None or self.asked_again:
             return False
@@ -318,6 +396,8 @@ class CompiledGraph:
 
         capture = with_real_results(planned)
         assert self.prepared is not None
+        self.plan = self.prepared.plan
+        self.room_bytes = self.plan.budget_bytes - self.plan.predicted.peak_bytes
         self.halves = partitioned(capture, self.prepared.program, joint, mode)
         return self.halves.forward_module, self.halves.backward_module
 
@@ -353,22 +433,27 @@ class CompiledGraph:
         Before the first step, the bytes that user code will hold between the halves are taken to be those of the
         graph's outputs.
         """
-        graph, before = capture.captured.graph, self.before
-        departing = sum(graph.storages[s].bytes for b in graph.boundaries for s in b.departures)
-        seen = before.bytes_outside_seen if before is not None else None  # the most so far
-        self.bytes_outside = departing if seen is None else seen
-        self.bytes_exceeded = self.graph.options.account.excess_bytes if self.graph.options.account else 0
-        taken = self.bytes_beside + self.bytes_reserved + self.bytes_exceeded + self._headroom_bytes
-        left = self.budget_bytes - taken
+        graph = capture.captured.graph
+        left = self._left_bytes(graph)
         try:
             return prepare(
                 capture.captured,
-                settings_of(self.graph.options, graph).within(max(1, left)),
+                settings_of(self.graph.options, graph).within(left),
                 outputs=[capture.forward_outputs, capture.backward_outputs],
                 bytes_outside=self.bytes_outside,
             )
         except NoPlanError as error:
             raise self._of_whole_budget(error) from error
+
+    def _left_bytes(self, graph: Graph) -> int:
+        """Return the bytes that the budget leaves for a graph, 1 or more, having counted what is outside of it."""
+        before = self.before
+        departing = sum(graph.storages[s].bytes for b in graph.boundaries for s in b.departures)
+        seen = before.bytes_outside_seen if before is not None else None  # the most so far
+        self.bytes_outside = departing if seen is None else seen
+        self.bytes_exceeded = self.graph.options.account.excess_bytes if self.graph.options.account else 0
+        taken = self.bytes_beside + self.bytes_reserved + self.bytes_exceeded + self._headroom_bytes
+        return max(1, self.budget_bytes - taken)
 
     def _of_whole_budget(self, error: NoPlanError) -> NoPlanError:
         """Return the error about the bytes that the budget leaves as one about the budget."""
@@ -409,21 +494,37 @@ class CompiledGraph:
 
     def run_forward(self, arguments: list[Any]) -> list[Any]:
         """Run the forward half; `arguments` is emptied."""
-        returned = self.halves.forward(arguments)
-        self._bytes_after_forward = allocated_bytes(self.device)
-        if self.graph.options.account is not None:
-            self.graph.options.account.begin_loss()
-        return returned
+        return self._run_half(self.halves.forward, arguments, is_backward=False)
 
     def run_backward(self, arguments: list[Any]) -> list[Any]:
         """Run the backward half; `arguments` is emptied."""
-        outside = allocated_bytes(self.device) - self._bytes_after_forward
+        return self._run_half(self.halves.backward, arguments, is_backward=True)
+
+    def _run_half(self, half: Callable[[list[Any]], list[Any]], arguments: list[Any], is_backward: bool) -> list[Any]:
+        if is_backward:
+            self._end_loss()
+            return half(arguments)
+        returned = half(arguments)
+        self._bytes_after_forward = allocated_bytes(self.device)
+        self._meter.begin_loss()
+        return returned
+
+    def _end_loss(self) -> None:
+        """Count what user code holds outside of the graph, before the backward half begins."""
+        held = allocated_bytes(self.device) - self._bytes_after_forward
+        outside = max(held, self._meter.end_loss() - self._bytes_after_forward)
+        self.bytes_held_seen = max(held, self.bytes_held_seen)
         if self.graph.options.account is not None:
-            outside = max(outside, self.graph.options.account.end_loss() - self._bytes_after_forward)
             known = self.bytes_outside if self.bytes_outside_seen is None else self.bytes_outside_seen
             self.graph.options.account.expect_end(max(0, outside - known))
         self.bytes_outside_seen = max(outside, self.bytes_outside_seen or 0)
-        return self.halves.backward(arguments)
+
+
+def _as_it_is(graph: Graph, bytes_outside: int) -> Settings:
+    """Return settings by which a graph is left as it is: within all storages together, twice."""
+    other_bytes = max((op.workspace_bytes or 0 for op in graph.ops), default=0) + bytes_outside
+    budget_bytes = 2 * sum(storage.bytes for storage in graph.storages) + other_bytes
+    return Settings(budget=budget_bytes, planner=KeepEverything.name)
 
 
 def settings_of(options: GraphSettings, graph: Graph) -> Settings:

@@ -13,9 +13,9 @@ import torch
 from memfit.capture.step_check import check_not_distributed
 from memfit.errors import InvalidTargetError, UnsupportedStepError
 from memfit.plan import Plan
-from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS
+from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM
 from memfit.runtime.compile.account import Account
-from memfit.runtime.compile.backend import PlannedGraph, read_options
+from memfit.runtime.compile.backend import EAGER, GraphSettings, PlannedGraph, read_options
 from memfit.torch_private import compiled_calls, eager_call, is_compiled, own_call, set_call
 
 _log = logging.getLogger("memfit")
@@ -34,6 +34,8 @@ def compile(
     seed: int = 0,
     host_budget: str | int = 0,
     host_dir: Path | str | None = None,
+    budget_is: str = FIRM,
+    kernels: str = EAGER,
 ) -> torch.nn.Module:
     """Let all calls of `model` run inside `budget`, in a loop that stays as it is; return the model itself.
 
@@ -56,6 +58,8 @@ def compile(
         seed: the same seed gives the same plan.
         host_budget: the bytes that storages may be offloaded to.
         host_dir: a directory on the disk that a CPU offloads to.
+        budget_is: `"firm"` or `"soft"`: whether what takes more than the budget raises or is a warning.
+        kernels: `"eager"`: those that eager calls, to the bit; `"inductor"`: generated, as `torch.compile` does.
 
     Raises:
         InvalidTargetError: no module, or one that is compiled already.
@@ -65,7 +69,7 @@ def compile(
     Guarantees: a call with gradients runs planned graphs, or raises UnsupportedStepError. A call without gradients runs
     as ever, and raises OverBudgetError if it takes more than the budget. An update that takes more raises
     InfeasibleBudgetError. If forward, loss and backward take more than was planned, a warning says so, and they
-    are planned again for less.
+    are planned again for less; after three times it raises BudgetNotHeldError. A soft budget only warns.
     """
     given = {
         "budget": budget,
@@ -76,6 +80,8 @@ def compile(
         "seed": seed,
         "host_budget": host_budget,
         "host_dir": host_dir,
+        "budget_is": budget_is,
+        "kernels": kernels,
     }
     calls = compile_in_place(model, given, "memfit.compile")
     if optimizer is not None:
@@ -124,7 +130,7 @@ class PlannedCalls:
     Args:
         function: captured at its first call; None stands for the calls of the model.
         model: whose parameters it trains.
-        options: of the backend; None stands for a default.
+        options: of the backend, where None stands for a default, or read before.
         where: begins the message of an error.
 
     Raises:
@@ -132,7 +138,11 @@ class PlannedCalls:
     """
 
     def __init__(
-        self, function: Callable[..., Any] | None, model: torch.nn.Module, options: Mapping[str, Any], where: str
+        self,
+        function: Callable[..., Any] | None,
+        model: torch.nn.Module,
+        options: GraphSettings | Mapping[str, Any],
+        where: str,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise InvalidTargetError(f"{where}: model is a {type(model).__name__}, expected a torch.nn.Module")
@@ -142,7 +152,9 @@ class PlannedCalls:
         self.graphs: list[PlannedGraph] = []
         self._where = where
         self._model = model
-        self._settings = read_options({name: value for name, value in options.items() if value is not None})
+        if not isinstance(options, GraphSettings):
+            options = read_options({name: value for name, value in options.items() if value is not None})
+        self._settings = options
         self._function = eager_call(model) if function is None else function
         self._compiled = compiled_calls(self._function, self._planned_graph)
         self._account: Account | None = None
@@ -152,7 +164,7 @@ class PlannedCalls:
         """What measures the steps; made when it is first needed, on the device that the model is on then."""
         if self._account is None:
             device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-            self._account = Account(int(self._settings.settings.budget), device)
+            self._account = Account(int(self._settings.settings.budget), device, self._settings.settings.budget_is)
         return self._account
 
     @property

@@ -85,11 +85,13 @@ def prove_bounds(
     recompute, in_order_seconds = proofs.recompute, proofs.recompute_in_order_seconds
     recompute = recompute or least_recompute_seconds(problem)
     share = 1.0 / unplanned_seconds if unplanned_seconds > 0 else 0.0
+    # A plan may use the time in which the unplanned step waits for collectives: it may even be faster than that step.
+    idle_seconds = max(0.0, unplanned_seconds - problem.graph.compute_seconds) if problem.graph.has_collectives else 0.0
     return Bounds(
         least_budget_found_bytes=least_found_bytes,
         least_budget_bound_bytes=least_bytes,
-        overhead=recompute.seconds * share,
-        overhead_in_order=None if in_order_seconds is None else in_order_seconds * share,
+        overhead=(recompute.seconds - idle_seconds) * share,
+        overhead_in_order=None if in_order_seconds is None else (in_order_seconds - idle_seconds) * share,
         holding_ops=holding_ops,
     )
 

@@ -89,14 +89,14 @@ def _order(graph: Graph) -> tuple[list[int], list[int]]:
 
 
 def _earlier(graph: Graph) -> list[set[int]]:
-    """Return for each op those that it follows directly: by a read, by a mutated storage, or by a generator."""
+    """Return for each op those that it follows directly: by a read, a mutated storage, a generator, or ranks."""
     earlier: list[set[int]] = [set() for _ in graph.ops]
-    last: dict[int | str, int] = {}  # that touched a mutated storage, or drew from a generator
+    last: dict[int | str, int] = {}  # that touched a mutated storage, drew from a generator, or ran between ranks
     for op in graph.ops:
         reads = [storage for storage, _ in graph.read_versions[op.id]]
         earlier[op.id] = {graph.writer_of[storage] for storage in reads if storage in graph.writer_of}
         shared: list[int | str] = [storage for storage in reads if graph.last_version[storage]]
-        for key in [*shared, *([op.random] if op.random else [])]:
+        for key in [*shared, *op.kept_in_order]:
             if key in last:
                 earlier[op.id].add(last[key])
             last[key] = op.id

@@ -75,7 +75,7 @@ class Cuts:
         self.graph = graph
         self.sizes = np.array([device.aligned(storage.bytes) for storage in graph.storages], np.int64)
         self.resident_bytes = int(sum(self.sizes[s.id] for s in graph.storages if s.resident))
-        self.seconds = np.array([op.seconds for op in graph.ops], np.float64)
+        self.seconds = np.array([op.compute_seconds for op in graph.ops], np.float64)
         self.units = _UNITS / max(float(self.seconds.sum()), 1e-12)
         self.reads = [tuple(s for s, _ in graph.read_versions[op.id] if self._is_managed(s)) for op in graph.ops]
         self.writes = [tuple(s for s in op.writes if self._is_managed(s)) for op in graph.ops]

@@ -44,12 +44,12 @@ def prove_further(
         parts: the search's; they determine the order of ops.
     """
     ends_seconds = started_seconds + problem.time_limit_seconds if limit_work is None else math.inf
-    once_seconds = sum(op.seconds for op in problem.graph.ops)
+    once_seconds = problem.graph.compute_seconds
     try:
         at = least_recompute_seconds_at(problem, until_seconds=ends_seconds) if parts.exact_per_op else {}
     except KeyboardInterrupt:
         return replace(found, interrupted=True)
-    recompute_bound = max([found.bounds.overhead * once_seconds, *at.values()])
+    recompute_bound = max([0.0, found.bounds.overhead * once_seconds, *at.values()])
     instance = build_instance(problem, search_order(problem.graph, problem.device, parts))
     recompute_seconds = found.plan.predicted.seconds - once_seconds if found.plan else math.inf
     proof = Proof(sequence=None, recompute_seconds=recompute_bound, interrupted=False)
@@ -98,7 +98,7 @@ def _with_proof(
     if not schedules:
         return replace(found, interrupted=proof.interrupted)
     schedule = min(schedules, key=lambda each: predict(problem, each).seconds)
-    once_seconds = sum(op.seconds for op in problem.graph.ops)
+    once_seconds = problem.graph.compute_seconds
     most_seconds = predict(problem, schedule).seconds - once_seconds + PROVED_TO * once_seconds
     # A plan faster than the bound for this order has another order, for which that bound proves nothing.
     in_order = proof.recompute_seconds if proof.recompute_seconds <= most_seconds else None

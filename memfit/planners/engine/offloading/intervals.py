@@ -78,7 +78,7 @@ def find_offload_intervals(problem: Problem, schedule: Schedule) -> OffloadInter
     stops["held_bytes"][-1] = problem.bytes_outside + sum(device.aligned(graph.storages[s].bytes) for s in live_at_end)
     is_op = schedule.codes[position] == Code.COMPUTE
     ops: list[int] = schedule.operands[position[is_op]].tolist()
-    stops["seconds"][:-1][is_op] = [graph.ops[op].seconds for op in ops]
+    stops["seconds"][:-1][is_op] = [graph.ops[op].compute_seconds for op in ops]
     stops["done_seconds"][1:] = np.cumsum(stops["seconds"][:-1])
     rows, host_copies = _rows(graph, schedule, found, position)
     intervals = np.zeros(len(rows), _INTERVAL)

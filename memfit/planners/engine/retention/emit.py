@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from memfit.graph import Graph, Op
 from memfit.planners.engine.retention.instance import NOT_AN_OP, Instance
 from memfit.schedule import Compute, CrossBoundary, Drop, Instruction, Schedule
 from memfit.simulate.in_place import in_place
@@ -27,7 +28,43 @@ def emit(instance: Instance, sequence: Iterable[int]) -> Schedule:
         if position in instance.boundary_at:
             departed = {storage: at for storage, at in departed.items() if at != position}
         blocks.append(_block(instance, position, needed, departed))
-    return in_place(instance.graph, Schedule.of(instruction for block in reversed(blocks) for instruction in block))
+    instructions = [instruction for block in reversed(blocks) for instruction in block]
+    return in_place(instance.graph, Schedule.of(with_early_collectives(instance.graph, instructions)))
+
+
+def with_early_collectives(graph: Graph, instructions: list[Instruction]) -> list[Instruction]:
+    """Return the instructions with each collective as early as it may be; the bytes at all others stay the same.
+
+    Only collectives that allocate nothing are moved: behind the last instruction that touches what they mutate, behind
+    the one before of the same ranks, and on their side of each boundary.
+
+    Args:
+        graph: the step.
+        instructions: of a legal schedule.
+    """
+    if not graph.has_collectives:
+        return instructions
+    moved: list[Instruction] = []
+    for instruction in instructions:
+        place = len(moved)
+        op = graph.ops[instruction.op] if isinstance(instruction, Compute) else None
+        if op is not None and op.group is not None and not op.writes and not op.workspace_bytes:
+            while place and not _stays_before(graph, moved[place - 1], op):
+                place -= 1
+        moved.insert(place, instruction)
+    return moved
+
+
+def _stays_before(graph: Graph, instruction: Instruction, collective: Op) -> bool:
+    if isinstance(instruction, CrossBoundary):
+        return True
+    if isinstance(instruction, Drop):
+        return False  # of a storage that the collective, which comes later, does not need
+    if not isinstance(instruction, Compute):
+        return True
+    op = graph.ops[instruction.op]
+    touched = {*collective.reads, *collective.mutates}
+    return op.group == collective.group or not touched.isdisjoint((*op.reads, *op.writes, *op.mutates))
 
 
 def _block(instance: Instance, position: int, needed: set[int], departed: Collection[int]) -> list[Instruction]:

@@ -284,7 +284,7 @@ def _positions(problem: Problem, rows: list[_Row], reuse_counts: list[int]) -> T
     table["last_rematerialization"] = _last_rematerializations(problem.graph, rows)
     table["may_wait"], table["waits_with_next"] = zip(*_waits(problem.graph, rows), strict=True)
     table["workspace_bytes"] = [(row.op.workspace_bytes or 0) if row.op else 0 for row in rows]
-    table["seconds"] = [row.op.seconds if row.op else 0.0 for row in rows]
+    table["seconds"] = [row.op.compute_seconds if row.op else 0.0 for row in rows]
     return table
 
 
@@ -321,7 +321,7 @@ def _waits(graph: Graph, rows: list[_Row]) -> Iterator[tuple[bool, bool]]:
     for position, row in enumerate(rows):
         op, fence = row.op, next(fence for fence in fences if fence > position)
         waits = False
-        if op is not None and not op.computed_once and op.random is None:
+        if op is not None and not op.computed_once and not op.kept_in_order:
             touched = [storage for storage, _ in graph.read_versions[op.id]] + list(op.writes)
             read_soon = any(read_at[storage][0] < fence for storage in row.writes if storage in read_at)
             waits = read_soon and not any(graph.last_version[storage] for storage in touched)

@@ -1,0 +1,300 @@
+"""Peak and time of training steps under Inductor: plain, under torch's activation memory budget, and under memfit's.
+
+One process a model and a setting of torch's budget: memfit's budget is the peak that torch reaches there. Forward and
+backward of eager, of torch's step, and of memfit's on Inductor's and on eager's kernels take turns. In the setting
+"least" memfit is given the least budget that it can keep. Rows are stored as they come; those that are there stay.
+
+    python benchmarks/inductor.py                        # what is not stored yet of GPT-2, BERT, ViT and ResNet-18
+    python benchmarks/inductor.py resnet50 --share 0.5   # one row; ResNet-50 takes minutes to compile
+    python benchmarks/inductor.py gpt2 --small           # a short try, not stored
+    python benchmarks/inductor.py --table                # what is stored, as a table
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from _measure import MIB
+from _process import answer_if_child, fresh_cache, in_fresh_process
+from _record import interleaved_seconds, load, result_path, store
+from torch import nn
+
+from memfit.errors import NoPlanError
+from memfit.system.recorder import record
+
+SHARES = (1.0, 0.9, 0.7, 0.5, 0.3, 0.1)  # of torch's activation memory budget; 1.0 is Inductor as it is
+LEAST = 0.0  # stands for the setting "least"
+TURNS = 21
+SEARCH_SECONDS = 8.0
+CHILD_SECONDS = 1800
+SEED = 0
+Step = Callable[[], None]
+
+
+def gpt2(*, small: bool) -> tuple[nn.Module, Any]:
+    """A language model with dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    layers, width, tokens = (2, 64, 64) if small else (4, 256, 256)
+    config = GPT2Config(
+        n_layer=layers,
+        n_head=4,
+        n_embd=width,
+        vocab_size=1000,
+        n_positions=tokens,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    words = torch.randint(0, 1000, (4, tokens))
+    return GPT2LMHeadModel(config), {"input_ids": words, "labels": words}
+
+
+def bert(*, small: bool) -> tuple[nn.Module, Any]:
+    """A classifier of sentences with dropout."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    layers, width, tokens = (2, 64, 64) if small else (4, 256, 128)
+    config = BertConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        num_attention_heads=4,
+        intermediate_size=4 * width,
+        vocab_size=1000,
+        max_position_embeddings=tokens,
+    )
+    words = torch.randint(0, 1000, (8, tokens))
+    return BertForSequenceClassification(config), {"input_ids": words, "labels": torch.randint(0, 2, (8,))}
+
+
+def vit(*, small: bool) -> tuple[nn.Module, Any]:
+    """A transformer over the patches of images."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    layers, width, side = (2, 64, 32) if small else (4, 192, 112)
+    config = ViTConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        num_attention_heads=4,
+        intermediate_size=4 * width,
+        image_size=side,
+        patch_size=8,
+        num_labels=10,
+    )
+    return ViTForImageClassification(config), {
+        "pixel_values": torch.randn(8, 3, side, side),
+        "labels": torch.randint(0, 10, (8,)),
+    }
+
+
+def resnet18(*, small: bool) -> tuple[nn.Module, Any]:
+    """ResNet-18 of pytorchcv."""
+    return _resnet("resnet18", 1 if small else 4, 64 if small else 224)
+
+
+def resnet50(*, small: bool) -> tuple[nn.Module, Any]:
+    """ResNet-50 of pytorchcv."""
+    return _resnet("resnet50", 1 if small else 4, 64 if small else 160)
+
+
+def _resnet(name: str, batch: int, side: int) -> tuple[nn.Module, Any]:
+    from pytorchcv.model_provider import get_model
+
+    images = torch.randn(batch, 3, side, side)
+    return _WithLoss(get_model(name, num_classes=10)), {"images": images, "labels": torch.randint(0, 10, (batch,))}
+
+
+class _WithLoss(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor]:
+        return (nn.functional.cross_entropy(self.inner(images), labels),)
+
+
+MODELS: dict[str, Callable[..., tuple[nn.Module, Any]]] = {
+    "gpt2": gpt2,
+    "bert": bert,
+    "vit": vit,
+    "resnet18": resnet18,
+    "resnet50": resnet50,
+}
+DEFAULT = ("gpt2", "bert", "vit", "resnet18")
+
+
+class _LossOnly(nn.Module):
+    """A model that returns its loss, and no logits, which would wait for a gradient."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        return self.inner(**batch)[0]
+
+
+class Ways:
+    """The ways to run one model, each with a copy of its own."""
+
+    def __init__(self, model: str, *, small: bool) -> None:
+        torch.manual_seed(SEED)
+        inner, self.batch = MODELS[model](small=small)
+        self.eager = _LossOnly(inner)
+        self.steps: dict[str, Step] = {}
+        self.found: dict[str, dict[str, Any]] = {}
+        self._own_bytes = _bytes_of(self.eager)
+        self.batch_bytes = sum(tensor.nbytes for tensor in self.batch.values())
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of one way alone."""
+        return self._own_bytes + self.batch_bytes
+
+    def add(self, way: str, compiled: Callable[[nn.Module], Any] | None) -> None:
+        """Run the first steps of a way, and one measured.
+
+        Args:
+            way: its name.
+            compiled: makes of a model what is called in its place; None leaves it as it is.
+        """
+        model = copy.deepcopy(self.eager)
+        call = model if compiled is None else compiled(model)
+
+        def step() -> None:
+            call(**self.batch).backward()
+            model.zero_grad(set_to_none=True)
+
+        began = time.perf_counter()
+        for _ in range(3):  # memfit plans once more after the first step
+            step()
+        first_seconds = time.perf_counter() - began
+        with record("cpu") as usage:
+            step()
+        self.steps[way] = step
+        self.found[way] = {"peak_bytes": self.resident_bytes + usage.peak_bytes, "first_seconds": first_seconds}
+
+    def add_planned(self, kernels: str, budget_bytes: int) -> None:
+        """Add memfit's step within a budget, with this model alone on the device."""
+        others_bytes = (len(self.steps) + 1) * self._own_bytes
+        options = {"reserve": 0, "time_limit_seconds": SEARCH_SECONDS, "kernels": kernels}
+        try:
+            self.add(
+                f"memfit on {kernels}",
+                lambda model: torch.compile(
+                    model, backend="memfit", options=options | {"budget": budget_bytes + others_bytes}
+                ),
+            )
+        except NoPlanError as error:
+            least_bytes = error.least_budget_found_bytes
+            least = None if least_bytes is None else least_bytes - others_bytes
+            self.found[f"memfit on {kernels}"] = {"status": "no plan", "least_bytes": least}
+
+    def time(self, turns: int) -> None:
+        """Let the ways take turns; times are medians of ratios to eager's and to torch's."""
+        seconds = dict(zip(self.steps, interleaved_seconds(list(self.steps.values()), turns), strict=True))
+        for way, mine in seconds.items():
+            found = self.found[way]
+            found["seconds"] = statistics.median(mine)
+            found["compile_seconds"] = max(0.0, found.pop("first_seconds") - 3 * found["seconds"])
+            for other in ("eager", "torch"):
+                if other in seconds:
+                    pairs = zip(mine, seconds[other], strict=True)
+                    found[f"time_over_{other}"] = statistics.median(each / base for each, base in pairs)
+
+
+def _bytes_of(model: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def measure(*, model: str, share: float, small: bool) -> Iterator[dict[str, Any]]:
+    """Give what each way takes of memory, then also of time."""
+    import torch._functorch.config
+
+    ways = Ways(model, small=small)
+    ways.add("eager", None)
+    if share == LEAST:
+        ways.add_planned("inductor", ways.resident_bytes + 4096)
+        least_bytes = ways.found["memfit on inductor"].get("least_bytes")
+        if least_bytes is not None:
+            ways.add_planned("inductor", least_bytes)
+    else:
+        with torch._functorch.config.patch(activation_memory_budget=share):
+            ways.add("torch", torch.compile)
+        budget_bytes = ways.found["torch"]["peak_bytes"]
+        for kernels in ("inductor", "eager"):
+            ways.add_planned(kernels, budget_bytes)
+    row = {"model": model, "share": share, "resident_bytes": ways.resident_bytes, "ways": ways.found}
+    yield row
+    ways.time(3 if small else TURNS)
+    yield row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return rows as Markdown: MiB, time over eager, seconds to compile."""
+    ways = ("eager", "torch", "memfit on inductor", "memfit on eager")
+    lines = [
+        "| model | torch's budget | " + " | ".join(ways) + " | memfit on Inductor over torch |",
+        "| --- " * 7 + "|",
+    ]
+    for row in rows:
+        cells = [row["model"], "least" if row["share"] == LEAST else f"{row['share']}"]
+        cells += [_cell(row["ways"].get(way, {})) for way in ways]
+        ratio = row["ways"].get("memfit on inductor", {}).get("time_over_torch")
+        lines.append(f"| {' | '.join(cells)} | {'' if ratio is None else f'{ratio:.3f}'} |")
+    return "\n".join(lines)
+
+
+def _cell(found: dict[str, Any]) -> str:
+    if "time_over_eager" not in found:
+        return found.get("status", "")
+    return f"{found['peak_bytes'] / MIB:.1f}, {found['time_over_eager']:.3f}, {found['compile_seconds']:.0f} s"
+
+
+def run(model: str, share: float, *, small: bool) -> dict[str, Any]:
+    """Return a row, from a process with caches of its own."""
+    with tempfile.TemporaryDirectory(prefix="inductor-", ignore_cleanup_errors=True) as cache:
+        request = {"model": model, "share": share, "small": small}
+        environment = {"TORCHINDUCTOR_CACHE_DIR": cache}
+        with fresh_cache():
+            return in_fresh_process(__file__, request, timeout_seconds=CHILD_SECONDS, environment=environment)
+
+
+def main() -> None:
+    """Measure what is not stored yet, and store it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--share", type=float, action="append", help="only this setting; 0 is the least budget")
+    parser.add_argument("--small", action="store_true", help="a short try, not stored")
+    parser.add_argument("--again", action="store_true", help="measure what is stored, too")
+    parser.add_argument("--table", action="store_true", help="print what is stored")
+    given = parser.parse_args()
+    path = result_path("inductor")
+    rows: list[dict[str, Any]] = load(path)["payload"]["rows"] if path.exists() else []
+    if given.table:
+        print(table(rows))
+        return
+    shares = given.share or ((0.5, LEAST) if given.small else (*SHARES, LEAST))
+    for model, share in [(model, share) for model in given.models or DEFAULT for share in shares]:
+        others = [row for row in rows if (row["model"], row["share"]) != (model, share)]
+        if len(others) < len(rows) and not (given.again or given.small):
+            continue
+        found = run(model, share, small=given.small)
+        if "error" in found:
+            print(model, share, found["error"], flush=True)
+            continue
+        print(table([found]), flush=True)
+        if not given.small:
+            rows = [*others, found]
+            store("inductor", {"rows": rows, "turns": TURNS})
+
+
+if __name__ == "__main__" and not answer_if_child(measure):
+    main()

@@ -1,0 +1,380 @@
+"""Inductor's kernels within a budget: the schedule of a plan becomes the two halves that Inductor compiles.
+
+What Inductor takes is seen in the code that it generates, before any of it is built or runs
+(`memfit.runtime.compile.rehearse`). If its own halves fit, they are used. Else the halves are made from a plan, which
+counts chains of ops that Inductor makes one kernel of as one op: plans are made for more or fewer bytes, until their
+code takes nearly what is left of the budget, and never more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from memfit.binding import values_in
+from memfit.capture import Captured, with_real_results
+from memfit.capture.joint import capture_joint, is_tangent
+from memfit.cost.observations import Corrections
+from memfit.errors import MemfitError, NoPlanError, TimeLimitError, UnsupportedStepError
+from memfit.graph import Graph
+from memfit.plan import Plan
+from memfit.runtime.compile.chains import with_chains
+from memfit.runtime.compile.node_halves import node_halves
+from memfit.runtime.compile.rehearse import CallShape, call_shape, rehearse
+from memfit.system.budget import format_bytes
+from memfit.system.version import __version__
+from memfit.torch_private import (
+    InductorHalf,
+    ModulePair,
+    bare_overload,
+    compiled_by_inductor,
+    fake_mode_of,
+    real_tensors,
+    tensors_in,
+)
+
+_log = logging.getLogger("memfit")
+_MOST_COMPILATIONS = 4  # of one graph at one size
+_CLOSE_ENOUGH = 0.02  # of the budget: no further plan is made for less
+_MARGIN = 0.005  # of the bytes left: where the next plan is aimed below them
+Half = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """A compiled graph.
+
+    Attributes:
+        function: what runs it.
+        plan: its plan.
+        left_bytes: what the budget leaves for the graph.
+        peak_bytes: of its generated code, residents and what is outside of the graph included.
+        halves: as Inductor generated them.
+    """
+
+    function: Callable[..., Any]
+    plan: Plan
+    left_bytes: int
+    peak_bytes: int
+    halves: tuple[InductorHalf, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """What the caller knows.
+
+    Attributes:
+        with_costs: returns a capture with the costs of its ops.
+        left_bytes: returns what the budget leaves for a graph.
+        between_bytes: returns the most that is outside of the graph between its halves.
+        plan: returns a plan of a graph within some bytes; without bytes, one that leaves the graph as it is.
+        run: runs a half, given the compiled half, its arguments, and whether it is the backward half.
+    """
+
+    with_costs: Callable[[Captured], Captured]
+    left_bytes: Callable[[Graph], int]
+    between_bytes: Callable[[], int]
+    plan: Callable[[Graph, int | None], Plan]
+    run: Callable[[Half, list[Any], bool], Any]
+
+
+def compile_within(
+    module: GraphModule, inputs: Sequence[Any], *, device: torch.device, planning: Planning
+) -> Compiled | Callable[..., Any]:
+    """Return a graph of Dynamo's compiled by Inductor, whose generated code takes no more than is left of the budget.
+
+    A graph without a backward half has no plan: its function is returned.
+
+    Args:
+        module: the graph; it is not changed.
+        inputs: with concrete sizes.
+        device: of the graph.
+        planning: what the caller knows.
+
+    Raises:
+        InfeasibleBudgetError, TimeLimitError: no plan was found.
+        UnsupportedStepError: Inductor cannot compile it, or there is an op that memfit cannot plan.
+    """
+    own = _Attempt(device=device, planning=planning)
+    function = own.compile(module, inputs)
+    if own.plan is None:
+        return function
+    compiled = own.compiled(function)
+    if compiled.peak_bytes > compiled.left_bytes:
+        aim = _Aim()
+        while not aim.is_last(compiled):
+            attempt = _Attempt(device=device, planning=planning, aim_bytes=aim.next_bytes)
+            compiled = attempt.compiled(attempt.compile(module, inputs))
+        compiled = aim.best()
+    with _as_memfits_errors():
+        for half in compiled.halves:
+            half.build()
+    return compiled
+
+
+@dataclass(kw_only=True)
+class _Aim:
+    """The bytes that the next plan is made for.
+
+    Attributes:
+        next_bytes: 0 before the first plan, which is made for what the budget leaves.
+    """
+
+    next_bytes: int = 0
+    _fits: Compiled | None = None
+    _too_large: int | None = None
+    _least_bytes: int | None = None
+    _compilations: int = 0
+
+    def is_last(self, compiled: Compiled) -> bool:
+        """Set the next aim after code was rehearsed, at first Inductor's own; return whether there is none."""
+        peak, left_bytes = compiled.peak_bytes, compiled.left_bytes
+        self._least_bytes = min(peak, self._least_bytes or peak)
+        if not self.next_bytes:
+            self.next_bytes = left_bytes
+            return False
+        self._compilations += 1
+        predicted = compiled.plan.predicted.peak_bytes
+        is_leanest = predicted > self.next_bytes
+        if peak > left_bytes:
+            self._too_large = min(predicted, self._too_large or predicted)  # a plan for as much is the same one
+        elif self._fits is None or compiled.plan.budget_bytes > self._fits.plan.budget_bytes:
+            self._fits = compiled
+        if peak <= left_bytes and (peak >= (1 - _CLOSE_ENOUGH) * left_bytes or compiled.plan.overhead <= 0):
+            return True
+        low = self._fits.plan.budget_bytes if self._fits else 0
+        high = self._too_large
+        self.next_bytes = int(predicted * left_bytes / max(peak, 1) * (1 - _MARGIN))
+        if high is not None and not low < self.next_bytes < high:
+            self.next_bytes = (low + high) // 2
+        is_narrow = self.next_bytes <= low or (high is not None and high - low <= _CLOSE_ENOUGH * left_bytes)
+        return is_narrow or (is_leanest and peak > left_bytes) or self._compilations >= _MOST_COMPILATIONS
+
+    def best(self) -> Compiled:
+        """Return the code of the largest plan that fits.
+
+        Raises:
+            TimeLimitError: none does.
+        """
+        if self._fits is not None:
+            return self._fits
+        found = self._least_bytes
+        assert found is not None
+        raise TimeLimitError(
+            f"the code that Inductor generates takes {format_bytes(found)} ({found} bytes), and nothing proves that it "
+            'must: raise the budget, make the batch smaller, or try kernels="eager", which runs a plan as it stands',
+            least_budget_found_bytes=found,
+            least_budget_bound_bytes=0,
+        )
+
+
+@dataclass(kw_only=True)
+class _Attempt:
+    """One compilation of a graph.
+
+    Args:
+        device: of the graph.
+        planning: what the caller knows.
+        aim_bytes: the bytes that it is planned for; None stands for Inductor's own halves.
+    """
+
+    device: torch.device
+    planning: Planning
+    aim_bytes: int | None = None
+    plan: Plan | None = None
+    left_bytes: int = 0
+    _forward_outputs: int = 0
+    _workspaces: dict[CallShape, int] = field(default_factory=dict[CallShape, int])
+    _halves: dict[bool, InductorHalf] = field(default_factory=dict[bool, InductorHalf])
+
+    def compile(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return the compiled function."""
+        with _as_memfits_errors():
+            return compiled_by_inductor(
+                module, inputs, partition=self._partition, around=self._around, plan_name=self._plan_name
+            )
+
+    def compiled(self, function: Callable[..., Any]) -> Compiled:
+        """Return the compiled function with what is known of it."""
+        assert self.plan is not None
+        peak_bytes = self.peak_bytes()
+        whose = "Inductor's own code" if self.aim_bytes is None else f"code planned for {format_bytes(self.aim_bytes)}"
+        _log.info("memfit: %s takes %s of %s", whose, format_bytes(peak_bytes), format_bytes(self.left_bytes))
+        return Compiled(
+            function=function,
+            plan=self.plan,
+            left_bytes=self.left_bytes,
+            peak_bytes=peak_bytes,
+            halves=tuple(self._halves.values()),
+        )
+
+    def peak_bytes(self) -> int:
+        """Return the peak of the generated code; the plan's own where that cannot be rehearsed."""
+        assert self.plan is not None
+        forward, backward = self._halves[False], self._halves[True]
+        if forward.rehearsed is None or backward.rehearsed is None:
+            return self.plan.predicted.peak_bytes
+        placeholders = backward.module.graph.find_nodes(op="placeholder")
+        tangents = [a for a, node in zip(backward.arguments, placeholders, strict=True) if is_tangent(node)]
+        halves = rehearse(
+            forward.rehearsed,
+            backward.rehearsed,
+            primals=forward.arguments,
+            tangents=tangents,
+            outputs=self._forward_outputs,
+            mode=fake_mode_of(tensors_in(forward.arguments)[0]),
+            device=self.device,
+            workspaces=self._workspaces,
+        )
+        return halves.peak_bytes(self.planning.between_bytes(), self.plan.bytes_outside)
+
+    def _plan_name(self) -> str | None:
+        """Return a name of the plan, whose order counts; None leaves Inductor its own."""
+        plan = self.plan
+        if plan is None or self.aim_bytes is None:
+            return None
+        schedule = hashlib.sha256(plan.schedule.text().encode()).hexdigest()
+        return f"memfit {__version__} {plan.budget_bytes} {plan.fingerprint} {schedule}"
+
+    def _partition(self, joint: GraphModule, forward_outputs: int, as_inductor: Callable[[], ModulePair]) -> ModulePair:
+        _refuse_unplannable(joint)
+        if self.aim_bytes is not None:
+            _leave_out_overwritten(joint)
+        self._forward_outputs = forward_outputs
+
+        def captured(corrections: Corrections) -> Captured:
+            capture = capture_joint(
+                joint,
+                forward_outputs=forward_outputs,
+                name=f"graph of {len(joint.graph.find_nodes(op='placeholder'))} inputs",
+                device=self.device,
+                corrections=corrections,
+                replays_draws=False,
+            )
+            with real_tensors():
+                return self.planning.with_costs(capture.captured)
+
+        capture = with_real_results(captured)
+        for op, call in zip(capture.graph.ops, capture.binding.calls, strict=True):
+            shape = call_shape(call.target, values_in((call.args, call.kwargs)))
+            self._workspaces[shape] = max(op.workspace_bytes or 0, self._workspaces.get(shape, 0))
+        fusible = [
+            not op.computed_once and _is_fusible(nodes)
+            for op, nodes in zip(capture.graph.ops, capture.sources, strict=True)
+        ]
+        graph, members = with_chains(capture.graph, fusible)
+        self.left_bytes = self.planning.left_bytes(graph)
+        with real_tensors():
+            self.plan = self._planned(graph)
+        if self.aim_bytes is None:
+            return as_inductor()
+        sources = [[node for op in chain for node in capture.sources[op]] for chain in members]
+        return node_halves(joint, sources, self.plan.schedule, forward_outputs)
+
+    def _planned(self, graph: Graph) -> Plan:
+        """Return the plan for the bytes that were aimed at, or the leanest plan: its code may take less."""
+        try:
+            return self.planning.plan(graph, self.aim_bytes)
+        except NoPlanError as error:
+            if error.least_budget_found_bytes is None or graph.resident_bytes > self.left_bytes:
+                raise
+            return self.planning.plan(graph, error.least_budget_found_bytes)
+
+    def _around(self, half: InductorHalf, call: Half) -> Half:
+        self._halves[half.is_backward] = half
+        run, is_backward = self.planning.run, half.is_backward
+        return lambda arguments: run(call, arguments, is_backward)
+
+
+@contextmanager
+def _as_memfits_errors() -> Iterator[None]:
+    """Raise whatever Inductor raises as an error of memfit's."""
+    try:
+        yield
+    except MemfitError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        raise UnsupportedStepError(
+            f"Inductor could not compile the graph: {type(error).__name__}: {reason}; "
+            'its kernels need a C++ compiler on a CPU and Triton on a GPU, and kernels="eager" needs neither'
+        ) from error
+
+
+def _refuse_unplannable(joint: GraphModule) -> None:
+    """Refuse calls that are no operators of PyTorch's dispatcher, and such as write to what the step has made."""
+    for node in joint.graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        if bare_overload(node.target) is None:
+            raise UnsupportedStepError(
+                f'{node.target} is no operator that memfit can plan with Inductor\'s kernels; kernels="eager" may do'
+            )
+        if any(written.op != "placeholder" for written in _written(node)):
+            raise UnsupportedStepError(
+                f"{node.target} writes to a tensor that the step has made, which could not be computed again with "
+                'Inductor\'s kernels; kernels="eager" can'
+            )
+
+
+def _leave_out_overwritten(joint: GraphModule) -> None:
+    """Let no copy read the tensor that it overwrites, which a schedule may have dropped."""
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
+        source, result = node.args[1], node.meta["val"]
+        with joint.graph.inserting_before(node), fake_mode_of(result):
+            for target, argument in (
+                (torch.ops.aten.expand.default, list(result.shape)),
+                (torch.ops.prims.convert_element_type.default, result.dtype),
+            ):
+                value = target(source.meta["val"], argument)
+                source = joint.graph.call_function(target, (source, argument))
+                source.meta = {**node.meta, "val": value}
+        node.replace_all_uses_with(source)
+        joint.graph.erase_node(node)
+
+
+def _written(node: Node) -> list[Node]:
+    """Return the tensors that a call writes to."""
+    written: list[Node] = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            written += [each for each in (given if isinstance(given, list | tuple) else [given]) if each is not None]
+    return written
+
+
+def _is_fusible(nodes: Sequence[Node]) -> bool:
+    """Return whether Inductor makes one kernel of these nodes and of fusible neighbours."""
+    return all(_TAGS.intersection(node.target.tags) or str(node.target) in _FUSIBLE for node in nodes)
+
+
+_TAGS = frozenset(getattr(torch.Tag, name) for name in ("pointwise", "reduction") if hasattr(torch.Tag, name))
+# Pointwise operators and reductions that have no such tag in every release.
+_FUSIBLE = frozenset(
+    [
+        "aten.amax.default",
+        "aten.clone.default",
+        "aten.constant_pad_nd.default",
+        "aten.expand.default",
+        "aten.full.default",
+        "aten.mean.dim",
+        "aten.scalar_tensor.default",
+        "aten.sum.default",
+        "aten.sum.dim_IntList",
+        "aten.var_mean.correction",
+        "inductor_prims.inductor_lookup_seed.default",
+        "inductor_prims.inductor_random.default",
+        "prims.convert_element_type.default",
+        "prims.inductor_lookup_seed.default",
+        "prims.inductor_random.default",
+        "prims.iota.default",
+    ]
+)

@@ -1,0 +1,137 @@
+"""The memory of generated code before it has run: its calls to the allocator are made with fakes, its kernels are not.
+
+What a compiler fused never exists, and what it reordered lives longer than planned. The code that it generated says
+which tensors are allocated, and where each is let go, so that a rehearsal on fakes has the peak of the real run. What
+kernels allocate for themselves is what `memfit.cost` has measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memfit.system.recorder import taken_bytes
+from memfit.torch_private import FakeTensorMode, StorageWeakRef, TorchDispatchMode, storage_key, tensors_in
+
+Generated = Callable[[list[Any]], Sequence[Any]]
+"""Generated code whose kernels do nothing; it empties its list of arguments."""
+CallShape = tuple[Any, tuple[tuple[int, ...], ...]]
+"""An operator, and the sizes of its tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halves:
+    """What the halves of a compiled graph take.
+
+    Attributes:
+        given_bytes: of the arguments of the forward half.
+        forward_bytes: at the peak of the forward half, without its arguments.
+        between_bytes: of what the forward half returned.
+        backward_bytes: at the peak of the backward half, without the arguments of the forward half.
+    """
+
+    given_bytes: int
+    forward_bytes: int
+    between_bytes: int
+    backward_bytes: int
+
+    def peak_bytes(self, between_bytes: int, bytes_outside: int) -> int:
+        """Return the peak of the step.
+
+        Args:
+            between_bytes: the most that is outside of the graph between its halves.
+            bytes_outside: what is left of that during the backward half.
+        """
+        after = max(self.between_bytes + between_bytes, self.backward_bytes + bytes_outside)
+        return self.given_bytes + max(self.forward_bytes, after)
+
+
+def rehearse(
+    forward: Generated,
+    backward: Generated,
+    *,
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    outputs: int,
+    mode: FakeTensorMode,
+    device: torch.device,
+    workspaces: Mapping[CallShape, int],
+) -> Halves:
+    """Return what two halves take.
+
+    Args:
+        forward, backward: generated code.
+        primals: fakes of the forward half's arguments.
+        tangents: fakes of the gradients that the backward half is given after what the forward half has saved.
+        outputs: how many of the forward half's results are not saved only; these are the first.
+        mode: of the fakes.
+        device: of the step.
+        workspaces: the bytes that operators take for themselves.
+    """
+    tally = _Tally(device, workspaces, {storage_key(each) for each in tensors_in(primals)})
+    with torch.no_grad(), mode, tally:
+        results = list(forward(list(primals)))
+        forward_bytes, between_bytes = tally.peak_bytes, tally.live_bytes
+        tally.peak_bytes = 0
+        given = [*results[outputs:], *[_alike(each) for each in tangents]]
+        kept = results[:outputs]
+        del results
+        gradients = backward(given)
+        backward_bytes = tally.peak_bytes
+        del gradients, kept
+    storages = {storage_key(each): each.untyped_storage().nbytes() for each in tensors_in(primals)}
+    return Halves(
+        given_bytes=sum(taken_bytes(size, device) for size in storages.values()),
+        forward_bytes=forward_bytes,
+        between_bytes=between_bytes,
+        backward_bytes=backward_bytes,
+    )
+
+
+def call_shape(operator: Any, arguments: Any) -> CallShape:
+    """Return the key of a call in a table of workspaces.
+
+    Args:
+        operator: an overload.
+        arguments: its tensors, or what has their shapes.
+    """
+    return operator, tuple(tuple(each.shape) for each in arguments)
+
+
+def _alike(tangent: Any) -> Any:
+    if not isinstance(tangent, torch.Tensor):
+        return tangent
+    return torch.empty_strided(tangent.shape, tangent.stride(), dtype=tangent.dtype, device=tangent.device)
+
+
+@dataclass(eq=False)
+class _Tally(TorchDispatchMode):
+    """Adds up the bytes of the storages that calls make, for as long as these live."""
+
+    device: torch.device
+    workspaces: Mapping[CallShape, int]
+    outside: set[int]
+    peak_bytes: int = 0
+    _alive: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict[int, tuple[StorageWeakRef, int]])
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    @property
+    def live_bytes(self) -> int:
+        self._alive = {key: known for key, known in self._alive.items() if not known[0].expired()}
+        return sum(size for _, size in self._alive.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        for made in tensors_in(returned):
+            key = storage_key(made)
+            if made.device.type == self.device.type and key not in self.outside:
+                storage = made.untyped_storage()
+                self._alive[key] = StorageWeakRef(storage), taken_bytes(storage.nbytes(), self.device)
+        workspace = self.workspaces.get(call_shape(func, tensors_in((args, kwargs))), 0)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace)
+        return returned

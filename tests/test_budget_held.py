@@ -1,0 +1,271 @@
+"""A budget is a contract: what a step takes is measured until its plan is proved, corrected, and then refused."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from steps import conv_batch, hungry, make_pair
+
+from memfit import TrainingStep
+from memfit.capture import capture
+from memfit.commands.options import plan_settings
+from memfit.cost import warming
+from memfit.errors import BudgetNotHeldError, GraphBreakError, InvalidOptionError, OverBudgetError
+from memfit.planning import Settings
+from memfit.runtime import first_step, hard_cap
+from memfit.runtime import step as step_file
+from memfit.runtime.compile.account import Account
+from memfit.runtime.compile.backend import read_options
+from memfit.runtime.hard_cap import require_cap
+from memfit.runtime.parts import PartlyPlannedStep
+from memfit.runtime.state import StepState
+from memfit.runtime.step import PlannedStep, fit_step
+from memfit.system.recorder import Usage
+
+FEW_MOVES = {"iterations": 30_000}  # in place of seconds, which a busy machine fills with less
+
+
+def make_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)
+
+
+def make_adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01, amsgrad=True)
+
+
+def planned_and_eager(
+    make_optimizer: Callable[[Any], torch.optim.Optimizer], settings: Settings
+) -> tuple[PlannedStep, TrainingStep]:
+    step, eager = make_pair("conv", make_optimizer)
+    planned = fit_step(step, settings)
+    assert isinstance(planned, PlannedStep)
+    return planned, eager
+
+
+def step_both(planned: PlannedStep, eager: TrainingStep, batch: Any, seed: int = 7) -> None:
+    torch.manual_seed(seed)
+    loss = planned(batch)
+    torch.manual_seed(seed)
+    assert torch.equal(loss, eager.run_eager(batch))
+
+
+def assert_same(planned: PlannedStep, eager: TrainingStep) -> None:
+    difference = StepState.take(eager).first_difference(StepState.take(planned.step))
+    assert difference is None, difference
+
+
+def test_a_step_that_no_plan_can_keep_to_a_soft_budget_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = Settings(budget="100%", time_limit_seconds=0.5, budget_is="soft")
+    planned, _ = planned_and_eager(make_sgd, settings)
+    batch, plan = conv_batch(), planned.plan
+    monkeypatch.setattr(planned, "_run", hungry(planned._run, 64 << 20))
+    with caplog.at_level("WARNING"):
+        for _ in range(4):
+            planned(batch)
+    assert planned.plan == plan
+    assert len(planned.corrections) <= 2  # the second time, the optimizer has its state, and the step takes more
+    assert all(correction.aim_bytes is None for correction in planned.corrections)
+    assert caplog.text.count("a plan that allows for it was not found") == len(planned.corrections)
+
+
+def test_a_step_that_no_plan_can_keep_to_a_firm_budget_is_an_error_that_says_by_how_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned, eager = planned_and_eager(make_sgd, Settings(budget="100%", time_limit_seconds=0.5))
+    monkeypatch.setattr(planned, "_run", hungry(planned._run, 64 << 20))
+    for seed in range(2):
+        batch = conv_batch()
+        with pytest.raises(
+            BudgetNotHeldError, match=r"more than its budget of .* no plan .*; the step is complete"
+        ) as e:
+            step_both(planned, eager, batch, seed)
+        assert 63 << 20 < e.value.over_bytes <= 64 << 20
+        torch.manual_seed(seed)
+        eager.run_eager(batch)
+    assert_same(planned, eager)  # the steps were carried out
+
+
+def test_after_three_corrections_in_a_row_there_is_an_error_and_two_good_steps_start_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned, _ = planned_and_eager(make_sgd, Settings(budget="100%", options=FEW_MOVES))
+    more_bytes, run, program = [0], planned._run, planned._first
+    monkeypatch.setattr(planned, "_run", lambda *given: hungry(run, more_bytes[0])(*given))
+    monkeypatch.setattr(step_file, "make_step_program", lambda *_given, **_named: program)  # no correction ever helps
+    batch = conv_batch()
+
+    def take(bytes_more: int, corrections: int) -> None:
+        more_bytes[0] = bytes_more
+        planned(batch)
+        assert len(planned.corrections) == corrections
+
+    take(64 << 10, 1)
+    take(64 << 10, 2)
+    take(0, 2)
+    take(64 << 10, 3)  # one good step is not two in a row
+    with pytest.raises(BudgetNotHeldError, match="so did 3 plans before it"):
+        take(64 << 10, 3)
+    with pytest.raises(BudgetNotHeldError, match="so did 3 plans before it"):
+        take(64 << 10, 3)
+    take(0, 4)
+    take(0, 4)
+    take(64 << 10, 5)
+    assert planned.corrections[3].aim_bytes is None
+
+
+def test_a_hard_budget_is_refused_where_nothing_can_cap_the_process() -> None:
+    step = make_pair("conv", make_sgd)[0]
+    with pytest.raises(InvalidOptionError, match="hard=True caps what a process takes of a GPU, and the step runs on"):
+        fit_step(step, Settings(budget="100%", hard=True))
+    with pytest.raises(InvalidOptionError, match="whose place an arena takes"):
+        require_cap(Settings(budget="100%", hard=True, arena=True), torch.device("cuda"))
+    with pytest.raises(InvalidOptionError, match="caps only steps that are one graph"):
+        PartlyPlannedStep(step, Settings(budget="100%", hard=True), GraphBreakError("broken", line="train.py:7"))
+    with pytest.raises(InvalidOptionError, match="not soft"):
+        Settings(budget="100%", hard=True, budget_is="soft")
+    with pytest.raises(InvalidOptionError, match="expected 'firm' or 'soft'"):
+        Settings(budget="100%", budget_is="hard")
+
+
+def test_a_hard_budget_caps_the_process_while_a_step_runs_and_puts_the_cap_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a device that is not here: of 1000 bytes, 300 are the step's before it runs, and 100 another model's."""
+    set_to: list[float] = []
+    monkeypatch.setattr(hard_cap, "allocated_bytes", lambda _device: 400)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _device: type("Properties", (), {"total_memory": 1000})
+    )
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: 0.9)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda fraction, _device: set_to.append(fraction)
+    )
+    device = torch.device("cuda")
+    with pytest.raises(torch.OutOfMemoryError) as raised, hard_cap.capped(device, 500, 300):
+        assert set_to == [0.6]
+        raise torch.OutOfMemoryError("no room")
+    assert "capped at its budget of 500 B (hard=True)" in raised.value.__notes__[0]
+    assert set_to == [0.6, 0.9]
+    with hard_cap.capped(device, 5000, 300):
+        assert set_to[-1] == 0.9, "a cap of the user's stays"
+
+
+def test_before_a_step_is_capped_it_has_kept_its_budget_twice_in_a_row_and_left_no_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned, eager = planned_and_eager(make_adam, Settings(budget="100%", options=FEW_MOVES))
+    monkeypatch.setattr(planned, "_run", hungry(planned._run, 64 << 10))
+    caps: list[int] = []
+
+    @contextmanager
+    def capped(_device: torch.device, budget_bytes: int, bytes_before: int) -> Iterator[None]:
+        assert bytes_before > 0
+        caps.append(budget_bytes)
+        yield
+
+    monkeypatch.setattr("memfit.runtime.step.capped", capped)
+    asked_bytes = planned.plan.budget_bytes
+    planned._is_capped = True
+    planned.prove()
+    assert len(planned.corrections) == 1 and not caps
+    step_both(planned, eager, conv_batch())
+    assert caps == [asked_bytes]
+    assert_same(planned, eager)
+
+
+def test_a_step_counts_from_an_empty_cache_on_and_the_next_beside_what_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counters of a device that is not here; the second step reserves more than the first."""
+    held, emptied = [700], []
+    reserved_by_step = iter([500, 600, 900])
+
+    @contextmanager
+    def counters(_device: torch.device) -> Iterator[Usage]:
+        usage = Usage(source="cuda", start_bytes=100)
+        yield usage
+        usage.peak_bytes = 300
+        usage.reserved_bytes = held[0] = next(reserved_by_step)
+
+    def empty(_device: torch.device) -> None:
+        emptied.append(held[0])
+        held[0] = 100
+
+    monkeypatch.setattr(first_step, "record", counters)
+    monkeypatch.setattr(first_step, "empty_cache", empty)
+    monkeypatch.setattr(first_step, "held_bytes", lambda _device: held[0])
+    meter = first_step.Meter(torch.device("cuda"))
+    loss = torch.zeros(())
+    assert meter.run(lambda: loss, 50, is_proved=False) == (loss, 450)
+    assert emptied == [700], "what eager had left unused is not the step's"
+    assert meter.run(lambda: loss, 50, is_proved=False) == (loss, 550)
+    assert emptied == [700], "what the step itself left counts"
+    held[0] = 800  # an evaluation in between
+    assert meter.run(lambda: loss, 50, is_proved=False) == (loss, 850)
+    assert emptied == [700, 800]
+
+
+def test_ops_are_run_once_before_a_step_counts_and_what_libraries_keep_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captured = capture(make_pair("conv", make_sgd)[0])
+    graph, binding = captured.graph, captured.binding
+    kept: list[torch.Tensor] = []
+    runs: list[str] = []
+
+    class Library:
+        def __init__(self, call: Any) -> None:
+            self.target, self._schema = call.target, getattr(call.target, "_schema", None)
+            self.measurable = getattr(call.target, "measurable", True)
+            self.__qualname__ = f"library.{call.target}"
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            runs.append(self.__qualname__)
+            if not kept:
+                kept.append(torch.empty(1 << 20, dtype=torch.uint8))
+            return self.target(*args, **kwargs)
+
+    calls = tuple(replace(call, target=Library(call)) for call in binding.calls)
+    binding = replace(binding, calls=calls)
+    monkeypatch.setattr(warming, "_warm", defaultdict(set))
+    monkeypatch.setattr(warming, "_kept_bytes", defaultdict(int))
+    state = torch.get_rng_state()
+    assert warming.warm(graph, binding) == 1 << 20
+    assert torch.equal(torch.get_rng_state(), state)
+    first_runs = len(runs)
+    assert 10 < first_runs < len(calls), "equal calls are run once, updates never"
+    assert not any("optimizer_update" in name for name in runs)
+    assert warming.warm(graph, binding) == 1 << 20
+    assert len(runs) == first_runs, "each op once"
+
+
+@pytest.mark.parametrize("budget_is", ["firm", "soft"])
+def test_a_compiled_models_fourth_step_over_a_firm_budget_is_an_error(
+    budget_is: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    account = Account(1000, torch.device("cpu"), budget_is)
+    account._judge(2000)
+    account._judge(900)
+    account._judge(2000)
+    account._judge(2000)
+    with pytest.raises(BudgetNotHeldError, match="1000 bytes") if budget_is == "firm" else nullcontext():
+        account._judge(2000)
+    for taken_bytes in (900, 900, 2000):
+        account._judge(taken_bytes)
+    account.budget_bytes = 1
+    with pytest.raises(OverBudgetError) if budget_is == "firm" else nullcontext():
+        assert account.evaluate(lambda: torch.zeros(1 << 16).sum()) == 0
+    assert ("a call without gradients took" in caplog.text) == (budget_is == "soft")
+
+
+def test_the_command_line_and_the_backend_take_a_soft_budget() -> None:
+    assert plan_settings("1MiB", "auto", None, 1.0, 0, budget_is="soft").budget_is == "soft"
+    assert read_options({"budget": 1000, "budget_is": "soft"}).settings.budget_is == "soft"
+    with pytest.raises(InvalidOptionError, match="expected 'firm' or 'soft'"):
+        read_options({"budget": 1000, "budget_is": "hard"})
