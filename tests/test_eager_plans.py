@@ -21,7 +21,7 @@ from memfit.runtime.eager.trace import BEFORE, Content, Trace, TracedCall
 
 @pytest.fixture(autouse=True)
 def nothing_left_of_other_tests() -> None:
-    """Free what compiled models of other tests hold: plans are small here, and margins are shares of all bytes."""
+    """Free what compiled models of other tests hold."""
     torch.compiler.reset()
     gc.collect()
 
@@ -73,6 +73,13 @@ def test_a_loop_that_repeats_follows_a_plan(case: str, share: float) -> None:
     assert report.by_plan.passes >= 2, report
     assert report.left_plan.passes == report.calm.passes == 0
     assert report.by_policy.passes + report.by_plan.passes == report.passes == 9
+
+
+def test_what_others_hold_takes_nothing_from_a_plan() -> None:
+    held = torch.ones(1 << 25)
+    report = planned(mlp, mlp_loss, 0.7)
+    assert report.by_plan.passes >= 2, report
+    del held
 
 
 def test_a_structure_that_changes_midway() -> None:

@@ -23,7 +23,7 @@ _TRIES = 3  # passes by plan before they are compared with those by policy
 _NO_WORSE = 1.1  # times the policy's seconds of calls made again; what other processes do shows in such short times
 _TIME_LIMIT_SECONDS = 5.0
 _STOP_SECONDS = 2.0  # that are waited for a thread to end
-_SHARE = 0.98  # of the budget is planned for: variables hold contents for a few calls longer than the graph says
+_SHARE = 0.98  # of what is left for a pass is planned for: variables hold contents longer than the graph says
 
 
 class Structure:
@@ -67,7 +67,7 @@ class Structures:
     def __init__(self, device: torch.device, budget_bytes: int) -> None:
         alignment_bytes = CUDA_ALIGNMENT_BYTES if device.type == "cuda" else CPU_ALIGNMENT_BYTES
         self._device = Device(name=f"eager {device.type}", alignment_bytes=alignment_bytes)
-        self._budget_bytes = int(_SHARE * budget_bytes)
+        self._budget_bytes = budget_bytes
         self._known: dict[tuple[int, ...], Structure] = {}
         self._last: Structure | None = None
         self._passes = 0
@@ -145,15 +145,15 @@ class Structures:
         thread.start()
 
     def _search(self, structure: Structure, trace: Trace) -> None:
-        settings = Settings(
-            budget=self._budget_bytes,
-            planner="search",
-            options={"threads": 1, "without": "peak_reducing_order"},  # the loop's order stays as it is
-            time_limit_seconds=_TIME_LIMIT_SECONDS,
-            progress=self._go_on,
-        )
         try:
             made = graph_of(trace, self._device)
+            settings = Settings(
+                budget=made.bytes_outside + int(_SHARE * (self._budget_bytes - made.bytes_outside)),
+                planner="search",
+                options={"threads": 1, "without": "peak_reducing_order"},  # the loop's order stays as it is
+                time_limit_seconds=_TIME_LIMIT_SECONDS,
+                progress=self._go_on,
+            )
             problem = make_problem(made.graph, self._device, settings, made.bytes_outside)
             # measured seconds differ each time: a plan that is kept on disk would never be found again
             plan = make_planner(settings.planner, **settings.options).plan(problem).plan
