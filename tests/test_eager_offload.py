@@ -383,7 +383,7 @@ def test_an_interrupted_copy(method: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(DiskCopy, method, interrupted)
     run()
     gc.collect()
-    assert count == 3 and is_closed(tmp_path)
+    assert count >= 3 and is_closed(tmp_path)
     loop.optimizer.zero_grad()
     assert loop.run(2) == Trained(mlp, mlp_loss).run(2)
 

@@ -148,6 +148,18 @@ def test_more_records_than_windows_are_refused():
             one.__exit__(None, None, None)
 
 
+def test_a_record_that_nobody_can_end_takes_no_window():
+    for _ in range(100):
+        record("cpu").__enter__()
+    for _ in range(100):
+        opened: list[object] = [record("cpu")]
+        opened.append(opened)  # a cycle, which goes when there are no more windows
+        opened[0].__enter__()  # type: ignore[attr-defined]
+    with record("cpu") as usage:
+        kept = torch.empty(ONE_KIB_FLOATS)
+    assert usage.peak_bytes == kept.nbytes
+
+
 def test_what_other_threads_of_python_allocate_is_theirs():
     threads_count, rounds = 4, 300
     ready, done = threading.Barrier(threads_count + 1), threading.Barrier(threads_count + 1)

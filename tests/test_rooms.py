@@ -112,7 +112,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("contents", "structures"),
         ("pass_graph",),
         ("trace",),
-        ("again", "policy"),
+        ("again", "copies", "policy"),
         ("kept", "operators"),
         ("needs",),
         ("sources",),

@@ -10,10 +10,11 @@ torch.profiler's memory events are used, and `Usage.source` says so.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import tempfile
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -156,12 +157,16 @@ def held_bytes(device: torch.device) -> int:
 
 
 class _Record:
-    """The `with` block of `record`. A class, because a generator of contextlib takes longer than the record."""
+    """The `with` block of `record`. A class, because a generator of contextlib takes longer than the record.
+
+    A record that nobody can end any more ends with its object: there are only so many at a time.
+    """
 
     __slots__ = ("_instrument", "_token", "_usage")
 
     def __init__(self, instrument: Instrument) -> None:
         self._instrument = instrument
+        self._token: int | None = None
 
     def __enter__(self) -> Usage:
         self._usage = Usage(source=self._instrument.source)
@@ -169,7 +174,13 @@ class _Record:
         return self._usage
 
     def __exit__(self, *raised: object) -> None:
-        self._instrument.close(self._usage, self._token)
+        token, self._token = self._token, None
+        if token is not None:
+            self._instrument.close(self._usage, token)
+
+    def __del__(self) -> None:
+        with suppress(RuntimeError):  # at the interpreter's exit a driver may be gone
+            self.__exit__()
 
 
 class _CudaWatch:
@@ -244,6 +255,9 @@ class _Wrapper(Instrument):
     def open(self, usage: Usage) -> int:
         live = ctypes.c_int64()
         window: int = self._open_window(ctypes.byref(live))
+        if window == -1:
+            gc.collect()  # records that nobody can end end with their objects
+            window = self._open_window(ctypes.byref(live))
         if window == -1:
             raise MemfitError("64 records are open on the CPU, the most there can be; leave one first")
         if window == -2:

@@ -14,6 +14,7 @@ import torch
 from memfit.capture.whole_step import calling_line
 from memfit.errors import OverBudgetError, UnsupportedStepError
 from memfit.runtime.eager.again import LostContentsError, make_again
+from memfit.runtime.eager.copies import NEVER_SECONDS, Copies, settle
 from memfit.runtime.eager.host import Host
 from memfit.runtime.eager.kept import Kept, Saved
 from memfit.runtime.eager.operators import is_dense
@@ -28,8 +29,7 @@ from memfit.runtime.eager.sources import (
     tensors_given,
 )
 from memfit.system.budget import format_bytes
-from memfit.system.recorder import taken_bytes
-from memfit.torch_private import no_modes, storage_users, without_autocast
+from memfit.torch_private import no_modes, without_autocast
 
 LEAST_BYTES = 1 << 12  # smaller contents are never let go
 
@@ -39,7 +39,6 @@ class Counts:
 
     def __init__(self) -> None:
         self.calls = self.let_go = self.made_again = self.passes = 0
-        self.to_host_bytes = self.to_device_bytes = 0
         self.again_seconds = 0.0
 
 
@@ -54,7 +53,7 @@ class Contents:
         kept: what autograd saved, by its contents.
         held: storages that a plan has longer than the loop.
         counts: what happened so far.
-        host: where contents are copied to; None if that is nowhere.
+        copies: on the host, if there is one.
         policy: what goes first; see `memfit.runtime.eager.policy`.
         made_again: called with contents that were made again.
         is_busy: whether calls are made that are none of the loop's.
@@ -62,7 +61,7 @@ class Contents:
     Args:
         budget_bytes, live_bytes: see above.
         model_bytes: returns what parameters, buffers and gradients take of it.
-        host: see above.
+        host: where contents are copied to; None if that is nowhere.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Contents:
         self.sources = Sources()
         self.kept: dict[Source, Kept] = {}
         self.held: dict[Source, torch.UntypedStorage] = {}
-        self.host = host
+        self.copies = Copies(host)
         self.policy: Policy = cheap_and_stale
         if host is not None:
             self.policy = partial(cheap_and_stale, seconds_of=self._seconds_to_let_go)
@@ -114,6 +113,7 @@ class Contents:
             source = self.sources.find(storage)
             if source is None:
                 continue
+            settle(source)
             kept = self.kept.get(source)
             if kept is not None and not kept.is_there:  # what autograd saved is what is written to
                 self._give(kept, storage)
@@ -172,7 +172,7 @@ class Contents:
             return Saved(None, alias)
         source = self.sources.find(alias.untyped_storage())
         if source is None or source.call is None:
-            if self.host is None:
+            if self.copies.host is None:
                 return Saved(None, alias)
             source = self.sources.of(alias.untyped_storage())
             source.used_at = self.counts.calls
@@ -251,18 +251,33 @@ class Contents:
 
     def _fetch(self, source: Source) -> torch.Tensor:
         """Copy contents back from the host, and let autograd have them if it saved them."""
-        assert self.host is not None and source.host is not None
         self._pinned = set() if self._target is None else {self._target}
-        need_bytes = taken_bytes(source.bytes, self.host.device)
+        need_bytes = self.copies.bytes_back(source)
         if self.upper_bytes + need_bytes > self.budget_bytes:
             self.make_room(need_bytes, "a copy back from the host")
         self.upper_bytes += need_bytes
-        tensor = source.host.back()
-        self.counts.to_device_bytes += source.bytes
+        tensor = self.copies.back(source)
         kept = self.kept.get(source)
         if kept is not None and not kept.is_there:
             self._give(kept, tensor.untyped_storage())
+        self.made_again(source)
         return tensor
+
+    def begin_to_host(self, source: Source) -> None:
+        """Begin to copy contents that autograd saved to the host, if there is room; they are let go later."""
+        if source in self.kept:
+            self.copies.begin_to_host(source)
+
+    def begin_to_device(self, source: Source) -> None:
+        """Begin to copy contents back that were let go and are on the host, if there is room for them."""
+        kept, need_bytes = self.kept.get(source), self.copies.bytes_back(source)
+        if not need_bytes or source.live is not None or kept is None or not kept.alive():
+            return
+        if self.upper_bytes + need_bytes > self.budget_bytes:
+            self.upper_bytes = self.live_bytes()
+        if self.upper_bytes + need_bytes <= self.budget_bytes:
+            self.copies.begin_to_device(source)
+            self.upper_bytes += need_bytes
 
     def make_room(self, need_bytes: int, what: Any) -> None:
         """Let contents go until there is room for a call.
@@ -281,6 +296,7 @@ class Contents:
         if self._let_go_for(need_bytes):
             return
         self.held.clear()
+        self.copies.give_up()
         self.forget()
         gc.collect()
         self.upper_bytes = self.live_bytes()
@@ -306,45 +322,42 @@ class Contents:
         source = kept.source
         if not kept.is_there or source.bytes < LEAST_BYTES or source in self._pinned:
             return False
-        return self._can_drop(source) or self._seconds_to_offload(kept) < float("inf")
+        return self._can_drop(source) or self._seconds_to_copy(kept) < NEVER_SECONDS
 
     def _can_drop(self, source: Source) -> bool:
         return source.call is not None and source not in self._held_back and not source.is_blank
 
     def _seconds_to_drop(self, source: Source) -> float:
-        return seconds_to_make(source) if self._can_drop(source) else float("inf")
+        return seconds_to_make(source) if self._can_drop(source) else NEVER_SECONDS
 
-    def _seconds_to_offload(self, kept: Kept) -> float:
-        """Return the seconds of copies to the host and back; infinity without room, or if others hold the storage."""
-        source, storage = kept.source, kept.source.live
-        if self.host is None or storage is None or storage.device != self.host.device:
-            return float("inf")
-        if source.call is None and not storage.resizable():  # memory of NumPy's, say, that others may write to
-            return float("inf")
-        if source in self.held or storage_users(storage) > len(kept.alive()) + 1:  # and this function's own
-            return float("inf")
-        if source.host is None:
-            return self.host.seconds(source.bytes) if self.host.has_room(source.bytes) else float("inf")
-        return source.host.seconds_back
+    def _seconds_to_copy(self, kept: Kept) -> float:
+        return NEVER_SECONDS if kept.source in self.held else self.copies.seconds(kept)
 
     def _seconds_to_let_go(self, kept: Kept) -> float:
-        return min(self._seconds_to_drop(kept.source), self._seconds_to_offload(kept))
+        return min(self._seconds_to_drop(kept.source), self._seconds_to_copy(kept))
 
     def let_go(self, source: Source) -> None:
-        """Let contents go that autograd saved, if they are there and can be made again."""
+        """Let contents go that autograd saved, if they are there, and on the host or can be made again."""
         kept = self.kept.get(source)
-        if kept is not None and kept.alive() and self._can_go(kept) and self._seconds_to_drop(source) < float("inf"):
+        began = time.perf_counter()
+        settle(source)
+        self.counts.again_seconds += time.perf_counter() - began
+        if kept is None or not kept.alive() or not self._can_go(kept):
+            return
+        if source.host is not None and self._seconds_to_copy(kept) < NEVER_SECONDS:
+            self._offload(kept)
+        elif self._can_drop(source):
             self._drop(kept)
 
     def _let_go(self, kept: Kept) -> None:
         """Drop contents, or copy them to the host, whichever takes less time with what is gone by now."""
-        if self.host is None:
+        if self.copies.host is None:
             self._drop(kept)
             return
-        drop_seconds, offload_seconds = self._seconds_to_drop(kept.source), self._seconds_to_offload(kept)
-        if offload_seconds < drop_seconds:
-            self._offload(kept, self.host)
-        elif drop_seconds < float("inf"):
+        drop_seconds, copy_seconds = self._seconds_to_drop(kept.source), self._seconds_to_copy(kept)
+        if copy_seconds < drop_seconds:
+            self._offload(kept)
+        elif drop_seconds < NEVER_SECONDS:
             self._drop(kept)
 
     def _drop(self, kept: Kept) -> None:
@@ -354,16 +367,12 @@ class Contents:
         self.counts.let_go += 1
         self._gone.setdefault(source.call, []).append(kept)
 
-    def _offload(self, kept: Kept, host: Host) -> None:
+    def _offload(self, kept: Kept) -> None:
         """Let contents go that are on the host, or for which there is room."""
-        source, storage = kept.source, kept.source.live
-        if source.host is None and storage is not None:
-            began = time.perf_counter()
-            source.host = host.copy(storage)
-            self.counts.to_host_bytes += source.bytes
-            if self._target is None:  # or the seconds are those of what is made again
-                self.counts.again_seconds += time.perf_counter() - began
-        source.release()
+        seconds = self.copies.make(kept.source)
+        if self._target is None:  # or the seconds are those of what is made again
+            self.counts.again_seconds += seconds
+        kept.source.release()
         kept.let_go()
         self.counts.let_go += 1
 
@@ -381,8 +390,7 @@ class Contents:
         self.forget()
         self.sources = Sources()
         self.made_again, self.policy = _ignored, cheap_and_stale  # no cycles are left: what autograd drops is freed
-        if self.host is not None:
-            self.host.close()
+        self.copies.close()
 
     def _holding(self) -> str:
         """Say what holds the memory."""

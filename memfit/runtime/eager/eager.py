@@ -126,6 +126,7 @@ class Eager(Uncopied):
         if self._mode is None or self._usage is None:
             raise InvalidOptionError("nothing has run yet; enter the block first")
         counts, needs, passes = self._mode.counts, self._mode.needs, self._mode.passes
+        copies = self._mode.contents.copies
         ran = passes.with_present() if self._mode.is_in_pass else passes.ran
         return Report(
             budget_bytes=self.budget_bytes,
@@ -134,8 +135,8 @@ class Eager(Uncopied):
             calls=counts.calls,
             let_go=counts.let_go,
             made_again=counts.made_again,
-            to_host_bytes=counts.to_host_bytes,
-            to_device_bytes=counts.to_device_bytes,
+            to_host_bytes=copies.to_host_bytes,
+            to_device_bytes=copies.to_device_bytes,
             again_seconds=counts.again_seconds,
             bounded=needs.bounded,
             exceeded=needs.exceeded,

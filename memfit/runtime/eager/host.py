@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from memfit.cost.link import link_rates
+from memfit.errors import HostMemoryError
 from memfit.runtime.host.store import HostCopy, Slab, alignment_bytes, make_slab
 from memfit.torch_private import no_modes
 
@@ -21,31 +23,60 @@ class OnHost:
 
     Attributes:
         seconds_back: of a copy back to the device.
+        coming: what is being copied back to, if a copy back has begun.
     """
 
-    __slots__ = ("_copy", "_place", "_places", "seconds_back")
+    __slots__ = ("_copy", "_is_there", "_place", "_places", "coming", "seconds_back")
 
     def __init__(self, places: _Places, size_bytes: int, storage: torch.UntypedStorage, seconds_back: float) -> None:
         self.seconds_back = seconds_back
+        self.coming: torch.Tensor | None = None
+        self._is_there = True  # or there would be something to wait for, if no copy can begin
         self._places, self._place = places, places.take(size_bytes)
         with no_modes(), torch.no_grad():
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             self._copy: HostCopy = places.slab.copy(whole, self._place[0])
-            self._copy.wait()
+        self._is_there = False
 
     def __del__(self) -> None:
+        with suppress(HostMemoryError):  # nobody reads it any more
+            self.wait()
         self._places.returned.append(self._place)
+
+    def wait(self) -> None:
+        """Wait until the contents are on the host.
+
+        Raises:
+            HostMemoryError: the copy failed.
+        """
+        if not self._is_there:
+            self._copy.wait()
+            self._is_there = True
+
+    def begin_back(self) -> None:
+        """Begin to copy the contents back, to memory that is taken for them now."""
+        self.wait()
+        if self.coming is None:
+            with no_modes(), torch.no_grad():
+                self.coming = self._copy.prefetch()
 
     def back(self) -> torch.Tensor:
         """Return a tensor over a new storage with the contents.
 
         Raises:
-            HostMemoryError: the copy failed.
+            HostMemoryError: a copy failed.
         """
+        self.begin_back()
+        tensor, self.coming = self.coming, None
+        assert tensor is not None
         with no_modes(), torch.no_grad():
-            tensor = self._copy.prefetch()
             self._copy.arrived()
-            return tensor
+        return tensor
+
+    def give_up(self) -> None:
+        """Copy nothing back for now, and give the memory for it back."""
+        if self.coming is not None:
+            self.back()
 
 
 class _Places:
@@ -93,10 +124,11 @@ class Host:
 
     Attributes:
         device: that the contents are on: a CPU or CUDA device.
+        budget_bytes: of all copies together.
+        rates: of the link.
 
     Args:
-        device: see above.
-        budget_bytes: of all copies together.
+        device, budget_bytes: see above.
         directory: for the file of a CPU; by default see `spill_directory`.
 
     Raises:
@@ -104,15 +136,15 @@ class Host:
     """
 
     def __init__(self, device: torch.device, budget_bytes: int, directory: Path | None) -> None:
-        self.device, self._process = device, os.getpid()
-        self._rates = link_rates(device, directory)
+        self.device, self.budget_bytes, self._process = device, budget_bytes, os.getpid()
+        self.rates = link_rates(device, directory)
         self._alignment_bytes = alignment_bytes(device)
         whole_bytes = budget_bytes // self._alignment_bytes * self._alignment_bytes
         self._places: _Places | None = _Places(make_slab(device, whole_bytes, directory))
 
     def seconds(self, size_bytes: int) -> float:
         """Return the seconds of a copy to the host and back."""
-        rates = self._rates
+        rates = self.rates
         seconds_out = rates.copy_latency_seconds + size_bytes / rates.to_host_bytes_per_second
         return seconds_out + self._seconds_back(size_bytes)
 
@@ -123,11 +155,7 @@ class Host:
         return self._aligned(size_bytes) <= self._places.largest_bytes()
 
     def copy(self, storage: torch.UntypedStorage) -> OnHost:
-        """Copy contents to the host, which has room for them.
-
-        Raises:
-            HostMemoryError: the copy failed.
-        """
+        """Begin to copy contents to the host, which has room for them."""
         assert self._places is not None
         size_bytes = storage.nbytes()
         return OnHost(self._places, self._aligned(size_bytes), storage, self._seconds_back(size_bytes))
@@ -137,7 +165,7 @@ class Host:
         self._places = None
 
     def _seconds_back(self, size_bytes: int) -> float:
-        return self._rates.copy_latency_seconds + size_bytes / self._rates.to_device_bytes_per_second
+        return self.rates.copy_latency_seconds + size_bytes / self.rates.to_device_bytes_per_second
 
     def _aligned(self, size_bytes: int) -> int:
         return -(-size_bytes // self._alignment_bytes) * self._alignment_bytes

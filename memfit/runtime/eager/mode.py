@@ -143,7 +143,7 @@ class BudgetMode(UnwrappedMode):
                 self._look(need.peak_bytes, func)
             if written:
                 contents.before_writes(written, need.peak_bytes, func)
-            if contents.host is None:
+            if contents.copies.host is None:
                 began = time.perf_counter()
                 returned = func(*args, **kwargs)
                 seconds = time.perf_counter() - began

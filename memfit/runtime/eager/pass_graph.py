@@ -12,6 +12,7 @@ from memfit.schedule import Code, Schedule
 Key = tuple[int, int]
 """Names contents of a pass: `Content.born` and `Content.place`."""
 
+_LEAST_DISTANCE, _MOST_READS = 16, 64  # calls between, and number of, the reads of what is not copied to the host
 _SLACK = 8  # calls for which a variable of the loop may hold contents after the last call that reads them
 
 
@@ -38,18 +39,22 @@ class Decisions:
         let_go: position -> contents that are let go before the call at this position.
         held: contents -> (from, to), positions between which their storage is held, though the loop does not hold it.
         released: position -> contents that are held no longer from before the call at this position on.
+        to_host, to_device: position -> contents whose copy begins before the call at this position.
     """
 
     let_go: dict[int, list[Key]] = field(default_factory=dict[int, list[Key]])
     held: dict[Key, list[tuple[int, int]]] = field(default_factory=dict[Key, list[tuple[int, int]]])
     released: dict[int, list[Key]] = field(default_factory=dict[int, list[Key]])
+    to_host: dict[int, list[Key]] = field(default_factory=dict[int, list[Key]])
+    to_device: dict[int, list[Key]] = field(default_factory=dict[int, list[Key]])
 
 
 def graph_of(trace: Trace, device: Device) -> PassGraph:
     """Return the graph of a pass.
 
     Contents are storages: what a call wrote in place, and can write again, is another storage with the memory of the
-    first. What code itself holds is read by the last call before it was gone, and never recomputed.
+    first. What code itself holds is read by the last call before it was gone, and never recomputed. A device with a
+    link may copy what autograd saved to its host; all else is read so often that no copy is worth it.
 
     Args:
         trace: a pass from its first call to its last.
@@ -64,6 +69,13 @@ def graph_of(trace: Trace, device: Device) -> PassGraph:
         last = _held_until(content)
         if last is not None and ids[content] not in reads[last + 1]:
             reads[last + 1].append(ids[content])
+    if device.has_link:
+        distance = max(_LEAST_DISTANCE, len(trace.calls) // _MOST_READS)
+        for content in contents:
+            if content.dies is not None and not _is_free(content):
+                for position in range(content.born + 1, content.dies, distance):
+                    if ids[content] not in reads[position + 1]:
+                        reads[position + 1].append(ids[content])
     arriving = tuple(ids[content] for content in contents if content.born == BEFORE and content.dies is not None)
     ops = [Op(id=0, name="before", phase=Phase.FORWARD, reads=(), writes=arriving, seconds=0.0, recomputable=False)]
     for position, call in enumerate(trace.calls):
@@ -140,6 +152,11 @@ def decisions_of(made: PassGraph, schedule: Schedule) -> Decisions:
             since.update(dict.fromkeys(graph.ops[operand].writes, begin))
         elif code == Code.DROP:
             leave(operand, since.pop(operand, position), position)
+        elif code in (Code.OFFLOAD, Code.PREFETCH) and _is_free(contents[operand]):
+            copies = decisions.to_host if code == Code.OFFLOAD else decisions.to_device
+            copies.setdefault(position + 1, []).append((contents[operand].born, contents[operand].place))
+            if code == Code.PREFETCH:
+                since[operand] = position
     return decisions
 
 

@@ -98,7 +98,7 @@ class Passes:
     def __init__(self, contents: Contents, device: torch.device) -> None:
         self.ran = {way: Ran() for way in Way}
         self._contents = contents
-        self._structures = Structures(device, contents.budget_bytes)
+        self._structures = Structures(device, contents.budget_bytes, contents.copies.host)
         self._has_plans = False
 
     def begin(self, *, is_noted: bool) -> None:
@@ -238,10 +238,15 @@ class Passes:
             source = now.made[key]() if key in now.made else None
             if source is not None:
                 self._contents.held.pop(source, None)
-        for key in decisions.let_go.get(position, ()):
-            source = now.made[key]() if key in now.made else None
-            if source is not None:
-                self._contents.let_go(source)
+        for keys, act in (
+            (decisions.to_host, self._contents.begin_to_host),
+            (decisions.let_go, self._contents.let_go),
+            (decisions.to_device, self._contents.begin_to_device),
+        ):
+            for key in keys.get(position, ()):
+                source = now.made[key]() if key in now.made else None
+                if source is not None:
+                    act(source)
 
     def _leave(self) -> None:
         """Let the policy decide from here on."""

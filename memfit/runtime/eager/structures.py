@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
+import msgspec
 import torch
 
 from memfit.device import Device
@@ -12,6 +13,7 @@ from memfit.errors import MemfitError
 from memfit.plan import Progress
 from memfit.planners import make_planner
 from memfit.planning import Settings, make_problem
+from memfit.runtime.eager.host import Host
 from memfit.runtime.eager.pass_graph import Decisions, decisions_of, graph_of
 from memfit.runtime.eager.trace import Trace
 from memfit.system.recorder import CPU_ALIGNMENT_BYTES, CUDA_ALIGNMENT_BYTES
@@ -62,12 +64,14 @@ class Structures:
     Args:
         device: that the passes run on.
         budget_bytes: of the plans.
+        host: where contents are copied to; None if that is nowhere.
     """
 
-    def __init__(self, device: torch.device, budget_bytes: int) -> None:
+    def __init__(self, device: torch.device, budget_bytes: int, host: Host | None) -> None:
         alignment_bytes = CUDA_ALIGNMENT_BYTES if device.type == "cuda" else CPU_ALIGNMENT_BYTES
-        self._device = Device(name=f"eager {device.type}", alignment_bytes=alignment_bytes)
-        self._budget_bytes = budget_bytes
+        rates = {} if host is None else msgspec.structs.asdict(host.rates)
+        self._device = Device(name=f"eager {device.type}", alignment_bytes=alignment_bytes, **rates)
+        self._budget_bytes, self._host_budget_bytes = budget_bytes, 0 if host is None else host.budget_bytes
         self._known: dict[tuple[int, ...], Structure] = {}
         self._last: Structure | None = None
         self._passes = 0
@@ -149,7 +153,8 @@ class Structures:
             made = graph_of(trace, self._device)
             settings = Settings(
                 budget=made.bytes_outside + int(_SHARE * (self._budget_bytes - made.bytes_outside)),
-                planner="search",
+                host_budget_bytes=self._host_budget_bytes,
+                planner="offload",  # which is the search where there is no link
                 options={"threads": 1, "without": "peak_reducing_order"},  # the loop's order stays as it is
                 time_limit_seconds=_TIME_LIMIT_SECONDS,
                 progress=self._go_on,
