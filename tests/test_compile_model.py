@@ -20,6 +20,7 @@ from memfit.errors import (
     OverBudgetError,
     UnsupportedStepError,
 )
+from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.model import PlannedCalls, compile_in_place
 from memfit.runtime.compile.occupancy import bytes_beside
 from memfit.system.recorder import record
@@ -289,3 +290,16 @@ def test_a_number_that_cannot_be_a_tensor_is_refused() -> None:
     call_with(model, 1.0, torch.randn(4, 8))
     with pytest.raises(UnsupportedStepError, match="a number that changes from call to call"):
         call_with(model, 1.5, torch.randn(4, 8))
+
+
+def test_models_whose_backward_never_comes_leave_records_to_others() -> None:
+    accounts = [Account(1 << 30, torch.device("cpu")) for _ in range(100)]
+    for account in accounts:
+        account.begin()
+        account.begin_loss()
+    held = torch.ones(1 << 10)
+    assert accounts[-1].end_loss() >= held.nbytes
+    assert accounts[0].end_loss() == 0
+    with record("cpu") as usage:
+        held = held.clone()
+    assert usage.peak_bytes == held.nbytes

@@ -21,9 +21,9 @@ from memfit.torch_private import FakeTensorMode, at_end_of_backward
 
 _log = logging.getLogger("memfit")
 
-_MOST_LOSSES = 16  # that are measured at a time
+_MOST_MEASURING = 16  # accounts that have a record open
 
-_losses: list[weakref.ref[Account]] = []  # that measure one, the latest last
+_measuring: list[weakref.ref[Account]] = []  # these, the latest last
 
 
 class Account:
@@ -127,23 +127,16 @@ class Account:
         self._planned_from_now_bytes = 0
 
     def begin_loss(self) -> None:
-        """Begin to measure what runs between a graph's forward and its backward half.
-
-        A backward half may never come; beyond so many records the oldest is given up.
-        """
+        """Begin to measure what runs between a graph's forward and its backward half."""
         self.end_loss()
+        self._make_way()
         context = record(self.device)
         self._loss = context, context.__enter__()
-        _losses.append(weakref.ref(self))
-        for oldest in (each() for each in _losses[:-_MOST_LOSSES]):
-            if oldest is not None:
-                oldest.end_loss()
 
     def end_loss(self) -> int:
         """Return the most bytes since the last forward half, as `allocated_bytes` counts; 0 if already asked for."""
         if self._loss is None:
             return 0
-        _losses[:] = [each for each in _losses if each() not in (self, None)]
         context, usage = self._loss
         self._loss = None
         context.__exit__(None, None, None)
@@ -242,7 +235,16 @@ class Account:
             raise error
         _log.warning("memfit: %s", error)
 
+    def _make_way(self) -> None:
+        """Give up the records of the account that has measured least lately: its backward or update may never come."""
+        others = [each for each in _measuring if each() not in (self, None)]
+        for oldest in (each() for each in others[: 1 - _MOST_MEASURING]):
+            if oldest is not None:
+                oldest._loss = oldest._open = None
+        _measuring[:] = [*others[1 - _MOST_MEASURING :], weakref.ref(self)]
+
     def _record(self) -> None:
+        self._make_way()
         context = record(self.device)
         self._open = context, context.__enter__(), self.compiled
 
