@@ -425,6 +425,9 @@ class _CompiledPart(CompiledGraph):
         self.beside_bytes = 0
         super().__init__(graph, inputs, before)
 
+    def _account(self) -> None:
+        """The ledger measures what runs between the halves."""
+
     def count_bytes(self) -> None:
         """Count the step's residents that are not the graph's."""
         own = {tensor.untyped_storage().data_ptr() for tensor in self.inputs}

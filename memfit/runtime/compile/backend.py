@@ -290,7 +290,7 @@ class CompiledGraph:
         self.bytes_outside_seen: int | None = None  # between the halves
         self.bytes_held_seen = 0  # of these, during the backward half
         self._bytes_after_forward = 0
-        self._meter = graph.options.account or Account(self.budget_bytes, self.device)
+        self._meter = self._account()
         self._is_in_autocast = any_autocast()  # while AOTAutograd traces, it is off
         overlapping = _overlapping(inputs)
         examples = [
@@ -506,11 +506,18 @@ class CompiledGraph:
             return half(arguments)
         returned = half(arguments)
         self._bytes_after_forward = allocated_bytes(self.device)
-        self._meter.begin_loss()
+        if self._meter is not None:
+            self._meter.begin_loss()
         return returned
+
+    def _account(self) -> Account | None:
+        """Return what measures the user's code between the halves; None if somebody else does."""
+        return self.graph.options.account or Account(self.budget_bytes, self.device)
 
     def _end_loss(self) -> None:
         """Count what user code holds outside of the graph, before the backward half begins."""
+        if self._meter is None:
+            return
         held = allocated_bytes(self.device) - self._bytes_after_forward
         outside = max(held, self._meter.end_loss() - self._bytes_after_forward)
         self.bytes_held_seen = max(held, self.bytes_held_seen)

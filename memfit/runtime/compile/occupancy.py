@@ -40,10 +40,10 @@ def _storages(tensors: Sequence[torch.Tensor], device: torch.device) -> dict[int
     for tensor in tensors:
         if tensor.device.type != device.type or tensor.layout is not torch.strided or type(tensor) not in _WITH_DATA:
             continue
-        storage = tensor.untyped_storage()
         try:
+            storage = tensor.untyped_storage()
             found[storage.data_ptr()] = taken_bytes(storage.nbytes(), device)
-        except RuntimeError:  # what tracing left behind for the garbage collector: a storage without data
+        except RuntimeError:  # a wrapper of torch.func, or what tracing left behind for the garbage collector
             continue
     return found
 
