@@ -15,8 +15,9 @@ from unittest import mock
 
 from _fuzz_worlds import Case
 
-from memfit.capture import generators, trace, whole_step
+from memfit.capture import call_recorder, generators, trace, whole_step
 from memfit.capture.guards import Guards
+from memfit.runtime import program_maker
 from memfit.runtime import step as planned_step
 from memfit.runtime.step import PlannedStep
 
@@ -89,7 +90,7 @@ DEFECTS: Mapping[str, Defect] = {
         concerns=_blocks("dropout", "noise", "checkpoint"),
     ),
     "fakes differ from real results": Defect(
-        patches=((planned_step, "with_real_results", lambda make: make({})),),
+        patches=((program_maker, "with_real_results", lambda make: make({})),),
         concerns=_blocks("frozen", "batch_norm", "cumulative_batch_norm", "layer_norm", "group_norm"),
     ),
     "the second micro-batch is refused": Defect(
@@ -110,7 +111,7 @@ DEFECTS: Mapping[str, Defect] = {
     ),
     "a constant is frozen with what the step wrote into it": Defect(
         patches=(
-            (trace._SPECIAL_CASES, whole_step._aten.lift_fresh, trace.Trace._functionalize),
+            (trace._SPECIAL_CASES, call_recorder._aten.lift_fresh, trace.Trace._functionalize),
             *_UNCOMPARED,
         ),
         concerns=_blocks("written_constant"),
@@ -124,7 +125,7 @@ DEFECTS: Mapping[str, Defect] = {
         concerns=lambda case: case.optimizer in ("foreach_adamw", "adamw", "adam", "two_groups", "amsgrad"),
     ),
     "checks of distributions end the capture": Defect(
-        patches=((whole_step._Recorder, "_is_checked", lambda _recorder, _tensor: False),),
+        patches=((call_recorder.CallRecorder, "_is_checked", lambda _recorder, _tensor: False),),
         concerns=lambda case: case.loss == "distribution",
     ),
     "kernels that autocast casts inside": Defect(

@@ -14,7 +14,7 @@ from _record import interleaved_ratio
 from memfit import PlannedStep, TrainingStep
 from memfit.errors import InfeasibleBudgetError, TimeLimitError
 from memfit.planning import Settings
-from memfit.runtime.step import fit_step
+from memfit.runtime.fitting import fit_step
 from memfit.system.recorder import allocated_bytes
 from memfit.torch_private import release_cublas_workspaces
 from memfit.workloads import build

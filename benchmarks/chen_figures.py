@@ -42,7 +42,7 @@ from memfit.packing.from_schedule import blocks_of
 from memfit.plan import Problem
 from memfit.planners import make_planner
 from memfit.planning import Settings
-from memfit.runtime.step import fit_step
+from memfit.runtime.fitting import fit_step
 from memfit.system.recorder import allocated_bytes
 
 NAME = "chen_figures"

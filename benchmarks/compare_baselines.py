@@ -28,7 +28,7 @@ from torch_baselines import BASELINE_KINDS, baseline, best
 from memfit import PlannedStep, TrainingStep
 from memfit.errors import InfeasibleBudgetError, MemfitError
 from memfit.planning import DEFAULT_PLANNER, Settings
-from memfit.runtime.step import fit_step
+from memfit.runtime.fitting import fit_step
 from memfit.system.recorder import allocated_bytes
 from memfit.workloads import build
 

@@ -31,8 +31,9 @@ from _record import load, result_path, store
 
 from memfit.cost.link import link_rates
 from memfit.planning import Settings
+from memfit.runtime.fitting import fit_step
 from memfit.runtime.state import left_as_it_was
-from memfit.runtime.step import PlannedStep, fit_step
+from memfit.runtime.step import PlannedStep
 from memfit.simulate import simulate
 from memfit.simulate.overlap import simulated_transfers
 from memfit.workloads import build

@@ -39,7 +39,7 @@ from memfit.planners import make_planner
 from memfit.planners.engine.bounds.bounds import least_budget_bound
 from memfit.planning import Settings
 from memfit.report.live import play
-from memfit.runtime.step import fit_step
+from memfit.runtime.fitting import fit_step
 from memfit.workloads import build
 
 NAME = "feng_table1"

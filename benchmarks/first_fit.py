@@ -33,7 +33,7 @@ def fit_once(case: str, budget: str) -> dict[str, Any]:
     stages["import memfit"] = -time.perf_counter()
     import memfit
     from memfit.planning import Settings
-    from memfit.runtime.step import fit_step
+    from memfit.runtime.fitting import fit_step
 
     stages["import memfit"] += time.perf_counter()
     compiling = _compile_seconds()

@@ -19,7 +19,8 @@ from _record import store
 from memfit.capture.row_chunks import RowChunks
 from memfit.errors import NoPlanError
 from memfit.planning import Settings
-from memfit.runtime.step import PlannedStep, fit_step
+from memfit.runtime.fitting import fit_step
+from memfit.runtime.step import PlannedStep
 from memfit.workloads import build
 
 WORKLOADS: dict[str, dict[str, Any]] = {"kmeans": {"points": 1_000_000}, "power_iteration": {}}

@@ -22,8 +22,8 @@ from torch_baselines import baseline
 import memfit
 from memfit import PlannedStep, TrainingStep
 from memfit.planning import Settings
+from memfit.runtime.fitting import fit_step
 from memfit.runtime.measure import resident_bytes
-from memfit.runtime.step import fit_step
 from memfit.system.recorder import record
 from memfit.torch_private import allocator_settings_text
 

@@ -21,8 +21,8 @@ from torch import nn
 
 from memfit.capture import TrainingStep
 from memfit.planning import Settings
+from memfit.runtime.fitting import fit_step
 from memfit.runtime.measure import measured_eager_peak
-from memfit.runtime.step import fit_step
 from memfit.workloads import build
 
 WORKLOADS: dict[str, tuple[str, dict[str, Any], str]] = {  # name, options, and the blocks after which the model looks

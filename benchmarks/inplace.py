@@ -35,7 +35,8 @@ from memfit.errors import InfeasibleBudgetError
 from memfit.graph import Graph, Op
 from memfit.plan import Plan
 from memfit.planning import Settings, make_plan
-from memfit.runtime.step import PlannedStep, fit_step
+from memfit.runtime.fitting import fit_step
+from memfit.runtime.step import PlannedStep
 from memfit.schedule import Compute
 from memfit.simulate import simulate
 

@@ -33,7 +33,7 @@ from memfit.capture.generators import SaveGeneratorState
 from memfit.cost.views import view_of
 from memfit.planning import Settings
 from memfit.runtime.direct_calls import DirectCalls
-from memfit.runtime.step import fit_step
+from memfit.runtime.fitting import fit_step
 from memfit.schedule import Compute
 from memfit.torch_private import tree_flatten
 

@@ -22,7 +22,7 @@ from memfit.commands.graph_with_costs import graph_with_costs
 from memfit.commands.targets import resolve
 from memfit.commands.work import working
 from memfit.planning import Settings, make_plan
-from memfit.runtime.step import fit_step
+from memfit.runtime.fitting import fit_step
 from memfit.workloads import build
 
 BUDGET = "80%"

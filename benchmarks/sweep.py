@@ -25,7 +25,7 @@ from _record import load, result_path, store
 
 from memfit import Plan, Problem, TrainingStep
 from memfit.planning import Settings, plan_frontier
-from memfit.runtime.step import fit_step
+from memfit.runtime.fitting import fit_step
 
 BUDGETS = 10
 QUICK_WORKLOAD, QUICK_BUDGETS, QUICK_REPEATS = "unet", 4, 1

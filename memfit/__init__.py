@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from memfit.runtime.arena.arena import arena
     from memfit.runtime.compile.model import compile
     from memfit.runtime.eager.eager import eager
+    from memfit.runtime.fitting import fit
     from memfit.runtime.function import fit_function
-    from memfit.runtime.step import PlannedStep, fit
+    from memfit.runtime.step import PlannedStep
 
 __all__ = [
     "Graph",
@@ -52,7 +53,7 @@ _HOME = {
     "check": "memfit.checker",
     "compile": "memfit.runtime.compile.model",
     "eager": "memfit.runtime.eager.eager",
-    "fit": "memfit.runtime.step",
+    "fit": "memfit.runtime.fitting",
     "fit_function": "memfit.runtime.function",
     "frontier": "memfit.commands.frontier",
     "mirror": "memfit.planners.mirror",

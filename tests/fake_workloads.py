@@ -24,8 +24,9 @@ def run(name: str, options: dict[str, Any]) -> dict[str, Any]:
     from memfit.device import Device
     from memfit.errors import NoPlanError
     from memfit.planning import Settings
+    from memfit.runtime.fitting import fit_step
     from memfit.runtime.state import StepState
-    from memfit.runtime.step import PlannedStep, fit_step
+    from memfit.runtime.step import PlannedStep
     from memfit.workloads import build
 
     step = build(name, optimizer="sgd" if name == "vgg16" else "adamw", **options)  # of VGG's 28 million parameters

@@ -7,7 +7,7 @@ from steps import make_pair
 from memfit import PlannedStep, TrainingStep
 from memfit.errors import InfeasibleBudgetError
 from memfit.planning import Settings
-from memfit.runtime.step import fit_step
+from memfit.runtime.fitting import fit_step
 from memfit.workloads import build
 
 NAMES = ("cnn", "unet", "transformer", "lstm")

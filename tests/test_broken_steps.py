@@ -22,11 +22,11 @@ from torch.nn import functional
 import memfit
 from memfit.errors import BudgetNotHeldError, InfeasibleBudgetError, NoPlanError, UnsupportedStepError
 from memfit.planning import Settings
+from memfit.runtime.fitting import fit_step
 from memfit.runtime.graph_part import Shape
 from memfit.runtime.measure import measured_eager_peak
 from memfit.runtime.parts import PartlyPlannedStep
 from memfit.runtime.state import StepState
-from memfit.runtime.step import fit_step
 
 CPU = torch.device("cpu")
 pytestmark = [

@@ -18,14 +18,14 @@ from memfit.commands.options import plan_settings
 from memfit.cost import warming
 from memfit.errors import BudgetNotHeldError, GraphBreakError, InvalidOptionError, OverBudgetError
 from memfit.planning import Settings
-from memfit.runtime import first_step, hard_cap
-from memfit.runtime import step as step_file
+from memfit.runtime import first_step, hard_cap, program_maker
 from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.backend import read_options
+from memfit.runtime.fitting import fit_step
 from memfit.runtime.hard_cap import require_cap
 from memfit.runtime.parts import PartlyPlannedStep
 from memfit.runtime.state import StepState
-from memfit.runtime.step import PlannedStep, fit_step
+from memfit.runtime.step import PlannedStep
 from memfit.system.recorder import Usage
 
 FEW_MOVES = {"iterations": 30_000}  # in place of seconds, which a busy machine fills with less
@@ -99,7 +99,9 @@ def test_after_three_corrections_in_a_row_there_is_an_error_and_two_good_steps_s
     planned, _ = planned_and_eager(make_sgd, Settings(budget="100%", options=FEW_MOVES))
     more_bytes, run, program = [0], planned._run, planned._first
     monkeypatch.setattr(planned, "_run", lambda *given: hungry(run, more_bytes[0])(*given))
-    monkeypatch.setattr(step_file, "make_step_program", lambda *_given, **_named: program)  # no correction ever helps
+    monkeypatch.setattr(
+        program_maker, "make_step_program", lambda *_given, **_named: program
+    )  # no correction ever helps
     batch = conv_batch()
 
     def take(bytes_more: int, corrections: int) -> None:

@@ -31,7 +31,8 @@ from memfit.cost.single_op import undisturbed
 from memfit.errors import CaptureError, WrongFakesError
 from memfit.graph import Op, Phase, Role, Storage
 from memfit.planning import Settings
-from memfit.runtime.step import PlannedStep, fit_step
+from memfit.runtime.fitting import fit_step
+from memfit.runtime.step import PlannedStep
 from memfit.system.recorder import allocated_bytes, record
 from memfit.workloads import build
 

@@ -17,8 +17,9 @@ from memfit.planning import Settings
 from memfit.runtime import saved_on_host, verify
 from memfit.runtime.arena.cuda import require_no_autotuning
 from memfit.runtime.arena.library import ArenaUnavailableError
+from memfit.runtime.fitting import fit_step
 from memfit.runtime.state import StepState
-from memfit.runtime.step import PlannedStep, fit_step
+from memfit.runtime.step import PlannedStep
 
 FAST = Settings(budget="100%", planner="none")
 

@@ -29,10 +29,11 @@ from memfit.errors import (
 from memfit.planners import PLANNERS
 from memfit.planning import Settings
 from memfit.runtime import first_step
+from memfit.runtime.fitting import fit_step
 from memfit.runtime.measure import resident_bytes
 from memfit.runtime.parts import PartlyPlannedStep
 from memfit.runtime.state import StepState
-from memfit.runtime.step import PlannedStep, fit_step
+from memfit.runtime.step import PlannedStep
 from memfit.runtime.verify import first_difference
 from memfit.system.recorder import Usage, allocated_bytes, record
 

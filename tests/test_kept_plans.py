@@ -16,7 +16,7 @@ from memfit.errors import InfeasibleBudgetError
 from memfit.plan import Problem, Result, Status
 from memfit.planners import make_planner
 from memfit.planning import Settings
-from memfit.runtime.step import fit_step
+from memfit.runtime.fitting import fit_step
 
 SETTINGS = Settings(budget="80%", options={"iterations": 2_000})
 

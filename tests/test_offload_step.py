@@ -30,10 +30,11 @@ from memfit.errors import (
 from memfit.plan import Plan, Problem
 from memfit.planners.offload import OffloadPlanner
 from memfit.planning import Settings
+from memfit.runtime.fitting import fit_step
 from memfit.runtime.host import disk
 from memfit.runtime.host import store as host_store
 from memfit.runtime.host.layout import host_layout
-from memfit.runtime.step import PlannedStep, fit_step
+from memfit.runtime.step import PlannedStep
 from memfit.schedule import Code, Schedule
 from memfit.system import spill_file
 from memfit.system.spill_file import SpillFile

@@ -31,7 +31,8 @@ from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.plan import Problem
 from memfit.planners import make_planner
 from memfit.planning import Settings
-from memfit.runtime.step import PlannedStep, fit_step
+from memfit.runtime.fitting import fit_step
+from memfit.runtime.step import PlannedStep
 from memfit.schedule import Compute
 from memfit.system.recorder import record
 from memfit.workloads import build

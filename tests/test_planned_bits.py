@@ -12,7 +12,7 @@ from planned_steps import NAMES, computed_ops, run_at_least_memory, small_step
 import memfit
 from memfit.planners import PLANNERS
 from memfit.planning import Settings
-from memfit.runtime.step import fit_step
+from memfit.runtime.fitting import fit_step
 
 _MOVES = 50_000  # so that the plan does not depend on how busy the machine is
 _SEARCHED_ROOM = 1.2  # so few moves may not find the least memory twice

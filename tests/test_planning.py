@@ -32,8 +32,8 @@ from memfit.planners import PLANNERS
 from memfit.planners.engine.results import unplanned_peak_bytes
 from memfit.planners.none import KeepEverything
 from memfit.planning import SEARCHING, Settings, make_leanest_plan, make_plan
+from memfit.runtime.fitting import fit_step
 from memfit.runtime.parts import PartlyPlannedStep
-from memfit.runtime.step import fit_step
 
 SMALL = ("--set", "batch=4", "--set", "steps=6", "--set", "width=16")
 

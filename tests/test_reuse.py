@@ -17,7 +17,7 @@ from memfit.graph import Graph
 from memfit.plan import Problem
 from memfit.planners import make_planner
 from memfit.planning import Settings
-from memfit.runtime.step import fit_step
+from memfit.runtime.fitting import fit_step
 from memfit.schedule import Compute
 from memfit.system.recorder import record
 

@@ -30,7 +30,8 @@ from memfit.planners.engine.retention.instance import build_instance
 from memfit.planners.published.layers import is_convolution, is_fully_connected, layer_of_backward
 from memfit.planners.published.recompute_seconds import RecomputeSeconds
 from memfit.planning import Settings
-from memfit.runtime.step import PlannedStep, fit_step
+from memfit.runtime.fitting import fit_step
+from memfit.runtime.step import PlannedStep
 from memfit.schedule import Code
 from memfit.simulate import simulate
 

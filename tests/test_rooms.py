@@ -80,7 +80,9 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "runtime": (
         ("function",),
+        ("fitting",),
         ("step",),
+        ("program_maker",),
         ("chunked", "distributed", "eager", "freed_run", "inductor_step", "near_sizes", "parts", "variants"),
         ("behind", "compile", "ledger", "step_program"),
         ("graph_part", "prepare"),

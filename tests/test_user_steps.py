@@ -26,8 +26,8 @@ from memfit.errors import (
     UnsupportedStepError,
 )
 from memfit.planning import Settings
+from memfit.runtime.fitting import fit_step
 from memfit.runtime.state import StepState
-from memfit.runtime.step import fit_step
 
 WIDTH = 24
 Loss = Callable[..., torch.Tensor]

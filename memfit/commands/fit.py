@@ -142,7 +142,7 @@ def _plan(
 ) -> PlannedStep | PartlyPlannedStep:
     """Return the planned step, by the given plan or by one that the settings ask for."""
     from memfit.cost.device_profiles import load_device
-    from memfit.runtime.step import fit_step
+    from memfit.runtime.fitting import fit_step
 
     device = load_device(device_profile) if device_profile else None
     return fit_step(step, replace(settings, device=device), plan=given)

@@ -9,8 +9,9 @@ from typing import Any
 from memfit.capture.function_step import FunctionStep
 from memfit.plan import Plan, Progress
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM, Settings, ignored
+from memfit.runtime.fitting import fit_step
 from memfit.runtime.measured import Measured
-from memfit.runtime.step import PlannedStep, fit_step
+from memfit.runtime.step import PlannedStep
 from memfit.runtime.uncopied import Uncopied
 from memfit.system.budget import parse_host_budget
 from memfit.system.spill_file import parse_host_dir

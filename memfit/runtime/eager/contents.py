@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memfit.capture.whole_step import calling_line
+from memfit.capture.lines import calling_line
 from memfit.errors import OverBudgetError, UnsupportedStepError
 from memfit.runtime.eager.again import LostContentsError, make_again
 from memfit.runtime.eager.copies import NEVER_SECONDS, Copies, settle

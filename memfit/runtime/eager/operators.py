@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from memfit.capture.functionalize import BATCH_NORMS
+from memfit.capture.lines import calling_line
 from memfit.capture.trace import mutated_tensors
 from memfit.capture.under_modes import UnderModes, is_looked_at
-from memfit.capture.whole_step import calling_line
 from memfit.errors import UnsupportedStepError
 from memfit.runtime.eager.needs import Need, key_of
 from memfit.runtime.eager.sources import tensors_given

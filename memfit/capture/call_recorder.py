@@ -1,0 +1,153 @@
+"""The mode under which a step is captured: every call on fakes is entered into the trace."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.capture.functionalize import RequireTrue, as_the_real_kernel, corrected, is_pure
+from memfit.capture.generators import without_generator
+from memfit.capture.lines import calling_line
+from memfit.capture.looks import Look, look_at
+from memfit.capture.stream import Stream
+from memfit.capture.symbols import Symbols, at_hand
+from memfit.capture.trace import Trace
+from memfit.capture.under_modes import UnderModes, is_looked_at
+from memfit.torch_private import (
+    DATA_DEPENDENT_ERRORS,
+    READS_A_NUMBER,
+    FakeTensorMode,
+    TorchDispatchMode,
+    as_fake,
+    is_fake,
+    known_value,
+    only_mode,
+    storage_key,
+    symbolic_kernels,
+    tensors_in,
+    tree_map,
+)
+
+_aten = torch.ops.aten
+_ASKS_FOR_DEVICE = torch.ops.prim.device.default
+_META = torch.device("meta")
+_CONSTRAINTS = str(Path(torch.__file__).parent / "distributions" / "constraints.py")
+_CHECK_FRAMES = 8  # from a reading of a value out to the constraint that asked for it
+
+
+class CallRecorder(TorchDispatchMode):
+    """Enters each call into the trace and the stream. Real tensors, over which the step closes, become fakes.
+
+    Attributes:
+        records_stream: whether calls are entered into the stream.
+        fake_of_storage: the fakes of real tensors, by the keys of their storages.
+        looks: what the step's code asked of values.
+
+    Args:
+        trace, stream: of the step.
+        mode: of the fakes.
+        leaves: of the batch.
+        symbols: of sizes; None where all are numbers.
+        under_modes: is shown the calls whose gradients differ where modes watch.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        stream: Stream,
+        *,
+        mode: FakeTensorMode,
+        leaves: Sequence[Any],
+        symbols: Symbols | None,
+        under_modes: UnderModes,
+    ) -> None:
+        super().__init__()
+        self.records_stream = symbols is None
+        self.fake_of_storage: dict[int, torch.Tensor] = {}
+        self.looks: list[Look] = []
+        self._trace, self._stream, self._mode, self._leaves = trace, stream, mode, leaves
+        self._symbols, self._under_modes = symbols, under_modes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ASKS_FOR_DEVICE:  # most of all calls, and none of the step's
+            return func(*args)
+        kwargs = kwargs or {}
+        if func is not _aten.lift_fresh.default:  # its argument is a tensor that the step has just made
+            args, kwargs = tree_map(self._faked, (args, kwargs))
+        if func is _aten._to_copy.default and kwargs.get("device") == _META and args[0].device != _META:
+            # Forward-mode derivatives that are known to be zero have the device of the fakes' own metadata.
+            kwargs = {**kwargs, "device": args[0].device}
+        if is_looked_at(func):
+            self._under_modes.look_at(func, args, len(self._trace.calls), calling_line())
+        if func is READS_A_NUMBER and not known_value(args[0]):
+            returned = self._number(func, args)
+        else:
+            returned = self._run(func, args, kwargs)
+            if torch.Tag.inplace_view not in func.tags:
+                returned = self._trace.add_call(func, args, kwargs, returned)
+        if self.records_stream:
+            self._stream.add(func, args, kwargs, returned)
+        return returned
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._symbols is not None:
+            with symbolic_kernels() if not func.is_view else nullcontext():
+                return corrected(func, args, func(*args, **without_generator(kwargs)))
+        try:
+            return corrected(func, args, func(*args, **without_generator(kwargs)))
+        except DATA_DEPENDENT_ERRORS:
+            raise
+        except Exception:  # fake kernels raise all kinds of errors
+            if not is_pure(func) or not tensors_in((args, kwargs)):
+                raise
+            return as_the_real_kernel(func, args, kwargs)
+
+    def _number(self, func: Any, args: tuple[Any, ...]) -> Any:
+        if self._is_checked(args[0]):
+            self._trace.add_check("check", RequireTrue(line=calling_line()), [self._trace.value(args[0])])
+            return True
+        return self._looked_at(func, args)
+
+    def _is_checked(self, tensor: torch.Tensor) -> bool:
+        """Return whether a value is read to check arguments of a distribution: what is false there raises an error."""
+        call = self._trace.maker_of(tensor)
+        if call is None:
+            return False
+        if call.target is _aten._is_all_true.default:
+            return True
+        return call.name == "all" and any(
+            frame.filename == _CONSTRAINTS for frame in traceback.extract_stack(limit=_CHECK_FRAMES)
+        )
+
+    def _faked(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or is_fake(leaf) or leaf.layout is not torch.strided:
+            return leaf
+        key = storage_key(leaf)
+        whole = self.fake_of_storage.get(key)  # a parameter's too, that the step's code holds itself
+        if whole is None:
+            fake = self.fake_of_storage[key] = as_fake(self._mode, leaf)
+            self._trace.stands_for[storage_key(fake)] = leaf
+            self._stream.contents[self._stream.key(fake)] = leaf
+            return fake
+        with torch.no_grad(), only_mode(self._mode):
+            return torch.as_strided(whole.view(leaf.dtype), leaf.shape, leaf.stride(), leaf.storage_offset())
+
+    def _looked_at(self, func: Any, args: Any) -> Any:
+        (tensor,) = args
+        symbols = self._symbols
+        concrete = at_hand if symbols is not None else _as_it_is
+        look = look_at(tensor, self._trace, self._leaves, concrete) if tensor.dtype == torch.bool else None
+        if look is None:
+            return func(*args)  # raises one of DATA_DEPENDENT_ERRORS
+        if look.residents:  # another batch, or a tensor changed between steps, may answer otherwise
+            self.looks.append(look)
+        return look.answer
+
+
+def _as_it_is(look: Look) -> Look:
+    return look

@@ -1,0 +1,180 @@
+"""`fit`: plan a training step within a budget of bytes, of whatever kind the step is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.capture import TrainingStep
+from memfit.capture.data_parallel import data_parallel
+from memfit.capture.step_check import check_step
+from memfit.errors import GraphBreakError, UnsupportedStepError
+from memfit.plan import Plan, Progress
+from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM, Settings, ignored
+from memfit.runtime.compile.backend import EAGER, INDUCTOR, read_kernels
+from memfit.runtime.inductor_step import InductorStep, refuse_with_inductor
+from memfit.runtime.parts import PartlyPlannedStep
+from memfit.runtime.step import PlannedStep
+from memfit.system.budget import parse_host_budget
+from memfit.system.spill_file import parse_host_dir
+
+
+def fit(
+    model: torch.nn.Module,
+    loss: Callable[..., torch.Tensor],
+    batch: Any,
+    *,
+    budget: str | int,
+    optimizer: torch.optim.Optimizer | None = None,
+    clip_norm: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    planner: str = DEFAULT_PLANNER,
+    options: Mapping[str, object] | None = None,
+    time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS,
+    seed: int = 0,
+    plan: Plan | Path | str | None = None,
+    verify: bool = False,
+    host_budget: str | int = 0,
+    host_dir: Path | str | None = None,
+    arena: bool = False,
+    carry_over: bool = True,
+    search_behind: bool = True,
+    budget_is: str = FIRM,
+    hard: bool = False,
+    process_group: torch.distributed.ProcessGroup | None = None,
+    kernels: str = EAGER,
+    on_stage: Callable[[str], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> PlannedStep | PartlyPlannedStep | InductorStep:
+    """Plan a training step within `budget` and return it, ready to be called with batches.
+
+        >>> import torch, memfit
+        >>> def loss(model, batch):
+        ...     inputs, labels = batch
+        ...     return torch.nn.functional.cross_entropy(model(inputs), labels)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+        >>> batch = torch.randn(32, 8), torch.randint(0, 2, (32,))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> step = memfit.fit(model, loss, batch, optimizer=optimizer, budget="1MiB")
+        >>> loss_value = step(batch)
+
+    Args:
+        model: see `TrainingStep`, also for the next two arguments.
+        loss: of the model and a batch.
+        batch: an example of the later batches.
+        budget: the bytes that the step may use on its device, everything included: `"6GiB"`, `"60%"` of the peak of the
+            step as it is written, with checkpointed regions (of the measured eager peak, if the step depends on a
+            tensor's value), or an integer.
+        optimizer: see `TrainingStep`, also for the next two arguments.
+        clip_norm: the largest global norm of the gradients of the optimizer's parameters.
+        scaler: scales the loss and guards the update.
+        planner: one of `memfit planners`.
+        options: of the planner.
+        time_limit_seconds: how long the planner may search.
+        seed: the same seed and the same limits give the same plan.
+        plan: a plan made before (or its file), used instead of searching.
+        verify: run a planned and an eager step from the same state, and another pair from changed parameters, and raise
+            at the first tensor that differs.
+        host_budget: the bytes that storages may be offloaded to, as text or an integer: host memory for a step on a
+            GPU, which is pinned, so that no other program can use it meanwhile; a file for a step on a CPU. The
+            default 0 offloads nothing. A given `plan` has a host budget of its own; it is refused if it needs more
+            than this one.
+        host_dir: a directory on the disk that a CPU offloads to; by default the system's temporary one. The file has no
+            name there, and is gone with the process.
+        arena: serve the requests of each call from memory that is laid out after the first call of its signature; see
+            `memfit.arena`. On CUDA call `memfit.arena(device="cuda")` before anything is put on the device.
+        carry_over: plan a batch of another size from the plans of the sizes that were there before, where one fits;
+            False searches a plan for each size. Only for planners that search.
+        search_behind: search such plans further on a thread while steps run, and run what is found.
+        budget_is: `"firm"`: a step that took more than the budget is an error where three corrections of its plan have
+            not helped, or no plan fits what it took; `"soft"`: it is a warning.
+        hard: on a GPU, cap the process at the budget while a step runs, so that an allocation beyond it fails. `fit`
+            then runs steps until two in a row keep the budget, and puts everything back. Not with an arena.
+        process_group: the ranks that train the model together, each on its own batches: gradients are averaged as
+            DistributedDataParallel does. All ranks call `fit` and the step at the same time. A model that is wrapped in
+            DistributedDataParallel brings its group along.
+        kernels: `"eager"`: those that eager calls, to the bit; `"inductor"`: generated, as `torch.compile` does, for
+            forward, loss and backward. Such a step is compiled and planned when it is first called.
+        on_stage: called with the name of each stage when it begins.
+        progress: called by the planner while it searches.
+
+    Raises:
+        InfeasibleBudgetError: no plan fits. The error has the least budget found and the least that any plan could
+            reach.
+        TimeLimitError: the planner found no plan that fits, and nothing proves that there is none.
+        CaptureError: the step cannot be captured, or what was captured is not what eager runs; the message names the
+            user's line.
+        VerificationError: the planned step's bits differ from eager's; the message names the first differing tensor.
+        HostMemoryError: the host, or the disk, has no room for what the plan offloads; or a copy failed during a step.
+        BudgetNotHeldError: a step took more than a firm budget, and no other plan helps; raised after the step.
+        RankError: another rank failed, or has another model, batch or setting.
+        ArenaUnavailableError: there can be no arena on this machine, for example without a C++ compiler.
+        MemfitError: any other bad input; each message says what to do.
+
+    Guarantees: outputs, gradients, buffers and random streams are those of the unplanned step, wherever kernels are
+    deterministic. A step whose Python code depends on a tensor's value is not one graph: the graphs around that line
+    are planned, and a warning names the line and its cost. With an optimizer every `.grad` is
+    None after the step; without one gradients are added to `.grad`.
+    """
+    settings = Settings(
+        budget=budget,
+        planner=planner,
+        options=options or {},
+        time_limit_seconds=time_limit_seconds,
+        seed=seed,
+        host_budget_bytes=parse_host_budget(host_budget),
+        host_dir=parse_host_dir(host_dir),
+        arena=arena,
+        carry_over=carry_over,
+        search_behind=search_behind,
+        budget_is=budget_is,
+        hard=hard,
+        stops_on_interrupt=True,
+        on_stage=on_stage or ignored,
+        progress=progress or ignored,
+    )
+    bare, across = data_parallel(model, process_group)
+    step = TrainingStep(
+        model=bare, loss=loss, batch=batch, optimizer=optimizer, clip_norm=clip_norm, scaler=scaler, across=across
+    )
+    check_step(step, "memfit.fit")
+    if read_kernels(kernels, settings) == INDUCTOR:
+        refuse_with_inductor(settings, plan=plan, verify=verify, process_group=across is not None)
+        return InductorStep(step, settings)
+    return fit_step(step, settings, plan=plan, verify=verify)
+
+
+def fit_step(
+    step: TrainingStep, settings: Settings, *, plan: Plan | Path | str | None = None, verify: bool = False
+) -> PlannedStep | PartlyPlannedStep:
+    """Plan a TrainingStep by Settings, as `fit` does.
+
+    Args:
+        step: the step.
+        settings: the budget, and how plans are searched.
+        plan: a plan made before (or its file), used instead of searching.
+        verify: compare one planned with one eager step, and raise at the first tensor that differs.
+
+    Raises:
+        MemfitError: as `fit`.
+    """
+    given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+    planned: PlannedStep | PartlyPlannedStep
+    try:
+        planned = PlannedStep(step, settings, given)
+    except GraphBreakError as broken:
+        if given is not None or not step.has_backward:
+            raise
+        if step.across is not None:
+            raise UnsupportedStepError(f"{broken}; but the graphs around it are not planned across ranks") from broken
+        planned = PartlyPlannedStep(step, settings, broken)
+    if verify:
+        settings.on_stage("verifying against eager")
+        planned.verify()
+    if settings.hard and isinstance(planned, PlannedStep):
+        settings.on_stage("running steps until two in a row keep the budget")
+        planned.prove()
+    return planned
