@@ -20,7 +20,7 @@ from memfit.errors import BudgetNotHeldError, GraphBreakError, InvalidOptionErro
 from memfit.planning import Settings
 from memfit.runtime import first_step, hard_cap, program_maker
 from memfit.runtime.compile.account import Account
-from memfit.runtime.compile.backend import read_options
+from memfit.runtime.compile.settings import read_options
 from memfit.runtime.fitting import fit_step
 from memfit.runtime.hard_cap import require_cap
 from memfit.runtime.parts import PartlyPlannedStep

@@ -84,6 +84,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("step",),
         ("program_maker",),
         ("chunked", "distributed", "eager", "freed_run", "inductor_step", "near_sizes", "parts", "variants"),
+        ("compiled_parts",),
         ("behind", "compile", "ledger", "step_program"),
         ("graph_part", "prepare"),
         ("measure", "placed_plans", "program"),
@@ -124,7 +125,8 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     "runtime/compile": (
         ("lookup", "model"),
         ("backend",),
-        ("account", "inductor"),
+        ("settings",),
+        ("account", "inductor", "inputs"),
         ("chains", "halves", "node_halves", "occupancy", "rehearse"),
     ),
 }

@@ -14,7 +14,7 @@ from memfit.capture.step_check import check_step
 from memfit.errors import GraphBreakError, UnsupportedStepError
 from memfit.plan import Plan, Progress
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM, Settings, ignored
-from memfit.runtime.compile.backend import EAGER, INDUCTOR, read_kernels
+from memfit.runtime.compile.settings import EAGER, INDUCTOR, read_kernels
 from memfit.runtime.inductor_step import InductorStep, refuse_with_inductor
 from memfit.runtime.parts import PartlyPlannedStep
 from memfit.runtime.step import PlannedStep

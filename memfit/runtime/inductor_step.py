@@ -13,8 +13,8 @@ from memfit.capture.step_check import require_training_context
 from memfit.errors import InvalidOptionError
 from memfit.plan import Plan
 from memfit.planning import Settings
-from memfit.runtime.compile.backend import INDUCTOR, GraphSettings
 from memfit.runtime.compile.model import PlannedCalls
+from memfit.runtime.compile.settings import INDUCTOR, GraphSettings
 from memfit.runtime.measure import measured_eager_peak
 from memfit.runtime.uncopied import Uncopied
 from memfit.system.budget import parse_budget

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
-from typing import Any, cast
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 
 from memfit.capture import TrainingStep
-from memfit.capture.joint import BetweenHalves, JointCapture
 from memfit.capture.placement import step_device
 from memfit.capture.step_check import require_training_context
 from memfit.errors import (
@@ -26,13 +25,13 @@ from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import FIRM, Settings
 from memfit.runtime.arena.arena import Arena
 from memfit.runtime.backward_updates import run_updating, updates_in_backward
-from memfit.runtime.compile.backend import CompiledGraph, GraphSettings, PlannedGraph, settings_of
+from memfit.runtime.compile.settings import GraphSettings
+from memfit.runtime.compiled_parts import PartGraph
 from memfit.runtime.first_step import MOST_CORRECTIONS, STEPS_IN_A_ROW, not_held
-from memfit.runtime.graph_part import Part
 from memfit.runtime.ledger import Ledger, StepSeen
 from memfit.runtime.measure import measure_step, measured_eager_peak, resident_bytes, resident_storages
 from memfit.runtime.measured import Measured
-from memfit.runtime.prepare import MOST_OPS, Prepared, program_of, with_costs
+from memfit.runtime.prepare import MOST_OPS
 from memfit.runtime.signature import batch_signature
 from memfit.runtime.state import PythonState, StepState, saying_what_is_left
 from memfit.runtime.step_memory import StepMemory
@@ -41,11 +40,10 @@ from memfit.runtime.verify import difference_of_eager, first_difference, require
 from memfit.simulate.overlap import Transfers
 from memfit.system.budget import format_bytes, parse_budget
 from memfit.system.recorder import empty_cache
-from memfit.torch_private import DATA_DEPENDENT_ERRORS, compiled_around_breaks
+from memfit.torch_private import compiled_around_breaks
 
 _log = logging.getLogger("memfit")
 _MOST_AIMS = 4  # plans for less and less, while steps take more than the budget; then the leanest
-_MOST_SIZES = 3  # that one graph is planned at, if batches of one shape lead to more
 _MOST_STEPS = 6  # until nothing is compiled any more; the first makes the optimizer's state, too
 _MOST_UPDATED_STEPS = 4  # of these, with the values that the steps before left
 
@@ -101,10 +99,10 @@ class PartlyPlannedStep(Uncopied):
         residents = resident_storages(self, step.batch)
         options = GraphSettings(settings=self.settings, reserve_bytes=0, is_part=True)
         # The backend must not hold the step: Dynamo keeps it with the code of the model's class.
-        self._graphs = graphs = list[_PartGraph]()
+        self._graphs = graphs = list[PartGraph]()
 
-        def part_graph(module: torch.fx.GraphModule, _inputs: Any) -> _PartGraph:
-            graphs.append(_PartGraph(module, options, ledger, residents))
+        def part_graph(module: torch.fx.GraphModule, _inputs: Any) -> PartGraph:
+            graphs.append(PartGraph(module, options, ledger, residents))
             return graphs[-1]
 
         self._model: Any = compiled_around_breaks(step.model, part_graph)
@@ -355,120 +353,3 @@ class PartlyPlannedStep(Uncopied):
                     f"mirror names {mark.where!r}, which is no module and no op of the "
                     f"{len(self._ledger.parts)} graphs around {self.line}"
                 )
-
-
-class _PartGraph(PlannedGraph):
-    """A graph of Dynamo's that shares the ledger's budget."""
-
-    def __init__(
-        self, module: torch.fx.GraphModule, options: GraphSettings, ledger: Ledger, residents: dict[int, int]
-    ) -> None:
-        super().__init__(module, lambda: options)
-        self.ledger = ledger
-        self.residents = residents
-        self.has_warned_of_sizes = False
-
-    def compile(self, inputs: Sequence[Any], before: CompiledGraph | None) -> CompiledGraph:
-        """As `PlannedGraph.compile`. A graph that reads a number of Python's, which changes, runs as eager does.
-
-        So does one at new sizes that follow from the values of a batch, once it has been planned at several of them.
-        """
-        if before is None and self.ledger.is_batch_known and len(self.compiled) >= _MOST_SIZES:
-            if not self.has_warned_of_sizes:
-                self.has_warned_of_sizes = True
-                _log.warning(
-                    "memfit: a graph at a graph break has other sizes in each step, which the batch's values decide: "
-                    "beside the %d sizes that are planned it runs as eager does",
-                    _MOST_SIZES,
-                )
-            return cast("CompiledGraph", _UnplannedPart(self.module))
-        try:
-            return _CompiledPart(self, inputs, before)
-        except DATA_DEPENDENT_ERRORS:
-            _log.warning(
-                "memfit: a graph at a graph break reads a number that changes between steps: it is not planned"
-            )
-            return cast("CompiledGraph", _UnplannedPart(self.module))
-
-    def drop(self, parts: Sequence[Part]) -> None:
-        """Drop what was compiled for parts that the ledger has forgotten."""
-        kept = ((k, c) for k, c in self.compiled.items() if not isinstance(c, _CompiledPart) or c.part not in parts)
-        self.compiled = dict(kept)
-
-
-class _UnplannedPart:
-    """A graph that runs as eager does."""
-
-    prepared = plan = None
-
-    def __init__(self, module: torch.fx.GraphModule) -> None:
-        self.function = module.forward
-
-    def should_plan_again(self, inputs: Sequence[Any]) -> bool:
-        """Never."""
-        del inputs
-        return False
-
-    def check_gradients(self, gradients: Sequence[Any]) -> None:
-        """Nothing was assumed of them."""
-
-
-class _CompiledPart(CompiledGraph):
-    """A graph at concrete sizes, with the plan that its part has in the ledger."""
-
-    graph: _PartGraph
-    between = BetweenHalves()
-
-    def __init__(self, graph: _PartGraph, inputs: Sequence[Any], before: CompiledGraph | None) -> None:
-        graph.ledger.compiled += 1
-        self.part: Part | None = before.part if isinstance(before, _CompiledPart) else None
-        self.beside_bytes = 0
-        super().__init__(graph, inputs, before)
-
-    def _account(self) -> None:
-        """The ledger measures what runs between the halves."""
-
-    def count_bytes(self) -> None:
-        """Count the step's residents that are not the graph's."""
-        own = {tensor.untyped_storage().data_ptr() for tensor in self.inputs}
-        self.beside_bytes = sum(size for pointer, size in self.graph.residents.items() if pointer not in own)
-
-    def should_plan_again(self, inputs: Sequence[Any]) -> bool:
-        """Return whether the ledger has made another plan."""
-        del inputs
-        return self.part is not None and self.prepared is not None and self.prepared.plan is not self.part.plan
-
-    def prepare(self, capture: JointCapture) -> Prepared:
-        """Return the program of the part's plan; of its leanest one if it is new."""
-        settings, memory = self.graph.options.settings, self.graph.ledger.memory
-        captured = with_costs(capture.captured, settings)
-        if self.part is None:
-            self.part = Part(
-                captured=captured,
-                settings=settings_of(self.graph.options, captured.graph),
-                beside_bytes=self.beside_bytes,
-            )
-        for is_forward in (True, False):
-            memory.forget((self.part, is_forward))
-        plan = self.part.plan
-        program = program_of(captured, plan, [capture.forward_outputs, capture.backward_outputs], settings)
-        return Prepared(captured=captured, plan=plan, program=program, seconds={})
-
-    def run_forward(self, arguments: list[Any]) -> list[Any]:
-        """As `CompiledGraph.run_forward`."""
-        reads = frozenset(a.untyped_storage().data_ptr() for a in arguments if isinstance(a, torch.Tensor))
-        return self._run(self.halves.forward, arguments, reads)
-
-    def run_backward(self, arguments: list[Any]) -> list[Any]:
-        """As `CompiledGraph.run_backward`."""
-        return self._run(self.halves.backward, arguments, None)
-
-    def _run(self, half: Any, arguments: list[Any], reads: frozenset[int] | None) -> list[Any]:
-        assert self.part is not None
-        ledger, is_forward = self.graph.ledger, reads is not None
-        ledger.begin(self.part, reads)
-        try:
-            with ledger.memory.call((self.part, is_forward)):
-                return half(arguments)
-        finally:
-            ledger.end(self.part, is_forward=is_forward)

@@ -7,11 +7,9 @@ user code holds between the halves and beside the graph (the loss, the optimizer
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -21,58 +19,44 @@ import torch.fx
 from memfit.binding import Origin, Value
 from memfit.capture import with_real_results
 from memfit.capture.dropout import with_eagers_dropout
-from memfit.capture.functionalize import CAST_INSIDE
 from memfit.capture.joint import BetweenHalves, JointCapture, capture_joint
 from memfit.capture.numbers import with_numbers_as_tensors
 from memfit.cost.calibration import linked_device
 from memfit.cost.observations import Corrections
-from memfit.cost.views import on_its_own, span_bytes
-from memfit.errors import InvalidOptionError, NoPlanError, UnsupportedStepError
+from memfit.cost.views import on_its_own
+from memfit.errors import NoPlanError, UnsupportedStepError
 from memfit.graph import Graph
 from memfit.plan import Plan
-from memfit.planners.mirror import read_mirrors
 from memfit.planners.none import KeepEverything
-from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import Settings, make_plan
 from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.halves import partitioned
 from memfit.runtime.compile.inductor import Compiled, Planning, compile_within
+from memfit.runtime.compile.inputs import (
+    overlapping,
+    refuse_casts_inside,
+    refuse_ranks,
+    refuse_retained_graph,
+    signatures,
+)
 from memfit.runtime.compile.occupancy import bytes_beside, bytes_of
+from memfit.runtime.compile.settings import INDUCTOR, GraphSettings, read_options, settings_of
 from memfit.runtime.prepare import Prepared, prepare, with_costs
-from memfit.runtime.signature import tensor_signature
-from memfit.system.budget import format_bytes, parse_budget, parse_host_budget
+from memfit.system.budget import format_bytes
 from memfit.system.recorder import allocated_bytes
-from memfit.system.spill_file import parse_host_dir
 from memfit.torch_private import (
     DATA_DEPENDENT_ERRORS,
     any_autocast,
-    backward_keeps_graph,
     boxed,
     fake_mode_of,
     is_plain_dense,
     make_boxed_func,
     real_tensors,
-    runs_under_ddp,
     tensors_in,
     trace_joint,
 )
 
 _log = logging.getLogger("memfit")
-_OPTIONS = (
-    "budget",
-    "host_budget",
-    "host_dir",
-    "planner",
-    "options",
-    "time_limit_seconds",
-    "seed",
-    "reserve",
-    "budget_is",
-    "kernels",
-)
-EAGER, INDUCTOR = "eager", "inductor"
-_KERNELS = (EAGER, INDUCTOR)
-_PLAIN = {"Tensor", "Parameter", "Buffer"}
 _ADAM_STATES = 2  # per parameter: exp_avg and exp_avg_sq
 _HEADROOM = 0.005  # of the budget: logged losses and the like, which come and go between steps
 _WORTH_PLANNING_AGAIN = 0.01  # of the budget: a smaller change of the bytes outside is not worth a second search
@@ -106,87 +90,6 @@ def memfit_backend(
     return PlannedGraph(module, lambda: read_options(options or {}))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphSettings:
-    """How the graphs of one model are planned.
-
-    Attributes:
-        settings: with a budget in bytes.
-        reserve_bytes: bytes that something else will take later; None stands for the bytes of Adam's state.
-        is_part: whether the caller checks that each mirror mark names something in one of the graphs (see
-            `memfit.mirror`).
-        account: measures the steps, if anything does.
-        kernels: whose kernels run.
-    """
-
-    settings: Settings
-    reserve_bytes: int | None
-    kernels: str = EAGER
-    is_part: bool = False
-    account: Account | None = None
-
-
-def read_options(options: Mapping[str, Any]) -> GraphSettings:
-    """Return the options of the backend as settings.
-
-    Raises:
-        InvalidOptionError, InvalidBudgetError: options that cannot be read.
-    """
-    for name in options:
-        if name not in _OPTIONS:
-            raise InvalidOptionError(f"option {name!r} does not exist; backend memfit has {', '.join(_OPTIONS)}")
-    if "budget" not in options:
-        raise InvalidOptionError('backend memfit needs a budget: options={"budget": "6GiB"}')
-    budget = options["budget"]
-    if isinstance(budget, str) and budget.strip().endswith("%"):
-        raise InvalidOptionError(
-            f"budget {budget!r}: a share of the unplanned peak is not known before loss and optimizer are; give "
-            "bytes, or use memfit.fit"
-        )
-    shared = (
-        "planner",
-        "options",
-        "time_limit_seconds",
-        "seed",
-        "budget_is",
-    )  # under the names that `Settings` has for them
-    chosen = {name: options[name] for name in shared if options.get(name) is not None}
-    settings = Settings(
-        budget=parse_budget(budget, 0),
-        host_budget_bytes=parse_host_budget(options.get("host_budget")),
-        host_dir=parse_host_dir(options.get("host_dir")),
-        stops_on_interrupt=True,
-        **chosen,
-    )
-    reserve = options.get("reserve")
-    return GraphSettings(
-        settings=settings,
-        reserve_bytes=None if reserve is None else _size(reserve),
-        kernels=read_kernels(options.get("kernels", EAGER), settings),
-    )
-
-
-def read_kernels(name: object, settings: Settings) -> str:
-    """Return the name of kernels.
-
-    Args:
-        name: as the user gave it.
-        settings: of the step.
-
-    Raises:
-        InvalidOptionError: there are no such kernels, or they do not do what the settings ask for.
-    """
-    if name not in _KERNELS:
-        raise InvalidOptionError(f"kernels is {name!r}, expected one of {', '.join(map(repr, _KERNELS))}")
-    if name == INDUCTOR and settings.host_budget_bytes:
-        raise InvalidOptionError(f"kernels={name!r} offloads nothing: leave host_budget out, or take kernels={EAGER!r}")
-    return str(name)
-
-
-def _size(given: str | int) -> int:
-    return 0 if given in (0, "0") else parse_budget(given, 0)
-
-
 class PlannedGraph:
     """One graph of Dynamo's, with a compiled pair of halves for each tuple of concrete sizes.
 
@@ -209,10 +112,10 @@ class PlannedGraph:
 
     def __call__(self, *inputs: Any) -> Any:
         PlannedGraph.called = True
-        key = (_signatures(inputs), torch.is_grad_enabled())
+        key = (signatures(inputs), torch.is_grad_enabled())
         compiled = self.compiled.get(key)
         if compiled is None:
-            _refuse_ranks(inputs)
+            refuse_ranks(inputs)
         account = self.options.account
         if compiled is None or compiled.should_plan_again(inputs):
             compiled = self.compiled[key] = self.compile(inputs, compiled)
@@ -290,11 +193,10 @@ class CompiledGraph:
         self.bytes_outside_seen: int | None = None  # between the halves
         self.bytes_held_seen = 0  # of these, during the backward half
         self._bytes_after_forward = 0
-        self._meter = self._account()
         self._is_in_autocast = any_autocast()  # while AOTAutograd traces, it is off
-        overlapping = _overlapping(inputs)
+        shared = overlapping(inputs)
         examples = [
-            on_its_own(leaf) if is_plain_dense(leaf) and place not in overlapping else leaf
+            on_its_own(leaf) if is_plain_dense(leaf) and place not in shared else leaf
             for place, leaf in enumerate(inputs)
         ]
         self.function = self._by_inductor(examples) if graph.options.kernels == INDUCTOR else self._by_eager(examples)
@@ -376,7 +278,7 @@ class CompiledGraph:
     def _partition(
         self, joint: torch.fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-        _refuse_casts_inside(joint, self.graph.module, self._is_in_autocast)
+        refuse_casts_inside(joint, self.graph.module, self._is_in_autocast)
         with_eagers_dropout(joint)
         name = f"graph of {len(joint_inputs[0])} inputs"
         mode = fake_mode_of(tensors_in(joint_inputs)[0])
@@ -412,7 +314,7 @@ class CompiledGraph:
         Raises:
             UnsupportedStepError: the graph is to be retained.
         """
-        _refuse_retained_graph()
+        refuse_retained_graph()
         if self.prepared is None or self.graph.has_warned_of_strides:
             return
         residents = self.prepared.captured.binding.residents
@@ -506,18 +408,16 @@ class CompiledGraph:
             return half(arguments)
         returned = half(arguments)
         self._bytes_after_forward = allocated_bytes(self.device)
-        if self._meter is not None:
-            self._meter.begin_loss()
+        self._meter.begin_loss()
         return returned
 
-    def _account(self) -> Account | None:
-        """Return what measures the user's code between the halves; None if somebody else does."""
+    @cached_property
+    def _meter(self) -> Account:
+        """What measures the user's code between the halves."""
         return self.graph.options.account or Account(self.budget_bytes, self.device)
 
     def _end_loss(self) -> None:
         """Count what user code holds outside of the graph, before the backward half begins."""
-        if self._meter is None:
-            return
         held = allocated_bytes(self.device) - self._bytes_after_forward
         outside = max(held, self._meter.end_loss() - self._bytes_after_forward)
         self.bytes_held_seen = max(held, self.bytes_held_seen)
@@ -534,91 +434,9 @@ def _as_it_is(graph: Graph, bytes_outside: int) -> Settings:
     return Settings(budget=budget_bytes, planner=KeepEverything.name)
 
 
-def settings_of(options: GraphSettings, graph: Graph) -> Settings:
-    """Return the settings for one graph of a model: mirror marks that name nothing in it are left out.
-
-    A mark may belong to another graph of the same model, so that it is no error here; unless `options.is_part`, a
-    warning names it.
-
-    Args:
-        options: of the model, or of the part.
-        graph: one of its graphs.
-    """
-    settings = options.settings
-    if MIRROR_OPTION not in settings.options:
-        return settings
-    marks = read_mirrors(settings.options[MIRROR_OPTION])
-    here = tuple(mark for mark in marks if mark.marked(graph))
-    for mark in marks:
-        if mark not in here and not options.is_part:
-            _log.warning("memfit: the mirror mark %r names nothing in the %s", mark.where, graph.name)
-    return replace(settings, options={**settings.options, MIRROR_OPTION: here})
-
-
 def _differ_in_strides(gradient: torch.Tensor, assumed: Value) -> bool:
     strides = zip(gradient.shape, gradient.stride(), assumed.stride, strict=False)
     return tuple(gradient.shape) == assumed.shape and any(size > 1 and mine != other for size, mine, other in strides)
-
-
-def _refuse_retained_graph() -> None:
-    """Refuse a backward that keeps its graph; it runs before the backward, when nothing has been released."""
-    if backward_keeps_graph():
-        raise UnsupportedStepError(
-            "backward with retain_graph=True: a planned step lets go of activations as backward consumes them; call "
-            "backward once, or leave this model out of backend memfit"
-        )
-
-
-def _signatures(inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what a compiled graph depends on of its inputs: of tensors that share memory, the offsets in it too."""
-    overlapping = _overlapping(inputs)
-    return tuple(
-        (tensor_signature(leaf), overlapping.get(place)) if isinstance(leaf, torch.Tensor) else leaf
-        for place, leaf in enumerate(inputs)
-    )
-
-
-def _overlapping(inputs: Sequence[Any]) -> dict[int, tuple[int, int]]:
-    """Return the places of tensors that share memory: place -> (the first place on their storage, offset in it)."""
-    on_storage: dict[int, list[int]] = {}
-    for place, leaf in enumerate(inputs):
-        if is_plain_dense(leaf) and leaf.numel():
-            on_storage.setdefault(leaf.untyped_storage().data_ptr(), []).append(place)
-    found: dict[int, tuple[int, int]] = {}
-    for places in on_storage.values():
-        if len(places) == 1:
-            continue
-        spans = sorted((span_bytes(inputs[place]), place) for place in places)
-        if any(left[1] > right[0] for (left, _), (right, _) in itertools.pairwise(spans)):
-            found |= {place: (places[0], int(inputs[place].storage_offset())) for place in places}
-    return found
-
-
-def _refuse_casts_inside(joint: torch.fx.GraphModule, module: torch.fx.GraphModule, is_in_autocast: bool) -> None:
-    """Refuse a kernel that autocast would cast inside: a compiled graph runs it outside of autocast.
-
-    Args:
-        joint: the calls that the halves make.
-        module: the graph that they are from, which enters autocast where the user's code does.
-        is_in_autocast: whether the whole graph runs inside autocast.
-    """
-    packets = {getattr(node.target, "overloadpacket", None): node.target for node in joint.graph.nodes}
-    cast = next((packets[packet] for packet in CAST_INSIDE if packet in packets), None)
-    enters = any("enter_autocast" in getattr(node.target, "__name__", "") for node in module.graph.nodes)
-    if cast is not None and (enters or is_in_autocast):
-        raise UnsupportedStepError(
-            f"{cast} computes with other operators, which eager casts under torch.autocast and a compiled graph does "
-            "not: call it inside torch.autocast(..., enabled=False)"
-        )
-
-
-def _refuse_ranks(inputs: Sequence[Any]) -> None:
-    foreign = {type(tensor).__name__ for tensor in tensors_in(inputs)} - _PLAIN
-    if runs_under_ddp() or foreign:
-        what = f"holds tensors of type {min(foreign)}, as under FSDP" if foreign else "is under DDP"
-        raise UnsupportedStepError(
-            f"the model {what}; memfit does not plan across ranks yet: compile the bare module, or use another backend"
-        )
 
 
 def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:

@@ -15,7 +15,8 @@ from memfit.errors import InvalidTargetError, UnsupportedStepError
 from memfit.plan import Plan
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM
 from memfit.runtime.compile.account import Account
-from memfit.runtime.compile.backend import EAGER, GraphSettings, PlannedGraph, read_options
+from memfit.runtime.compile.backend import PlannedGraph
+from memfit.runtime.compile.settings import EAGER, GraphSettings, read_options
 from memfit.torch_private import compiled_calls, eager_call, is_compiled, own_call, set_call
 
 _log = logging.getLogger("memfit")

@@ -1,0 +1,135 @@
+"""How the graphs of one compiled model are planned: what a user gives the backend as options."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memfit.errors import InvalidOptionError
+from memfit.graph import Graph
+from memfit.planners.mirror import read_mirrors
+from memfit.planners.registry import MIRROR_OPTION
+from memfit.planning import Settings
+from memfit.runtime.compile.account import Account
+from memfit.system.budget import parse_budget, parse_host_budget
+from memfit.system.spill_file import parse_host_dir
+
+_log = logging.getLogger("memfit")
+_OPTIONS = (
+    "budget",
+    "host_budget",
+    "host_dir",
+    "planner",
+    "options",
+    "time_limit_seconds",
+    "seed",
+    "reserve",
+    "budget_is",
+    "kernels",
+)
+EAGER, INDUCTOR = "eager", "inductor"
+_KERNELS = (EAGER, INDUCTOR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSettings:
+    """How the graphs of one model are planned.
+
+    Attributes:
+        settings: with a budget in bytes.
+        reserve_bytes: bytes that something else will take later; None stands for the bytes of Adam's state.
+        is_part: whether the caller checks that each mirror mark names something in one of the graphs (see
+            `memfit.mirror`).
+        account: measures the steps, if anything does.
+        kernels: whose kernels run.
+    """
+
+    settings: Settings
+    reserve_bytes: int | None
+    kernels: str = EAGER
+    is_part: bool = False
+    account: Account | None = None
+
+
+def read_options(options: Mapping[str, Any]) -> GraphSettings:
+    """Return the options of the backend as settings.
+
+    Raises:
+        InvalidOptionError, InvalidBudgetError: options that cannot be read.
+    """
+    for name in options:
+        if name not in _OPTIONS:
+            raise InvalidOptionError(f"option {name!r} does not exist; backend memfit has {', '.join(_OPTIONS)}")
+    if "budget" not in options:
+        raise InvalidOptionError('backend memfit needs a budget: options={"budget": "6GiB"}')
+    budget = options["budget"]
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        raise InvalidOptionError(
+            f"budget {budget!r}: a share of the unplanned peak is not known before loss and optimizer are; give "
+            "bytes, or use memfit.fit"
+        )
+    shared = (
+        "planner",
+        "options",
+        "time_limit_seconds",
+        "seed",
+        "budget_is",
+    )  # under the names that `Settings` has for them
+    chosen = {name: options[name] for name in shared if options.get(name) is not None}
+    settings = Settings(
+        budget=parse_budget(budget, 0),
+        host_budget_bytes=parse_host_budget(options.get("host_budget")),
+        host_dir=parse_host_dir(options.get("host_dir")),
+        stops_on_interrupt=True,
+        **chosen,
+    )
+    reserve = options.get("reserve")
+    return GraphSettings(
+        settings=settings,
+        reserve_bytes=None if reserve is None else _size(reserve),
+        kernels=read_kernels(options.get("kernels", EAGER), settings),
+    )
+
+
+def read_kernels(name: object, settings: Settings) -> str:
+    """Return the name of kernels.
+
+    Args:
+        name: as the user gave it.
+        settings: of the step.
+
+    Raises:
+        InvalidOptionError: there are no such kernels, or they do not do what the settings ask for.
+    """
+    if name not in _KERNELS:
+        raise InvalidOptionError(f"kernels is {name!r}, expected one of {', '.join(map(repr, _KERNELS))}")
+    if name == INDUCTOR and settings.host_budget_bytes:
+        raise InvalidOptionError(f"kernels={name!r} offloads nothing: leave host_budget out, or take kernels={EAGER!r}")
+    return str(name)
+
+
+def _size(given: str | int) -> int:
+    return 0 if given in (0, "0") else parse_budget(given, 0)
+
+
+def settings_of(options: GraphSettings, graph: Graph) -> Settings:
+    """Return the settings for one graph of a model: mirror marks that name nothing in it are left out.
+
+    A mark may belong to another graph of the same model, so that it is no error here; unless `options.is_part`, a
+    warning names it.
+
+    Args:
+        options: of the model, or of the part.
+        graph: one of its graphs.
+    """
+    settings = options.settings
+    if MIRROR_OPTION not in settings.options:
+        return settings
+    marks = read_mirrors(settings.options[MIRROR_OPTION])
+    here = tuple(mark for mark in marks if mark.marked(graph))
+    for mark in marks:
+        if mark not in here and not options.is_part:
+            _log.warning("memfit: the mirror mark %r names nothing in the %s", mark.where, graph.name)
+    return replace(settings, options={**settings.options, MIRROR_OPTION: here})
