@@ -398,7 +398,7 @@ def batch(tokens):
     words = torch.randint(300, (2, tokens))
     return {"input_ids": words, "labels": words}
 planned = memfit.fit(step.model, step.loss, batch(64), budget="60%", time_limit_seconds=1.0)
-planned.settings = __import__("dataclasses").replace(planned.settings, time_limit_seconds=300.0)
+planned._maker.settings = __import__("dataclasses").replace(planned.settings, time_limit_seconds=300.0)
 planned(batch(52))
 assert not planned.wait_for_searches(0.5)
 print("began to end at", time.monotonic())
