@@ -40,8 +40,9 @@ def global_reads(code: CodeType) -> frozenset[str]:
 
 @cache
 def attribute_reads(code: CodeType) -> frozenset[str]:
-    """Return the names of the attributes that a function's code reads of any object."""
-    return _names(code, _ATTRIBUTE_READS)
+    """Return the names of the attributes that a function's code reads of any object, also by `getattr`."""
+    names = _names(code, _ATTRIBUTE_READS)
+    return names | _texts(code) if "getattr" in global_reads(code) else names
 
 
 @cache
@@ -88,6 +89,11 @@ def _counts(instructions: list[dis.Instruction], name: str) -> bool:
 def _names(code: CodeType, operations: tuple[str, ...]) -> frozenset[str]:
     found = {i.argval for i in dis.get_instructions(code) if i.opname in operations}
     return frozenset(found.union(*(_names(inner, operations) for inner in _inner(code))))
+
+
+def _texts(code: CodeType) -> frozenset[str]:
+    found = {constant for constant in code.co_consts if isinstance(constant, str)}
+    return frozenset(found.union(*map(_texts, _inner(code))))
 
 
 def _inner(code: CodeType) -> Iterator[CodeType]:

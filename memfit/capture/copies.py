@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import array
+import ctypes
 import operator
-from collections.abc import MutableSequence
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType
 from typing import Any, cast
 
@@ -16,6 +20,10 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda _self: "nothing"})()
 ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
 
 
+BUFFERS = (np.ndarray, bytearray, memoryview, array.array, ctypes.c_byte.__mro__[2])  # the last: of all ctypes' data
+_KINDS = (OrderedDict, dict, list, deque, set, tuple, frozenset)
+
+
 class Table:
     """A dictionary of values that a step reads: attributes, globals, a class's, or a user's own.
 
@@ -26,6 +34,7 @@ class Table:
         names: the keys that the step read before it set them; None stands for all.
         counted: the numbers among them that it only counts up, with the places in the code that read them.
         owner: the class whose attributes they are, which are set by setattr.
+        is_librarys: whether they are attributes of a library's object, which may change but for those that were read.
     """
 
     def __init__(
@@ -36,6 +45,7 @@ class Table:
         self.before = before
         self.names = names
         self.owner = owner
+        self.is_librarys = False
         self.settled: set[str] = set()
         self.counted: dict[str, set[tuple[CodeType, int]]] = {}
         self.accepted: dict[Any, Any] = {}  # numbers and texts that the step set, which were seen to give the same ops
@@ -59,9 +69,10 @@ class Table:
 
     def changed(self) -> list[Any]:
         """Return the keys whose values are others than before."""
-        now = self.table
-        keys = [key for key, value in self.before.items() if not is_same(value, now.get(key, MISSING))]
-        if self.is_whole:
+        now = entries_of(self.table)
+        watched = self.names if self.is_librarys and self.names is not None else self.before
+        keys = [key for key in watched if not is_same(self.before.get(key, MISSING), now.get(key, MISSING))]
+        if self.is_whole and not self.is_librarys:
             keys += [key for key in now if key not in self.before]
         return keys
 
@@ -77,9 +88,9 @@ class Table:
             if self.owner is not None:
                 delattr(self.owner, key) if value is MISSING else setattr(self.owner, key, value)
             elif value is MISSING:
-                del self.table[key]
+                _own_kind(self.table).__delitem__(self.table, key)
             else:
-                self.table[key] = value
+                _own_kind(self.table).__setitem__(self.table, key, value)
 
 
 class Globals(Table):
@@ -104,36 +115,61 @@ class Globals(Table):
         )
 
 
-class Cell:
-    """A closure variable, or another single place: `read` returns its value."""
+class Place:
+    """A single place that holds a value: what a weak reference refers to, a context variable.
 
-    def __init__(self, name: str, cell: CellType, code: CodeType) -> None:
-        self.path = f"the closure variable {name!r}"
-        self.cell = cell
-        self._name = name
-        self.before = cell.cell_contents
-        self.codes = [code]
+    Args:
+        path: names it in messages.
+        read: returns its value, MISSING if there is none.
+        write: sets it.
+    """
+
+    def __init__(self, path: str, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
+        self.path = path
+        self.read = read
+        self._write = write
+        self.before = read()
         self.accepted: Any = MISSING
 
     @property
     def is_changed(self) -> bool:
         return not is_same(self.before, self.read())
 
-    def read(self) -> Any:
-        try:
-            return self.cell.cell_contents
-        except ValueError:  # the variable was deleted
-            return MISSING
+    def only_counts(self) -> bool:
+        """Return whether the step does no more with a number than to add to it."""
+        return False
+
+    def put_back(self) -> None:
+        self._write(self.before)
+
+
+class Cell(Place):
+    """A closure variable."""
+
+    def __init__(self, name: str, cell: CellType, code: CodeType) -> None:
+        self.cell = cell
+        self.codes = [code]
+        self._name = name
+        super().__init__(f"the closure variable {name!r}", self._read_cell, self._write_cell)
 
     def only_counts(self) -> bool:
         return isinstance(self.before, int | float) and all(only_counted(code, self._name) for code in self.codes)
 
-    def put_back(self) -> None:
-        self.cell.cell_contents = self.before
+    def _read_cell(self) -> Any:
+        try:
+            return self.cell.cell_contents
+        except ValueError:  # it has no value, or was deleted
+            return MISSING
+
+    def _write_cell(self, value: Any) -> None:
+        if value is MISSING:
+            del self.cell.cell_contents
+        else:
+            self.cell.cell_contents = value
 
 
 class Items:
-    """A list, deque or set of the user's, with a copy of what it held; or an array, with its bytes."""
+    """A list, deque or set of the user's, with a copy of what it held; or an array or other buffer, with its bytes."""
 
     def __init__(self, path: str, items: Any) -> None:
         self.path = path
@@ -143,37 +179,67 @@ class Items:
 
     def read(self) -> Any:
         """Return a copy of what it holds now."""
-        if isinstance(self.items, np.ndarray):
-            return self.items.shape, str(self.items.dtype), self.items.tobytes()
-        return list(self.items)
+        if isinstance(self.items, BUFFERS):
+            view = self.items if isinstance(self.items, np.ndarray) else np.asarray(memoryview(self.items))
+            return view.shape, str(view.dtype), view.tobytes()
+        return list(each_of(self.items))
 
     @property
     def is_changed(self) -> bool:
         now = self.read()
-        if isinstance(self.items, np.ndarray):
+        if isinstance(self.items, BUFFERS):
             return now != self.before
         return len(now) != len(self.before) or not (
             all(map(operator.is_, self.before, now)) or all(map(is_same, self.before, now))
         )
 
     def put_back(self) -> None:
-        if isinstance(self.items, np.ndarray):
+        if isinstance(self.items, BUFFERS):
             return  # numbers that a step writes into an array are the user's results
-        if isinstance(self.items, MutableSequence):
-            self.items.clear()
-            self.items.extend(cast("list[Any]", self.before))
-        else:
-            self.items.clear()
-            self.items.update(self.before)
+        kind = _own_kind(self.items)
+        kind.clear(self.items)
+        (kind.update if kind is set else kind.extend)(self.items, self.before)
+
+
+def own_attributes(value: Any) -> dict[str, Any] | None:
+    """Return the dictionary of an object's attributes, None where it has none; none of the user's code runs.
+
+    A number, text, container or tensor has attributes only if its class is the user's, or it was given them.
+    """
+    kind = threading.local if isinstance(value, threading.local) else object
+    try:
+        attributes = kind.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return cast("dict[str, Any]", attributes) if isinstance(attributes, dict) else None
+
+
+def entries_of(table: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a copy of a dictionary's entries; a class of the user's, which may compute them, is not asked."""
+    return dict(dict.items(table))
+
+
+def entry_of(table: dict[Any, Any], key: Any) -> Any:
+    """Return an entry of a dictionary, of which no method of the user's is called; MISSING if there is none."""
+    return dict.get(table, key, MISSING)
+
+
+def each_of(values: Any) -> Iterator[Any]:
+    """Yield what a list, tuple, deque or set holds; a class of the user's, which may compute it, is not asked."""
+    return _own_kind(values).__iter__(values)
+
+
+def _own_kind(values: Any) -> Any:
+    """Return the container of Python's own that a container is, or is derived from."""
+    return next(kind for kind in _KINDS if isinstance(values, kind))
 
 
 class Slots:
-    """The values of an object's `__slots__`."""
+    """The values of an object's `__slots__`, or of other attributes that are in no dictionary."""
 
-    def __init__(self, path: str, owner: Any) -> None:
+    def __init__(self, path: str, owner: Any, names: list[str]) -> None:
         self.path = path
         self.owner = owner
-        names = [n for c in type(owner).__mro__ for n in slot_names(c)]
         self.before = {name: getattr(owner, name, MISSING) for name in names}
 
     def changed(self) -> list[str]:
@@ -195,9 +261,9 @@ def is_same(before: Any, after: Any) -> bool:
         return True
     if type(before) is not type(after):
         return False
-    if isinstance(before, tuple) and not isinstance(before, torch.Size):
+    if isinstance(before, tuple) and not isinstance(before, torch.Size) and not own_attributes(before):
         return len(before) == len(after) and all(map(is_same, before, after))
-    if not isinstance(before, (*ATOMS, frozenset)):
+    if not isinstance(before, (*ATOMS, frozenset)) or own_attributes(before):
         return False
     # repr tells -0.0 from 0.0, and holds for nan
     return repr(before) == repr(after) if isinstance(before, float | complex) else bool(before == after)

@@ -15,8 +15,9 @@ from typing import Any, cast
 
 import torch
 
-from memfit.capture.copies import MISSING, Cell, Items, Slots, function_parts, is_same
-from memfit.capture.reads import MODULE_NAMES, Reads
+from memfit.capture.copies import MISSING, Cell, Items, Slots, entries_of, entry_of, function_parts, is_same
+from memfit.capture.discovery import MODULE_NAMES
+from memfit.capture.reads import Reads
 from memfit.capture.training_step import TrainingStep
 from memfit.torch_private import (
     ATTRIBUTES_HAVE_VERSIONS,
@@ -75,16 +76,14 @@ class _GuardedTable:
 
     def is_untouched(self) -> bool:
         """Return whether the dictionary holds the very objects that the step took from it."""
-        table = self.table
-        if self.is_whole and list(table) != list(self.values):
+        if self.is_whole and list(entries_of(self.table)) != list(self.values):
             return False
-        return all(table.get(key, MISSING) is value for key, value in self.values.items())
+        return all(entry_of(self.table, key) is value for key, value in self.values.items())
 
     def difference(self, tensors: list[torch.Tensor]) -> Difference | None:
         """Return the first entry that differs; a tensor that took the place of another is put into `tensors`."""
-        table = self.table
         for key, before in self.values.items():
-            now = table.get(key, MISSING)
+            now = entry_of(self.table, key)
             if key in self.numbers and is_plain_dense(now):
                 tensors[self.numbers[key]] = now
             elif now is before or (key in self.accepted and is_same(self.accepted[key], now)):
@@ -93,7 +92,7 @@ class _GuardedTable:
                 replaced = isinstance(before, torch.nn.Module | torch.nn.Parameter)
                 return Difference(what=_named(self.path, key), is_routine=key == "training", is_replaced=replaced)
             self.values[key] = now
-        if self.is_whole and list(table) != list(self.values):
+        if self.is_whole and list(entries_of(self.table)) != list(self.values):
             return Difference(what=self.path)
         return None
 

@@ -1,0 +1,332 @@
+"""What a step can reach in Python, copied before it does: attributes, globals, closures, and the containers in them.
+
+Functions of the user are read for the globals and closure variables that they name; functions of libraries are not.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import gc
+import os
+import sys
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
+from typing import Any, cast
+
+import torch
+
+from memfit.capture.code_reads import attribute_reads, global_reads, imported_modules, is_own
+from memfit.capture.copies import (
+    ATOMS,
+    BUFFERS,
+    MISSING,
+    Cell,
+    Globals,
+    Items,
+    Place,
+    Slots,
+    Table,
+    each_of,
+    entries_of,
+    function_parts,
+    own_attributes,
+    slot_names,
+)
+from memfit.torch_private import gradient_hooks, module_hooks, stood_for
+
+MODULE_NAMES = frozenset(vars(torch.nn.Module()))
+_HOLDING = {"argparse", "collections", "configparser", "queue", "types", "weakref"}  # of Python's own: users' values
+_OPAQUE = (sys.stdlib_module_names | {"torch", "numpy", "memfit"}) - _HOLDING
+_FUNCTIONS = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
+_FUNCTIONS += (MemberDescriptorType, GetSetDescriptorType)
+_VIEWS = (MappingProxyType, *map(type, ({}.keys(), {}.values(), {}.items())), BuiltinMethodType, MethodWrapperType)
+
+
+class Discovery:
+    """Copies of what can be reached from a step's model and loss.
+
+    Attributes:
+        tables, cells, items, slots: copies of all that the step can reach, made before it does.
+        functions: (path, function, its parts) of the user's functions.
+        modules: (path, module) of the model's modules, and of those that the loss reaches beside it.
+        tensors: (path, tensor) of what these hold, by the tensor's id.
+    """
+
+    def __init__(self) -> None:
+        self.tables: dict[int, Table] = {}
+        self.cells: list[Place] = []
+        self.items: list[Items] = []
+        self.slots: list[Slots] = []
+        self.functions: list[tuple[str, FunctionType, tuple[Any, ...]]] = []
+        self.modules: list[tuple[str, torch.nn.Module]] = []
+        self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
+        self._seen: dict[int, Any] = {}
+        self._objects: dict[int, tuple[Table, Any]] = {}
+        self._classes: dict[type, Table] = {}
+        self._held_files: list[ModuleType] = []
+        self._described: dict[int, type] = {}
+        self._patched: list[type] = []  # classes that have a `__getattribute__` of memfit's for now
+
+    def _object_found(self, table: Table, owner: Any) -> None:
+        """Called for each object whose attributes have been copied."""
+
+    def _class_attribute(self, owner: Any, name: str, table: Table) -> None:
+        """Note a name that was found in the object's class: there, and in each base class, which super() reaches."""
+        for cls in type(owner).__mro__:
+            if cls in (object, torch.nn.Module) or is_opaque(cls) or name not in cls.__dict__:
+                continue
+            raw = cls.__dict__[name]
+            self._add_class_attribute(cls, name, raw)
+            self._discover(_function_of(raw), table.name(name))
+
+    def _add_class_attribute(self, cls: type, name: str, value: Any) -> None:
+        table = self._class_table(cls)
+        table.before.setdefault(name, value)
+        cast("set[Any]", table.names).add(name)
+
+    def _class_table(self, cls: type) -> Table:
+        if cls not in self._classes:
+            # `cls.__dict__` is a proxy; the garbage collector names the dictionary behind it
+            (table,) = (d for d in gc.get_referents(cls.__dict__) if isinstance(d, dict))
+            self._classes[cls] = self.tables[id(table)] = Table(cls.__qualname__, table, {}, set(), owner=cls)
+        return self._classes[cls]
+
+    def _discover(self, value: Any, path: str) -> None:
+        """Copy what a value holds, at all depths, before the step reads it."""
+        if isinstance(value, torch.Tensor):
+            self.tensors.setdefault(id(value), (path, value))
+        if type(value) in ATOMS or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, torch.nn.Module):
+            self._discover_modules(value, path)
+        elif isinstance(value, FunctionType):
+            self._discover_function(value, path)
+        elif isinstance(value, type):
+            self._discover_class(value)
+        elif isinstance(value, ModuleType):
+            self._held_files.append(value)
+            for _, function, _ in tuple(self.functions):
+                self._discover_file(value, function.__code__)
+        else:
+            self._discover_held(value, path)
+            self._discover_object(value, path)
+
+    def _discover_held(self, value: Any, path: str) -> None:
+        """Copy what an object of one of Python's own types holds beside its attributes."""
+        if isinstance(value, dict):
+            entries = cast("dict[Any, Any]", value)
+            table = self.tables[id(entries)] = Table(path, entries, entries_of(entries), None)
+            for key, inner in table.before.items():
+                self._discover(inner, table.name(key))
+            if isinstance(value, defaultdict):
+                self._add_slots(path, value, ["default_factory"])
+        elif isinstance(value, (list, deque, set, *BUFFERS)):
+            self.items.append(Items(path, value))
+            if not isinstance(value, BUFFERS):
+                self._discover_each(value, path)
+        elif isinstance(value, tuple | frozenset):
+            self._discover_each(value, path)
+        elif isinstance(value, MethodType):
+            self._discover(value.__self__, path)
+            self._discover(value.__func__, path)
+        elif isinstance(value, functools.partial):
+            part = cast("functools.partial[Any]", value)
+            for number, inner in enumerate((part.func, *part.args)):
+                self._discover(inner, f"{path} (partial, {number})")
+            self._discover(part.keywords, path)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self._discover(value.__wrapped__, path)
+        elif isinstance(value, _VIEWS):
+            for inner in gc.get_referents(value):
+                self._discover(inner, path)
+        elif isinstance(value, weakref.ref):
+            self._add_place(f"what {path} refers to", value, lambda _gone: None)
+        elif isinstance(value, ContextVar):
+            self._add_place(f"the context variable {value.name!r}", lambda: value.get(MISSING), value.set)
+        elif isinstance(value, type(os.environ)):
+            self._discover(value._data, path)
+
+    def _add_place(self, path: str, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
+        self.cells.append(Place(path, read, write))
+        self._discover(self.cells[-1].before, path)
+
+    def _discover_each(self, values: Any, path: str) -> None:
+        for number, inner in enumerate(each_of(values)):
+            self._discover(inner, f"{path}[{number}]")
+
+    def _discover_object(self, value: Any, path: str) -> None:
+        cls = type(value)
+        attributes = own_attributes(value)
+        if not attributes and isinstance(value, (*ATOMS, torch.Tensor)):
+            return
+        if attributes is not None:
+            self._add_object(value, attributes, path)
+        if is_opaque(cls):
+            return
+        self._add_slots(path, value, [name for c in cls.__mro__ for name in slot_names(c)])
+        call = next((c.__dict__["__call__"] for c in cls.__mro__ if "__call__" in c.__dict__), None)
+        if call is not None:  # looked up in the class, where no attribute is read
+            self._discover(call, path)
+
+    def _add_slots(self, path: str, owner: Any, names: list[str]) -> None:
+        if not names:
+            return
+        held = Slots(path, owner, names)
+        self.slots.append(held)
+        for name, inner in held.before.items():
+            self._discover(inner, f"{path}.{name}")
+
+    def _add_object(self, value: Any, attributes: dict[str, Any], path: str) -> None:
+        ours = (object, torch.nn.Module, *self._patched)
+        overrides = any("__getattribute__" in c.__dict__ for c in type(value).__mro__ if c not in ours)
+        is_whole = overrides or isinstance(value, torch.Tensor)
+        table = Table(path, attributes, dict(attributes), None if is_whole else set())
+        table.is_librarys = is_opaque(type(value))
+        self.tables[id(attributes)] = table
+        self._objects[id(value)] = table, value
+        if isinstance(value, torch.nn.Module):
+            table.settled.update(MODULE_NAMES)  # hooks and tables, which guards compare themselves
+        if is_whole:
+            for key, inner in table.before.items():
+                self._discover(inner, table.name(key))
+        else:
+            self._object_found(table, value)
+        for cls in type(value).__mro__:
+            self._discover_descriptors(cls)
+
+    def _discover_descriptors(self, cls: type) -> None:
+        """Look at the objects that compute attributes of a class, before they do; functions are read as they run."""
+        if id(cls) in self._described or is_opaque(cls):
+            return
+        self._described[id(cls)] = cls
+        for name, raw in list(cls.__dict__.items()):
+            if hasattr(type(raw), "__get__") and not isinstance(raw, _FUNCTIONS):
+                self._discover(raw, f"{cls.__qualname__}.{name}")
+
+    def _discover_modules(self, root: torch.nn.Module, path: str) -> None:
+        for name, module in root.named_modules():
+            inner = f"{path}.{name}" if name else path
+            if id(module) in self._objects:
+                continue
+            self._seen[id(module)] = module
+            self.modules.append((inner, module))
+            self._add_object(module, module.__dict__, inner)
+            self._copy_hooks(module, inner)
+            for hooks in module_hooks(module):
+                for hook in hooks.values():
+                    self._discover(hook, f"a hook of {inner}")
+        for name, parameter in root.named_parameters():
+            for hook in gradient_hooks(parameter).values():
+                self._discover(hook, f"a hook of {path}.{name}")
+
+    def _copy_hooks(self, module: torch.nn.Module, path: str) -> None:
+        """Copy the hooks of a module: a first forward may add some, and note in an attribute that it has."""
+        for name, hooks in module.__dict__.items():
+            if name in MODULE_NAMES and "hooks" in name and isinstance(hooks, dict):
+                entries = cast("dict[Any, Any]", hooks)
+                self.tables[id(entries)] = Table(f"{path}.{name}", entries, dict(entries), set())
+
+    def _discover_class(self, cls: type) -> None:
+        """Copy the values in a class of the user's, and look at its functions."""
+        if _is_librarys(cls.__module__) or issubclass(cls, enum.Enum):
+            return
+        self._discover(type(cls), type(cls).__qualname__)
+        for base in cls.__mro__:
+            if _is_librarys(base.__module__):
+                continue
+            for name, raw in list(base.__dict__.items()):
+                function = _function_of(raw)
+                if isinstance(function, FunctionType):
+                    self._discover(function, f"{cls.__qualname__}.{name}")
+                elif not name.startswith("__"):
+                    self._add_class_attribute(base, name, raw)
+                    self._discover(raw, f"{cls.__qualname__}.{name}")
+
+    def _discover_function(self, function: FunctionType, path: str) -> None:
+        code = function.__code__
+        if not is_own(code.co_filename):
+            self._discover(function.__dict__.get("__wrapped__"), path)  # torch.no_grad() around a user's function
+            return
+        self.functions.append((path, function, function_parts(function)))
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            known = next((held for held in self.cells if isinstance(held, Cell) and held.cell is cell), None)
+            if known is not None:
+                known.codes.append(code)
+            elif name != "__class__":
+                self.cells.append(Cell(name, cell, code))
+                self._discover(self.cells[-1].before, name)
+        self._discover(function.__defaults__ or (), f"the defaults of {path}")
+        self._discover(function.__kwdefaults__ or (), f"the defaults of {path}")
+        if function.__dict__:
+            self._discover(function.__dict__, path)
+        for module in self._held_files:
+            self._discover_file(module, code)
+        wanted = global_reads(code)
+        if not {"environ", "getenv"}.isdisjoint(wanted | attribute_reads(code)):
+            self._discover(os.environ, "os.environ")
+        table = self._globals(function.__globals__)
+        table.codes.add(code)
+        for name in wanted & table.table.keys():
+            value = table.table[name]
+            if isinstance(value, ModuleType):
+                self._discover_file(value, code)
+            self._name_global(table, name)
+        for name in imported_modules(code):
+            if name in sys.modules:
+                self._discover_file(sys.modules[name], code)
+
+    def _discover_file(self, module: ModuleType, code: CodeType) -> None:
+        """Copy the globals of a file of the user's whose names are read as attributes in a function's code."""
+        filename = getattr(module, "__file__", None)
+        if _is_librarys(module.__name__) or (filename is not None and not is_own(filename)):
+            return
+        table = self._globals(module.__dict__)
+        for name in attribute_reads(code) & table.table.keys():
+            table.by_attribute.add(name)
+            self._name_global(table, name)
+
+    def _name_global(self, table: Globals, name: str) -> None:
+        if name not in table.before:
+            value = stood_for(table.table[name])  # a stand-in is there only while the step is captured
+            table.before[name] = value
+            cast("set[Any]", table.names).add(name)
+            self._discover(value, table.name(name))
+
+    def _globals(self, names: dict[str, Any]) -> Globals:
+        found = self.tables.get(id(names))
+        if not isinstance(found, Globals):
+            found = self.tables[id(names)] = Globals(str(names.get("__name__", "the globals")), names)
+        return found
+
+
+def _is_librarys(module_name: str) -> bool:
+    return module_name.partition(".")[0] in _OPAQUE and not module_name.startswith("torch.distributions")
+
+
+def is_opaque(cls: type) -> bool:
+    """Return whether objects of a class are a library's, whose own code reads what no step depends on."""
+    return _is_librarys(cls.__module__) and not issubclass(cls, torch.nn.Module)
+
+
+def _function_of(raw: Any) -> Any:
+    """Return the function of a static method, a class method or a property, and any other value itself."""
+    if isinstance(raw, staticmethod | classmethod):
+        return cast("Any", raw).__func__
+    if isinstance(raw, property):
+        return raw.fget
+    return raw.func if isinstance(raw, functools.cached_property) else raw
