@@ -515,6 +515,7 @@ def trace_joint(
     forward_compiler: Callable[..., Any],
     backward_compiler: Callable[..., Any],
     inference_compiler: Callable[..., Any],
+    backward_autocast: bool = False,
 ) -> Callable[..., Any]:
     """Run AOTAutograd on a module that Dynamo captured, and return the compiled callable.
 
@@ -527,17 +528,22 @@ def trace_joint(
         partition: divides the joint graph into its halves (AOTAutograd's partition_fn).
         forward_compiler, backward_compiler: compile the halves.
         inference_compiler: compiles a graph without a backward half.
+        backward_autocast: whether backward runs inside forward's autocast; there, it casts what forward had computed
+            without casts.
     """
-    return aot_module_simplified(
-        module,
-        inputs,
-        fw_compiler=forward_compiler,
-        bw_compiler=backward_compiler,
-        inference_compiler=inference_compiler,
-        partition_fn=partition,
-        decompositions={},
-        keep_inference_input_mutations=True,
-    )
+    import torch._functorch.config
+
+    with torch._functorch.config.patch(backward_pass_autocast="same_as_forward" if backward_autocast else "off"):
+        return aot_module_simplified(
+            module,
+            inputs,
+            fw_compiler=forward_compiler,
+            bw_compiler=backward_compiler,
+            inference_compiler=inference_compiler,
+            partition_fn=partition,
+            decompositions={},
+            keep_inference_input_mutations=True,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,9 @@ def texts(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": a, "labels": b} for a, b in zip(made, labels, strict=True)]
 
 
-def trainer_of(path: Path, callbacks: Any = (), kind: Any = None, steps: int = 3, **settings: Any) -> Any:
+def trainer_of(
+    path: Path, callbacks: Any = (), kind: Any = None, steps: int = 3, model: Any = None, **settings: Any
+) -> Any:
     import transformers
 
     arguments = {
@@ -110,7 +112,7 @@ def trainer_of(path: Path, callbacks: Any = (), kind: Any = None, steps: int = 3
     extra = {"kind": kind} if kind else {}
     kind = extra.pop("kind", transformers.Trainer)
     return kind(
-        model=small_gpt(),
+        model=small_gpt() if model is None else model,
         args=transformers.TrainingArguments(output_dir=str(path), **arguments),
         train_dataset=texts(8 * 4 * 2 + 5),
         eval_dataset=texts(16),

@@ -72,7 +72,9 @@ class MemfitCallback(lightning.Callback):
             )
         module = modules[self._name]
         if module is not self._module:
-            self._calls = compile_anew(module, self._options, _WHERE)
+            # manual optimization runs backward in `training_step`, which is inside autocast
+            manual = {"backward_autocast": not pl_module.automatic_optimization}
+            self._calls = compile_anew(module, {**manual, **self._options}, _WHERE)
             self._module = module
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002

@@ -155,12 +155,18 @@ class Account:
     def evaluate(self, run: Callable[[], Any]) -> Any:
         """Run a call without gradients, and return its result.
 
+        Between a forward half and its backward half it belongs to the step, which is measured and planned with it: the
+        forward of a custom `autograd.Function`, entropies for a log.
+
         Args:
             run: the call.
 
         Raises:
             OverBudgetError: it took more than the budget.
         """
+        if any(each._awaits_backward_on(self.device) for each in _all_measuring()):
+            self.ran += 1
+            return run()
         with record(self.device) as usage:
             returned = run()
         self.ran += 1
@@ -174,6 +180,9 @@ class Account:
                 )
             )
         return returned
+
+    def _awaits_backward_on(self, device: torch.device) -> bool:
+        return self._loss is not None and self.device == device
 
     def _end_backward(self) -> None:
         if not self._is_in_step:
@@ -237,11 +246,10 @@ class Account:
 
     def _make_way(self) -> None:
         """Give up the records of the account that has measured least lately: its backward or update may never come."""
-        others = [each for each in _measuring if each() not in (self, None)]
-        for oldest in (each() for each in others[: 1 - _MOST_MEASURING]):
-            if oldest is not None:
-                oldest._loss = oldest._open = None
-        _measuring[:] = [*others[1 - _MOST_MEASURING :], weakref.ref(self)]
+        others = [each for each in _all_measuring() if each is not self]
+        for oldest in others[: 1 - _MOST_MEASURING]:
+            oldest._loss = oldest._open = None
+        _measuring[:] = map(weakref.ref, [*others[1 - _MOST_MEASURING :], self])
 
     def _record(self) -> None:
         self._make_way()
@@ -263,3 +271,7 @@ class Account:
 
     def _total_bytes(self, usage: Usage) -> int:
         return self._beside_bytes + usage.start_bytes + usage.taken_bytes
+
+
+def _all_measuring() -> list[Account]:
+    return [account for account in (each() for each in _measuring) if account is not None]

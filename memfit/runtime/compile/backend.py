@@ -35,6 +35,7 @@ from memfit.runtime.compile.inductor import Compiled, Planning, compile_within
 from memfit.runtime.compile.inputs import (
     overlapping,
     refuse_casts_inside,
+    refuse_other_autocast,
     refuse_ranks,
     refuse_retained_graph,
     signatures,
@@ -210,6 +211,7 @@ class CompiledGraph:
             forward_compiler=lambda _module, _inputs: boxed(self.run_forward),
             backward_compiler=lambda _module, _inputs: boxed(self.run_backward),
             inference_compiler=lambda module, _inputs: make_boxed_func(module.forward),
+            backward_autocast=self.graph.options.backward_autocast,
         )
 
     def _by_inductor(self, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -312,9 +314,11 @@ class CompiledGraph:
             gradients: of the graph's outputs; None for one that has none.
 
         Raises:
-            UnsupportedStepError: the graph is to be retained.
+            UnsupportedStepError: the graph is to be retained, or autocast is on or off as it should not be.
         """
         refuse_retained_graph()
+        if self.graph.options.kernels != INDUCTOR:
+            refuse_other_autocast(self._is_in_autocast and self.graph.options.backward_autocast)
         if self.prepared is None or self.graph.has_warned_of_strides:
             return
         residents = self.prepared.captured.binding.residents

@@ -13,7 +13,7 @@ from memfit.capture.functionalize import CAST_INSIDE
 from memfit.cost.views import span_bytes
 from memfit.errors import UnsupportedStepError
 from memfit.runtime.signature import tensor_signature
-from memfit.torch_private import backward_keeps_graph, is_plain_dense, runs_under_ddp, tensors_in
+from memfit.torch_private import any_autocast, backward_keeps_graph, is_plain_dense, runs_under_ddp, tensors_in
 
 _PLAIN = {"Tensor", "Parameter", "Buffer"}
 
@@ -50,6 +50,24 @@ def refuse_retained_graph() -> None:
             "backward with retain_graph=True: a planned step lets go of activations as backward consumes them; call "
             "backward once, or leave this model out of backend memfit"
         )
+
+
+def refuse_other_autocast(is_expected: bool) -> None:
+    """Refuse a backward that is inside autocast, or outside, where its half was captured otherwise.
+
+    Args:
+        is_expected: whether the half was captured inside autocast.
+
+    Raises:
+        UnsupportedStepError: it was, and autocast is off now, or the other way round.
+    """
+    if any_autocast() and not is_expected:
+        raise UnsupportedStepError(
+            "backward inside torch.autocast, which casts what forward computed without casts: call backward after that "
+            "block, as torch advises, or give backward_autocast=True"
+        )
+    if is_expected and not any_autocast():
+        raise UnsupportedStepError("backward outside of torch.autocast, although backward_autocast=True was given")
 
 
 def refuse_casts_inside(joint: torch.fx.GraphModule, module: torch.fx.GraphModule, is_in_autocast: bool) -> None:

@@ -37,6 +37,7 @@ def compile(
     host_dir: Path | str | None = None,
     budget_is: str = FIRM,
     kernels: str = EAGER,
+    backward_autocast: bool = False,
 ) -> torch.nn.Module:
     """Let all calls of `model` run inside `budget`, in a loop that stays as it is; return the model itself.
 
@@ -61,6 +62,7 @@ def compile(
         host_dir: a directory on the disk that a CPU offloads to.
         budget_is: `"firm"` or `"soft"`: whether what takes more than the budget raises or is a warning.
         kernels: `"eager"`: those that eager calls, to the bit; `"inductor"`: generated, as `torch.compile` does.
+        backward_autocast: whether the loop calls `backward` inside `torch.autocast`, which torch advises against.
 
     Raises:
         InvalidTargetError: no module, or one that is compiled already.
@@ -83,6 +85,7 @@ def compile(
         "host_dir": host_dir,
         "budget_is": budget_is,
         "kernels": kernels,
+        "backward_autocast": backward_autocast,
     }
     calls = compile_in_place(model, given, "memfit.compile")
     if optimizer is not None:

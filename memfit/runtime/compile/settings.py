@@ -28,6 +28,7 @@ _OPTIONS = (
     "reserve",
     "budget_is",
     "kernels",
+    "backward_autocast",
 )
 EAGER, INDUCTOR = "eager", "inductor"
 _KERNELS = (EAGER, INDUCTOR)
@@ -44,11 +45,13 @@ class GraphSettings:
             `memfit.mirror`).
         account: measures the steps, if anything does.
         kernels: whose kernels run.
+        backward_autocast: whether `backward` is called inside forward's autocast.
     """
 
     settings: Settings
     reserve_bytes: int | None
     kernels: str = EAGER
+    backward_autocast: bool = False
     is_part: bool = False
     account: Account | None = None
 
@@ -90,6 +93,7 @@ def read_options(options: Mapping[str, Any]) -> GraphSettings:
         settings=settings,
         reserve_bytes=None if reserve is None else _size(reserve),
         kernels=read_kernels(options.get("kernels", EAGER), settings),
+        backward_autocast=_yes_or_no(options, "backward_autocast"),
     )
 
 
@@ -108,6 +112,13 @@ def read_kernels(name: object, settings: Settings) -> str:
     if name == INDUCTOR and settings.host_budget_bytes:
         raise InvalidOptionError(f"kernels={name!r} offloads nothing: leave host_budget out, or take kernels={EAGER!r}")
     return str(name)
+
+
+def _yes_or_no(options: Mapping[str, Any], name: str) -> bool:
+    value = options.get(name, False)
+    if not isinstance(value, bool):
+        raise InvalidOptionError(f"{name} is {value!r}, expected True or False")
+    return value
 
 
 def _size(given: str | int) -> int:
