@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 import os
 import sys
 import threading
@@ -120,6 +121,17 @@ def module_tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, An
 def module_hooks(module: torch.nn.Module) -> tuple[dict[Any, Any], ...]:
     """Return a module's dictionaries of hooks: before and after forward, before and after backward."""
     return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+
+
+def global_module_hooks() -> tuple[dict[Any, Any], ...]:
+    """Return the dictionaries of hooks on all modules: before and after forward, before and after backward."""
+    own = torch.nn.modules.module
+    return (
+        own._global_forward_pre_hooks,
+        own._global_forward_hooks,
+        own._global_backward_pre_hooks,
+        own._global_backward_hooks,
+    )
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict[Any, Any], dict[Any, Any]]:
@@ -1036,12 +1048,15 @@ def compiled_around_breaks(model: torch.nn.Module, backend: Callable[..., Any]) 
     import torch._dynamo  # takes seconds to import
 
     _patch_torch_for_dynamo()
-    compiled = torch.compile(model, backend=backend)
-    settings = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize, "trace_numpy": False}
+    compiled, code = torch.compile(model, backend=backend), _CodeOfModules(model)
+    settings = {**_SOUND, "trace_numpy": False}
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal compiled
+        if code.has_changed():  # another backend is not given what was compiled for the first
+            compiled = torch.compile(model, backend=lambda *given: backend(*given))
         with torch._dynamo.config.patch(settings), _loops_divided():
-            return compiled(*args, **kwargs)
+            return compiled.forward(*args, **kwargs)  # the wrapper is a module, too, whose hooks run beside the model's
 
     return _CompiledModel(model, run)
 
@@ -1118,13 +1133,16 @@ def is_compiled(model: torch.nn.Module) -> bool:
     return isinstance(model, OptimizedModule) or model._compiled_call_impl is not None
 
 
-def compiled_calls(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_calls(
+    model: torch.nn.Module, function: Callable[..., Any], backend: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return `function` compiled by `backend`, also where all of its own code is torch's, as in `nn.Sequential`.
 
     However many shapes there are, no call falls back to eager silently. Messages that the code logs break no graph:
     they are left out.
 
     Args:
+        model: what the function calls.
         function: a function or a bound method.
         backend: as torch.compile takes it.
     """
@@ -1133,32 +1151,71 @@ def compiled_calls(function: Callable[..., Any], backend: Callable[..., Any]) ->
     def call(*args: Any, **kwargs: Any) -> Any:  # no code of torch's, so that Dynamo enters it
         return function(*args, **kwargs)
 
+    def compile_anew() -> Callable[..., Any]:  # Dynamo keeps what it compiled by the code object
+        own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+        return torch.compile(own, backend=backend)
+
     _patch_torch_for_dynamo()
-    # Dynamo keeps what it compiled by the code object.
-    own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
-    compiled = torch.compile(own, backend=backend)
+    compiled, code = compile_anew(), _CodeOfModules(model)
     logs = {call for name, call in vars(logging.Logger).items() if name.removesuffix("_once") in _LOGGING}
-    settings = {
-        "recompile_limit": sys.maxsize,
-        "accumulated_recompile_limit": sys.maxsize,
-        "ignore_logger_methods": logs,
-    }
+    settings = {**_SOUND, "ignore_logger_methods": logs}
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal compiled
+        if code.has_changed():
+            compiled = compile_anew()
         with torch._dynamo.config.patch(settings):
             return compiled(*args, **kwargs)
 
     return run
 
 
+class _CodeOfModules:
+    """What Dynamo reads of a model's classes, and of hooks on all modules, and does not guard: code that is replaced.
+
+    Args:
+        model: any module.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        kinds = {base for module in model.modules() for base in type(module).__mro__}
+        self._classes = [kind for kind in kinds if issubclass(kind, torch.nn.Module)]
+        self._before = self._now()
+
+    def has_changed(self) -> bool:
+        """Return whether something is not as it was at the last time."""
+        now = self._now()
+        if len(now) == len(self._before) and all(map(operator.is_, now, self._before)):
+            return False
+        self._before = now
+        return True
+
+    def _now(self) -> list[Any]:
+        found = [hook for hooks in global_module_hooks() for hook in hooks.values()]
+        for kind in self._classes:
+            is_torchs = kind.__module__.startswith("torch.")
+            names = ("forward", "__call__") if is_torchs else kind.__dict__
+            found += [value for value in map(kind.__dict__.get, names) if isinstance(value, _CODE)]
+        return found
+
+
+_CODE = (FunctionType, staticmethod, classmethod, property)
 _LOGGING = {"debug", "info", "warning", "warn", "error", "exception", "critical", "log"}
 
 
-def enter_modules_of_torch() -> None:
-    """Let Dynamo capture `module.compile()` where all code of the module is torch's, as in `nn.Sequential`."""
+# Dynamo would take a model that is compiled too often to eager, and does not look whether hooks of modules were added
+# or removed, and functions given other code or defaults.
+_GUARDED = {"skip_nnmodule_hook_guards": False, "assume_dunder_attributes_remain_unchanged": False}
+_SOUND = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize, **_GUARDED}
+
+
+def compile_soundly() -> None:
+    """Let Dynamo capture `module.compile()` where all code of the module is torch's, as in `nn.Sequential`, and look at
+    the hooks of modules at each call."""
     import torch._dynamo  # takes seconds to import
 
-    torch._dynamo.config.wrap_top_frame = True
+    for name, value in {"wrap_top_frame": True, **_GUARDED}.items():
+        setattr(torch._dynamo.config, name, value)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -45,6 +45,7 @@ from memfit.torch_private import (
     bare_overload,
     boxed,
     checkpoints_inlined,
+    compile_soundly,
     compile_with_budget,
     compiled_around_breaks,
     compiled_by_inductor,
@@ -54,7 +55,6 @@ from memfit.torch_private import (
     dict_version,
     dp_knapsack,
     eager_call,
-    enter_modules_of_torch,
     failing_fakes_unlogged,
     fake_mode_of,
     first_bucket_bytes,
@@ -357,13 +357,13 @@ def test_a_module_of_torchs_own_code_is_captured() -> None:
     values = torch.ones(4, 3)
     expected = model(values)
     assert not is_compiled(model)
-    set_call(model, compiled_calls(eager_call(model), backend))
+    set_call(model, compiled_calls(model, eager_call(model), backend))
     assert is_compiled(model) and torch.equal(model(values), expected) and len(captured) == 1
     assert own_call(model) is not None
     set_call(model, None)
     assert own_call(model) is None
     assert not is_compiled(model) and is_compiled(torch.compile(model, backend="eager"))
-    enter_modules_of_torch()
+    compile_soundly()
     try:
         model.compile(backend=backend)
         assert torch.equal(model(values), expected) and len(captured) == 2

@@ -22,7 +22,7 @@ from memfit.capture.side_effects import swapped, with_a_momentum
 from memfit.capture.stream import Difference, Dispatched, Stream, tensors_of
 from memfit.capture.trace import mutated_tensors
 from memfit.capture.training_step import TrainingStep
-from memfit.cost.views import lazy_view
+from memfit.cost.views import lazy_view, on_its_own
 from memfit.errors import MemfitError, UnsupportedStepError
 from memfit.system.budget import format_bytes
 from memfit.torch_private import (
@@ -31,6 +31,7 @@ from memfit.torch_private import (
     as_fake,
     checkpoints_inlined,
     is_fake,
+    is_plain_dense,
     only_mode,
     real_tensors,
     storage_key,
@@ -274,6 +275,8 @@ class _EagerRun:
         """Return a leaf of the batch as capture enters it: each on a storage of its own, with no gradient of before."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        if is_plain_dense(leaf):
+            leaf = on_its_own(leaf)
         key = storage_key(leaf)
         if key in seen or leaf.requires_grad:
             own = leaf.detach().clone() if key in seen else leaf.detach()

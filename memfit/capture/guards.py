@@ -26,6 +26,7 @@ from memfit.torch_private import (
     TensorAddresses,
     TensorMetadata,
     dict_version,
+    global_module_hooks,
     is_plain_dense,
     leaf_hooks,
     module_hooks,
@@ -313,6 +314,8 @@ class Guards:
             self._add_whole(path, cast("dict[Any, Any]", module._modules))
             for hooks in module_hooks(module):
                 self._add_whole(f"the hooks of {path}", hooks)
+        for hooks in global_module_hooks():
+            self._add_whole("the hooks of all modules", hooks)
         for name, parameter in self.parameters.items():
             for hooks in leaf_hooks(parameter):
                 if hooks is not None:

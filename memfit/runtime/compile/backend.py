@@ -33,9 +33,11 @@ from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.halves import partitioned
 from memfit.runtime.compile.inductor import Compiled, Planning, compile_within
 from memfit.runtime.compile.inputs import (
+    hooks_on_all_modules,
     overlapping,
     refuse_casts_inside,
     refuse_other_autocast,
+    refuse_other_hooks,
     refuse_ranks,
     refuse_retained_graph,
     signatures,
@@ -110,9 +112,11 @@ class PlannedGraph:
         self.has_warned = False  # of the bytes that are set aside for the optimizer
         self.has_warned_of_strides = False
         self._read = read
+        self._hooks = hooks_on_all_modules()
 
     def __call__(self, *inputs: Any) -> Any:
         PlannedGraph.called = True
+        refuse_other_hooks(self._hooks)
         key = (signatures(inputs), torch.is_grad_enabled())
         compiled = self.compiled.get(key)
         if compiled is None:

@@ -13,7 +13,14 @@ from memfit.capture.functionalize import CAST_INSIDE
 from memfit.cost.views import span_bytes
 from memfit.errors import UnsupportedStepError
 from memfit.runtime.signature import tensor_signature
-from memfit.torch_private import any_autocast, backward_keeps_graph, is_plain_dense, runs_under_ddp, tensors_in
+from memfit.torch_private import (
+    any_autocast,
+    backward_keeps_graph,
+    global_module_hooks,
+    is_plain_dense,
+    runs_under_ddp,
+    tensors_in,
+)
 
 _PLAIN = {"Tensor", "Parameter", "Buffer"}
 
@@ -85,6 +92,28 @@ def refuse_casts_inside(joint: torch.fx.GraphModule, module: torch.fx.GraphModul
         raise UnsupportedStepError(
             f"{cast} computes with other operators, which eager casts under torch.autocast and a compiled graph does "
             "not: call it inside torch.autocast(..., enabled=False)"
+        )
+
+
+def hooks_on_all_modules() -> list[Any]:
+    """Return the hooks that run with every module of the process."""
+    return [hook for hooks in global_module_hooks() for hook in hooks.values()]
+
+
+def refuse_other_hooks(hooks: list[Any]) -> None:
+    """Refuse a call after hooks on all modules have come or gone: a compiled graph has those of its capture.
+
+    Args:
+        hooks: what `hooks_on_all_modules` returned at the capture.
+
+    Raises:
+        UnsupportedStepError: there are others now.
+    """
+    if hooks_on_all_modules() != hooks:
+        raise UnsupportedStepError(
+            "hooks on all modules (torch.nn.modules.module.register_module_...) were added or removed since the model "
+            "was captured, which PyTorch's compiler does not look at: call torch.compiler.reset(), or use "
+            "memfit.compile(model, budget=...), which captures the model again"
         )
 
 

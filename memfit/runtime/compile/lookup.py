@@ -1,8 +1,9 @@
 """What `torch.compile(model, backend="memfit")` finds; importing this file is the first look-up of a process.
 
 PyTorch calls a backend only for the frames that its compiler captures. Where it captures none, nothing but the look-up
-tells that a budget was asked for. So the look-up does two things: it lets the compiler enter modules whose code is
-torch's own (`nn.Sequential(...).compile(backend="memfit")`), and it has the first step of an optimizer checked. A hook
+tells that a budget was asked for. So the look-up does three things: it lets the compiler enter modules whose code is
+torch's own (`nn.Sequential(...).compile(backend="memfit")`), it has the compiler notice hooks that come and go, and it
+has the first step of an optimizer checked. A hook
 on modules could see the same earlier, but the compiler would trace it into every graph of the process.
 """
 
@@ -13,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memfit.errors import UnsupportedStepError
 from memfit.runtime.compile.backend import PlannedGraph, memfit_backend
-from memfit.torch_private import enter_modules_of_torch
+from memfit.torch_private import compile_soundly
 
 __all__ = ["memfit_backend"]
 
@@ -29,5 +30,5 @@ def _require_graph(*_: object) -> None:
         )
 
 
-enter_modules_of_torch()
+compile_soundly()
 _hook: torch.utils.hooks.RemovableHandle = register_optimizer_step_pre_hook(_require_graph)

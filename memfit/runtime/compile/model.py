@@ -160,7 +160,7 @@ class PlannedCalls:
             options = read_options({name: value for name, value in options.items() if value is not None})
         self._settings = options
         self._function = eager_call(model) if function is None else function
-        self._compiled = compiled_calls(self._function, self._planned_graph)
+        self._compiled = compiled_calls(model, self._function, self._planned_graph)
         self._account: Account | None = None
 
     @property
