@@ -6,6 +6,7 @@ memfit runs on torch 2.11 to the newest. If a release moves one of these names, 
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import operator
 import os
@@ -1063,12 +1064,17 @@ def compiled_around_breaks(model: torch.nn.Module, backend: Callable[..., Any]) 
 
 @contextmanager
 def _loops_divided() -> Iterator[None]:
-    """Inside the block Dynamo compiles the graphs around a break in a loop, over a ModuleList too.
+    """Inside the block Dynamo compiles the graphs around a break in a loop, over modules and by `enumerate` too.
 
-    Dynamo cannot take up an iterator of a dict behind a break, but one of a list. Where it has to leave a function to
-    eager, it compiles the functions that are called there, but none of torch's own: so `Sequential` is not.
+    Dynamo cannot take up an iterator of a dict or of a generator behind a break, but one of a list. Where it has to
+    leave a function to eager, it compiles the functions that are called there, but none of torch's own: so `Sequential`
+    is not.
     """
+    import torch._dynamo.polyfills.loader  # else they come with the first capture
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables.functions import PolyfilledFunctionVariable
+
+    enumerating: Any = PolyfilledFunctionVariable._get_polyfill_handlers().get(enumerate)
 
     with _dividing:
         if not _dividers:
@@ -1077,6 +1083,13 @@ def _loops_divided() -> Iterator[None]:
             for kind in (torch.nn.ModuleList, torch.nn.Sequential):
                 enter(_patched(kind, "__iter__", _iterate_as_list))
             enter(_patched(torch.nn.Sequential, "forward", _forward_in_turn))
+            enter(_patched(torch.nn.ModuleDict, "__iter__", lambda self: iter(list(self._modules))))
+            enter(_patched(torch.nn.ModuleDict, "items", lambda self: list(self._modules.items())))
+            enter(_patched(torch.nn.ModuleDict, "values", lambda self: list(self._modules.values())))
+            enter(_patched(torch.nn.Module, "children", lambda self: iter([m for _, m in _named_children(self)])))
+            enter(_patched(torch.nn.Module, "named_children", lambda self: iter(_named_children(self))))
+            if "__torch_dynamo_polyfill__" in vars(enumerating or object):
+                enter(_patched(enumerating, "__torch_dynamo_polyfill__", _enumerate_as_list))
         _dividers.append(threading.get_ident())
     try:
         yield
@@ -1093,6 +1106,26 @@ _dividers: list[int] = []  # threads inside of such blocks: the first to come pa
 
 def _iterate_as_list(modules: Any) -> Iterator[torch.nn.Module]:
     return iter(list(modules._modules.values()))
+
+
+def _named_children(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    found: list[tuple[str, torch.nn.Module]] = []
+    for name, child in module._modules.items():
+        if child is not None and all(child is not other for _, other in found):
+            found.append((name, child))
+    return found
+
+
+_ENDLESS = (itertools.count, itertools.cycle, itertools.repeat)
+
+
+def _enumerate_as_list(iterable: Any, start: int = 0) -> Iterator[tuple[int, Any]]:
+    if isinstance(iterable, _ENDLESS):
+        return zip(itertools.count(start), iterable)
+    found: list[tuple[int, Any]] = []
+    for item in iterable:
+        found.append((start + len(found), item))
+    return iter(found)
 
 
 def _forward_in_turn(self: torch.nn.Sequential, input: Any) -> Any:

@@ -58,6 +58,7 @@ from memfit.torch_private import (
     failing_fakes_unlogged,
     fake_mode_of,
     first_bucket_bytes,
+    global_module_hooks,
     gradient_buckets,
     gradient_hooks,
     greedy_knapsack,
@@ -513,6 +514,20 @@ def test_hooks_of_modules_and_optimizers() -> None:
         assert not hooks
         register(print)
         assert list(hooks.values()) == [print]
+    own = torch.nn.modules.module
+    for register, hooks in zip(
+        (
+            own.register_module_forward_pre_hook,
+            own.register_module_forward_hook,
+            own.register_module_full_backward_pre_hook,
+            own.register_module_full_backward_hook,
+        ),
+        global_module_hooks(),
+        strict=True,
+    ):
+        handle = register(print)  # pyright: ignore[reportArgumentType]
+        assert list(hooks.values()) == [print]
+        handle.remove()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for register, hooks in zip(
         (optimizer.register_step_pre_hook, optimizer.register_step_post_hook), optimizer_hooks(optimizer), strict=True
