@@ -6,7 +6,6 @@ memfit runs on torch 2.11 to the newest. If a release moves one of these names, 
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import operator
 import os
@@ -1064,17 +1063,14 @@ def compiled_around_breaks(model: torch.nn.Module, backend: Callable[..., Any]) 
 
 @contextmanager
 def _loops_divided() -> Iterator[None]:
-    """Inside the block Dynamo compiles the graphs around a break in a loop, over modules and by `enumerate` too.
+    """Inside the block Dynamo compiles the graphs around a break in a loop, over modules too.
 
-    Dynamo cannot take up an iterator of a dict or of a generator behind a break, but one of a list. Where it has to
+    Dynamo cannot take up an iterator of a dict or of a generator behind a break, but one of a list (`enumerate` it turns
+    into a generator itself: a list there, in its place, made integers of the loop inputs of the graphs). Where it has to
     leave a function to eager, it compiles the functions that are called there, but none of torch's own: so `Sequential`
     is not.
     """
-    import torch._dynamo.polyfills.loader  # else they come with the first capture
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-    from torch._dynamo.variables.functions import PolyfilledFunctionVariable
-
-    enumerating: Any = PolyfilledFunctionVariable._get_polyfill_handlers().get(enumerate)
 
     with _dividing:
         if not _dividers:
@@ -1088,8 +1084,6 @@ def _loops_divided() -> Iterator[None]:
             enter(_patched(torch.nn.ModuleDict, "values", lambda self: list(self._modules.values())))
             enter(_patched(torch.nn.Module, "children", lambda self: iter([m for _, m in _named_children(self)])))
             enter(_patched(torch.nn.Module, "named_children", lambda self: iter(_named_children(self))))
-            if "__torch_dynamo_polyfill__" in vars(enumerating or object):
-                enter(_patched(enumerating, "__torch_dynamo_polyfill__", _enumerate_as_list))
         _dividers.append(threading.get_ident())
     try:
         yield
@@ -1114,18 +1108,6 @@ def _named_children(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]
         if child is not None and all(child is not other for _, other in found):
             found.append((name, child))
     return found
-
-
-_ENDLESS = (itertools.count, itertools.cycle, itertools.repeat)
-
-
-def _enumerate_as_list(iterable: Any, start: int = 0) -> Iterator[tuple[int, Any]]:
-    if isinstance(iterable, _ENDLESS):
-        return zip(itertools.count(start), iterable)
-    found: list[tuple[int, Any]] = []
-    for item in iterable:
-        found.append((start + len(found), item))
-    return iter(found)
 
 
 def _forward_in_turn(self: torch.nn.Sequential, input: Any) -> Any:
