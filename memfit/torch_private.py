@@ -1065,8 +1065,8 @@ def compiled_around_breaks(model: torch.nn.Module, backend: Callable[..., Any]) 
 def _loops_divided() -> Iterator[None]:
     """Inside the block Dynamo compiles the graphs around a break in a loop, over modules too.
 
-    Dynamo cannot take up an iterator of a dict or of a generator behind a break, but one of a list (`enumerate` it turns
-    into a generator itself: a list there, in its place, made integers of the loop inputs of the graphs). Where it has to
+    Dynamo cannot take up an iterator of a dict or of a generator behind a break, but one of a list. (`enumerate` it
+    turns into a generator itself: a list in its place made the loop's integers inputs of the graphs.) Where it has to
     leave a function to eager, it compiles the functions that are called there, but none of torch's own: so `Sequential`
     is not.
     """
