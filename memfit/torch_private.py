@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -545,7 +545,8 @@ def trace_joint(
     """
     import torch._functorch.config
 
-    with torch._functorch.config.patch(backward_pass_autocast="same_as_forward" if backward_autocast else "off"):
+    cast = "same_as_forward" if backward_autocast else "off"
+    with torch._functorch.config.patch(backward_pass_autocast=cast), _eagers_interpolation():
         return aot_module_simplified(
             module,
             inputs,
@@ -556,6 +557,28 @@ def trace_joint(
             decompositions={},
             keep_inference_input_mutations=True,
         )
+
+
+@contextmanager
+def _eagers_interpolation() -> Iterator[None]:
+    """Let interpolations be eager's kernels inside the block; torch has formulas in their places, of other bits.
+
+    They stand before autograd, so that no setting for decompositions leaves them out.
+    """
+    import torch._decomp  # enters them
+
+    aten, formulas = torch.ops.aten, (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    packets = [getattr(aten, name) for name in dir(aten) if "upsample" in name and "backward" not in name]
+    ops: list[Any] = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    removed = [(op, key, op.py_kernels.pop(key)) for op in ops for key in formulas if key in op.py_kernels]
+    try:
+        for op, _, _ in removed:
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, key, kernel in removed:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1055,15 +1078,38 @@ def compiled_around_breaks(model: torch.nn.Module, backend: Callable[..., Any]) 
         nonlocal compiled
         if code.has_changed():  # another backend is not given what was compiled for the first
             compiled = torch.compile(model, backend=lambda *given: backend(*given))
-        with torch._dynamo.config.patch(settings), _loops_divided():
+        with torch._dynamo.config.patch(settings), _loops_divided:
             return compiled.forward(*args, **kwargs)  # the wrapper is a module, too, whose hooks run beside the model's
 
     return _CompiledModel(model, run)
 
 
-@contextmanager
-def _loops_divided() -> Iterator[None]:
-    """Inside the block Dynamo compiles the graphs around a break in a loop, over modules too.
+class _Inside:
+    """A context of any number of threads: the first to come patches, the last to go puts back.
+
+    Args:
+        patch: is given where to enter the patches.
+    """
+
+    def __init__(self, patch: Callable[[ExitStack], None]) -> None:
+        self._patch = patch
+        self._lock, self._patches, self._count = threading.Lock(), ExitStack(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._patch(self._patches)
+            self._count += 1
+
+    def __exit__(self, *_error: object) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._patches.close()
+
+
+def _divide_loops(patches: ExitStack) -> None:
+    """Let Dynamo compile the graphs around a break in a loop, over modules too.
 
     Dynamo cannot take up an iterator of a dict or of a generator behind a break, but one of a list. (`enumerate` it
     turns into a generator itself: a list in its place made the loop's integers inputs of the graphs.) Where it has to
@@ -1072,30 +1118,49 @@ def _loops_divided() -> Iterator[None]:
     """
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
-    with _dividing:
-        if not _dividers:
-            enter = _divided.enter_context
-            enter(_patched(InstructionTranslatorBase, "maybe_has_backedge", lambda _self: False))
-            for kind in (torch.nn.ModuleList, torch.nn.Sequential):
-                enter(_patched(kind, "__iter__", _iterate_as_list))
-            enter(_patched(torch.nn.Sequential, "forward", _forward_in_turn))
-            enter(_patched(torch.nn.ModuleDict, "__iter__", lambda self: iter(list(self._modules))))
-            enter(_patched(torch.nn.ModuleDict, "items", lambda self: list(self._modules.items())))
-            enter(_patched(torch.nn.ModuleDict, "values", lambda self: list(self._modules.values())))
-            enter(_patched(torch.nn.Module, "children", lambda self: iter([m for _, m in _named_children(self)])))
-            enter(_patched(torch.nn.Module, "named_children", lambda self: iter(_named_children(self))))
-        _dividers.append(threading.get_ident())
-    try:
-        yield
-    finally:
-        with _dividing:
-            _dividers.remove(threading.get_ident())
-            if not _dividers:
-                _divided.close()
+    enter = patches.enter_context
+    enter(_patched(InstructionTranslatorBase, "maybe_has_backedge", lambda _self: False))
+    for kind in (torch.nn.ModuleList, torch.nn.Sequential):
+        enter(_patched(kind, "__iter__", _iterate_as_list))
+    enter(_patched(torch.nn.Sequential, "forward", _forward_in_turn))
+    enter(_patched(torch.nn.ModuleDict, "__iter__", lambda self: iter(list(self._modules))))
+    enter(_patched(torch.nn.ModuleDict, "items", lambda self: list(self._modules.items())))
+    enter(_patched(torch.nn.ModuleDict, "values", lambda self: list(self._modules.values())))
+    enter(_patched(torch.nn.Module, "children", lambda self: iter([m for _, m in _named_children(self)])))
+    enter(_patched(torch.nn.Module, "named_children", lambda self: iter(_named_children(self))))
 
 
-_dividing, _divided = threading.Lock(), ExitStack()
-_dividers: list[int] = []  # threads inside of such blocks: the first to come patches, the last to go puts back
+def _note_questions(patches: ExitStack) -> None:
+    """Say where the code that Dynamo captures asks whether it is being compiled, and may take another way then."""
+    from torch._dynamo.variables import torch as handlers
+
+    answers = handlers.tracing_state_functions()
+    patches.enter_context(_patched(handlers, "tracing_state_functions", lambda: _Answers(answers)))
+
+
+class _Answers(dict[Any, Any]):
+    """Dynamo's answers to code that asks whether it is traced; who hears that it is compiled is named in a warning."""
+
+    def __getitem__(self, asked: Any) -> Any:
+        answer = super().__getitem__(asked)
+        tracer = sys._getframe(1).f_locals.get("tx")
+        if asked in (torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch._utils.is_compiling):
+            while tracer is not None and tracer.f_code.co_name.startswith("is_"):  # functions that only pass it on
+                tracer = tracer.parent
+            if tracer is not None and tracer.f_code not in _questions:
+                _questions.add(tracer.f_code)
+                logging.getLogger("memfit").warning(
+                    "memfit: %s:%d (%s) asks whether it is being compiled: where it then computes otherwise, so do "
+                    "planned steps; memfit.fit runs it as eager does",
+                    tracer.f_code.co_filename,
+                    tracer.f_code.co_firstlineno,
+                    tracer.f_code.co_name,
+                )
+        return answer
+
+
+_questions: set[CodeType] = set()  # code that was named
+_loops_divided, _questions_noted = _Inside(_divide_loops), _Inside(_note_questions)
 
 
 def _iterate_as_list(modules: Any) -> Iterator[torch.nn.Module]:
@@ -1117,7 +1182,7 @@ def _forward_in_turn(self: torch.nn.Sequential, input: Any) -> Any:
 
 
 @contextmanager
-def _patched(owner: type, name: str, value: Any) -> Iterator[None]:
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     found = owner.__dict__[name]
     setattr(owner, name, value)
     try:
@@ -1179,7 +1244,7 @@ def compiled_calls(
         nonlocal compiled
         if code.has_changed():
             compiled = compile_anew()
-        with torch._dynamo.config.patch(settings):
+        with torch._dynamo.config.patch(settings), _questions_noted:
             return compiled(*args, **kwargs)
 
     return run
@@ -1215,6 +1280,15 @@ class _CodeOfModules:
 
 
 _CODE = (FunctionType, staticmethod, classmethod, property)
+
+
+def is_compilers(error: BaseException) -> bool:
+    """Return whether PyTorch's compiler has raised an error, and no code that it ran."""
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
+
+    return isinstance(error, TorchDynamoException)
+
+
 _LOGGING = {"debug", "info", "warning", "warn", "error", "exception", "critical", "log"}
 
 

@@ -69,6 +69,7 @@ from memfit.torch_private import (
     ilp_knapsack,
     in_backward,
     is_compiled,
+    is_compilers,
     is_data_dependent,
     is_fake,
     is_plain_dense,
@@ -343,13 +344,33 @@ def _counting_backend() -> tuple[Any, list[int]]:
 
 def test_loops_are_divided_until_the_last_thread_is_done() -> None:
     before = torch.nn.Sequential.forward
-    first, second = torch_private._loops_divided(), torch_private._loops_divided()
+    first = second = torch_private._loops_divided
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
     assert torch.nn.Sequential.forward is not before
     second.__exit__(None, None, None)
     assert torch.nn.Sequential.forward is before
+
+
+def test_code_that_asks_whether_it_is_compiled_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Asking(torch.nn.Module):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return values * 2 if torch.compiler.is_compiling() else values * 3
+
+    backend, captured = _counting_backend()
+    model, values = Asking(), torch.ones(2)
+    compiled = compiled_calls(model, eager_call(model), backend)
+    assert torch.equal(compiled(values), values * 2) and len(captured) == 1
+    assert "(forward) asks whether it is being compiled" in caplog.text
+    torch.compiler.reset()
+
+
+def test_errors_of_the_compiler_are_told_from_others() -> None:
+    from torch._dynamo.exc import TorchDynamoException
+
+    assert is_compilers(TorchDynamoException("no"))
+    assert not is_compilers(RuntimeError("no"))
 
 
 def test_a_module_of_torchs_own_code_is_captured() -> None:

@@ -236,8 +236,8 @@ class BatchNorm:
             args, kwargs: its arguments.
         """
         mean, variance, training = BATCH_NORMS[func._overloadpacket]
-        if kwargs or len(args) <= variance or args[mean] is None or args[variance] is None:
-            return None
+        if kwargs or len(args) <= variance or not all(isinstance(args[at], torch.Tensor) for at in (mean, variance)):
+            return None  # without statistics, or of an overload that has none
         if training is not None and not args[training]:
             return None
         momentum = (variance if training is None else training) + 1

@@ -18,8 +18,9 @@ from memfit.binding import Origin, Value
 from memfit.capture.build import Captured, TracedBoundary, build
 from memfit.capture.trace import Trace
 from memfit.cost.observations import Corrections
+from memfit.errors import UnsupportedStepError
 from memfit.graph import Phase, Role
-from memfit.torch_private import fake_mode_of, storage_key, tree_map
+from memfit.torch_private import bare_overload, fake_mode_of, storage_key, tree_map
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,8 +225,14 @@ class _JointCapture:
             call.sources = (node,)
 
     def _trace(self, node: Node) -> None:
+        if bare_overload(node.target) is None:
+            raise UnsupportedStepError(
+                f"{_module_name(node) or 'the model'} calls {node.target}, which PyTorch's compiler does not divide "
+                "into operators, as a custom operator that writes to its arguments (mutates_args): write a functional "
+                "one, which returns what it computes, and copy that into the buffer"
+            )
         args, kwargs = tree_map(self._argument, (node.args, dict(node.kwargs)))
-        if not self.trace.corrections and not self._results:
+        if not self.trace.corrections and not self._results and "val" in node.meta:
             self.trace.add_call(node.target, args, kwargs, node.meta["val"])
             return
         returned = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]

@@ -26,6 +26,7 @@ def check_step(step: TrainingStep, where: str) -> None:
     """
     _check_kinds(step, where)
     check_not_distributed(step.model, where)
+    check_initialized(step.model, where)
     if step.optimizer is not None:
         _check_optimizer(step.model, step.optimizer, where)
     step_device(step.model, step.batch, where)
@@ -52,6 +53,21 @@ def require_training_context(what: str, step: TrainingStep) -> None:
             f"{what} inside torch.autocast, whose cache outlives a step; autocast belongs in the loss function: `with "
             "torch.autocast(...)` around the model's call there"
         )
+
+
+def check_initialized(model: torch.nn.Module, where: str) -> None:
+    """Raise InvalidTargetError if `model` has lazy modules that have yet to see a batch.
+
+    Args:
+        model: any module.
+        where: begins the message.
+    """
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if torch.nn.parameter.is_lazy(value):
+            raise InvalidTargetError(
+                f"{where}: {name} of the {type(model).__name__} has no shape yet (a lazy module): run a batch through "
+                "the model first, `model(batch)`"
+            )
 
 
 def check_not_distributed(model: torch.nn.Module, where: str) -> None:

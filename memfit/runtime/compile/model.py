@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from memfit.capture.step_check import check_not_distributed
+from memfit.capture.step_check import check_initialized, check_not_distributed
 from memfit.errors import InvalidTargetError, UnsupportedStepError
 from memfit.plan import Plan
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM
 from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.backend import PlannedGraph
 from memfit.runtime.compile.settings import EAGER, GraphSettings, read_options
-from memfit.torch_private import compiled_calls, eager_call, is_compiled, own_call, set_call
+from memfit.torch_private import compiled_calls, eager_call, is_compiled, is_compilers, own_call, set_call
 
 _log = logging.getLogger("memfit")
 _MANY_GRAPHS = 64  # of one model; Dynamo itself takes eight of a function for a sign of such a number
@@ -153,6 +153,7 @@ class PlannedCalls:
         if is_compiled(model):
             raise InvalidTargetError(f"{where}: the model is compiled already; give the module as it was before")
         check_not_distributed(model, where)
+        check_initialized(model, where)
         self.graphs: list[PlannedGraph] = []
         self._where = where
         self._model = model
@@ -190,7 +191,15 @@ class PlannedCalls:
             return account.evaluate(lambda: self._function(*arguments, **named))
         account.begin()
         ran = account.ran
-        returned = self._compiled(*arguments, **named)
+        try:
+            returned = self._compiled(*arguments, **named)
+        except RuntimeError as error:
+            if not is_compilers(error):
+                raise
+            raise UnsupportedStepError(
+                f"{self._where}: PyTorch's compiler cannot take in {type(self._model).__name__}: "
+                f"{' '.join(str(error).split())[:400]}"
+            ) from error
         if account.ran == ran:
             raise UnsupportedStepError(
                 f"{self._where}: a call of {type(self._model).__name__} ran no planned graph, so its budget was not "

@@ -1,0 +1,131 @@
+"""Compiled models call eager's kernels, also where PyTorch's compiler or a library would take another way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import memfit
+from memfit.errors import InvalidTargetError, UnsupportedStepError
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def assert_as_eager(model: nn.Module, given: torch.Tensor) -> None:
+    """Compare losses and gradients of two calls with those of a copy of the model in eager."""
+    outcomes: list[list[torch.Tensor]] = []
+    eager = copy.deepcopy(model)
+    memfit.compile(model, budget="2GiB", reserve=0, planner="none")
+    for own in (eager, model):
+        torch.manual_seed(1)
+        losses: list[torch.Tensor] = []
+        for _ in range(2):
+            losses.append(own(given).square().mean())
+            losses[-1].backward()
+        outcomes.append([*losses, *(p.grad for p in own.parameters() if p.grad is not None)])
+    assert len(outcomes[0]) == len(outcomes[1])
+    for expected, mine in zip(*outcomes, strict=True):
+        assert torch.equal(expected, mine)
+
+
+def convolutions(middle: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), middle, nn.Conv2d(4, 2, 3))
+
+
+MIDDLES: dict[str, Callable[[], nn.Module]] = {
+    "bilinear": lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
+    "bilinear with corners": lambda: nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
+    "bicubic": lambda: nn.Upsample(scale_factor=2, mode="bicubic"),
+    "nearest": lambda: nn.Upsample(scale_factor=2, mode="nearest"),
+    "nearest exact": lambda: nn.Upsample(scale_factor=2, mode="nearest-exact"),
+    "norm of instances": lambda: nn.InstanceNorm2d(4),
+    "norm of instances with statistics": lambda: nn.InstanceNorm2d(4, track_running_stats=True),
+    "norm of groups": lambda: nn.GroupNorm(2, 4),
+    "reflected": lambda: nn.ReflectionPad2d(1),
+}
+
+
+@pytest.mark.parametrize("name", MIDDLES)
+def test_layers(name: str) -> None:
+    assert_as_eager(
+        convolutions(MIDDLES[name]()), torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(2))
+    )
+
+
+@pytest.mark.parametrize(("mode", "shape"), [("linear", (2, 4, 8)), ("trilinear", (2, 4, 4, 4, 4))])
+def test_interpolation_of_other_dimensions(mode: str, shape: tuple[int, ...]) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4).view(4, *[1] * (len(shape) - 2)))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return functional.interpolate(inputs * self.weight, scale_factor=2, mode=mode)
+
+    assert_as_eager(Scaled(), torch.randn(shape, generator=torch.Generator().manual_seed(2)))
+
+
+def test_classes_as_vectors() -> None:
+    class Classes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            outputs = self.layer(inputs)
+            return outputs * functional.one_hot(outputs.argmax(-1), 8)
+
+    assert_as_eager(Classes(), torch.randn(4, 8, generator=torch.Generator().manual_seed(2)))
+
+
+def test_code_that_asks_whether_it_is_compiled_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    transformers = pytest.importorskip("transformers", reason="pip install memfit[transformers]")
+    sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    model = memfit.compile(transformers.LlamaForCausalLM(config), budget="1GiB", reserve=0, planner="none")
+    numbers = torch.ones(2, 8, dtype=torch.long)
+    model(input_ids=numbers, labels=numbers, attention_mask=torch.ones_like(numbers)).loss.backward()
+    assert "asks whether it is being compiled" in caplog.text
+    assert "masking_utils.py" in caplog.text
+
+
+def test_lazy_modules_are_refused() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU())
+    with pytest.raises(InvalidTargetError, match="run a batch through the model first"):
+        memfit.compile(model, budget="1GiB")
+    model(torch.ones(2, 8))
+    memfit.compile(model, budget="1GiB", reserve=0, planner="none")
+    model(torch.ones(2, 8)).sum().backward()
+
+
+@torch.library.custom_op("memfit_test::average_", mutates_args=("average",))
+def _average(average: torch.Tensor, values: torch.Tensor) -> None:
+    average.mul_(0.9).add_(values, alpha=0.1)
+
+
+def test_operators_that_write_to_their_arguments_are_refused() -> None:
+    class Averaging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("average", torch.zeros(8))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            outputs = self.layer(inputs)
+            _average(self.average, outputs.detach().mean(0))
+            return outputs - self.average
+
+    model = memfit.compile(Averaging(), budget="1GiB", reserve=0, planner="none")
+    with pytest.raises(UnsupportedStepError, match="mutates_args"):
+        model(torch.ones(2, 8))
