@@ -1139,7 +1139,7 @@ def _note_questions(patches: ExitStack) -> None:
 
 
 class _Answers(dict[Any, Any]):
-    """Dynamo's answers to code that asks whether it is traced; who hears that it is compiled is named in a warning."""
+    """Dynamo's answers to code that asks whether it is traced; who hears that it is compiled is noted."""
 
     def __getitem__(self, asked: Any) -> Any:
         answer = super().__getitem__(asked)
@@ -1147,19 +1147,26 @@ class _Answers(dict[Any, Any]):
         if asked in (torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch._utils.is_compiling):
             while tracer is not None and tracer.f_code.co_name.startswith("is_"):  # functions that only pass it on
                 tracer = tracer.parent
-            if tracer is not None and tracer.f_code not in _questions:
-                _questions.add(tracer.f_code)
-                logging.getLogger("memfit").warning(
-                    "memfit: %s:%d (%s) asks whether it is being compiled: where it then computes otherwise, so do "
-                    "planned steps; memfit.fit runs it as eager does",
-                    tracer.f_code.co_filename,
-                    tracer.f_code.co_firstlineno,
-                    tracer.f_code.co_name,
-                )
+            if tracer is not None:
+                _questions.setdefault(tracer.f_code, False)
         return answer
 
 
-_questions: set[CodeType] = set()  # code that was named
+_questions: dict[CodeType, bool] = {}  # code that asked, and whether it was named
+
+
+def _name_questions() -> None:
+    asked = [code for code, is_named in _questions.items() if not is_named]
+    if asked:
+        _questions.update(dict.fromkeys(asked, True))
+        where = (f"{code.co_name} in {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}" for code in asked)
+        logging.getLogger("memfit").warning(
+            "memfit: code asks whether it is being compiled (%s): where it then computes otherwise, so do planned "
+            "steps; memfit.fit runs it as eager does",
+            ", ".join(where),
+        )
+
+
 _loops_divided, _questions_noted = _Inside(_divide_loops), _Inside(_note_questions)
 
 
@@ -1244,8 +1251,11 @@ def compiled_calls(
         nonlocal compiled
         if code.has_changed():
             compiled = compile_anew()
-        with torch._dynamo.config.patch(settings), _questions_noted:
-            return compiled(*args, **kwargs)
+        try:
+            with torch._dynamo.config.patch(settings), _questions_noted:
+                return compiled(*args, **kwargs)
+        finally:
+            _name_questions()
 
     return run
 
