@@ -52,6 +52,8 @@ MIDDLES: dict[str, Callable[[], nn.Module]] = {
     "norm of instances": lambda: nn.InstanceNorm2d(4),
     "norm of instances with statistics": lambda: nn.InstanceNorm2d(4, track_running_stats=True),
     "norm of groups": lambda: nn.GroupNorm(2, 4),
+    "circular": lambda: nn.CircularPad2d(1),
+    "circular convolution": lambda: nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
     "reflected": lambda: nn.ReflectionPad2d(1),
 }
 

@@ -232,7 +232,8 @@ class _JointCapture:
                 "one, which returns what it computes, and copy that into the buffer"
             )
         args, kwargs = tree_map(self._argument, (node.args, dict(node.kwargs)))
-        if not self.trace.corrections and not self._results and "val" in node.meta:
+        is_known = "val" in node.meta and not _is_within_another(node)
+        if is_known and not self.trace.corrections and not self._results:
             self.trace.add_call(node.target, args, kwargs, node.meta["val"])
             return
         returned = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
@@ -253,6 +254,11 @@ class _JointCapture:
         """Return the Value of an output, or the constant in its place."""
         found = self._argument(leaf)
         return self.trace.value(found) if isinstance(found, torch.Tensor) else found
+
+
+def _is_within_another(node: Node) -> bool:
+    """Return whether a copy was described at its target's place in a larger storage; it gets a storage of its own."""
+    return node.target is torch.ops.aten.copy.default and node.meta["val"].storage_offset() != 0
 
 
 def is_tangent(node: Node) -> bool:
