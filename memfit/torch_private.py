@@ -1292,6 +1292,13 @@ class _CodeOfModules:
 _CODE = (FunctionType, staticmethod, classmethod, property)
 
 
+def graph_breaks() -> dict[str, int]:
+    """Return the reasons of all graph breaks in this process so far, a line each, with how often each occurred."""
+    import torch._dynamo  # takes seconds to import
+
+    return {str(why).partition("\n")[0]: n for why, n in torch._dynamo.utils.counters["graph_break"].items()}
+
+
 def is_compilers(error: BaseException) -> bool:
     """Return whether PyTorch's compiler has raised an error, and no code that it ran."""
     from torch._dynamo.exc import TorchDynamoException  # takes seconds to import

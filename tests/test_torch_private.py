@@ -61,6 +61,7 @@ from memfit.torch_private import (
     global_module_hooks,
     gradient_buckets,
     gradient_hooks,
+    graph_breaks,
     greedy_knapsack,
     group_timeout,
     guesses_noted,
@@ -363,6 +364,20 @@ def test_code_that_asks_whether_it_is_compiled_is_named(caplog: pytest.LogCaptur
     compiled = compiled_calls(model, eager_call(model), backend)
     assert torch.equal(compiled(values), values * 2) and len(captured) == 1
     assert "asks whether it is being compiled (forward in test_torch_private.py" in caplog.text
+    torch.compiler.reset()
+
+
+def test_reasons_of_graph_breaks() -> None:
+    torch.compiler.reset()
+    before = graph_breaks()
+
+    def number(values: torch.Tensor) -> torch.Tensor:
+        return values * values.sum().item()
+
+    backend, _ = _counting_backend()
+    torch.compile(number, backend=backend)(torch.ones(3))
+    (reason,) = (why for why, count in graph_breaks().items() if count > before.get(why, 0))
+    assert "item()" in reason and "\n" not in reason
     torch.compiler.reset()
 
 

@@ -17,7 +17,7 @@ from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM
 from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.backend import PlannedGraph
 from memfit.runtime.compile.settings import EAGER, GraphSettings, read_options
-from memfit.torch_private import compiled_calls, eager_call, is_compiled, is_compilers, own_call, set_call
+from memfit.torch_private import compiled_calls, eager_call, graph_breaks, is_compiled, is_compilers, own_call, set_call
 
 _log = logging.getLogger("memfit")
 _MANY_GRAPHS = 64  # of one model; Dynamo itself takes eight of a function for a sign of such a number
@@ -190,7 +190,7 @@ class PlannedCalls:
         if not torch.is_grad_enabled():
             return account.evaluate(lambda: self._function(*arguments, **named))
         account.begin()
-        ran = account.ran
+        ran, breaks = account.ran, graph_breaks()
         try:
             returned = self._compiled(*arguments, **named)
         except RuntimeError as error:
@@ -201,10 +201,15 @@ class PlannedCalls:
                 f"{' '.join(str(error).split())[:400]}"
             ) from error
         if account.ran == ran:
+            reasons = [why for why, count in graph_breaks().items() if count > breaks.get(why, 0)]
+            why = (
+                f"PyTorch's compiler left it at a graph break ({'; '.join(reasons)})"
+                if reasons
+                else "PyTorch's compiler may not enter it (DDP, FSDP, torch.compiler.disable, TORCH_COMPILE_DISABLE)"
+            )
             raise UnsupportedStepError(
                 f"{self._where}: a call of {type(self._model).__name__} ran no planned graph, so its budget was not "
-                "enforced: PyTorch's compiler may not enter it (DDP, FSDP, torch.compiler.disable, "
-                "TORCH_COMPILE_DISABLE); give the bare module inside of it, or memfit.fit the whole step"
+                f"enforced: {why}; give the bare module inside of it, or memfit.fit the whole step"
             )
         return returned
 
