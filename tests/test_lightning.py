@@ -1,0 +1,102 @@
+"""The real Lightning inside a budget: the stock loop's bits, and the budget measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_integrations import OPTIONS, STEPS, Peak, assert_same, dropped_out, rows
+from test_integrations import fresh_libraries as fresh_libraries  # used by every test
+from torch import nn
+
+from memfit.errors import InvalidTargetError, UnsupportedStepError
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
+
+
+def fit_lightning(*, is_manual: bool, steps: int, callbacks: Any = (), calls_net: bool = True, **settings: Any) -> Any:
+    lightning = pytest.importorskip("pytorch_lightning", reason="pip install memfit[lightning]")
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.losses = dropped_out(), []
+            self.automatic_optimization = not is_manual
+
+        def training_step(self, batch: Any, number: int) -> Any:
+            inputs, labels = batch
+            outputs = self.net(inputs) if calls_net else self.net.forward(inputs)
+            loss = nn.functional.cross_entropy(outputs, labels)
+            self.losses.append(loss.item())
+            self.log("loss", loss)
+            if not is_manual:
+                return loss
+            optimizer = self.optimizers()
+            self.manual_backward(loss / 4)
+            if (number + 1) % 4 == 0:
+                self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+                optimizer.step()
+                optimizer.zero_grad()
+            return None
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    module = Module()
+    if not is_manual:
+        settings |= {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0}
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, callbacks=list(callbacks), **quiet, **settings
+    )
+    torch.manual_seed(4)
+    trainer.fit(module, torch.utils.data.DataLoader(rows(steps * 4 * 256 + 40), batch_size=256))
+    return module
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("is_manual", [False, True], ids=["automatic", "manual"])
+def test_lightning_keeps_its_bits_and_its_budget(steps: int, precision: str, is_manual: bool) -> None:
+    pytest.importorskip("pytorch_lightning", reason="pip install memfit[lightning]")
+    from memfit.integrations.lightning import MemfitCallback
+
+    peak, modules, _ = Peak(), [], rows(steps * 4 * 256 + 40)
+    peak.run(lambda: modules.append(fit_lightning(is_manual=is_manual, steps=steps, precision=precision)))
+    (stock,) = modules
+    budget = peak.budget(0.85)
+    callback = MemfitCallback(budget, module="net", options=OPTIONS)
+    planned = fit_lightning(is_manual=is_manual, steps=steps, callbacks=[callback], precision=precision)
+    assert planned.losses == stock.losses
+    assert_same(planned, stock)
+    assert 0 < callback.most_bytes <= budget
+
+
+def test_lightning_leaves_a_module_as_it_was_after_an_error() -> None:
+    lightning = pytest.importorskip("pytorch_lightning", reason="pip install memfit[lightning]")
+    from memfit.integrations.lightning import MemfitCallback
+
+    class Stops(lightning.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *given: Any) -> None:  # noqa: ARG002
+            modules.append(pl_module.net)
+            raise KeyError("stop")
+
+    modules: list[nn.Module] = []
+    with pytest.raises(KeyError, match="stop"):
+        fit_lightning(
+            is_manual=False, steps=1, callbacks=[MemfitCallback("1GiB", module="net", planner="none"), Stops()]
+        )
+    assert modules[0]._compiled_call_impl is None
+
+
+def test_a_lightning_step_that_calls_another_module_raises() -> None:
+    pytest.importorskip("pytorch_lightning", reason="pip install memfit[lightning]")
+    from memfit.integrations.lightning import MemfitCallback
+
+    with pytest.raises(InvalidTargetError, match="has no module 'nett'; it has net"):
+        fit_lightning(is_manual=False, steps=1, callbacks=[MemfitCallback("1GiB", module="nett")])
+    with pytest.raises(UnsupportedStepError, match="module that"):
+        fit_lightning(is_manual=False, steps=1, callbacks=[MemfitCallback("1GiB", module="net")], calls_net=False)
