@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import operator
 import os
 import sys
 import threading
@@ -1269,24 +1268,30 @@ class _CodeOfModules:
 
     def __init__(self, model: torch.nn.Module) -> None:
         kinds = {base for module in model.modules() for base in type(module).__mro__}
-        self._classes = [kind for kind in kinds if issubclass(kind, torch.nn.Module)]
-        self._before = self._now()
+        self._tables = [kind.__dict__ for kind in kinds if issubclass(kind, torch.nn.Module)]
+        self._look_again()
 
     def has_changed(self) -> bool:
         """Return whether something is not as it was at the last time."""
-        now = self._now()
-        if len(now) == len(self._before) and all(map(operator.is_, now, self._before)):
+        is_as_before = list(map(len, self._tables)) == self._sizes and self._hooks == hooks_on_all_modules()
+        if is_as_before and all(table.get(name) is code for table, name, code in self._code):
             return False
-        self._before = now
+        self._look_again()
         return True
 
-    def _now(self) -> list[Any]:
-        found = [hook for hooks in global_module_hooks() for hook in hooks.values()]
-        for kind in self._classes:
-            is_torchs = kind.__module__.startswith("torch.")
-            names = ("forward", "__call__") if is_torchs else kind.__dict__
-            found += [value for value in map(kind.__dict__.get, names) if isinstance(value, _CODE)]
-        return found
+    def _look_again(self) -> None:
+        self._hooks = hooks_on_all_modules()
+        self._sizes = list(map(len, self._tables))
+        self._code: list[tuple[Any, str, Any]] = []
+        for table in self._tables:
+            is_torchs = str(table["__module__"]).startswith("torch.")
+            names = ("forward", "__call__") if is_torchs else tuple(table)
+            self._code += [(table, name, table[name]) for name in names if isinstance(table.get(name), _CODE)]
+
+
+def hooks_on_all_modules() -> list[Any]:
+    """Return the hooks that run with every module of the process."""
+    return [hook for hooks in global_module_hooks() for hook in hooks.values()]
 
 
 _CODE = (FunctionType, staticmethod, classmethod, property)

@@ -79,6 +79,19 @@ class Lazy(Bag):
         raise ValueError("nothing is loaded")
 
 
+class LazyOrder(collections.OrderedDict[str, float]):
+    """An ordered dictionary that can't be walked through."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise ValueError("nothing is loaded")
+
+    def keys(self) -> Any:
+        raise ValueError("nothing is loaded")
+
+    def items(self) -> Any:
+        raise ValueError("nothing is loaded")
+
+
 class LazyRow(Row):
     """A list that can't be walked through."""
 
@@ -165,6 +178,23 @@ def _set_environment(_own: Any, value: float) -> None:
     os.environ["MEMFIT_TEST_GAIN"] = str(value)
 
 
+def _set_order(own: collections.OrderedDict[str, float], value: float) -> None:
+    own.move_to_end("two" if value == 3.0 else "three")
+
+
+class Structure(ctypes.Structure):
+    _fields_ = (("gain", ctypes.c_double), ("function", ctypes.c_void_p))
+
+
+def _set_or_reset(own: contextvars.ContextVar[float], value: float) -> None:
+    if value != 2.0:
+        TOKENS.append(own.set(value))
+    elif TOKENS:
+        own.reset(TOKENS.pop())
+
+
+TOKENS: list[contextvars.Token[float]] = []
+UNSET: contextvars.ContextVar[float] = contextvars.ContextVar("unset")
 VARIABLE = contextvars.ContextVar("gain", default=2.0)
 HOLDERS: dict[str, tuple[Callable[[], Any], Read, Write]] = {
     "an entry of a derived class": (lambda: Bag(a=2.0), *item("a")),
@@ -212,6 +242,23 @@ HOLDERS: dict[str, tuple[Callable[[], Any], Read, Write]] = {
         lambda: ctypes.c_double(2.0),
         lambda own: own.value,
         lambda own, value: setattr(own, "value", value),
+    ),
+    "a structure of C's": (lambda: Structure(2.0, None), *ATTRIBUTE),
+    "an array of C's": (lambda: (ctypes.c_double * 2)(2.0, 1.0), *item()),
+    "the order of a dictionary": (
+        lambda: collections.OrderedDict(two=2.0, three=3.0),
+        lambda own: next(iter(own.values())),
+        _set_order,
+    ),
+    "an ordered dictionary that gives nothing out": (
+        lambda: LazyOrder(a=2.0),
+        lambda own: collections.OrderedDict.__getitem__(own, "a"),
+        lambda own, value: collections.OrderedDict.__setitem__(own, "a", value),
+    ),
+    "a context variable without a value": (
+        lambda: UNSET,
+        lambda own: own.get(2.0),
+        _set_or_reset,
     ),
     "a context variable": (lambda: VARIABLE, lambda own: own.get(), lambda own, value: own.set(value)),
     "a weak reference": (
@@ -291,3 +338,25 @@ def test_an_attribute_of(name: str) -> None:
 def test_what_is_held_by(name: str) -> None:
     make, read, write = HOLDERS[name]
     check(make(), read, write)
+
+
+def _rotated(entries: Any) -> float:
+    first = next(iter(entries))
+    entries[first] = entries.pop(first)
+    return entries[first]
+
+
+def _moved(entries: Any) -> float:
+    entries.move_to_end("b")
+    return entries["b"]
+
+
+def test_a_step_that_turns_a_dictionary_round_is_refused() -> None:
+    entries = {"a": 2.0, "b": 3.0}
+    with pytest.raises(memfit.MemfitError, match="sets 'holder' and reads it"):
+        check(entries, _rotated, lambda *_: None)
+
+
+def test_a_step_may_move_what_it_has_used_to_the_end() -> None:
+    entries = collections.OrderedDict(a=1.0, b=2.0, c=4.0)
+    check(entries, _moved, lambda own, value: own.__setitem__("b", value))

@@ -67,6 +67,7 @@ from memfit.torch_private import (
     guesses_noted,
     has_accumulation_hooks,
     has_kernel,
+    hooks_on_all_modules,
     ilp_knapsack,
     in_backward,
     is_compiled,
@@ -562,7 +563,7 @@ def test_hooks_of_modules_and_optimizers() -> None:
         strict=True,
     ):
         handle = register(print)  # pyright: ignore[reportArgumentType]
-        assert list(hooks.values()) == [print]
+        assert list(hooks.values()) == [print] == hooks_on_all_modules()
         handle.remove()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for register, hooks in zip(

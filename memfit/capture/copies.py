@@ -50,6 +50,7 @@ class Table:
         self.counted: dict[str, set[tuple[CodeType, int]]] = {}
         self.accepted: dict[Any, Any] = {}  # numbers and texts that the step set, which were seen to give the same ops
         self.logged: set[Any] = set()  # keys of other values that it set, of which the same was seen
+        self.is_log = False  # the step changes its keys or their order, of which the same was seen
 
     def name(self, key: Any) -> str:
         """Return the name of an entry, for messages."""
@@ -81,6 +82,14 @@ class Table:
         """Whether the copy holds all entries of the dictionary."""
         return self.owner is None and not isinstance(self, Globals)
 
+    @property
+    def is_reordered(self) -> bool:
+        """Whether the keys of a dictionary that is read as a whole are those from before, in another order."""
+        if self.names is not None or self.is_librarys:
+            return False
+        now = list(entries_of(self.table))
+        return now != list(self.before) and self.before.keys() == set(now)
+
     def put_back(self) -> None:
         """Reset the dictionary to the copy."""
         for key in self.changed():
@@ -91,6 +100,9 @@ class Table:
                 _own_kind(self.table).__delitem__(self.table, key)
             else:
                 _own_kind(self.table).__setitem__(self.table, key, value)
+        if self.is_reordered:
+            _own_kind(self.table).clear(self.table)
+            _own_kind(self.table).update(self.table, self.before)
 
 
 class Globals(Table):
@@ -180,8 +192,8 @@ class Items:
     def read(self) -> Any:
         """Return a copy of what it holds now."""
         if isinstance(self.items, BUFFERS):
-            view = self.items if isinstance(self.items, np.ndarray) else np.asarray(memoryview(self.items))
-            return view.shape, str(view.dtype), view.tobytes()
+            view = self.items if isinstance(self.items, np.ndarray) else memoryview(self.items)
+            return view.shape, str(getattr(view, "dtype", "")), view.tobytes()
         return list(each_of(self.items))
 
     @property
@@ -216,7 +228,7 @@ def own_attributes(value: Any) -> dict[str, Any] | None:
 
 def entries_of(table: dict[Any, Any]) -> dict[Any, Any]:
     """Return a copy of a dictionary's entries; a class of the user's, which may compute them, is not asked."""
-    return dict(dict.items(table))
+    return dict(_own_kind(table).items(table))  # of an OrderedDict in its own order
 
 
 def entry_of(table: dict[Any, Any], key: Any) -> Any:

@@ -157,7 +157,11 @@ class Discovery:
         elif isinstance(value, weakref.ref):
             self._add_place(f"what {path} refers to", value, lambda _gone: None)
         elif isinstance(value, ContextVar):
-            self._add_place(f"the context variable {value.name!r}", lambda: value.get(MISSING), value.set)
+            self._add_place(
+                f"the context variable {value.name!r}",
+                lambda: value.get(MISSING),
+                functools.partial(_set_variable, value),
+            )
         elif isinstance(value, type(os.environ)):
             self._discover(value._data, path)
 
@@ -312,6 +316,11 @@ class Discovery:
         if not isinstance(found, Globals):
             found = self.tables[id(names)] = Globals(str(names.get("__name__", "the globals")), names)
         return found
+
+
+def _set_variable(variable: ContextVar[Any], value: Any) -> None:
+    if value is not MISSING:  # one that had no value keeps what the step has set: only its own token could undo that
+        variable.set(value)
 
 
 def _is_librarys(module_name: str) -> bool:

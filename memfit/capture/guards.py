@@ -8,6 +8,7 @@ tensors by Dynamo's guards, so that a step in which nothing changed pays 0.2 us 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import is_
@@ -129,8 +130,12 @@ class Guards:
         self._add_modules(step, reads)
         first_read = len(self._tables)
         self._add_reads(reads)
-        # Where attributes have no versions, their tables are looked into at each step.
-        self._unversioned = () if ATTRIBUTES_HAVE_VERSIONS else tuple(range(first_read, len(self._tables)))
+        # Where attributes have no versions, their tables are looked into at each step; and where the order may change.
+        self._unversioned = [
+            number
+            for number, guarded in enumerate(self._tables)
+            if isinstance(guarded.table, OrderedDict) or (number >= first_read and not ATTRIBUTES_HAVE_VERSIONS)
+        ]
         self._cell_numbers: dict[int, int] = {}
         for number, (cell, before) in enumerate(self._cells):
             if is_plain_dense(before):
@@ -328,7 +333,7 @@ class Guards:
         if not table:
             self._empty.append((path, table))
             return
-        guarded = _GuardedTable(path=path, table=table, values=dict(table), is_whole=True, is_fixed=is_fixed)
+        guarded = _GuardedTable(path=path, table=table, values=entries_of(table), is_whole=True, is_fixed=is_fixed)
         self._number_tensors(guarded)
 
     def _number_tensors(self, guarded: _GuardedTable) -> None:
@@ -352,7 +357,7 @@ class Guards:
                 table=table.table,
                 values=values,
                 accepted=table.accepted,
-                is_whole=table.names is None and key not in modules and not table.logged,
+                is_whole=table.names is None and key not in modules and not table.is_log,
             )
             self._number_tensors(guarded)
         self._empty_dicts = [table for _, table in self._empty]

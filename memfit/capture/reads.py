@@ -100,6 +100,8 @@ class Reads(Discovery):
             for key in table.changed():
                 if table.names is None or key in entries:
                     found[table.name(key)] = entry_of(table.table, key)
+            if table.is_reordered:
+                found[table.path] = table.table
         for held in self.slots:
             found |= {f"{held.path}.{name}": getattr(held.owner, name, MISSING) for name in held.changed()}
         found |= {cell.path: cell.read() for cell in self.cells if cell.is_changed and not cell.only_counts()}
@@ -114,6 +116,7 @@ class Reads(Discovery):
                     table.accepted[key] = value
                 else:
                     table.logged.add(key)
+            table.is_log = bool(table.logged) or table.is_reordered
         for cell in self.cells:
             if cell.is_changed:
                 cell.accepted = cell.read()

@@ -33,7 +33,6 @@ from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.halves import partitioned
 from memfit.runtime.compile.inductor import Compiled, Planning, compile_within
 from memfit.runtime.compile.inputs import (
-    hooks_on_all_modules,
     overlapping,
     refuse_casts_inside,
     refuse_other_autocast,
@@ -52,6 +51,7 @@ from memfit.torch_private import (
     any_autocast,
     boxed,
     fake_mode_of,
+    hooks_on_all_modules,
     is_plain_dense,
     make_boxed_func,
     real_tensors,

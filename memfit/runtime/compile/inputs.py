@@ -16,7 +16,7 @@ from memfit.runtime.signature import tensor_signature
 from memfit.torch_private import (
     any_autocast,
     backward_keeps_graph,
-    global_module_hooks,
+    hooks_on_all_modules,
     is_plain_dense,
     runs_under_ddp,
     tensors_in,
@@ -93,11 +93,6 @@ def refuse_casts_inside(joint: torch.fx.GraphModule, module: torch.fx.GraphModul
             f"{cast} computes with other operators, which eager casts under torch.autocast and a compiled graph does "
             "not: call it inside torch.autocast(..., enabled=False)"
         )
-
-
-def hooks_on_all_modules() -> list[Any]:
-    """Return the hooks that run with every module of the process."""
-    return [hook for hooks in global_module_hooks() for hook in hooks.values()]
 
 
 def refuse_other_hooks(hooks: list[Any]) -> None:
