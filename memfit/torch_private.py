@@ -200,6 +200,35 @@ def default_saved_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+@contextmanager
+def saved_leaves_themselves() -> Iterator[None]:
+    """Let custom autograd functions get the very leaves that they saved, as they do without hooks of saved tensors.
+
+    Inside of such hooks torch makes a new tensor of what is unpacked, without the leaf's attributes and its `.grad`.
+    """
+    function: Any = torch.autograd.function.BackwardCFunction
+    before, original = vars(function).get("saved_tensors"), function.saved_tensors
+
+    def saved_tensors(context: Any) -> tuple[Any, ...]:
+        return tuple(map(_leaf_itself, original.__get__(context)))
+
+    function.saved_tensors = property(saved_tensors)
+    try:
+        yield
+    finally:
+        if before is None:
+            del function.saved_tensors
+        else:
+            function.saved_tensors = before
+
+
+def _leaf_itself(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None or not tensor.requires_grad or not tensor.is_leaf:
+        return tensor
+    with no_modes():
+        return getattr(torch.autograd.graph.get_gradient_edge(tensor).node, "variable", tensor)
+
+
 def any_autocast() -> bool:
     """Return whether autocast is on for any device."""
     return torch._C._is_any_autocast_enabled()
