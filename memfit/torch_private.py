@@ -79,6 +79,11 @@ def is_plain_dense(value: object) -> bool:
     )
 
 
+def is_zero_tensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is one of autograd's zeros, which have no memory: of a derivative that vanishes."""
+    return tensor._is_zerotensor()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested tuples, lists and dicts, in order."""
     found: list[torch.Tensor] = []
