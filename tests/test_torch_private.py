@@ -73,6 +73,7 @@ from memfit.torch_private import (
     is_data_dependent,
     is_fake,
     is_plain_dense,
+    is_zero_tensor,
     known_value,
     leaf_hooks,
     make_boxed_func,
@@ -744,6 +745,11 @@ def test_the_innermost_hooks_of_saved_tensors() -> None:
         with torch.autograd.graph.save_on_cpu():
             assert default_saved_hooks() != (hooks.pack_hook, hooks.unpack_hook)
     assert default_saved_hooks() is None
+
+
+def test_zero_tensors_are_known() -> None:
+    assert is_zero_tensor(torch._efficientzerotensor(3))
+    assert not is_zero_tensor(torch.zeros(3))
 
 
 def test_custom_functions_get_saved_leaves_themselves() -> None:
