@@ -347,12 +347,12 @@ class Guards:
                 values |= {name: table.before[name] for name in _ALWAYS & table.before.keys()}
             if not values and table.names is not None:
                 continue
+            is_whole = table.names is None and key not in modules and not table.logged
+            if is_whole and not values:
+                self._empty.append((table.path, table.table))
+                continue
             guarded = _GuardedTable(
-                path=table.path,
-                table=table.table,
-                values=values,
-                accepted=table.accepted,
-                is_whole=table.names is None and key not in modules and not table.logged,
+                path=table.path, table=table.table, values=values, accepted=table.accepted, is_whole=is_whole
             )
             self._number_tensors(guarded)
         self._empty_dicts = [table for _, table in self._empty]
