@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from memfit.capture.placement import step_device
 from memfit.capture.training_step import TrainingStep
@@ -26,20 +25,11 @@ def check_step(step: TrainingStep, where: str) -> None:
         UnsupportedStepError: a model under DDP, FSDP or tensor parallelism, or a script of torch.jit.
     """
     _check_kinds(step, where)
-    _check_initialized(step.model, where)
     check_not_distributed(step.model, where)
     check_initialized(step.model, where)
     if step.optimizer is not None:
         _check_optimizer(step.model, step.optimizer, where)
     step_device(step.model, step.batch, where)
-
-
-def _check_initialized(model: torch.nn.Module, where: str) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
-            raise InvalidTargetError(
-                f"{where}: {name!r} is of a lazy module and has no shape yet: run a batch through the model first"
-            )
 
 
 def require_training_context(what: str, step: TrainingStep) -> None:
