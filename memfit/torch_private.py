@@ -78,6 +78,11 @@ def is_plain_dense(value: object) -> bool:
     )
 
 
+def is_zero_tensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is one of autograd's zeros, which have no memory: of a derivative that vanishes."""
+    return tensor._is_zerotensor()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested tuples, lists and dicts, in order."""
     found: list[torch.Tensor] = []
@@ -197,6 +202,35 @@ class UnwrappedMode(TorchDispatchMode):
 def default_saved_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return the innermost hooks of saved tensors (pack, unpack) that are on in this thread, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+@contextmanager
+def saved_leaves_themselves() -> Iterator[None]:
+    """Let custom autograd functions get the very leaves that they saved, as they do without hooks of saved tensors.
+
+    Inside of such hooks torch makes a new tensor of what is unpacked, without the leaf's attributes and its `.grad`.
+    """
+    function: Any = torch.autograd.function.BackwardCFunction
+    before, original = vars(function).get("saved_tensors"), function.saved_tensors
+
+    def saved_tensors(context: Any) -> tuple[Any, ...]:
+        return tuple(map(_leaf_itself, original.__get__(context)))
+
+    function.saved_tensors = property(saved_tensors)
+    try:
+        yield
+    finally:
+        if before is None:
+            del function.saved_tensors
+        else:
+            function.saved_tensors = before
+
+
+def _leaf_itself(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None or not tensor.requires_grad or not tensor.is_leaf:
+        return tensor
+    with no_modes():
+        return getattr(torch.autograd.graph.get_gradient_edge(tensor).node, "variable", tensor)
 
 
 def any_autocast() -> bool:

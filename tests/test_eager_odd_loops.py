@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from eager_loops import CPU, Trained, compared, convolutions, mlp, mlp_loss
 from torch import nn
+from torch.autograd import forward_ad
 
 import memfit
+from memfit.errors import InvalidTargetError
 from memfit.runtime.eager.eager import bytes_of_tensors
+from memfit.runtime.eager.kept import checksum
 from memfit.runtime.eager.needs import Need, Needs
-from memfit.runtime.eager.operators import Operator
+from memfit.runtime.eager.operators import Operator, is_dense
 from memfit.system.recorder import record
 
 
@@ -173,3 +177,58 @@ def test_sizes_that_values_decide_are_not_remembered() -> None:
     args = torch.randn(2, 6, 8), torch.tensor([1, 1]), True
     pack.learn(args, {}, Need(0, 0, 0.0, 0))
     assert pack.need(args, {}) is None
+
+
+def test_contents_in_another_order_have_another_checksum() -> None:
+    for count in (512, 700, 4096, 70_001):
+        words = torch.randn(count, dtype=torch.float64)
+        before = checksum(words.untyped_storage())
+        rows = words[: count // 64 * 64].view(-1, 64)
+        others = (words.flip(0), words.roll(1), torch.cat([rows.flip(0).flatten(), words[rows.numel() :]]))
+        swapped = words.clone()
+        swapped[[0, count - 1]] = words[[count - 1, 0]]
+        for other in (*others, swapped):
+            assert checksum(other.clone().untyped_storage()) != before
+        assert checksum(words.clone().untyped_storage()) == before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, at the first derivative
+def test_zero_tensors_of_forward_derivatives_have_no_memory() -> None:
+    lin = torch.nn.Sequential(*(layer for _ in range(3) for layer in (torch.nn.Linear(16, 16), torch.nn.Tanh())))
+    with memfit.eager(lin, budget="16MiB"), forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.randn(32, 16), torch.randn(32, 16))
+        out = forward_ad.unpack_dual(lin(dual))
+        (out.primal.square().mean() + out.tangent.square().mean()).backward()
+    assert not is_dense(torch._efficientzerotensor(3))
+
+
+def test_lazy_modules_here_and_elsewhere() -> None:
+    elsewhere = torch.nn.LazyLinear(3)
+    model = torch.nn.Sequential(torch.nn.LazyLinear(8), torch.nn.LazyLinear(2))
+    with memfit.eager(model, budget="16MiB"):
+        model(torch.randn(4, 4)).sum().backward()
+    assert model[0].weight.grad is not None
+    assert elsewhere.has_uninitialized_params()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("optimizer", [torch.optim.SparseAdam, torch.optim.Adagrad])
+def test_sparse_gradients(optimizer: type[torch.optim.Optimizer]) -> None:
+    found: list[torch.Tensor] = []
+    for around in (nullcontext(), None):
+        torch.manual_seed(0)
+        model = torch.nn.Embedding(100, 16, sparse=True)
+        updates = optimizer(model.parameters())
+        with around if around is not None else memfit.eager(model, budget="16MiB"):
+            for _ in range(2):
+                model(torch.randint(0, 100, (32,))).square().mean().backward()
+                updates.step()
+                updates.zero_grad()
+        found.append(model.weight.detach())
+    assert torch.equal(*found)
+
+
+def test_a_plan_of_a_model_without_shapes_is_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.LazyLinear(8))
+    with pytest.raises(InvalidTargetError, match="run a batch through the model first"):
+        memfit.fit(model, mlp_loss, torch.randn(4, 4), budget="16MiB")

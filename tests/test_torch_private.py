@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ from memfit.torch_private import (
     is_data_dependent,
     is_fake,
     is_plain_dense,
+    is_zero_tensor,
     known_value,
     leaf_hooks,
     make_boxed_func,
@@ -90,6 +92,7 @@ from memfit.torch_private import (
     real_tensors,
     release_cublas_workspaces,
     runs_under_ddp,
+    saved_leaves_themselves,
     set_call,
     start_sum,
     stood_for,
@@ -779,6 +782,36 @@ def test_the_innermost_hooks_of_saved_tensors() -> None:
         with torch.autograd.graph.save_on_cpu():
             assert default_saved_hooks() != (hooks.pack_hook, hooks.unpack_hook)
     assert default_saved_hooks() is None
+
+
+def test_zero_tensors_are_known() -> None:
+    assert is_zero_tensor(torch._efficientzerotensor(3))
+    assert not is_zero_tensor(torch.zeros(3))
+
+
+def test_custom_functions_get_saved_leaves_themselves() -> None:
+    found: list[bool] = []
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, w)
+            return x * w
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x, w = ctx.saved_tensors
+            found.append(w is weight)
+            return gradients[0] * w, gradients[0] * x
+
+    weight = torch.ones(3, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    for inside in (nullcontext(), hooks):
+        for around in (nullcontext(), saved_leaves_themselves()):
+            with inside, around:
+                Scale.apply(torch.ones(3), weight).sum().backward()
+    assert found == [True, True, False, True]
+    assert "saved_tensors" not in vars(torch.autograd.function.BackwardCFunction)
 
 
 def test_nothing_is_cast_without_autocast() -> None:

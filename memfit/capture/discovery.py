@@ -46,7 +46,7 @@ from memfit.capture.copies import (
     own_attributes,
     slot_names,
 )
-from memfit.torch_private import gradient_hooks, module_hooks, stood_for
+from memfit.torch_private import gradient_hooks, is_fake, module_hooks, stood_for
 
 MODULE_NAMES = frozenset(vars(torch.nn.Module()))
 _HOLDING = {"argparse", "collections", "configparser", "queue", "types", "weakref"}  # of Python's own: users' values
@@ -237,6 +237,18 @@ class Discovery:
         for name, parameter in root.named_parameters():
             for hook in gradient_hooks(parameter).values():
                 self._discover(hook, f"a hook of {path}.{name}")
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            self._discover_tensor(tensor, f"{path}.{name}")
+
+    def _discover_tensor(self, tensor: torch.Tensor, path: str) -> None:
+        """Copy the attributes of a model's tensor, which its fake has, too; there may be more in a later step."""
+        attributes = None if is_fake(tensor) else own_attributes(tensor)
+        if attributes is None or id(attributes) in self.tables:
+            return
+        self._seen[id(tensor)] = tensor
+        table = self.tables[id(attributes)] = Table(path, attributes, dict(attributes), None)
+        for key, inner in table.before.items():
+            self._discover(inner, table.name(key))
 
     def _copy_hooks(self, module: torch.nn.Module, path: str) -> None:
         """Copy the hooks of a module: a first forward may add some, and note in an attribute that it has."""

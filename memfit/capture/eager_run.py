@@ -34,6 +34,7 @@ from memfit.torch_private import (
     is_plain_dense,
     only_mode,
     real_tensors,
+    saved_leaves_themselves,
     storage_key,
     tree_flatten,
     tree_map,
@@ -175,8 +176,10 @@ class _Watch(TorchDispatchMode):
         if not isinstance(leaf, torch.Tensor) or is_fake(leaf) or leaf.layout is not torch.strided:
             return leaf
         assert self.backward_mode is not None
-        fake = as_fake(self.backward_mode, leaf)
-        self.stream.stand_for(fake, self.stream.key(leaf))
+        fake, key = as_fake(self.backward_mode, leaf), self.stream.key(leaf)
+        self.stream.stand_for(fake, key)
+        if self.stream.is_outside(leaf):
+            self.stream.contents.setdefault(key, leaf)
         return fake
 
     def _check_generator(self, generator: Any) -> None:
@@ -256,7 +259,8 @@ class _EagerRun:
 
     def _forward_and_backward(self) -> None:
         seen = set(tensors_of([list(self.step.model.parameters()), list(self.step.model.buffers())]))
-        batch = tree_map(lambda leaf: self._entered(leaf, seen), self.batch)
+        entered: dict[int, torch.Tensor] = {}
+        batch = tree_map(lambda leaf: self._entered(leaf, seen, entered), self.batch)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         if not self.step.has_backward:
             with torch.no_grad(), views_replayed(), self.watch:
@@ -268,18 +272,23 @@ class _EagerRun:
                 scaled = self.step.scaled(loss)
             self.watch.backward_mode = self.mode
             del loss, batch
-            with self.mode, self.watch:
+            with self.mode, self.watch, saved_leaves_themselves():
                 scaled.backward()
 
-    def _entered(self, leaf: Any, seen: set[int]) -> Any:
+    def _entered(self, leaf: Any, seen: set[int], entered: dict[int, torch.Tensor]) -> Any:
         """Return a leaf of the batch as capture enters it: each on a storage of its own, with no gradient of before."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        if id(leaf) not in entered:
+            entered[id(leaf)] = self._alone(leaf, seen)
+        return entered[id(leaf)]
+
+    def _alone(self, leaf: torch.Tensor, seen: set[int]) -> torch.Tensor:
         if is_plain_dense(leaf):
             leaf = on_its_own(leaf)
         key = storage_key(leaf)
         if key in seen or leaf.requires_grad:
-            own = leaf.detach().clone() if key in seen else leaf.detach()
+            own = _copy(leaf.detach()) if key in seen else leaf.detach()
             leaf = own.requires_grad_(leaf.requires_grad)
         seen.add(key)
         self.stream.own |= {storage_key(leaf)}
@@ -329,6 +338,12 @@ def _tables_put_back(model: torch.nn.Module) -> Iterator[None]:
     own = {tensor: tensor for tensor in (*model.parameters(), *model.buffers())}
     with swapped(model, own):
         yield
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that is as lazily conjugated and negated as a tensor."""
+    lazy = {"conjugated": tensor.is_conj(), "negated": tensor.is_neg()}
+    return lazy_view(lazy_view(tensor, **lazy).clone(), **lazy)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

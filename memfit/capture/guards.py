@@ -352,12 +352,12 @@ class Guards:
                 values |= {name: table.before[name] for name in _ALWAYS & table.before.keys()}
             if not values and table.names is not None:
                 continue
+            is_whole = table.names is None and key not in modules and not table.is_log
+            if is_whole and not values and type(table.table) is dict:
+                self._empty.append((table.path, table.table))
+                continue
             guarded = _GuardedTable(
-                path=table.path,
-                table=table.table,
-                values=values,
-                accepted=table.accepted,
-                is_whole=table.names is None and key not in modules and not table.is_log,
+                path=table.path, table=table.table, values=values, accepted=table.accepted, is_whole=is_whole
             )
             self._number_tensors(guarded)
         self._empty_dicts = [table for _, table in self._empty]

@@ -21,7 +21,7 @@ from memfit.capture.build import Captured
 from memfit.capture.guards import Guards
 from memfit.capture.symbols import Formulas, Shapes, Symbols, map_sizes
 from memfit.capture.trace import Trace
-from memfit.capture.training_step import TrainingStep, plain
+from memfit.capture.training_step import TrainingStep, plain, same_objects
 from memfit.capture.update_trial import is_update
 from memfit.capture.whole_step import Recorded, capture_whole_step, record_at_all_sizes
 from memfit.cost.observations import Corrections
@@ -58,7 +58,7 @@ class CapturedSizes:
             MemfitError: as `capture_whole_step`.
         """
         leaves, structure = tree_flatten(batch)
-        key = structure, tuple(map(_leaf_layout, leaves))
+        key = structure, tuple(map(_leaf_layout, leaves)), same_objects(leaves)
         layout = self._layouts[key] = self._layouts.pop(key, None) or _Layout()
         for old in list(self._layouts)[:-_MOST_LAYOUTS]:
             del self._layouts[old]
@@ -214,7 +214,7 @@ def _leaf_layout(leaf: Any) -> Hashable:
     """Return what two leaves share whose batches may differ in nothing but sizes."""
     if not isinstance(leaf, torch.Tensor):
         return type(leaf), repr(plain(leaf))
-    kind = str(leaf.layout), leaf.dtype, leaf.device, leaf.requires_grad
+    kind = str(leaf.layout), leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_conj(), leaf.is_neg()
     if leaf.layout is torch.strided and leaf.is_contiguous():
         return *kind, leaf.ndim
     return *kind, leaf.shape, leaf.stride() if leaf.layout is torch.strided else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -118,6 +118,14 @@ def clip_and_step(
         scaler.update()
     else:
         optimizer.step()
+
+
+def same_objects(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Return for each tensor among leaves the first place of this very object, and -1 for other leaves."""
+    first: dict[int, int] = {}
+    return tuple(
+        first.setdefault(id(leaf), place) if isinstance(leaf, torch.Tensor) else -1 for place, leaf in enumerate(leaves)
+    )
 
 
 def plain(leaf: Any) -> Any:

@@ -17,6 +17,7 @@ from memfit.capture.build import Captured, build
 from memfit.capture.call_recorder import CallRecorder
 from memfit.capture.copies import ATOMS, MISSING, is_same
 from memfit.capture.draws import host_draws_refused, seeding_refused
+from memfit.capture.fake_attributes import FakeAttributes
 from memfit.capture.function_step import require_state_like
 from memfit.capture.generators import all_states, set_state
 from memfit.capture.gradient_use import GradientUse
@@ -35,6 +36,7 @@ from memfit.capture.trace import Trace
 from memfit.capture.training_step import TrainingStep, plain
 from memfit.capture.under_modes import UnderModes, gradients_that_differ
 from memfit.cost.observations import Corrections
+from memfit.cost.views import lazy_view
 from memfit.errors import CaptureError, GraphBreakError, InvalidOptionError, MemfitError, UnsupportedStepError
 from memfit.graph import Role
 from memfit.torch_private import (
@@ -227,6 +229,7 @@ class _WholeStepCapture:
         )
         self._names = {parameter: name for name, parameter in step.model.named_parameters()}
         self._fakes: dict[torch.Tensor, torch.Tensor] = {}
+        self._attributes: dict[torch.Tensor, FakeAttributes] = {}
         self._hooks: list[Any] = []
         self._gradients = GradientUse(step, self.trace, mode=self.mode, names=self._names, fakes=self._fakes)
 
@@ -288,6 +291,8 @@ class _WholeStepCapture:
         finally:
             for device, state in generator_states.items():
                 set_state(device, state)
+            for tensor, attributes in self._attributes.items():
+                attributes.move_to(tensor)
             for hook in self._hooks:  # the collector does not see them: the model would stay alive with its fakes
                 hook.remove()
         return Recorded(
@@ -299,13 +304,17 @@ class _WholeStepCapture:
         )
 
     def _enter_batch(self) -> Any:
+        """Enter each tensor of the batch, one that stands at several places as the first of them."""
         position = iter(range(1 << 30))
+        entered: dict[int, torch.Tensor] = {}
 
         def enter(leaf: Any) -> Any:
             number = next(position)
             if not isinstance(leaf, torch.Tensor):
                 return plain(leaf)
-            fake = leaf if is_fake(leaf) else self._fake_input(leaf, number)
+            if id(leaf) in entered:
+                return entered[id(leaf)]
+            fake = entered[id(leaf)] = leaf if is_fake(leaf) else self._fake_input(leaf, number)
             self.trace.add_resident(fake, role=Role.INPUT, origin=Origin.INPUT, key=number, name=f"batch_{number}")
             return fake
 
@@ -318,6 +327,7 @@ class _WholeStepCapture:
                 fake = torch.empty(self.symbols.shapes[number], dtype=leaf.dtype, device=leaf.device)
             else:
                 fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+            fake = lazy_view(fake, conjugated=leaf.is_conj(), negated=leaf.is_neg())
         return fake.requires_grad_(leaf.requires_grad)
 
     def _make_fakes(self) -> None:
@@ -334,6 +344,8 @@ class _WholeStepCapture:
             # as no view: `module.double()` gives a view that is a gradient another dtype than its base has
             fake.grad = None if tensor.grad is None else self.mode.from_tensor(tensor.grad.data)
             self._fakes[tensor] = fake
+            if fake is not tensor:
+                self._attributes[tensor] = FakeAttributes(tensor, fake)
             self._recorder.fake_of_storage.setdefault(storage_key(tensor), fake)
 
     def _enter_parameters(self) -> None:

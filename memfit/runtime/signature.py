@@ -7,23 +7,24 @@ from typing import Any
 
 import torch
 
-from memfit.capture.training_step import plain
+from memfit.capture.training_step import plain, same_objects
 from memfit.torch_private import tree_flatten
 
 
 def batch_signature(batch: Any) -> Hashable:
     """Return the signature of a call with `batch`: two calls of equal signatures can run the same program.
 
-    The batch counts by its structure, the shapes, strides, dtypes and devices of its tensors, and the values of
-    everything else. What else a step depends on is held by its guards.
+    The batch counts by its structure, the metadata of its tensors, which of them are the same object, and the values
+    of everything else. What else a step depends on is held by its guards.
     """
     leaves, structure = tree_flatten(batch)
-    return structure, tuple(_leaf_signature(leaf) for leaf in leaves)
+    return structure, tuple(map(_leaf_signature, leaves)), same_objects(leaves)
 
 
 def tensor_signature(tensor: torch.Tensor) -> Hashable:
     """Return all that a program depends on of a tensor that it takes; its values do not count."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    lazy = tensor.is_conj(), tensor.is_neg()
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, lazy
 
 
 def _leaf_signature(leaf: Any) -> Hashable:

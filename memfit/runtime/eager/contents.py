@@ -154,7 +154,10 @@ class Contents:
             if len(written) > 1 or before is None or before.call is None:
                 call = None
             if call is not None:
-                call.read(self.sources, args, kwargs)
+                try:
+                    call.read(self.sources, args, kwargs)
+                except (NotImplementedError, RuntimeError):  # a sparse gradient, say, which has no storage of its own
+                    call = None
             place = next(number for number, each in enumerate(everything) if each is tensor)
             after = self.sources.written(storage, call, place)
             kept = self.kept.pop(before, None) if before is not None else None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from memfit.capture.placement import step_device
 from memfit.capture.under_modes import gradients_that_differ
@@ -202,7 +203,9 @@ def bytes_of_tensors(device: torch.device) -> int:
         found = gc.get_objects()
     sizes: dict[int, int] = {}
     for thing in found:
-        if not issubclass(type(thing), torch.Tensor) or not is_plain_dense(thing) or thing.device != device:
+        if not issubclass(type(thing), torch.Tensor) or is_lazy(thing) or not is_plain_dense(thing):
+            continue
+        if thing.device != device:
             continue
         try:
             storage = thing.untyped_storage()
@@ -213,8 +216,9 @@ def bytes_of_tensors(device: torch.device) -> int:
 
 
 def _model_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of parameters, buffers and gradients."""
-    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    """Return the bytes of parameters, buffers and gradients, those without a storage of their own left out."""
+    given = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    tensors = [tensor for tensor in given if not is_lazy(tensor) and tensor.layout is torch.strided]
     return sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 

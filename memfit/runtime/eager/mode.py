@@ -19,7 +19,7 @@ from memfit.runtime.eager.needs import Need, Needs
 from memfit.runtime.eager.operators import FOREIGN, VIEW, WRITES, Operator, require_as_bare
 from memfit.runtime.eager.passes import Passes
 from memfit.runtime.eager.sources import Call, Sources
-from memfit.torch_private import UnwrappedMode, default_saved_hooks, in_backward
+from memfit.torch_private import UnwrappedMode, default_saved_hooks, in_backward, saved_leaves_themselves
 
 _RESERVE_BYTES = 1 << 12  # of the budget, for the mode's own numbers
 _FORGET_EVERY = 4096  # calls
@@ -68,6 +68,8 @@ class BudgetMode(UnwrappedMode):
         super().__enter__()
         self._outer_hooks = default_saved_hooks()
         self._hooks.__enter__()
+        self._leaves = saved_leaves_themselves()
+        self._leaves.__enter__()
         self.passes.begin(is_noted=True)
         return self
 
@@ -79,6 +81,7 @@ class BudgetMode(UnwrappedMode):
         self.passes.close()
         if self._is_noting:
             self._hooks.__exit__(*raised)
+        self._leaves.__exit__(*raised)
         super().__exit__(*raised)
         self.contents.close()
         del self._hooks  # which refer to this object

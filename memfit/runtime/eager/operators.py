@@ -15,7 +15,7 @@ from memfit.capture.under_modes import UnderModes, is_looked_at
 from memfit.errors import UnsupportedStepError
 from memfit.runtime.eager.needs import Need, key_of
 from memfit.runtime.eager.sources import tensors_given
-from memfit.torch_private import SHORTENS
+from memfit.torch_private import SHORTENS, is_zero_tensor
 
 VIEW, PLAIN, WRITES, DATA_DECIDES, FOREIGN = range(5)
 """Kinds of operators: that move no data; that write to their arguments; whose results' sizes the data decides; of which
@@ -88,7 +88,8 @@ class Operator:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has a storage of its own that can be let go and made again."""
-    return tensor.layout is torch.strided and not tensor.is_nested and type(tensor) in _PLAIN_TYPES
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested and type(tensor) in _PLAIN_TYPES
+    return is_plain and not is_zero_tensor(tensor)
 
 
 def require_as_bare(func: Any, args: Any) -> None:
