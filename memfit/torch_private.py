@@ -1167,7 +1167,7 @@ def _note_questions(patches: ExitStack) -> None:
     """Say where the code that Dynamo captures asks whether it is being compiled, and may take another way then."""
     from torch._dynamo.variables import torch as handlers
 
-    answers = handlers.tracing_state_functions()
+    answers = {**handlers.tracing_state_functions(), torch.compiler.is_exporting: False}  # older torch says True
     patches.enter_context(_patched(handlers, "tracing_state_functions", lambda: _Answers(answers)))
 
 
@@ -1278,7 +1278,7 @@ def compiled_calls(
     _patch_torch_for_dynamo()
     compiled, code = compile_anew(), _CodeOfModules(model)
     logs = {call for name, call in vars(logging.Logger).items() if name.removesuffix("_once") in _LOGGING}
-    settings = {**_SOUND, "ignore_logger_methods": logs}
+    settings = {**_SOUND, "ignore_logger_methods": _Functions(logs)}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal compiled
@@ -1291,6 +1291,13 @@ def compiled_calls(
             _name_questions()
 
     return run
+
+
+class _Functions(set[Any]):
+    """A set of functions that lists their names, in its copies too: torch 2.11 sorts them for its log."""
+
+    def __iter__(self) -> Iterator[str]:
+        return (str(getattr(each, "__name__", each)) for each in super().__iter__())
 
 
 class _CodeOfModules:

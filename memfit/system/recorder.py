@@ -14,7 +14,7 @@ import gc
 import json
 import tempfile
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -179,8 +179,10 @@ class _Record:
             self._instrument.close(self._usage, token)
 
     def __del__(self) -> None:
-        with suppress(RuntimeError):  # at the interpreter's exit a driver may be gone
+        try:  # noqa: SIM105 - at the interpreter's exit a driver may be gone, and this file's names
             self.__exit__()
+        except RuntimeError:
+            pass
 
 
 class _CudaWatch:
