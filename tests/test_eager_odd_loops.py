@@ -137,6 +137,13 @@ def test_a_thread_that_trains_beside() -> None:
 
 
 _x, _row = torch.randn(24, 40), torch.randn(40)
+
+
+def _ctc(lengths: Any) -> tuple[Any, ...]:
+    targets = torch.randint(1, 9, (4, 7))
+    return torch.randn(20, 4, 9).log_softmax(-1), targets, lengths([20, 18, 20, 12]), lengths([7, 3, 5, 6])
+
+
 CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "broadcast": (torch.ops.aten.mul.Tensor, (_x, _row), {}),
     "both ways": (torch.ops.aten.add.Tensor, (_x[:, :1], _row), {}),
@@ -153,6 +160,12 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "rows": (torch.ops.aten.index.Tensor, (_x, [torch.tensor([1, 2, 3])]), {}),
     "chosen": (torch.ops.aten.nonzero.default, (_x > 0,), {}),
     "masked": (torch.ops.aten.index.Tensor, (_x, [_x > 0]), {}),
+    "masked rows": (torch.ops.aten.index.Tensor, (torch.randn(30, 4, 5), [torch.rand(30, 4) > 0.5]), {}),
+    "masked columns": (torch.ops.aten.index.Tensor, (_x, [None, _x[0] > 0]), {}),
+    "two masks": (torch.ops.aten.index.Tensor, (torch.randn(8, 8), [torch.arange(8) < 3, torch.arange(8) > 4]), {}),
+    "selected": (torch.ops.aten.masked_select.default, (_x, _x[:1] > 0), {}),
+    "a loss over alignments": (torch.ops.aten._ctc_loss.Tensor, _ctc(torch.tensor), {}),
+    "a loss over alignments of lists": (torch.ops.aten._ctc_loss.default, _ctc(list), {}),
     "random": (torch.ops.aten.randn.default, ([30, 50],), {"device": CPU}),
     "with a generator": (torch.ops.aten.randn.generator, ([9, 9],), {"generator": torch.Generator()}),
     "mean and variance": (torch.ops.aten.var_mean.correction, (_x, [1]), {}),
@@ -169,6 +182,7 @@ def test_results_are_bounded_before_the_first_call(name: str) -> None:
     with record(CPU) as usage:
         result = function(*args, **kwargs)
     assert usage.end_bytes - usage.start_bytes <= bound_bytes
+    assert bound_bytes <= 8 * max(usage.peak_bytes, 1 << 10)
     del result
 
 

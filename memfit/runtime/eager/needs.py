@@ -18,6 +18,7 @@ from memfit.torch_private import (
     SHORTENS,
     FakeTensorMode,
     failing_fakes_unlogged,
+    no_modes,
     storage_key,
     tensors_in,
     tree_map,
@@ -25,12 +26,28 @@ from memfit.torch_private import (
 
 # Workspace of an operator that was never called, as a share of its inputs and results: of libraries, and of others.
 _OF_LIBRARIES, _OF_OTHERS = 1.0, 0.1
-_IN_LIBRARIES = ("conv", "mm", "attention", "rnn", "lstm", "gru", "linalg", "fft", "sort", "topk", "unique", "index")
+_IN_LIBRARIES = (
+    "ctc",
+    "conv",
+    "mm",
+    "attention",
+    "rnn",
+    "lstm",
+    "gru",
+    "linalg",
+    "fft",
+    "sort",
+    "topk",
+    "unique",
+    "index",
+)
 _MARGIN = 1.5  # on the largest share that was seen
 _SMALL_BYTES = 1 << 12  # workspaces below it do not grow with the inputs
 _POINTWISE = torch.Tag.pointwise  # such operators work without any
 _DATA_DECIDES = torch.Tag.dynamic_output_shape
+_MASKS = (torch.bool, torch.uint8)
 _MOST_TIMED = 1 << 16  # kinds of calls of which the seconds are remembered
+_aten = torch.ops.aten
 _META = torch.device("meta")
 _WITHOUT_BYTES = (torch.Generator, torch.ScriptObject)  # which of them a call is given changes no need
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
@@ -126,7 +143,7 @@ class Needs:
             returned = function(*_on_meta(args, given), **_on_meta(kwargs, given))
         except Exception:  # noqa: BLE001 (meta kernels raise all kinds of errors)
             if _DATA_DECIDES in function.tags:
-                return _most_indices(tensors_given((args, kwargs)))
+                return taken_bytes(_counted_bytes(function, args, kwargs), self.device)
             return self._fake_result_bytes(function, args, kwargs)
         return self._bytes_beside(returned, given)
 
@@ -138,7 +155,7 @@ class Needs:
                 filled = tree_map(lambda leaf: fakes.get(id(leaf), leaf), (args, kwargs))
                 returned = function(*filled[0], **without_generator(filled[1]))
         except DATA_DEPENDENT_ERRORS:
-            return _most_indices(given)
+            return taken_bytes(_counted_bytes(function, args, kwargs), self.device)
         except Exception:  # noqa: BLE001 (fakes raise all kinds of errors)
             return 2 * _input_bytes(args, kwargs)
         return self._bytes_beside(returned, fakes.values())
@@ -232,9 +249,39 @@ def _pointwise_bytes(function: Any, args: Any, kwargs: Any) -> int:
     return len(function._schema.returns) * math.prod(sizes) * max(dtype.itemsize for dtype in dtypes)
 
 
-def _most_indices(given: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of as many results as there are elements, each with an index for each dimension."""
-    return 2 * sum(8 * tensor.numel() * max(1, tensor.ndim) for tensor in given)
+def _counted_bytes(function: Any, args: Any, kwargs: Any) -> int:
+    """Return the most bytes of results whose sizes the data decides; where a mask decides, its elements are counted.
+
+    Of other operators, as many results as there are elements, each with an index for each dimension.
+    """
+    packet = function.overloadpacket
+    if packet is _aten.nonzero and not kwargs:
+        return _index_bytes(args[0])
+    if packet is _aten.masked_select and not kwargs:
+        values, mask = args
+        whole = torch.logical_or(_like(values, _META), _like(mask, _META)).numel()
+        chosen = _count(mask) * (whole // max(1, mask.numel()))
+        return chosen * values.element_size() + 8 * whole  # and the places of the chosen ones
+    if packet is _aten.index and all(place is None or place.dtype in _MASKS for place in args[1]):
+        values, masks = args[0], [mask for mask in args[1] if mask is not None]
+        row = values.numel() // max(1, math.prod(mask.numel() for mask in masks))
+        return max(map(_count, masks)) * row * values.element_size() + sum(map(_index_bytes, masks))
+    if packet is _aten._ctc_loss:
+        likelihoods, targets, _, lengths = args[:4]
+        longest = max((int(length) for length in lengths), default=0)
+        rows = likelihoods.numel() // max(1, likelihoods.shape[-1])
+        return likelihoods.element_size() * (rows * (2 * longest + 1) + targets.numel() + 1)
+    return 2 * sum(8 * tensor.numel() * max(1, tensor.ndim) for tensor in tensors_given((args, kwargs)))
+
+
+def _count(mask: torch.Tensor) -> int:
+    with no_modes():
+        return int(torch.count_nonzero(mask))
+
+
+def _index_bytes(mask: torch.Tensor) -> int:
+    """Return the bytes of the indices of a tensor's elements that are not zero."""
+    return 8 * max(1, mask.ndim) * _count(mask)
 
 
 def _input_bytes(args: Any, kwargs: Any) -> int:
