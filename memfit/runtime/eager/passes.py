@@ -249,6 +249,6 @@ class Passes:
                     act(source)
 
     def _leave(self) -> None:
-        """Let the policy decide from here on."""
-        self._pass.followed, self._pass.way = None, Way.LEFT
+        """Let the policy decide from here on; at the first call nothing has been done by the plan."""
+        self._pass.followed, self._pass.way = None, Way.LEFT if len(self._pass.numbers) > 1 else Way.POLICY
         self._contents.held.clear()

@@ -24,6 +24,7 @@ _RECENT = 8  # passes: a structure that came in one of them is expected to come 
 _TRIES = 3  # passes by plan before they are compared with those by policy
 _NO_WORSE = 1.1  # times the policy's seconds of calls made again; what other processes do shows in such short times
 _TIME_LIMIT_SECONDS = 5.0
+_PAID_SECONDS = 1.0  # calls made again in passes of a structure before a search begins, which takes about as long
 _STOP_SECONDS = 2.0  # that are waited for a thread to end
 _SHARE = 0.98  # of what is left for a pass is planned for: variables hold contents longer than the graph says
 
@@ -38,6 +39,7 @@ class Structure:
         decisions: of a plan.
         is_settled: whether no other plan is made: there is one, or none that helps.
         is_tight: whether calls were made again in it the last time.
+        again_seconds: that calls made again have taken in all its passes.
         next: the structure of the pass that followed the last time.
     """
 
@@ -46,12 +48,15 @@ class Structure:
         self.passes = self.last_pass = 0
         self.decisions: Decisions | None = None
         self.is_settled = self.is_tight = False
+        self.again_seconds = 0.0
         self.next: Structure | None = None
         self._by_policy: deque[float] = deque(maxlen=_TRIES)
         self._by_plan: deque[float] = deque(maxlen=_TRIES)
 
     def ran(self, again_seconds: float, *, by_plan: bool) -> None:
         """Note what the calls made again took in a pass; a plan that takes longer than the policy is dropped."""
+        self.is_tight = again_seconds > 0
+        self.again_seconds += again_seconds
         (self._by_plan if by_plan else self._by_policy).append(again_seconds)
         is_tried = by_plan and len(self._by_plan) == _TRIES and len(self._by_policy) > 0
         if is_tried and min(self._by_plan) > _NO_WORSE * min(self._by_policy):
@@ -85,7 +90,7 @@ class Structures:
 
     @property
     def wants_trace(self) -> bool:
-        """Whether a pass is to be written down: one that came twice, and lately, has no plan."""
+        """Whether a pass is to be written down: one that came twice, and lately, has paid for a plan and has none."""
         return self._planned is None and any(map(self._wants_plan, self._known.values()))
 
     def expected(self) -> Structure | None:
@@ -124,7 +129,6 @@ class Structures:
         structure.passes += 1
         structure.last_pass = self._passes
         structure.ran(again_seconds, by_plan=by_plan)
-        structure.is_tight = again_seconds > 0
         if self._last is not None:
             self._last.next = structure
         self._last = structure
@@ -140,7 +144,8 @@ class Structures:
 
     def _wants_plan(self, structure: Structure) -> bool:
         is_recent = structure.passes >= 2 and self._passes - structure.last_pass < _RECENT
-        return is_recent and structure.is_tight and not structure.is_settled
+        is_paid = structure.again_seconds >= _PAID_SECONDS
+        return is_recent and is_paid and structure.is_tight and not structure.is_settled
 
     def _plan(self, structure: Structure, trace: Trace) -> None:
         structure.is_settled = True
