@@ -76,6 +76,12 @@ def test_a_loop_that_repeats_follows_a_plan(case: str, share: float) -> None:
     assert report.by_policy.passes + report.by_plan.passes == report.passes == 9
 
 
+def test_a_search_waits_until_calls_made_again_have_cost_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structures, "_PAID_SECONDS", 1000.0)
+    report = planned(mlp, mlp_loss, 0.7)
+    assert report.by_policy.passes == report.passes == 9 and report.by_policy.again_seconds > 0
+
+
 def test_what_others_hold_takes_nothing_from_a_plan() -> None:
     held = torch.ones(1 << 25)
     report = planned(mlp, mlp_loss, 0.7)
