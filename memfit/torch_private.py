@@ -416,6 +416,23 @@ def failing_fakes_unlogged() -> Iterator[None]:
         log.setLevel(level)
 
 
+@contextmanager
+def fakes_corrected(corrected: Callable[[Any, Any, Any, Any], Any]) -> Iterator[None]:
+    """Let fake kernels return `corrected(func, args, kwargs, returned)` inside the block, in all fake modes.
+
+    Args:
+        corrected: takes the overload, its arguments and what its fake kernel has returned.
+    """
+    original = FakeTensorMode.dispatch
+
+    def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = original(mode, func, types, args, kwargs or {})
+        return corrected(func, args, kwargs or {}, returned)
+
+    with _patched(FakeTensorMode, "dispatch", dispatch):
+        yield
+
+
 class _Inlined:
     """Replaces `CheckpointFunction` during capture: calls the region, checkpoints nothing.
 
@@ -579,7 +596,7 @@ def trace_joint(
     import torch._functorch.config
 
     cast = "same_as_forward" if backward_autocast else "off"
-    with torch._functorch.config.patch(backward_pass_autocast=cast), _eagers_interpolation():
+    with torch._functorch.config.patch(backward_pass_autocast=cast), _eagers_interpolation(), _checks_kept():
         return aot_module_simplified(
             module,
             inputs,
@@ -590,6 +607,29 @@ def trace_joint(
             decompositions={},
             keep_inference_input_mutations=True,
         )
+
+
+@contextmanager
+def _checks_kept() -> Iterator[None]:
+    """Let AOTAutograd keep the checks of linear algebra as calls; else torch drops them, or threads a token through."""
+    check = torch.ops.aten._linalg_check_errors.default
+    kept, effects = torch.fx.node._side_effectful_functions, _effects_of("aten::_linalg_check_errors")
+    was_kept, effect = check in kept, getattr(effects, "effect", None)
+    kept.add(check)
+    if effect is not None:
+        effects.register(None)
+    try:
+        yield
+    finally:
+        if not was_kept:
+            kept.discard(check)
+        if effect is not None:
+            effects.register(effect)
+
+
+def _effects_of(operator: str) -> Any:
+    """Return where torch has noted the effect of an operator, or None where it notes none."""
+    return getattr(torch._library.simple_registry.singleton.find(operator), "effect", None)
 
 
 @contextmanager

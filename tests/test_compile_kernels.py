@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -131,3 +132,56 @@ def test_operators_that_write_to_their_arguments_are_refused() -> None:
     model = memfit.compile(Averaging(), budget="1GiB", reserve=0, planner="none")
     with pytest.raises(UnsupportedStepError, match="mutates_args"):
         model(torch.ones(2, 8))
+
+
+class Between(nn.Module):
+    """Calls something between two linear layers, on images whose channels are stored last."""
+
+    def __init__(self, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.call = nn.Linear(8, 8), nn.Linear(8, 8), call
+        self.norm1, self.norm2, self.norm3 = nn.BatchNorm1d(8), nn.BatchNorm2d(8), nn.BatchNorm3d(8)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.call(self, torch.relu(self.first(given)))))
+
+
+def _square(x: torch.Tensor) -> torch.Tensor:
+    return torch.eye(8) * 9 + x.transpose(1, 2) @ x
+
+
+STRIDED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "lengths last": lambda own, x: own.norm1(x.transpose(1, 2)).transpose(1, 2),
+    "batch last": lambda own, x: own.norm1(x.permute(1, 2, 0)).permute(2, 0, 1),
+    "images": lambda own, x: own.norm2(x.view(4, 4, 6, 8).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).reshape(4, 24, 8),
+    "images on their side": lambda own, x: (
+        own.norm2(x.view(4, 4, 6, 8).permute(0, 3, 2, 1)).permute(0, 3, 2, 1).reshape(4, 24, 8)
+    ),
+    "volumes": lambda own, x: (
+        own.norm3(x.view(4, 2, 3, 4, 8).permute(0, 4, 1, 2, 3)).permute(0, 2, 3, 4, 1).reshape(4, 24, 8)
+    ),
+    "a factor": lambda _, x: x @ torch.linalg.cholesky(_square(x)).transpose(1, 2),
+    "an inverse": lambda _, x: x @ torch.linalg.inv(_square(x)),
+    "a solution": lambda _, x: torch.linalg.solve(_square(x), x.transpose(1, 2)).transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_results_of_other_strides_than_predicted(name: str) -> None:
+    assert_as_eager(Between(STRIDED[name]), torch.randn(4, 24, 8, generator=torch.Generator().manual_seed(2)))
+
+
+def test_what_linear_algebra_checks_is_checked() -> None:
+    class Factor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(3))
+
+        def forward(self, scale: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.cholesky(self.weight * scale)
+
+    model = memfit.compile(Factor(), budget="1GiB", reserve=0, planner="none")
+    model(torch.tensor(2.0)).sum().backward()
+    with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
+        model(torch.tensor(-2.0))

@@ -58,6 +58,7 @@ from memfit.torch_private import (
     eager_call,
     failing_fakes_unlogged,
     fake_mode_of,
+    fakes_corrected,
     first_bucket_bytes,
     global_module_hooks,
     gradient_buckets,
@@ -143,6 +144,17 @@ def test_code_outside_of_torch_is_told_that_nothing_is_fake() -> None:
         assert is_fake(fake) and is_fake(fake + 1)
     assert isinstance(fake, torch._subclasses.FakeTensor)
     assert asked == (torch._subclasses.FakeTensor, torch._guards, torch._subclasses.fake_tensor)
+
+
+def test_fakes_are_corrected_inside_a_block() -> None:
+    def by_columns(func: Any, _args: Any, _kwargs: Any, returned: Any) -> Any:
+        return returned.new_empty_strided((2, 3), (1, 2)) if func is torch.ops.aten.relu.default else returned
+
+    mode = FakeTensorMode()
+    with fakes_corrected(by_columns), mode:
+        inside = torch.empty(2, 3).relu()
+    with mode:
+        assert inside.stride() == (1, 2) and torch.empty(2, 3).relu().stride() == (3, 1)
 
 
 def test_a_fake_without_the_gradient_of_its_tensor() -> None:

@@ -190,3 +190,16 @@ def test_layer_normalization_under_autocast_in_a_compiled_model() -> None:
             optimizer.zero_grad()
         states.append(model.state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("operator", [in_double, by_columns])
+def test_a_compiled_model_has_eagers_bits_whatever_the_fake_says(operator: Any) -> None:
+    torch.compiler.reset()
+    model, eager = Using(operator), Using(operator)
+    eager.load_state_dict(model.state_dict())
+    memfit.compile(model, budget="1GiB", reserve=0, planner="none")
+    (given, wanted) = batches()[0]
+    for own in (eager, model):
+        cross_entropy(own(given), wanted).backward()
+    for mine, expected in zip(model.parameters(), eager.parameters(), strict=True):
+        assert mine.grad is not None and expected.grad is not None and torch.equal(mine.grad, expected.grad)

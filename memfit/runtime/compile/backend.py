@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ import torch.fx
 
 from memfit.binding import Origin, Value
 from memfit.capture import with_real_results
+from memfit.capture.corrected_fakes import corrected_fakes
 from memfit.capture.dropout import with_eagers_dropout
 from memfit.capture.joint import BetweenHalves, JointCapture, capture_joint
 from memfit.capture.numbers import with_numbers_as_tensors
@@ -208,15 +209,19 @@ class CompiledGraph:
         self.inputs = []
 
     def _by_eager(self, examples: Sequence[Any]) -> Callable[..., Any]:
-        return trace_joint(
-            self.graph.module,
-            examples,
-            partition=self._partition,
-            forward_compiler=lambda _module, _inputs: boxed(self.run_forward),
-            backward_compiler=lambda _module, _inputs: boxed(self.run_backward),
-            inference_compiler=lambda module, _inputs: make_boxed_func(module.forward),
-            backward_autocast=self.graph.options.backward_autocast,
-        )
+        def traced(corrections: Corrections) -> Callable[..., Any]:
+            with corrected_fakes(corrections):
+                return trace_joint(
+                    self.graph.module,
+                    examples,
+                    partition=partial(self._partition, corrections),
+                    forward_compiler=lambda _module, _inputs: boxed(self.run_forward),
+                    backward_compiler=lambda _module, _inputs: boxed(self.run_backward),
+                    inference_compiler=lambda module, _inputs: make_boxed_func(module.forward),
+                    backward_autocast=self.graph.options.backward_autocast,
+                )
+
+        return with_real_results(traced)
 
     def _by_inductor(self, examples: Sequence[Any]) -> Callable[..., Any]:
         options = self.graph.options
@@ -282,28 +287,29 @@ class CompiledGraph:
         return int(_HEADROOM * self.budget_bytes)
 
     def _partition(
-        self, joint: torch.fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
+        self,
+        corrections: Corrections,
+        joint: torch.fx.GraphModule,
+        joint_inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        **_: Any,
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
         refuse_casts_inside(joint, self.graph.module, self._is_in_autocast)
         with_eagers_dropout(joint)
         name = f"graph of {len(joint_inputs[0])} inputs"
         mode = fake_mode_of(tensors_in(joint_inputs)[0])
 
-        def planned(corrections: Corrections) -> JointCapture:
-            capture = capture_joint(
-                joint,
-                forward_outputs=num_fwd_outputs,
-                name=name,
-                device=self.device,
-                corrections=corrections,
-                between=self.between,
-            )
-            with real_tensors():
-                self.prepared = self.prepare(capture)
-            return capture
-
-        capture = with_real_results(planned)
-        assert self.prepared is not None
+        capture = capture_joint(
+            joint,
+            forward_outputs=num_fwd_outputs,
+            name=name,
+            device=self.device,
+            corrections=corrections,
+            between=self.between,
+        )
+        with real_tensors():
+            self.prepared = self.prepare(capture)
         self.plan = self.prepared.plan
         self.room_bytes = self.plan.budget_bytes - self.plan.predicted.peak_bytes
         self.halves = partitioned(capture, self.prepared.program, joint, mode)

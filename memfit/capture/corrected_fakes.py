@@ -1,0 +1,57 @@
+"""Fake kernels that return what the real ones were seen to return: what is traced then decides as eager does."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from memfit.binding import Call, Value
+from memfit.capture.functionalize import BATCH_NORM_GRADIENTS, without_idle_statistics
+from memfit.cost.observations import Corrections, call_key
+from memfit.torch_private import fakes_corrected, is_fake, storage_key, tree_map
+
+
+def corrected_fakes(corrections: Corrections) -> AbstractContextManager[None]:
+    """Return a context in which fake kernels return the dtypes and strides of real ones.
+
+    Whether a tensor can be viewed, and which kernel multiplies it, is decided by its strides.
+
+    Args:
+        corrections: what real kernels return in the place of their fakes' results.
+    """
+    operators = {key.partition("(")[0] for key in corrections}
+
+    def corrected(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
+        if str(func) not in operators:
+            return returned
+        args, kwargs = tree_map(_described, (args, kwargs))
+        if func.overloadpacket in BATCH_NORM_GRADIENTS:
+            args = without_idle_statistics(func, args)
+        real = corrections.get(call_key(Call(op=0, target=func, args=args, kwargs=kwargs)) or "", {})
+        places = iter(range(1 << 30))
+
+        def as_real(leaf: Any) -> Any:
+            kind = real.get(next(places))
+            if kind is None or not is_fake(leaf):
+                return leaf
+            return leaf.new_empty_strided(leaf.shape, kind.stride, dtype=getattr(torch, kind.dtype))
+
+        return tree_map(as_real, returned) if real else returned
+
+    return fakes_corrected(corrected)
+
+
+def _described(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return Value(
+        storage=storage_key(leaf),
+        dtype=leaf.dtype,
+        shape=tuple(leaf.shape),
+        stride=tuple(leaf.stride()),
+        offset=int(leaf.storage_offset()),
+        conjugated=leaf.is_conj(),
+        negated=leaf.is_neg(),
+    )
