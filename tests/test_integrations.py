@@ -33,6 +33,7 @@ def fresh_libraries() -> Iterator[None]:
     torch.compiler.reset()
     os.environ.clear()
     os.environ.update(before)
+    rows.cache_clear()
     if "accelerate" in sys.modules:
         sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
         sys.modules["accelerate"].state.GradientState._reset_state()
