@@ -125,6 +125,12 @@ class Sharing(Base):
         return self.layers(values) + self.teacher(values)
 
 
+class ExchangingMemory(Base):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.near.data, self.far.data = self.far.data, self.near.data
+        return self.layers(values) * self.near
+
+
 class Tying(Base):
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         self.far = self.near
@@ -165,6 +171,7 @@ class InBackward(Base):
     ("kind", "says"),
     [
         (Sharing, "share memory"),
+        (ExchangingMemory, "share memory"),
         (Tying, "be the tensor 'near'"),
         (Turning, "strides"),
         (Plain, "no parameter or buffer"),
@@ -180,6 +187,32 @@ def test_what_a_planned_step_cannot_do_is_refused(kind: Callable[[], nn.Module],
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name][0]) and tensor.data_ptr() == before[name][1]
     assert getattr(model, "shift", torch.zeros(6)).device.type == "cpu"
+
+
+def compiled(model: nn.Module, *, is_planned: bool) -> dict[str, torch.Tensor]:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    if is_planned:
+        memfit.compile(model, budget="4MiB", optimizer=optimizer)
+    for _ in range(3):
+        squares(model, torch.randn(8, 6)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("kind", [Teacher, Quantized, Averages, Exchanging, Shifting])
+def test_replaced_values_are_there_in_the_next_call_of_a_compiled_model(kind: Callable[[], nn.Module]) -> None:
+    model = kind()
+    planned, eager = compiled(copy.deepcopy(model), is_planned=True), compiled(model, is_planned=False)
+    assert [name for name, tensor in eager.items() if not torch.equal(tensor, planned[name])] == []
+
+
+@pytest.mark.parametrize("kind", [Sharing, ExchangingMemory])
+def test_a_compiled_model_that_exchanges_memory_is_refused(kind: Callable[[], nn.Module]) -> None:
+    with pytest.raises(UnsupportedStepError, match="memory of another one"):
+        compiled(kind(), is_planned=True)
 
 
 @pytest.mark.parametrize("part", ["layers.2.weight", "near"])
