@@ -148,3 +148,11 @@ def test_a_model_with_such_places_is_copied_and_pickled() -> None:
             torch.sum(other.last)
         other(torch.randn(8, 4))
         assert other.last.shape == (8, 4)
+
+
+def test_a_recurrent_layer_keeps_its_list_of_weights() -> None:
+    model = nn.Sequential(nn.LSTM(4, 4))
+    step = fitted(model, lambda own, values: own(values)[0].square().mean())
+    step(torch.randn(8, 4))
+    assert all(a is b for a, b in zip(model[0]._flat_weights, model.parameters(), strict=True))
+    model(torch.randn(8, 4))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from torch.nn import Parameter
+
 from memfit.errors import UnsupportedStepError
 from memfit.torch_private import is_fake, tree_flatten
 
@@ -72,5 +74,8 @@ class Left:
 
 
 def holds_fakes(value: Any) -> bool:
-    """Return whether a value is a fake tensor, or a container with one in it."""
-    return any(map(is_fake, tree_flatten(value)[0]))
+    """Return whether a value is a fake tensor, or a container with one in it; a parameter's fake is none that counts.
+
+    Parameters are swapped for fakes meanwhile, and recurrent layers collect them anew then.
+    """
+    return any(is_fake(leaf) and not isinstance(leaf, Parameter) for leaf in tree_flatten(value)[0])
