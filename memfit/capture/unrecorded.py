@@ -36,13 +36,14 @@ class Unrecorded:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):  # asked for by copy and pickle
             raise AttributeError(name)
-        self._refuse()
+        self.refuse()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        next(leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, cls))._refuse()
+        next(leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, cls)).refuse()
 
-    def _refuse(self, *_: Any) -> NoReturn:
+    def refuse(self, *_: Any) -> NoReturn:
+        """Raise the error that names the place, and says what to do."""
         raise UnsupportedStepError(
             f"the step sets {self._path!r}, and a planned step runs no Python, so that its value is not known: "
             "read a buffer that the step writes in place, or call the model once more under torch.no_grad()"
@@ -50,7 +51,7 @@ class Unrecorded:
 
 
 for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS):
-    setattr(Unrecorded, f"__{_name}__", Unrecorded._refuse)
+    setattr(Unrecorded, f"__{_name}__", Unrecorded.refuse)
 
 
 class Left:
