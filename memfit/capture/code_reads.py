@@ -39,6 +39,12 @@ def global_reads(code: CodeType) -> frozenset[str]:
 
 
 @cache
+def global_writes(code: CodeType) -> frozenset[str]:
+    """Return the names of the globals that a function's code sets, functions within it included."""
+    return _names(code, ("STORE_GLOBAL",))
+
+
+@cache
 def attribute_reads(code: CodeType) -> frozenset[str]:
     """Return the names of the attributes that a function's code reads of any object, also by `getattr`."""
     names = _names(code, _ATTRIBUTE_READS)

@@ -93,20 +93,23 @@ class Table:
     def put_back(self) -> None:
         """Reset the dictionary to the copy."""
         for key in self.changed():
-            value = self.before.get(key, MISSING)
-            if self.owner is not None:
-                delattr(self.owner, key) if value is MISSING else setattr(self.owner, key, value)
-            elif value is MISSING:
-                _own_kind(self.table).__delitem__(self.table, key)
-            else:
-                _own_kind(self.table).__setitem__(self.table, key, value)
+            self.write(key, self.before.get(key, MISSING))
         if self.is_reordered:
             _own_kind(self.table).clear(self.table)
             _own_kind(self.table).update(self.table, self.before)
 
+    def write(self, key: Any, value: Any) -> None:
+        """Set an entry, or delete it if the value is MISSING; no method of a user's dictionary is called."""
+        if self.owner is not None:
+            delattr(self.owner, key) if value is MISSING else setattr(self.owner, key, value)
+        elif value is MISSING:
+            _own_kind(self.table).__delitem__(self.table, key)
+        else:
+            _own_kind(self.table).__setitem__(self.table, key, value)
+
 
 class Globals(Table):
-    """The globals of a Python file that a step names.
+    """The globals of a Python file that a step names, or sets.
 
     Attributes:
         codes: the functions that name them.
@@ -139,9 +142,10 @@ class Place:
     def __init__(self, path: str, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
         self.path = path
         self.read = read
-        self._write = write
+        self.write = write
         self.before = read()
         self.accepted: Any = MISSING
+        self.is_log = False  # the step sets it to no number or text, which was seen to leave the next step's ops
 
     @property
     def is_changed(self) -> bool:
@@ -152,7 +156,7 @@ class Place:
         return False
 
     def put_back(self) -> None:
-        self._write(self.before)
+        self.write(self.before)
 
 
 class Cell(Place):

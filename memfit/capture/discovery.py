@@ -29,7 +29,7 @@ from typing import Any, cast
 
 import torch
 
-from memfit.capture.code_reads import attribute_reads, global_reads, imported_modules, is_own
+from memfit.capture.code_reads import attribute_reads, global_reads, global_writes, imported_modules, is_own
 from memfit.capture.copies import (
     ATOMS,
     BUFFERS,
@@ -302,6 +302,8 @@ class Discovery:
             if isinstance(value, ModuleType):
                 self._discover_file(value, code)
             self._name_global(table, name)
+        for name in global_writes(code):
+            table.before.setdefault(name, table.table.get(name, MISSING))
         for name in imported_modules(code):
             if name in sys.modules:
                 self._discover_file(sys.modules[name], code)
@@ -317,10 +319,11 @@ class Discovery:
             self._name_global(table, name)
 
     def _name_global(self, table: Globals, name: str) -> None:
-        if name not in table.before:
-            value = stood_for(table.table[name])  # a stand-in is there only while the step is captured
-            table.before[name] = value
-            cast("set[Any]", table.names).add(name)
+        names = cast("set[Any]", table.names)
+        if name not in names:
+            names.add(name)
+            # a stand-in is there only while the step is captured
+            value = table.before.setdefault(name, stood_for(table.table[name]))
             self._discover(value, table.name(name))
 
     def _globals(self, names: dict[str, Any]) -> Globals:

@@ -18,6 +18,7 @@ from memfit.capture.functionalize import BATCH_NORMS
 from memfit.capture.generators import all_states, set_state
 from memfit.capture.optimizer import LiveBytes
 from memfit.capture.reads import Reads
+from memfit.capture.replaced import memory_put_back
 from memfit.capture.side_effects import swapped, with_a_momentum
 from memfit.capture.stream import Difference, Dispatched, Stream, tensors_of
 from memfit.capture.trace import mutated_tensors
@@ -230,6 +231,7 @@ class _EagerRun:
                 reads.tracked(),
                 self._gradients_put_back(),
                 _tables_put_back(self.step.model),
+                memory_put_back(self.step.model),
                 with_a_momentum(self.step.model),  # as capture does: the count of steps is a number of no call then
                 checkpoints_inlined(),
             ):

@@ -22,7 +22,7 @@ from memfit.capture.reductions import Reductions
 from memfit.capture.trace import Trace, TracedCall
 from memfit.capture.training_step import TrainingStep
 from memfit.graph import Phase, Role
-from memfit.torch_private import FakeTensorMode
+from memfit.torch_private import FakeTensorMode, storage_key
 
 _UPDATE = "optimizer_update"  # the name of its calls
 _BATCH_SHARE = 0.01  # of the bytes of all gradients: those that wait to be used together
@@ -59,6 +59,8 @@ class GradientUse:
     ) -> None:
         self._step, self._trace, self._mode = step, trace, mode
         self._names, self._fakes = names, fakes
+        self._updated: set[torch.Tensor] = set()
+        self._memory: dict[torch.Tensor, int] = {}  # of each fake, as it was before the step
         self._updates: dict[torch.Tensor, _Update] = {}  # by the parameter's fake
         self._ready: dict[int, dict[torch.Tensor, _Update]] = {}  # by group: those whose gradients wait for an update
         across = step.across if step.across is not None and step.across.reduces else None
@@ -66,6 +68,7 @@ class GradientUse:
 
     def enter_states(self) -> None:
         """Enter the optimizer's state as residents, and find out how it updates each parameter."""
+        self._memory = {fake: storage_key(fake) for fake in self._fakes.values()}
         optimizer = self._step.optimizer
         if optimizer is None:
             return
@@ -128,7 +131,16 @@ class GradientUse:
                 self._trace.storages[value.storage].role = Role.GRADIENT
 
     def _is_at_once(self) -> bool:
-        return bool(self._updates) and updates_one_by_one(self._step) and not overlap(tuple(self._updates))
+        is_split = bool(self._updates) and updates_one_by_one(self._step) and not overlap(tuple(self._updates))
+        return is_split and not any(map(self._has_other_memory, self._updates))  # whose values are written at the end
+
+    def _has_other_memory(self, fake: torch.Tensor) -> bool:
+        """Return whether the step gave a parameter of the optimizer other memory, by `parameter.data = ...`."""
+        return storage_key(fake) != self._memory[fake]
+
+    def is_updated_early(self, fake: torch.Tensor) -> bool:
+        """Return whether the update of a parameter was entered during backward, or may be moved there."""
+        return fake in self._updated or (fake in self._updates and self._reductions is not None)
 
     def _update_when_ready(self, fake: torch.Tensor) -> None:
         """Enter the update of a parameter whose gradient is there, with others of its group if that takes less time.
@@ -152,6 +164,7 @@ class GradientUse:
         parameters = [update.parameter for update in ready.values()]
         target = ParameterUpdate(self._step.optimizer, parameters, number, workspace_bytes)
         self._trace.calls.append(self._update_call(target, gradients, tuple(ready), tuple(ready.values())))
+        self._updated.update(ready)
         for fake in ready:
             fake.grad = None
 

@@ -20,6 +20,7 @@ from memfit.capture.copies import MISSING, Cell, Items, Slots, entries_of, entry
 from memfit.capture.discovery import MODULE_NAMES
 from memfit.capture.reads import Reads
 from memfit.capture.training_step import TrainingStep
+from memfit.capture.unrecorded import Left
 from memfit.torch_private import (
     ATTRIBUTES_HAVE_VERSIONS,
     DictVersions,
@@ -105,18 +106,20 @@ class Guards:
     Args:
         step: the step, as it is between two of its runs.
         reads: what the capture of it read.
+        left: where the step has left tensors.
 
     Attributes:
         tensors: the tensors that were guarded, each as it is now.
         parameters: the model's, by name.
     """
 
-    def __init__(self, step: TrainingStep, reads: Reads) -> None:
+    def __init__(self, step: TrainingStep, reads: Reads, left: Sequence[Left] = ()) -> None:
+        self._left = left
         self.tensors: list[torch.Tensor] = []
         self._paths: list[str] = []
         self._tables: list[_GuardedTable] = []
         self._empty: list[tuple[str, dict[Any, Any]]] = []
-        self._cells: list[tuple[Cell, Any]] = [(c, c.before) for c in reads.cells if not c.only_counts()]
+        self._cells: list[tuple[Cell, Any]] = [(c, c.before) for c in reads.cells if not (c.is_log or c.only_counts())]
         self._items: list[Items] = [items for items in reads.items if not items.is_log]
         self._slots: list[Slots] = reads.slots
         self._functions = reads.functions
@@ -154,6 +157,11 @@ class Guards:
         """Return the position in `tensors` of a tensor that the step was captured with, or None."""
         number = self._number_of.get(id(tensor))
         return number if number is not None and self.tensors[number] is tensor else None
+
+    def take_left(self) -> None:
+        """Let the reading of what an eager step would have set be refused, after a planned step."""
+        for place in self._left:
+            place.take()
 
     def arm(self) -> None:
         """Take the present metadata of all tensors for those that later steps must have."""

@@ -22,6 +22,8 @@ from memfit.errors import UnsupportedStepError
 from memfit.graph import Phase, Role
 from memfit.torch_private import bare_overload, fake_mode_of, storage_key, tree_map
 
+_REPLACE = torch.ops.aten.set_.source_Tensor  # what `.data = ...` is in a joint graph
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BetweenHalves:
@@ -232,6 +234,11 @@ class _JointCapture:
                 "one, which returns what it computes, and copy that into the buffer"
             )
         args, kwargs = tree_map(self._argument, (node.args, dict(node.kwargs)))
+        if node.target is _REPLACE and self.trace.storages[self.trace.value(args[1]).storage].resident:
+            raise UnsupportedStepError(
+                f"{_module_name(node) or 'the model'} lets a tensor have the memory of another one (`.data = ...`), "
+                "which a planned step would not: copy the values (`.data.copy_(...)`), or do it between calls"
+            )
         is_known = "val" in node.meta and not _is_within_another(node)
         if is_known and not self.trace.corrections and not self._results:
             self.trace.add_call(node.target, args, kwargs, node.meta["val"])

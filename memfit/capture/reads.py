@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,7 @@ from memfit.capture.code_reads import is_own
 from memfit.capture.copies import ATOMS, MISSING, Table, entry_of
 from memfit.capture.discovery import Discovery, is_opaque
 from memfit.capture.training_step import TrainingStep
+from memfit.capture.unrecorded import Left, holds_fakes
 
 _OF_OPTIMIZERS = ("defaults", "param_groups", "state")
 _NUMBERS = (bool, int, float, complex)
@@ -89,6 +91,17 @@ class Reads(Discovery):
             if held.is_changed:
                 held.put_back()
 
+    def left(self) -> list[Left]:
+        """Return where the step has left fakes of tensors that no later step reads; to be asked before `put_back`."""
+        found: list[Left] = []
+        for table in self.tables.values():
+            read = table.read_entries()
+            for key in table.changed():
+                if key not in read and holds_fakes(entry_of(table.table, key)):
+                    found.append(Left(table.name(key), partial(entry_of, table.table, key), partial(table.write, key)))
+        cells = (cell for cell in self.cells if cell.is_log and holds_fakes(cell.read()))
+        return found + [Left(cell.path, cell.read, cell.write) for cell in cells]
+
     def carried(self) -> dict[str, Any]:
         """Return what the step set after it had read it, by name: its next run would read the new value.
 
@@ -120,6 +133,7 @@ class Reads(Discovery):
         for cell in self.cells:
             if cell.is_changed:
                 cell.accepted = cell.read()
+                cell.is_log = not isinstance(cell.accepted, ATOMS)
         for items in self.items:
             items.is_log = items.is_changed
 

@@ -1,8 +1,8 @@
-"""Side effects of a step's Python code during capture: found, and undone, recorded as an op, or refused.
+"""Side effects of a step's Python code on its model during capture: found, and undone.
 
 Python code runs once, at capture; later steps run the recorded ops alone. Fakes replace the model's parameters and
-buffers meanwhile. If the step replaces a buffer, an op writes the new values into it. What else the step sets in Python
-is found and reset by `memfit.capture.reads`.
+buffers meanwhile. Those that the step replaces are written by `memfit.capture.replaced`. What else the step sets in
+Python is found and reset by `memfit.capture.reads`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from memfit.errors import UnsupportedStepError
 from memfit.torch_private import BatchNormBase, module_tables
 
 
@@ -89,31 +88,3 @@ def with_a_momentum(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]
     finally:
         for module in modules.values():
             module.momentum = None
-
-
-def replaced(places: list[Place], fakes: Mapping[torch.Tensor, torch.Tensor]) -> list[tuple[Place, torch.Tensor]]:
-    """Return the places whose tensor the step replaced, each with the new tensor.
-
-    Args:
-        places: as `swapped` gives them, inside its block.
-        fakes: as `swapped` was given them.
-
-    Raises:
-        UnsupportedStepError: the new tensor cannot be written into the old one.
-    """
-    found: list[tuple[Place, torch.Tensor]] = []
-    for place in places:
-        before, after = fakes[place.tensor], place.table.get(place.name)
-        if after is before:
-            continue
-        like_before = after is not None and after.shape == before.shape and after.dtype == before.dtype
-        if not like_before or isinstance(place.tensor, torch.nn.Parameter):
-            now = "nothing" if after is None else f"a tensor of shape {tuple(after.shape)} and {after.dtype}"
-            raise UnsupportedStepError(
-                f"the step replaces {place.path!r}, of shape {tuple(before.shape)} and {before.dtype}, by {now}; "
-                "a planned step keeps parameters, and the sizes of buffers: write into it in place, or replace it "
-                "between steps"
-            )
-        assert after is not None
-        found.append((place, after))
-    return found

@@ -28,7 +28,8 @@ from memfit.capture.module_scopes import ModuleScopes
 from memfit.capture.optimizer import require_supported
 from memfit.capture.placement import step_device
 from memfit.capture.reads import Reads
-from memfit.capture.side_effects import Place, replaced, swapped, with_a_momentum
+from memfit.capture.replaced import memory_kept_real, write_replaced
+from memfit.capture.side_effects import swapped, with_a_momentum
 from memfit.capture.step_check import check_not_distributed, require_training_context
 from memfit.capture.stream import Stream
 from memfit.capture.symbols import Symbols
@@ -85,9 +86,10 @@ def capture_whole_step(step: TrainingStep, batch: Any = None, corrections: Corre
             with reads.tracked():
                 captured = first.run()
             _require_unread(step, batch, first.trace, reads)
+        left = reads.left()
     finally:
         reads.put_back()
-    return replace(captured, guards=Guards(step, reads))
+    return replace(captured, guards=Guards(step, reads, left))
 
 
 def capture_with_checkpoints(step: TrainingStep, corrections: Corrections | None = None) -> Captured:
@@ -123,9 +125,10 @@ def record_at_all_sizes(step: TrainingStep, batch: Any, symbols: Symbols) -> tup
     try:
         with reads.tracked(), symbols.noting():
             recorded = _WholeStepCapture(step, batch, symbols=symbols).record()
+        left = reads.left()
     finally:
         reads.put_back()
-    return recorded, Guards(step, reads)
+    return recorded, Guards(step, reads, left)
 
 
 def _require_unread(step: TrainingStep, batch: Any, trace: Trace, reads: Reads) -> None:
@@ -229,6 +232,7 @@ class _WholeStepCapture:
         )
         self._names = {parameter: name for name, parameter in step.model.named_parameters()}
         self._fakes: dict[torch.Tensor, torch.Tensor] = {}
+        self._memory: dict[torch.Tensor, torch.Tensor] = {}
         self._attributes: dict[torch.Tensor, FakeAttributes] = {}
         self._hooks: list[Any] = []
         self._gradients = GradientUse(step, self.trace, mode=self.mode, names=self._names, fakes=self._fakes)
@@ -260,6 +264,7 @@ class _WholeStepCapture:
                 self._scopes.noted(),
                 checkpoints_inlined() if self.inlines else nullcontext(lambda: 0) as checkpoints,
                 failing_fakes_unlogged(),
+                memory_kept_real(),
                 autocast_watched() as self.trace.has_autocast,
                 torch.set_grad_enabled(step.has_backward),
             ):
@@ -273,7 +278,7 @@ class _WholeStepCapture:
                         self._next_state(fake_batch)
                     recorder.records_stream = False
                     self._require_gradients_found()
-                    self._write_replaced(places)
+                    write_replaced(places, self._fakes, self._memory, self.trace, self._gradients)
                 self._gradients.collect(self.outputs)
                 self._under_modes.require_read(self.trace.calls, {value.storage for value in self.outputs.values()})
         except MemfitError:
@@ -350,6 +355,7 @@ class _WholeStepCapture:
 
     def _enter_parameters(self) -> None:
         """Enter the fakes as residents, a tied parameter under each of its names: the runtime finds all of them."""
+        self._memory = {tensor: fake.detach() for tensor, fake in self._fakes.items()}
         for parameter, name in self._names.items():
             fake = self._fakes[parameter]
             self.trace.add_resident(fake, role=Role.PARAMETER, origin=Origin.PARAMETER, key=name, name=name)
@@ -398,9 +404,3 @@ class _WholeStepCapture:
                     "model, or that the step does not take from the model, so that a planned step would not train it; "
                     "make it one (of a module that holds model and loss, say), or set requires_grad_(False) on it"
                 )
-
-    def _write_replaced(self, places: list[Place]) -> None:
-        """Write the values of each replaced buffer into the buffer, from which the next step reads them."""
-        with torch.no_grad():
-            for place, tensor in replaced(places, self._fakes):
-                self._fakes[place.tensor].copy_(tensor)

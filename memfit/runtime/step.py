@@ -331,6 +331,7 @@ class PlannedStep(Uncopied):
         with saying_what_is_left(parameters.values()), self._memory.call(variant.key):
             self._ranks.before_step()
             outputs = variant.program.run(batch)
+        variant.guards.take_left()
         if not self.step.has_backward:
             return tree_unflatten(list(outputs.values()), tree_flatten(batch[0])[1])
         set_gradients(outputs, parameters)

@@ -13,13 +13,14 @@ from memfit.binding import Origin, Resident, Value
 from memfit.capture import Captured, Guards, TrainingStep
 from memfit.cost.views import at_offset_zero
 from memfit.cost.warming import warm
+from memfit.errors import InvalidOptionError
 from memfit.plan import Plan
 from memfit.planning import Settings
 from memfit.runtime.host.store import HostStore
 from memfit.runtime.prepare import ANEW, Planning, Prepared, prepare
 from memfit.runtime.program import make_program
 from memfit.system.recorder import taken_bytes
-from memfit.torch_private import tree_flatten
+from memfit.torch_private import storage_key, storage_users, tree_flatten
 
 Fetch = Callable[[Sequence[Any]], Any]
 """Given the leaves of a batch, returns one argument of a program."""
@@ -34,11 +35,13 @@ class StepProgram:
     Attributes:
         prepared: the captured step, its plan and the compiled program.
         fetchers: for each argument of the program, the function that finds its tensor.
+        written: by position, the names of the arguments among them that the step writes to, but for its batch.
         library_bytes: that libraries keep on a GPU for the program's ops, from step to step.
     """
 
     prepared: Prepared
     fetchers: tuple[Fetch, ...]
+    written: Mapping[int, str]
     library_bytes: int = 0
 
     @property
@@ -70,11 +73,28 @@ class StepProgram:
         return tuple(total / max(1, count) for total, count in zip(totals, counts, strict=True))
 
     def run(self, batch: Any) -> dict[str, torch.Tensor]:
-        """Run all ops of the step on `batch`; return its outputs by name (see `memfit.binding.Binding`)."""
+        """Run all ops of the step on `batch`; return its outputs by name (see `memfit.binding.Binding`).
+
+        Raises:
+            InvalidOptionError: a tensor of the batch shares memory with a tensor that the step writes to.
+        """
         leaves = tree_flatten(batch)[0]
         (half,) = self.prepared.program.halves
-        outputs = half.function([fetch(leaves) for fetch in self.fetchers])
+        arguments = [fetch(leaves) for fetch in self.fetchers]
+        self._require_apart(leaves, arguments)
+        outputs = half.function(arguments)
         return dict(zip(self.prepared.captured.binding.outputs, outputs, strict=True))
+
+    def _require_apart(self, leaves: Sequence[Any], arguments: Sequence[torch.Tensor]) -> None:
+        """Refuse a batch on the memory of a parameter, say, which would be updated before its last use in backward."""
+        shared = {storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and _has_others(leaf)}
+        if not shared:
+            return
+        for position, name in self.written.items():
+            if storage_key(arguments[position]) in shared:
+                raise InvalidOptionError(
+                    f"a tensor of the batch shares memory with {name!r}, which the step writes to: give a clone of it"
+                )
 
 
 def make_step_program(
@@ -108,7 +128,21 @@ def make_step_program(
     )
     (half,) = prepared.program.halves
     found = fetchers(step.model, captured, half.takes)
-    return StepProgram(prepared=prepared, fetchers=found, library_bytes=library_bytes)
+    written = _written(captured, half.takes)
+    return StepProgram(prepared=prepared, fetchers=found, written=written, library_bytes=library_bytes)
+
+
+def _has_others(tensor: torch.Tensor) -> bool:
+    """Return whether another tensor may have the memory of a tensor; by its own and the caller's references."""
+    return tensor.layout is torch.strided and storage_users(tensor.untyped_storage()) > 2
+
+
+def _written(captured: Captured, takes: Sequence[int]) -> dict[int, str]:
+    """Return the positions and names of a program's arguments that the step writes to, but for its batch."""
+    written = {storage for op in captured.graph.ops for storage in op.mutates}
+    inputs = {each.value.storage for each in captured.binding.residents if each.origin is Origin.INPUT}
+    names = {storage.id: storage.name for storage in captured.graph.storages}
+    return {at: names[each] for at, each in enumerate(takes) if each in written - inputs}
 
 
 def bytes_of_others(step: TrainingStep, captured: Captured) -> int:

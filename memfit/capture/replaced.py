@@ -1,0 +1,185 @@
+"""Buffers that a step replaces, and tensors whose memory it replaces (`.data = ...`): their values are written back.
+
+Eager's next step reads the new tensor, or the new memory. A planned step keeps both, so that an op at the end of the
+backward pass writes the new values into them; the optimizer updates a parameter after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memfit.capture.gradient_use import GradientUse
+from memfit.capture.side_effects import Place
+from memfit.capture.trace import Trace
+from memfit.errors import UnsupportedStepError
+from memfit.torch_private import is_fake, storage_key
+
+
+def write_replaced(
+    places: list[Place],
+    fakes: Mapping[torch.Tensor, torch.Tensor],
+    memory: Mapping[torch.Tensor, torch.Tensor],
+    trace: Trace,
+    gradients: GradientUse,
+) -> None:
+    """Write the values of replaced buffers, and of tensors with replaced memory, to where the next step reads them.
+
+    Args:
+        places: as `swapped` gives them, inside its block.
+        fakes: as `swapped` was given them.
+        memory: an alias of each fake from before the step, by the fake's tensor.
+        trace: of the step, after its backward pass.
+        gradients: tells which parameters were updated before.
+
+    Raises:
+        UnsupportedStepError: the values cannot be written there, or the step lets two tensors share memory.
+    """
+    with torch.no_grad():
+        for fake, values in _values_of_replaced(places, fakes):
+            fake.copy_(values)
+        shared = {storage_key(each) for each in memory.values()}
+        for place in _with_replaced_memory(places, fakes, memory):
+            fake, own = fakes[place.tensor], memory[place.tensor]
+            if storage_key(fake) in shared or trace.storages[trace.value(fake).storage].resident:
+                raise UnsupportedStepError(
+                    f"the step lets {place.path!r} share memory with another tensor (`.data = ...`), which a planned "
+                    "step would not: copy the values (`.data.copy_(...)`), or do it between steps"
+                )
+            if gradients.is_updated_early(fake):
+                raise UnsupportedStepError(
+                    f"the step replaces the values of {place.path!r} in backward (`.data = ...`), and a planned step "
+                    "may have updated it by then: replace them in forward, or after the step"
+                )
+            own.copy_(fake)
+            shared.add(storage_key(fake))
+            fake.data = own
+
+
+def _replaced(places: list[Place], fakes: Mapping[torch.Tensor, torch.Tensor]) -> list[tuple[Place, torch.Tensor]]:
+    """Return the places whose tensor the step replaced, each with the new tensor.
+
+    Args:
+        places: as `swapped` gives them, inside its block.
+        fakes: as `swapped` was given them.
+
+    Raises:
+        UnsupportedStepError: the new tensor cannot be written into the old one.
+    """
+    found: list[tuple[Place, torch.Tensor]] = []
+    for place in places:
+        before, after = fakes[place.tensor], place.table.get(place.name)
+        if after is before:
+            continue
+        like_before = after is not None and after.shape == before.shape and after.dtype == before.dtype
+        if not like_before or isinstance(place.tensor, torch.nn.Parameter):
+            now = "nothing" if after is None else f"a tensor of shape {tuple(after.shape)} and {after.dtype}"
+            raise UnsupportedStepError(
+                f"the step replaces {place.path!r}, of shape {tuple(before.shape)} and {before.dtype}, by {now}; "
+                "a planned step keeps parameters, and the sizes of buffers: write into it in place, or replace it "
+                "between steps"
+            )
+        assert after is not None
+        found.append((place, after))
+    return found
+
+
+def _values_of_replaced(
+    places: list[Place], fakes: Mapping[torch.Tensor, torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the fake of each buffer that the step replaced, with its new values: copies, if they are another buffer's.
+
+    Args:
+        places, fakes: as `_replaced` takes them.
+
+    Raises:
+        UnsupportedStepError: the new tensor cannot be written into the old one, or is a tensor of the model that
+            stays in its place.
+    """
+    found = _replaced(places, fakes)
+    written = {storage_key(fakes[place.tensor]) for place, _ in found}
+    for place, after in found:
+        for other in places:
+            if other.table.get(other.name) is fakes[other.tensor] and fakes[other.tensor] is after:
+                raise UnsupportedStepError(
+                    f"the step lets {place.path!r} be the tensor {other.path!r}, and a planned step would keep two: "
+                    "assign a clone, or do it between steps"
+                )
+    return [(fakes[place.tensor], after.clone() if storage_key(after) in written else after) for place, after in found]
+
+
+def _with_replaced_memory(
+    places: list[Place], fakes: Mapping[torch.Tensor, torch.Tensor], memory: Mapping[torch.Tensor, torch.Tensor]
+) -> list[Place]:
+    """Return the places of tensors that the step has given other memory, by `tensor.data = ...`, each tensor once.
+
+    Args:
+        places: as `swapped` gives them, inside its block.
+        fakes: as `swapped` was given them.
+        memory: of each fake's memory as it was before the step, by the fake's tensor.
+
+    Raises:
+        UnsupportedStepError: the new values cannot be written into the old memory.
+    """
+    found: dict[torch.Tensor, Place] = {}
+    for place in places:
+        before, after = memory[place.tensor], fakes[place.tensor]
+        if storage_key(after) == storage_key(before) and _form(after) == _form(before):
+            continue
+        is_alike = (after.shape, after.stride(), after.dtype) == (before.shape, before.stride(), before.dtype)
+        if storage_key(after) == storage_key(before) or not is_alike:
+            raise UnsupportedStepError(
+                f"the step changes the shape, strides, dtype or place in memory of {place.path!r} (`.data = ...`) from "
+                f"{tuple(before.shape)} and {before.dtype} to {tuple(after.shape)} and {after.dtype}, which a planned "
+                "step would not: do it between steps"
+            )
+        found.setdefault(place.tensor, place)
+    return list(found.values())
+
+
+@contextmanager
+def memory_kept_real() -> Iterator[None]:
+    """Refuse `.data = ...` inside the block where a real tensor would be given a fake's memory, which ends its own.
+
+    Raises:
+        UnsupportedStepError: gives the tensor's shape.
+    """
+    own: Any = torch.Tensor.data
+
+    def replace(tensor: torch.Tensor, values: torch.Tensor) -> None:
+        if is_fake(values) and not is_fake(tensor):
+            raise UnsupportedStepError(
+                f"the step replaces the values of a tensor of shape {tuple(tensor.shape)} that is no parameter or "
+                "buffer of the model (`.data = ...`), and a planned step would not: write in place "
+                "(`.data.copy_(...)`), or put it into a module that holds the model too"
+            )
+        own.__set__(tensor, values)
+
+    torch.Tensor.data = property(own.__get__, replace)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        del torch.Tensor.data
+
+
+@contextmanager
+def memory_put_back(model: torch.nn.Module) -> Iterator[None]:
+    """Give each parameter and buffer the memory that it has now at the end of the block, where a step replaces it.
+
+    Args:
+        model: whose tensors are meant.
+    """
+    kept = [(tensor, tensor.detach()) for tensor in (*model.parameters(), *model.buffers())]
+    try:
+        yield
+    finally:
+        for tensor, before in kept:
+            if storage_key(tensor) != storage_key(before) or _form(tensor) != _form(before):
+                tensor.data = before
+
+
+def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype

@@ -1,0 +1,82 @@
+"""Tensors that a step sets in Python: a planned step computes none of them, so that reading one later is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch.nn import Parameter
+
+from memfit.errors import UnsupportedStepError
+from memfit.torch_private import is_fake, tree_flatten
+
+_BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_OTHERS = (
+    *("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "bool", "int", "float", "complex", "index"),
+    *("len", "iter", "contains", "getitem", "setitem", "delitem", "call", "format", "array", "enter"),
+)
+
+
+class Unrecorded:
+    """Stands for a tensor, or what holds some, that a step has set: any use but `is` and printing raises.
+
+    Args:
+        path: names the place in messages.
+    """
+
+    __slots__ = ("_path",)
+    __hash__ = object.__hash__
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __repr__(self) -> str:
+        return f"<{self._path}, which planned steps do not compute>"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):  # asked for by copy and pickle
+            raise AttributeError(name)
+        self.refuse()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        next(leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, cls)).refuse()
+
+    def refuse(self, *_: Any) -> NoReturn:
+        """Raise the error that names the place, and says what to do."""
+        raise UnsupportedStepError(
+            f"the step sets {self._path!r}, and a planned step runs no Python, so that its value is not known: "
+            "read a buffer that the step writes in place, or call the model once more under torch.no_grad()"
+        )
+
+
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS):
+    setattr(Unrecorded, f"__{_name}__", Unrecorded.refuse)
+
+
+class Left:
+    """A place where a captured step has left tensors.
+
+    Args:
+        path: names it in messages.
+        read: returns what is there.
+        write: sets it.
+    """
+
+    def __init__(self, path: str, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
+        self._read = read
+        self._write = write
+        self._stand_in = Unrecorded(path)
+
+    def take(self) -> None:
+        """Put there what refuses to be used, as a planned step has run in the place of the user's code."""
+        if self._read() is not self._stand_in:
+            self._write(self._stand_in)
+
+
+def holds_fakes(value: Any) -> bool:
+    """Return whether a value is a fake tensor, or a container with one in it; a parameter's fake is none that counts.
+
+    Parameters are swapped for fakes meanwhile, and recurrent layers collect them anew then.
+    """
+    return any(is_fake(leaf) and not isinstance(leaf, Parameter) for leaf in tree_flatten(value)[0])
