@@ -16,7 +16,7 @@ from memfit.errors import InfeasibleBudgetError, TimeLimitError
 from memfit.planning import Settings
 from memfit.runtime.fitting import fit_step
 from memfit.system.recorder import allocated_bytes
-from memfit.torch_private import release_cublas_workspaces
+from memfit.torch_private.cuda import release_cublas_workspaces
 from memfit.workloads import build
 
 NO_BUDGET_BYTES = 1 << 60  # for planner `none`, which needs what it needs

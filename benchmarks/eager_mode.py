@@ -30,7 +30,7 @@ from _process import answer_if_child, in_fresh_process
 from _record import load, result_path, store
 
 import memfit
-from memfit.torch_private import TorchDispatchMode
+from memfit.torch_private.autograd import TorchDispatchMode
 from memfit.workloads import build
 
 COSTS: dict[str, dict[str, Any]] = {  # small, so that the operators' own work does not hide what a mode adds to it

@@ -25,7 +25,7 @@ from memfit.planning import Settings
 from memfit.runtime.fitting import fit_step
 from memfit.runtime.measure import resident_bytes
 from memfit.system.recorder import record
-from memfit.torch_private import allocator_settings_text
+from memfit.torch_private.cuda import allocator_settings_text
 
 STEPS = 10
 MICRO_BATCHES = 4

@@ -35,7 +35,7 @@ from memfit.planning import Settings
 from memfit.runtime.direct_calls import DirectCalls
 from memfit.runtime.fitting import fit_step
 from memfit.schedule import Compute
-from memfit.torch_private import tree_flatten
+from memfit.torch_private.tensors import tree_flatten
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # short kernels, so that the loop shows; the LSTM also as it is
     "lstm": ("lstm", {}),

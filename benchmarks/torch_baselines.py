@@ -23,7 +23,7 @@ from _process import answer_if_child, in_fresh_process
 from _record import interleaved_ratio, load, result_path, store
 
 from memfit import TrainingStep
-from memfit.torch_private import compile_with_budget
+from memfit.torch_private.dynamo import compile_with_budget
 from memfit.workloads import build
 from memfit.workloads.building import GRANULARITIES, checkpoints_placed
 

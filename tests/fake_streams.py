@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memfit.torch_private import TorchDispatchMode
+from memfit.torch_private.autograd import TorchDispatchMode
 
 
 class Event:

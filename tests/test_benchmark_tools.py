@@ -52,7 +52,7 @@ assert answer_if_child(lambda number: {{"double": number * 2}})
 """
 BUDGET_CHILD = """
 import sys, torch
-from memfit.torch_private import compile_with_budget
+from memfit.torch_private.dynamo import compile_with_budget
 from memfit.system.recorder import record
 torch.set_num_threads(1)
 layers = [layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.Sigmoid(), torch.nn.Tanh())]

@@ -19,7 +19,7 @@ from memfit.errors import CaptureError, InvalidDeviceError, InvalidOptionError, 
 from memfit.graph import Phase, Role
 from memfit.plan import Problem
 from memfit.planners.engine.results import unplanned_schedule
-from memfit.torch_private import FakeTensorMode
+from memfit.torch_private.tensors import FakeTensorMode
 
 
 def make_sgd(parameters: object) -> torch.optim.Optimizer:

@@ -12,7 +12,7 @@ import memfit
 from memfit.binding import Value
 from memfit.runtime import direct_calls
 from memfit.runtime.direct_calls import DirectCalls
-from memfit.torch_private import bare_overload
+from memfit.torch_private.tensors import bare_overload
 
 aten = torch.ops.aten
 

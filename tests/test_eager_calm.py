@@ -12,7 +12,7 @@ from torch import nn
 import memfit
 from memfit.runtime.eager.eager import bytes_of_tensors
 from memfit.runtime.eager.needs import key_of
-from memfit.torch_private import default_saved_hooks
+from memfit.torch_private.autograd import default_saved_hooks
 
 
 def small_then_large(model: nn.Module, number: int) -> torch.Tensor:

@@ -19,96 +19,99 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.checkpoint import checkpoint
 
 from memfit import torch_private
-from memfit.torch_private import (
-    ATTRIBUTES_HAVE_VERSIONS,
-    DATA_DEPENDENT_ERRORS,
-    READS_A_NUMBER,
-    SHORTENS,
-    BatchNormBase,
-    DictVersions,
-    FakeTensorMode,
-    GlobalState,
-    InductorHalf,
-    ModulePair,
-    StorageWeakRef,
-    TensorAddresses,
-    TensorMetadata,
+from memfit.torch_private import dynamo
+from memfit.torch_private.aot import boxed, trace_joint
+from memfit.torch_private.autograd import (
     TorchDispatchMode,
     UnwrappedMode,
-    allocator_settings_text,
-    answered_as_eager,
     any_autocast,
-    as_fake,
     at_end_of_backward,
     autocast_watched,
     backward_keeps_graph,
     backward_node,
-    bare_overload,
-    boxed,
-    checkpoints_inlined,
+    default_saved_hooks,
+    in_backward,
+    next_sequence_number,
+    no_modes,
+    only_mode,
+    saved_leaves_themselves,
+    views_replayed,
+    without_autocast,
+)
+from memfit.torch_private.cuda import allocator_settings_text, release_cublas_workspaces
+from memfit.torch_private.dynamo import (
     compile_soundly,
     compile_with_budget,
     compiled_around_breaks,
-    compiled_by_inductor,
     compiled_calls,
-    ddp_facts,
-    default_saved_hooks,
-    dict_version,
     dp_knapsack,
+    graph_breaks,
+    greedy_knapsack,
+    ilp_knapsack,
+    is_compilers,
+)
+from memfit.torch_private.guarding import (
+    ATTRIBUTES_HAVE_VERSIONS,
+    DictVersions,
+    GlobalState,
+    TensorAddresses,
+    TensorMetadata,
+    dict_version,
+    leaf_hooks,
+)
+from memfit.torch_private.inductor import InductorHalf, ModulePair, compiled_by_inductor
+from memfit.torch_private.modules import (
     eager_call,
+    global_module_hooks,
+    gradient_hooks,
+    has_accumulation_hooks,
+    hooks_on_all_modules,
+    is_compiled,
+    module_hooks,
+    module_tables,
+    optimizer_hooks,
+    own_call,
+    set_call,
+)
+from memfit.torch_private.patching import replaced
+from memfit.torch_private.ranks import (
+    ddp_facts,
+    first_bucket_bytes,
+    gradient_buckets,
+    group_timeout,
+    runs_under_ddp,
+    start_sum,
+    wait_for_sum,
+)
+from memfit.torch_private.symbols import guesses_noted, make_size_environment, make_size_symbol, symbolic_kernels
+from memfit.torch_private.tensors import (
+    DATA_DEPENDENT_ERRORS,
+    READS_A_NUMBER,
+    SHORTENS,
+    BatchNormBase,
+    FakeTensorMode,
+    StorageWeakRef,
+    as_fake,
+    bare_overload,
     failing_fakes_unlogged,
     fake_mode_of,
     fakes_corrected,
-    first_bucket_bytes,
-    global_module_hooks,
-    gradient_buckets,
-    gradient_hooks,
-    graph_breaks,
-    greedy_knapsack,
-    group_timeout,
-    guesses_noted,
-    has_accumulation_hooks,
     has_kernel,
-    hooks_on_all_modules,
-    ilp_knapsack,
-    in_backward,
-    is_compiled,
-    is_compilers,
     is_data_dependent,
     is_fake,
     is_plain_dense,
     is_zero_tensor,
     known_value,
-    leaf_hooks,
     make_boxed_func,
-    make_size_environment,
-    make_size_symbol,
-    module_hooks,
-    module_tables,
-    next_sequence_number,
-    no_modes,
-    only_mode,
-    optimizer_hooks,
-    own_call,
     real_tensors,
-    release_cublas_workspaces,
-    runs_under_ddp,
-    saved_leaves_themselves,
-    set_call,
-    start_sum,
-    stood_for,
     storage_key,
     storage_users,
-    symbolic_kernels,
     tensors_in,
-    trace_joint,
     tree_flatten,
     tree_map,
     tree_unflatten,
-    views_replayed,
-    wait_for_sum,
-    without_autocast,
 )
+from memfit.torch_private.tracing import answered_as_eager, checkpoints_inlined, stood_for
 
 
 def test_a_stand_in_is_told_from_what_it_stands_for() -> None:
@@ -121,10 +124,22 @@ def test_a_stand_in_is_told_from_what_it_stands_for() -> None:
     assert stood_for(torch.relu) is torch.relu
 
 
-def test_every_public_name_of_the_module_is_tested_here() -> None:
-    tree = ast.parse(Path(torch_private.__file__).read_text())
-    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    for node in tree.body:
+def test_an_attribute_is_replaced_inside_a_block() -> None:
+    class Owner:
+        @staticmethod
+        def name() -> int:
+            return 1
+
+    with replaced(Owner, "name", lambda: 2):
+        assert Owner.name() == 2
+    assert Owner().name() == 1
+
+
+def test_every_public_name_of_the_room_is_tested_here() -> None:
+    files = Path(torch_private.__file__).parent.glob("*.py")
+    body = [node for file in files for node in ast.parse(file.read_text()).body]
+    names = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    for node in body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             names |= {alias.asname for alias in node.names if alias.asname}
         if isinstance(node, ast.Assign):
@@ -361,7 +376,7 @@ def _counting_backend() -> tuple[Any, list[int]]:
 
 def test_loops_are_divided_until_the_last_thread_is_done() -> None:
     before = torch.nn.Sequential.forward
-    first = second = torch_private._loops_divided
+    first = second = dynamo._loops_divided
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -844,7 +859,7 @@ def test_a_backward_pass_is_known_from_inside() -> None:
 
 
 def test_trees_are_put_together_again() -> None:
-    leaves, structure = torch_private.tree_flatten({"a": (1, [2]), "b": 3})
+    leaves, structure = tree_flatten({"a": (1, [2]), "b": 3})
     assert tree_unflatten([leaf + 1 for leaf in leaves], structure) == {"a": (2, [3]), "b": 4}
 
 
@@ -857,7 +872,7 @@ def test_an_overload_is_called_without_its_python_function() -> None:
 @pytest.mark.parametrize("tells", [True, False])
 def test_the_settings_of_the_allocator_are_those_of_the_environment(tells: bool) -> None:
     hide = "" if tells else "import torch; torch._C.__dict__.pop('_accelerator_getAllocatorSettings', None); "
-    code = f"{hide}from memfit.torch_private import allocator_settings_text; print(allocator_settings_text())"
+    code = f"{hide}from memfit.torch_private.cuda import allocator_settings_text; print(allocator_settings_text())"
     settings = "expandable_segments:True,max_split_size_mb:64"
     environment = os.environ | {"PYTORCH_ALLOC_CONF": settings}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

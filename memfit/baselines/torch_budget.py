@@ -9,7 +9,7 @@ from typing import Any
 from memfit.baselines.baseline_step import BaselineStep
 from memfit.capture.placement import step_device
 from memfit.capture.training_step import TrainingStep
-from memfit.torch_private import compile_with_budget, dp_knapsack, greedy_knapsack, ilp_knapsack
+from memfit.torch_private.dynamo import compile_with_budget, dp_knapsack, greedy_knapsack, ilp_knapsack
 
 TORCH = "torch"
 """The part of a baseline's name before the colon; after it stands a solver: `torch:dp`."""

@@ -18,7 +18,7 @@ from memfit.capture.stream import Stream
 from memfit.capture.trace import Trace, TracedCall, TracedStorage
 from memfit.cost.observations import Observation
 from memfit.graph import Boundary, Graph, Op, Role, Storage
-from memfit.torch_private import tree_flatten
+from memfit.torch_private.tensors import tree_flatten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

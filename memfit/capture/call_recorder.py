@@ -18,17 +18,16 @@ from memfit.capture.stream import Stream
 from memfit.capture.symbols import Symbols, at_hand
 from memfit.capture.trace import Trace
 from memfit.capture.under_modes import UnderModes, is_looked_at
-from memfit.torch_private import (
+from memfit.torch_private.autograd import TorchDispatchMode, only_mode
+from memfit.torch_private.symbols import symbolic_kernels
+from memfit.torch_private.tensors import (
     DATA_DEPENDENT_ERRORS,
     READS_A_NUMBER,
     FakeTensorMode,
-    TorchDispatchMode,
     as_fake,
     is_fake,
     known_value,
-    only_mode,
     storage_key,
-    symbolic_kernels,
     tensors_in,
     tree_map,
 )

@@ -10,7 +10,7 @@ import torch
 from memfit.binding import Call, Value
 from memfit.capture.functionalize import BATCH_NORM_GRADIENTS, without_idle_statistics
 from memfit.cost.observations import Corrections, call_key
-from memfit.torch_private import fakes_corrected, is_fake, storage_key, tree_map
+from memfit.torch_private.tensors import fakes_corrected, is_fake, storage_key, tree_map
 
 
 def corrected_fakes(corrections: Corrections) -> AbstractContextManager[None]:

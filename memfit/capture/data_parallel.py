@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from memfit.errors import InvalidOptionError, UnsupportedStepError
-from memfit.torch_private import ddp_facts, first_bucket_bytes, gradient_buckets, start_sum, wait_for_sum
+from memfit.torch_private.ranks import ddp_facts, first_bucket_bytes, gradient_buckets, start_sum, wait_for_sum
 
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's bucket_cap_mb
 

@@ -46,7 +46,9 @@ from memfit.capture.copies import (
     own_attributes,
     slot_names,
 )
-from memfit.torch_private import gradient_hooks, is_fake, module_hooks, stood_for
+from memfit.torch_private.modules import gradient_hooks, module_hooks
+from memfit.torch_private.tensors import is_fake
+from memfit.torch_private.tracing import stood_for
 
 MODULE_NAMES = frozenset(vars(torch.nn.Module()))
 _HOLDING = {"argparse", "collections", "configparser", "queue", "types", "weakref"}  # of Python's own: users' values

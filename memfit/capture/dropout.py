@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from memfit.torch_private import real_tensors
+from memfit.torch_private.tensors import real_tensors
 
 _aten = torch.ops.aten
 _ROUNDED = (torch.bfloat16, torch.float16)

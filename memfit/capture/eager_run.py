@@ -26,21 +26,18 @@ from memfit.capture.training_step import TrainingStep
 from memfit.cost.views import lazy_view, on_its_own
 from memfit.errors import MemfitError, UnsupportedStepError
 from memfit.system.budget import format_bytes
-from memfit.torch_private import (
+from memfit.torch_private.autograd import TorchDispatchMode, only_mode, saved_leaves_themselves, views_replayed
+from memfit.torch_private.tensors import (
     FakeTensorMode,
-    TorchDispatchMode,
     as_fake,
-    checkpoints_inlined,
     is_fake,
     is_plain_dense,
-    only_mode,
     real_tensors,
-    saved_leaves_themselves,
     storage_key,
     tree_flatten,
     tree_map,
-    views_replayed,
 )
+from memfit.torch_private.tracing import checkpoints_inlined
 
 _NO_HOOKS = "support saved tensor hooks"  # in torch's error for torch.func.grad inside of such hooks
 _MARK = 0x6D656D666974  # a seed that no step sets

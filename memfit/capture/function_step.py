@@ -10,7 +10,7 @@ import torch
 
 from memfit.capture.training_step import TrainingStep
 from memfit.errors import CaptureError, InvalidTargetError
-from memfit.torch_private import tree_flatten
+from memfit.torch_private.tensors import tree_flatten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

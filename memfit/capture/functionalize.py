@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memfit.torch_private import fake_mode_of, real_tensors, tensors_in, tree_map
+from memfit.torch_private.tensors import fake_mode_of, real_tensors, tensors_in, tree_map
 
 # In-place calls whose result does not depend on the old content: only their first argument's metadata counts.
 _OVERWRITING = frozenset(

@@ -17,7 +17,7 @@ import torch
 from memfit.binding import Call, Value
 from memfit.capture.trace import TracedCall
 from memfit.cost.views import lazy_view
-from memfit.torch_private import tree_map
+from memfit.torch_private.tensors import tree_map
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from memfit.capture.reductions import Reductions
 from memfit.capture.trace import Trace, TracedCall
 from memfit.capture.training_step import TrainingStep
 from memfit.graph import Phase, Role
-from memfit.torch_private import FakeTensorMode, storage_key
+from memfit.torch_private.tensors import FakeTensorMode, storage_key
 
 _UPDATE = "optimizer_update"  # the name of its calls
 _BATCH_SHARE = 0.01  # of the bytes of all gradients: those that wait to be used together

@@ -21,21 +21,17 @@ from memfit.capture.discovery import MODULE_NAMES
 from memfit.capture.reads import Reads
 from memfit.capture.training_step import TrainingStep
 from memfit.capture.unrecorded import Left
-from memfit.torch_private import (
+from memfit.torch_private.guarding import (
     ATTRIBUTES_HAVE_VERSIONS,
     DictVersions,
     GlobalState,
     TensorAddresses,
     TensorMetadata,
     dict_version,
-    global_module_hooks,
-    is_plain_dense,
     leaf_hooks,
-    module_hooks,
-    module_tables,
-    optimizer_hooks,
-    storage_key,
 )
+from memfit.torch_private.modules import global_module_hooks, module_hooks, module_tables, optimizer_hooks
+from memfit.torch_private.tensors import is_plain_dense, storage_key
 
 _ALWAYS = MODULE_NAMES | {"momentum"}  # capture itself sets the momentum of batch normalization
 

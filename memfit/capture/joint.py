@@ -20,7 +20,7 @@ from memfit.capture.trace import Trace
 from memfit.cost.observations import Corrections
 from memfit.errors import UnsupportedStepError
 from memfit.graph import Phase, Role
-from memfit.torch_private import bare_overload, fake_mode_of, storage_key, tree_map
+from memfit.torch_private.tensors import bare_overload, fake_mode_of, storage_key, tree_map
 
 _REPLACE = torch.ops.aten.set_.source_Tensor  # what `.data = ...` is in a joint graph
 

@@ -25,7 +25,7 @@ from memfit.capture.training_step import TrainingStep, plain, same_objects
 from memfit.capture.update_trial import is_update
 from memfit.capture.whole_step import Recorded, capture_whole_step, record_at_all_sizes
 from memfit.cost.observations import Corrections
-from memfit.torch_private import tree_flatten
+from memfit.torch_private.tensors import tree_flatten
 
 _log = logging.getLogger(__name__)
 

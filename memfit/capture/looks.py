@@ -16,7 +16,7 @@ import torch
 from memfit.binding import Origin, Resident, Value, map_values
 from memfit.capture.trace import Trace, TracedCall
 from memfit.cost.views import at_offset_zero, view_of
-from memfit.torch_private import is_fake, real_tensors, tree_flatten
+from memfit.torch_private.tensors import is_fake, real_tensors, tree_flatten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from memfit.graph import Phase
-from memfit.torch_private import backward_node, next_sequence_number
+from memfit.torch_private.autograd import backward_node, next_sequence_number
 
 
 class ModuleScopes:

@@ -21,10 +21,10 @@ from memfit.capture.training_step import TrainingStep
 from memfit.cost.environment import free_bytes
 from memfit.cost.single_op import undisturbed
 from memfit.errors import UnsupportedStepError
-from memfit.torch_private import (
+from memfit.torch_private.autograd import TorchDispatchMode
+from memfit.torch_private.tensors import (
     DATA_DEPENDENT_ERRORS,
     FakeTensorMode,
-    TorchDispatchMode,
     is_fake,
     real_tensors,
     storage_key,

@@ -18,7 +18,8 @@ from memfit.capture.data_parallel import Bucket, DataParallel, Place
 from memfit.capture.trace import Trace, TracedCall
 from memfit.errors import UnsupportedStepError
 from memfit.graph import Phase, Role
-from memfit.torch_private import FakeTensorMode, start_sum, wait_for_sum
+from memfit.torch_private.ranks import start_sum, wait_for_sum
+from memfit.torch_private.tensors import FakeTensorMode
 
 _GROUP = "data parallel"
 

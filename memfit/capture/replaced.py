@@ -16,7 +16,7 @@ from memfit.capture.gradient_use import GradientUse
 from memfit.capture.side_effects import Place
 from memfit.capture.trace import Trace
 from memfit.errors import UnsupportedStepError
-from memfit.torch_private import is_fake, storage_key
+from memfit.torch_private.tensors import is_fake, storage_key
 
 
 def write_replaced(

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from memfit.binding import InPlaceForm, Value
-from memfit.torch_private import has_kernel, tree_flatten
+from memfit.torch_private.tensors import has_kernel, tree_flatten
 
 ROW_BY_ROW = frozenset(
     f"aten::{name}" for name in ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")

@@ -24,7 +24,7 @@ from memfit.capture.build import Captured
 from memfit.cost.op_inputs import InputMaker
 from memfit.cost.views import lazy_view
 from memfit.graph import Graph, Op, Phase
-from memfit.torch_private import tensors_in, tree_flatten
+from memfit.torch_private.tensors import tensors_in, tree_flatten
 
 _aten = torch.ops.aten
 # The positions of arguments of which each row of the result needs all rows, whatever their shapes.

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from memfit.torch_private import BatchNormBase, module_tables
+from memfit.torch_private.modules import module_tables
+from memfit.torch_private.tensors import BatchNormBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from memfit.capture.placement import step_device
 from memfit.capture.training_step import TrainingStep
 from memfit.errors import InvalidTargetError, UnsupportedStepError
-from memfit.torch_private import any_autocast
+from memfit.torch_private.autograd import any_autocast
 
 
 def check_step(step: TrainingStep, where: str) -> None:

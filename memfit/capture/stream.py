@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memfit.torch_private import StorageWeakRef, backward_node, is_fake, real_tensors, storage_key, tensors_in, tree_map
+from memfit.torch_private.autograd import backward_node
+from memfit.torch_private.tensors import StorageWeakRef, is_fake, real_tensors, storage_key, tensors_in, tree_map
 
 _MOST_FRAMES = 200
 _CONTENT_BYTES = 1 << 20  # of a tensor from outside of the step: a draw is smaller, a teacher's weights are larger

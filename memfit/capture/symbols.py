@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from memfit.torch_private import FakeTensorMode, guesses_noted, make_size_environment, make_size_symbol
+from memfit.torch_private.symbols import guesses_noted, make_size_environment, make_size_symbol
+from memfit.torch_private.tensors import FakeTensorMode
 
 if TYPE_CHECKING:
     import sympy

@@ -37,7 +37,7 @@ from memfit.capture.hidden_state import refuse_hidden_state
 from memfit.cost.observations import Corrections, RealResult, call_key
 from memfit.errors import CaptureError, UnsupportedStepError
 from memfit.graph import Phase, Role
-from memfit.torch_private import is_fake, storage_key, tensors_in, tree_flatten, tree_map
+from memfit.torch_private.tensors import is_fake, storage_key, tensors_in, tree_flatten, tree_map
 
 
 @dataclass(slots=True, kw_only=True)

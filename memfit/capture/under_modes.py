@@ -16,7 +16,7 @@ import torch
 from memfit.binding import values_in
 from memfit.capture.trace import TracedCall
 from memfit.errors import UnsupportedStepError
-from memfit.torch_private import TorchDispatchMode
+from memfit.torch_private.autograd import TorchDispatchMode
 
 _aten = torch.ops.aten
 

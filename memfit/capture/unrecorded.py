@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch.nn import Parameter
 
 from memfit.errors import UnsupportedStepError
-from memfit.torch_private import is_fake, tree_flatten
+from memfit.torch_private.tensors import is_fake, tree_flatten
 
 _BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _OTHERS = (

@@ -24,7 +24,7 @@ from memfit.cost.observations import Observation, Observations
 from memfit.cost.single_op import undisturbed
 from memfit.graph import Graph, Op
 from memfit.system.recorder import record, taken_bytes
-from memfit.torch_private import tensors_in
+from memfit.torch_private.tensors import tensors_in
 
 _TIMED = 5  # updates of copies
 

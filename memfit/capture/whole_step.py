@@ -40,20 +40,18 @@ from memfit.cost.observations import Corrections
 from memfit.cost.views import lazy_view
 from memfit.errors import CaptureError, GraphBreakError, InvalidOptionError, MemfitError, UnsupportedStepError
 from memfit.graph import Role
-from memfit.torch_private import (
+from memfit.torch_private.autograd import autocast_watched
+from memfit.torch_private.modules import gradient_hooks, has_accumulation_hooks
+from memfit.torch_private.tensors import (
     FakeTensorMode,
-    answered_as_eager,
-    autocast_watched,
-    checkpoints_inlined,
     failing_fakes_unlogged,
-    gradient_hooks,
-    has_accumulation_hooks,
     is_data_dependent,
     is_fake,
     storage_key,
     tree_flatten,
     tree_map,
 )
+from memfit.torch_private.tracing import answered_as_eager, checkpoints_inlined
 
 STATE = "state:"  # begins the names of the outputs of a function of a state
 _AROUND = "memfit.fit and `memfit fit` plan the graphs around that line"

@@ -21,7 +21,7 @@ from memfit.cost.environment import environment
 from memfit.device import Rate
 from memfit.graph import Graph
 from memfit.system.cache import environment_path, keep, read_kept
-from memfit.torch_private import start_sum, wait_for_sum
+from memfit.torch_private.ranks import start_sum, wait_for_sum
 
 _SMALL_BYTES, _LARGE_BYTES = 4 << 10, 8 << 20
 _RUNS = 7

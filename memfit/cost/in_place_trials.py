@@ -11,7 +11,7 @@ import torch
 from memfit.binding import Call, values_in
 from memfit.cost.op_inputs import InputMaker
 from memfit.graph import Storage
-from memfit.torch_private import tensors_in
+from memfit.torch_private.tensors import tensors_in
 
 _REPEATS = 3  # a result that depends on the order of threads differs between runs
 

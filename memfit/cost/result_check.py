@@ -15,7 +15,7 @@ from memfit.cost.observations import RealResult
 from memfit.errors import CaptureError
 from memfit.graph import Op, Storage
 from memfit.system.recorder import taken_bytes
-from memfit.torch_private import tensors_in, tree_flatten
+from memfit.torch_private.tensors import tensors_in, tree_flatten
 
 
 def check_results(

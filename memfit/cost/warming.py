@@ -13,7 +13,7 @@ from memfit.cost.op_inputs import InputMaker
 from memfit.cost.single_op import Measurer, undisturbed
 from memfit.graph import Graph
 from memfit.system.recorder import allocated_bytes
-from memfit.torch_private import release_cublas_workspaces
+from memfit.torch_private.cuda import release_cublas_workspaces
 
 _Thread = tuple[torch.device, int]  # libraries keep a workspace for each thread
 

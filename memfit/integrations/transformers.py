@@ -10,7 +10,7 @@ import transformers
 from memfit.errors import InvalidOptionError, UnsupportedStepError
 from memfit.plan import Plan
 from memfit.runtime.compile.model import PlannedCalls, compile_anew, release
-from memfit.torch_private import own_call
+from memfit.torch_private.modules import own_call
 
 _WHERE = "memfit.integrations.transformers"
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from memfit.capture.data_parallel import DataParallel
 from memfit.errors import MemfitError, RankError, WrongFakesError
-from memfit.torch_private import group_timeout
+from memfit.torch_private.ranks import group_timeout
 
 T = TypeVar("T")
 

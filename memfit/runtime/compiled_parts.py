@@ -14,7 +14,7 @@ from memfit.runtime.compile.settings import GraphSettings, settings_of
 from memfit.runtime.graph_part import Part
 from memfit.runtime.ledger import Ledger
 from memfit.runtime.prepare import Prepared, program_of, with_costs
-from memfit.torch_private import DATA_DEPENDENT_ERRORS
+from memfit.torch_private.tensors import DATA_DEPENDENT_ERRORS
 
 _log = logging.getLogger("memfit")
 _MOST_SIZES = 3  # that one graph is planned at, if batches of one shape lead to more

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from memfit.binding import Value, map_values
-from memfit.torch_private import UnwrappedMode, bare_overload, no_modes, only_mode
+from memfit.torch_private.autograd import UnwrappedMode, no_modes, only_mode
+from memfit.torch_private.tensors import bare_overload
 
 _INTERFACE = (torch, torch.nn.functional, torch.Tensor)
 _COMPILED = (types.BuiltinFunctionType, types.MethodDescriptorType)  # functions that are Python may do anything

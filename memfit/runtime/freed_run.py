@@ -27,7 +27,7 @@ from memfit.graph import Graph, Op
 from memfit.runtime.step_program import fetchers
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import record, taken_bytes
-from memfit.torch_private import tree_flatten
+from memfit.torch_private.tensors import tree_flatten
 
 BIG_BYTES = 1 << 20
 

@@ -18,7 +18,7 @@ from memfit.runtime.state import left_as_it_was
 from memfit.runtime.verify import RunsStep, unplanned_bytes
 from memfit.simulate.overlap import Transfers
 from memfit.system.recorder import Usage, record, taken_bytes
-from memfit.torch_private import tree_flatten
+from memfit.torch_private.tensors import tree_flatten
 
 _NO_ROOM = "The device has no room for an eager step: times and peaks are not compared with it."
 

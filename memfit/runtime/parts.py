@@ -40,7 +40,7 @@ from memfit.runtime.verify import difference_of_eager, first_difference, require
 from memfit.simulate.overlap import Transfers
 from memfit.system.budget import format_bytes, parse_budget
 from memfit.system.recorder import empty_cache
-from memfit.torch_private import compiled_around_breaks
+from memfit.torch_private.dynamo import compiled_around_breaks
 
 _log = logging.getLogger("memfit")
 _MOST_AIMS = 4  # plans for less and less, while steps take more than the budget; then the leanest

@@ -17,7 +17,7 @@ from memfit.runtime.host.store import alignment_bytes
 from memfit.simulate.cuda_allocator import AllocatorSettings
 from memfit.simulate.reserved import reserved
 from memfit.system.budget import format_bytes
-from memfit.torch_private import allocator_settings_text
+from memfit.torch_private.cuda import allocator_settings_text
 
 _log = logging.getLogger("memfit")
 _HOST_TRIES = 3  # plans that are made until the host copies fit as they are laid out

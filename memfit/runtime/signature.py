@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memfit.capture.training_step import plain, same_objects
-from memfit.torch_private import tree_flatten
+from memfit.torch_private.tensors import tree_flatten
 
 
 def batch_signature(batch: Any) -> Hashable:

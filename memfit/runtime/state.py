@@ -15,7 +15,7 @@ from memfit.capture.draws import HostGenerators
 from memfit.capture.generators import all_states, set_state
 from memfit.capture.reads import Reads
 from memfit.runtime.bits import same_bits, same_value
-from memfit.torch_private import storage_key, tree_flatten
+from memfit.torch_private.tensors import storage_key, tree_flatten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,7 @@ from memfit.runtime.variants import Variant, Variants
 from memfit.runtime.verify import require_same
 from memfit.simulate.overlap import Transfers
 from memfit.system.recorder import empty_cache, records_at_once, taken_bytes
-from memfit.torch_private import tree_flatten, tree_unflatten
+from memfit.torch_private.tensors import tree_flatten, tree_unflatten
 
 _log = logging.getLogger(__name__)
 _MOST_PROVING_STEPS = (MOST_CORRECTIONS + 1) * (STEPS_IN_A_ROW + 1)  # of each plan; a first one may make state

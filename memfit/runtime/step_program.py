@@ -20,7 +20,7 @@ from memfit.runtime.host.store import HostStore
 from memfit.runtime.prepare import ANEW, Planning, Prepared, prepare
 from memfit.runtime.program import make_program
 from memfit.system.recorder import taken_bytes
-from memfit.torch_private import storage_key, storage_users, tree_flatten
+from memfit.torch_private.tensors import storage_key, storage_users, tree_flatten
 
 Fetch = Callable[[Sequence[Any]], Any]
 """Given the leaves of a batch, returns one argument of a program."""

@@ -17,7 +17,7 @@ from memfit.runtime.agreement import agreed_difference
 from memfit.runtime.bits import same_bits, same_value
 from memfit.runtime.saved_on_host import EagerRun
 from memfit.runtime.state import StepState, left_as_it_was, optimized
-from memfit.torch_private import tree_flatten
+from memfit.torch_private.tensors import tree_flatten
 
 # Added to each parameter after it is scaled: the second state differs in all values, and in no sign of a large one.
 _SCALE, _SHIFT = 1.0625, 2.0**-10

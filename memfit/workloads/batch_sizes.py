@@ -10,7 +10,7 @@ import torch
 
 from memfit.capture.training_step import TrainingStep
 from memfit.errors import InvalidTargetError
-from memfit.torch_private import tree_flatten, tree_map
+from memfit.torch_private.tensors import tree_flatten, tree_map
 from memfit.workloads.building import build_workload
 from memfit.workloads.registry import WORKLOADS, OptionValue
 

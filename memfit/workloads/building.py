@@ -16,7 +16,7 @@ from memfit.capture.function_step import FunctionStep
 from memfit.capture.training_step import TrainingStep
 from memfit.cost.environment import find_device
 from memfit.errors import InvalidOptionError, InvalidTargetError
-from memfit.torch_private import tree_map
+from memfit.torch_private.tensors import tree_map
 from memfit.workloads import registry
 from memfit.workloads.parts import Iteration, Options, Parts
 from memfit.workloads.registry import OptionValue, Workload

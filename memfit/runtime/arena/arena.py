@@ -24,7 +24,7 @@ from memfit.runtime.arena.layout import ArenaPlan, make_arena_plan
 from memfit.runtime.arena.library import ArenaLibrary, ArenaUnavailableError, Counts, load_arena_library
 from memfit.runtime.arena.spilling import Spilling
 from memfit.system.spill_file import parse_host_dir
-from memfit.torch_private import tree_flatten
+from memfit.torch_private.tensors import tree_flatten
 
 ALIGNMENT_BYTES = {"cpu": 64, "cuda": 512}
 DEFAULT_SOLVER_SECONDS = 2.0

@@ -17,7 +17,8 @@ from memfit.runtime.compile.occupancy import bytes_beside
 from memfit.runtime.first_step import MOST_CORRECTIONS, STEPS_IN_A_ROW, not_held
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
-from memfit.torch_private import FakeTensorMode, at_end_of_backward
+from memfit.torch_private.autograd import at_end_of_backward
+from memfit.torch_private.tensors import FakeTensorMode
 
 _log = logging.getLogger("memfit")
 

@@ -47,17 +47,16 @@ from memfit.runtime.compile.settings import INDUCTOR, GraphSettings, read_option
 from memfit.runtime.prepare import Prepared, prepare, with_costs
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import allocated_bytes
-from memfit.torch_private import (
+from memfit.torch_private.aot import boxed, trace_joint
+from memfit.torch_private.autograd import any_autocast
+from memfit.torch_private.modules import hooks_on_all_modules
+from memfit.torch_private.tensors import (
     DATA_DEPENDENT_ERRORS,
-    any_autocast,
-    boxed,
     fake_mode_of,
-    hooks_on_all_modules,
     is_plain_dense,
     make_boxed_func,
     real_tensors,
     tensors_in,
-    trace_joint,
 )
 
 _log = logging.getLogger("memfit")

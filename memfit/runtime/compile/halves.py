@@ -20,7 +20,7 @@ from memfit.binding import Origin, Value
 from memfit.capture.joint import JointCapture
 from memfit.cost.views import at_offset_zero
 from memfit.runtime.program import TICKET, Half, Program
-from memfit.torch_private import FakeTensorMode
+from memfit.torch_private.tensors import FakeTensorMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

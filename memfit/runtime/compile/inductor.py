@@ -31,15 +31,8 @@ from memfit.runtime.compile.node_halves import node_halves
 from memfit.runtime.compile.rehearse import CallShape, call_shape, rehearse
 from memfit.system.budget import format_bytes
 from memfit.system.version import __version__
-from memfit.torch_private import (
-    InductorHalf,
-    ModulePair,
-    bare_overload,
-    compiled_by_inductor,
-    fake_mode_of,
-    real_tensors,
-    tensors_in,
-)
+from memfit.torch_private.inductor import InductorHalf, ModulePair, compiled_by_inductor
+from memfit.torch_private.tensors import bare_overload, fake_mode_of, real_tensors, tensors_in
 
 _log = logging.getLogger("memfit")
 _MOST_COMPILATIONS = 4  # of one graph at one size

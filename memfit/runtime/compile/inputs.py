@@ -13,14 +13,10 @@ from memfit.capture.functionalize import CAST_INSIDE
 from memfit.cost.views import span_bytes
 from memfit.errors import UnsupportedStepError
 from memfit.runtime.signature import tensor_signature
-from memfit.torch_private import (
-    any_autocast,
-    backward_keeps_graph,
-    hooks_on_all_modules,
-    is_plain_dense,
-    runs_under_ddp,
-    tensors_in,
-)
+from memfit.torch_private.autograd import any_autocast, backward_keeps_graph
+from memfit.torch_private.modules import hooks_on_all_modules
+from memfit.torch_private.ranks import runs_under_ddp
+from memfit.torch_private.tensors import is_plain_dense, tensors_in
 
 _PLAIN = {"Tensor", "Parameter", "Buffer"}
 

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memfit.errors import UnsupportedStepError
 from memfit.runtime.compile.backend import PlannedGraph, memfit_backend
-from memfit.torch_private import compile_soundly
+from memfit.torch_private.dynamo import compile_soundly
 
 __all__ = ["memfit_backend"]
 

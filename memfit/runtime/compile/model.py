@@ -17,7 +17,8 @@ from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM
 from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.backend import PlannedGraph
 from memfit.runtime.compile.settings import EAGER, GraphSettings, read_options
-from memfit.torch_private import compiled_calls, eager_call, graph_breaks, is_compiled, is_compilers, own_call, set_call
+from memfit.torch_private.dynamo import compiled_calls, graph_breaks, is_compilers
+from memfit.torch_private.modules import eager_call, is_compiled, own_call, set_call
 
 _log = logging.getLogger("memfit")
 _MANY_GRAPHS = 64  # of one model; Dynamo itself takes eight of a function for a sign of such a number

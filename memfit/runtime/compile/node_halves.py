@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from memfit.capture.joint import is_tangent
 from memfit.schedule import Code, Schedule
-from memfit.torch_private import CHAIN, HELD
+from memfit.torch_private.inductor import CHAIN, HELD
 
 
 def node_halves(

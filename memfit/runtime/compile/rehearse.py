@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from memfit.system.recorder import taken_bytes
-from memfit.torch_private import FakeTensorMode, StorageWeakRef, TorchDispatchMode, storage_key, tensors_in
+from memfit.torch_private.autograd import TorchDispatchMode
+from memfit.torch_private.tensors import FakeTensorMode, StorageWeakRef, storage_key, tensors_in
 
 Generated = Callable[[list[Any]], Sequence[Any]]
 """Generated code whose kernels do nothing; it empties its list of arguments."""

@@ -17,7 +17,7 @@ from memfit.planning import Settings
 from memfit.runtime.agreement import agreement_of
 from memfit.runtime.distributed.planning import AcrossRanks
 from memfit.runtime.prepare import Planning
-from memfit.torch_private import tree_flatten
+from memfit.torch_private.tensors import tree_flatten
 
 T = TypeVar("T")
 

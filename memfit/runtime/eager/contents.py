@@ -29,7 +29,7 @@ from memfit.runtime.eager.sources import (
     tensors_given,
 )
 from memfit.system.budget import format_bytes
-from memfit.torch_private import no_modes, without_autocast
+from memfit.torch_private.autograd import no_modes, without_autocast
 
 LEAST_BYTES = 1 << 12  # smaller contents are never let go
 

@@ -12,7 +12,7 @@ from memfit.runtime.eager.host import Host
 from memfit.runtime.eager.kept import Kept
 from memfit.runtime.eager.sources import Source
 from memfit.system.recorder import taken_bytes
-from memfit.torch_private import storage_users
+from memfit.torch_private.tensors import storage_users
 
 NEVER_SECONDS = float("inf")
 

@@ -23,7 +23,7 @@ from memfit.runtime.uncopied import Uncopied
 from memfit.system.budget import format_bytes, parse_budget, parse_host_budget
 from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
 from memfit.system.spill_file import parse_host_dir, require_host_budget
-from memfit.torch_private import is_plain_dense
+from memfit.torch_private.tensors import is_plain_dense
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

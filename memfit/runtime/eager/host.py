@@ -15,7 +15,7 @@ import torch
 from memfit.cost.link import link_rates
 from memfit.errors import HostMemoryError
 from memfit.runtime.host.store import HostCopy, Slab, alignment_bytes, make_slab
-from memfit.torch_private import no_modes
+from memfit.torch_private.autograd import no_modes
 
 
 class OnHost:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memfit.runtime.eager.sources import Source
-from memfit.torch_private import no_modes
+from memfit.torch_private.autograd import no_modes
 
 _FEW_WORDS = 512  # of 8 bytes: fewer are kept as they are
 

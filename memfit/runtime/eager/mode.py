@@ -19,7 +19,7 @@ from memfit.runtime.eager.needs import Need, Needs
 from memfit.runtime.eager.operators import FOREIGN, VIEW, WRITES, Operator, require_as_bare
 from memfit.runtime.eager.passes import Passes
 from memfit.runtime.eager.sources import Call, Sources
-from memfit.torch_private import UnwrappedMode, default_saved_hooks, in_backward, saved_leaves_themselves
+from memfit.torch_private.autograd import UnwrappedMode, default_saved_hooks, in_backward, saved_leaves_themselves
 
 _RESERVE_BYTES = 1 << 12  # of the budget, for the mode's own numbers
 _FORGET_EVERY = 4096  # calls

@@ -13,12 +13,12 @@ from memfit.capture.generators import without_generator
 from memfit.cost.single_op import uncollected
 from memfit.runtime.eager.sources import tensors_given
 from memfit.system.recorder import record, taken_bytes
-from memfit.torch_private import (
+from memfit.torch_private.autograd import no_modes
+from memfit.torch_private.tensors import (
     DATA_DEPENDENT_ERRORS,
     SHORTENS,
     FakeTensorMode,
     failing_fakes_unlogged,
-    no_modes,
     storage_key,
     tensors_in,
     tree_map,

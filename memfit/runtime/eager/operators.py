@@ -15,7 +15,7 @@ from memfit.capture.under_modes import UnderModes, is_looked_at
 from memfit.errors import UnsupportedStepError
 from memfit.runtime.eager.needs import Need, key_of
 from memfit.runtime.eager.sources import tensors_given
-from memfit.torch_private import SHORTENS, is_zero_tensor
+from memfit.torch_private.tensors import SHORTENS, is_zero_tensor
 
 VIEW, PLAIN, WRITES, DATA_DECIDES, FOREIGN = range(5)
 """Kinds of operators: that move no data; that write to their arguments; whose results' sizes the data decides; of which

@@ -17,7 +17,7 @@ from memfit.runtime.eager.pass_graph import Key
 from memfit.runtime.eager.sources import Source
 from memfit.runtime.eager.structures import MOST_CALLS, Structure, Structures
 from memfit.runtime.eager.trace import Trace, TracedCall, aliases_of
-from memfit.torch_private import in_backward
+from memfit.torch_private.autograd import in_backward
 
 _NOT_YET = -1  # number of a call that was never seen
 

@@ -13,7 +13,7 @@ from memfit.runtime.eager.kept import Kept
 from memfit.runtime.eager.needs import Need
 from memfit.runtime.eager.operators import is_dense
 from memfit.runtime.eager.sources import Source, Sources, tensors_given
-from memfit.torch_private import storage_users, tensors_in
+from memfit.torch_private.tensors import storage_users, tensors_in
 
 BEFORE = -1
 """The position of all that was there before the pass."""

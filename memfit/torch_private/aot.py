@@ -1,0 +1,108 @@
+"""The joint graph of forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._guards
+import torch._subclasses
+import torch.utils.checkpoint
+from torch._functorch.aot_autograd import aot_module_simplified
+
+
+def trace_joint(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    partition: Callable[..., Any],
+    forward_compiler: Callable[..., Any],
+    backward_compiler: Callable[..., Any],
+    inference_compiler: Callable[..., Any],
+    backward_autocast: bool = False,
+) -> Callable[..., Any]:
+    """Run AOTAutograd on a module that Dynamo captured, and return the compiled callable.
+
+    There are no decompositions: the kernels are eager's. Without keep_inference_input_mutations, the buffers of batch
+    normalization would raise version-counter errors in backward.
+
+    Args:
+        module: captured by Dynamo.
+        inputs: with concrete sizes.
+        partition: divides the joint graph into its halves (AOTAutograd's partition_fn).
+        forward_compiler, backward_compiler: compile the halves.
+        inference_compiler: compiles a graph without a backward half.
+        backward_autocast: whether backward runs inside forward's autocast; there, it casts what forward had computed
+            without casts.
+    """
+    import torch._functorch.config
+
+    cast = "same_as_forward" if backward_autocast else "off"
+    with torch._functorch.config.patch(backward_pass_autocast=cast), _eagers_interpolation(), _checks_kept():
+        return aot_module_simplified(
+            module,
+            inputs,
+            fw_compiler=forward_compiler,
+            bw_compiler=backward_compiler,
+            inference_compiler=inference_compiler,
+            partition_fn=partition,
+            decompositions={},
+            keep_inference_input_mutations=True,
+        )
+
+
+@contextmanager
+def _checks_kept() -> Iterator[None]:
+    """Let AOTAutograd keep the checks of linear algebra as calls; else torch drops them, or threads a token through."""
+    check = torch.ops.aten._linalg_check_errors.default
+    kept, effects = torch.fx.node._side_effectful_functions, _effects_of("aten::_linalg_check_errors")
+    was_kept, effect = check in kept, getattr(effects, "effect", None)
+    kept.add(check)
+    if effect is not None:
+        effects.register(None)
+    try:
+        yield
+    finally:
+        if not was_kept:
+            kept.discard(check)
+        if effect is not None:
+            effects.register(effect)
+
+
+def _effects_of(operator: str) -> Any:
+    """Return where torch has noted the effect of an operator, or None where it notes none."""
+    return getattr(torch._library.simple_registry.singleton.find(operator), "effect", None)
+
+
+@contextmanager
+def _eagers_interpolation() -> Iterator[None]:
+    """Let interpolations be eager's kernels inside the block; torch has formulas in their places, of other bits.
+
+    They stand before autograd, so that no setting for decompositions leaves them out.
+    """
+    import torch._decomp  # enters them
+
+    aten, formulas = torch.ops.aten, (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    packets = [getattr(aten, name) for name in dir(aten) if "upsample" in name and "backward" not in name]
+    ops: list[Any] = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    removed = [(op, key, op.py_kernels.pop(key)) for op in ops for key in formulas if key in op.py_kernels]
+    try:
+        for op, _, _ in removed:
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, key, kernel in removed:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+
+def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark `function` as boxed: it takes one list and empties it, and AOTAutograd then keeps no argument alive."""
+
+    def call(arguments: list[Any]) -> Any:
+        return function(arguments)
+
+    call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return call

@@ -1,0 +1,141 @@
+"""The running backward pass, its modes, and what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch._guards
+import torch._subclasses
+import torch.utils.checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def in_backward() -> bool:
+    """Return whether this thread is carrying out a backward pass."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def no_modes() -> Any:
+    """Return a context in which no dispatch mode sees what is called."""
+    return torch._C._DisableTorchDispatch()
+
+
+def without_autocast() -> Any:
+    """Return a context in which no operator is cast, whatever autocast is on."""
+    return torch._C._DisableAutocast()
+
+
+class UnwrappedMode(TorchDispatchMode):
+    """A dispatch mode whose calls cost less: torch wraps those of others, so that Dynamo does not compile them.
+
+    Here Dynamo is told once to skip the code of `__torch_dispatch__`, and all that it calls.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        dynamo = torch._C._dynamo.eval_frame
+        skip = dynamo._FrameAction.SKIP
+        dynamo.set_code_exec_strategy(cls.__torch_dispatch__.__code__, dynamo._FrameExecStrategy(skip, skip))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def default_saved_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the innermost hooks of saved tensors (pack, unpack) that are on in this thread, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+@contextmanager
+def saved_leaves_themselves() -> Iterator[None]:
+    """Let custom autograd functions get the very leaves that they saved, as they do without hooks of saved tensors.
+
+    Inside of such hooks torch makes a new tensor of what is unpacked, without the leaf's attributes and its `.grad`.
+    """
+    function: Any = torch.autograd.function.BackwardCFunction
+    before, original = vars(function).get("saved_tensors"), function.saved_tensors
+
+    def saved_tensors(context: Any) -> tuple[Any, ...]:
+        return tuple(map(_leaf_itself, original.__get__(context)))
+
+    function.saved_tensors = property(saved_tensors)
+    try:
+        yield
+    finally:
+        if before is None:
+            del function.saved_tensors
+        else:
+            function.saved_tensors = before
+
+
+def _leaf_itself(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None or not tensor.requires_grad or not tensor.is_leaf:
+        return tensor
+    with no_modes():
+        return getattr(torch.autograd.graph.get_gradient_edge(tensor).node, "variable", tensor)
+
+
+def any_autocast() -> bool:
+    """Return whether autocast is on for any device."""
+    return torch._C._is_any_autocast_enabled()
+
+
+def next_sequence_number() -> int:
+    """Return the sequence number of the next node that autograd makes on this thread."""
+    return torch.autograd._get_sequence_nr()
+
+
+def backward_node() -> tuple[str, int] | None:
+    """Return (name, sequence number) of the autograd node that runs now, or None outside of a backward pass."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else (node.name(), node._sequence_nr())
+
+
+def backward_keeps_graph() -> bool:
+    """Return whether the backward pass that runs now was asked to retain its graph."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+@contextmanager
+def only_mode(mode: TorchDispatchMode) -> Iterator[None]:
+    """Disable all other modes inside the block: only `mode` sees what is called."""
+    with _disable_current_modes(), mode:
+        yield
+
+
+def views_replayed() -> AbstractContextManager[None]:
+    """Let autograd replay the views that a write in place goes through, as it does for fakes.
+
+    Elsewhere it reads them by their strides, in backward too: other ops, which copy the same numbers.
+    """
+    return torch.autograd.grad_mode._force_original_view_tracking(True)
+
+
+@contextmanager
+def autocast_watched() -> Iterator[Callable[[str], bool]]:
+    """Give the block a function that says whether the step's code has autocast on for a device type.
+
+    A dispatch mode cannot ask torch: while it handles a call, autocast is off.
+    """
+    enabled: dict[str, bool] = {}
+    set_enabled = torch.set_autocast_enabled
+
+    def watched(*args: Any) -> None:
+        set_enabled(*args)
+        device_type, enabled[device_type] = args if len(args) > 1 else ("cuda", args[0])
+
+    torch.set_autocast_enabled = watched
+    try:
+        yield lambda device_type: enabled.get(device_type, False)
+    finally:
+        torch.set_autocast_enabled = set_enabled
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` at the end of the backward pass that runs now."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,0 +1,339 @@
+"""Models compiled by Dynamo, around breaks too."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+import torch._guards
+import torch._subclasses
+import torch.utils.checkpoint
+from torch._functorch._activation_checkpointing.knapsack import dp_knapsack as dp_knapsack
+from torch._functorch._activation_checkpointing.knapsack import greedy_knapsack as greedy_knapsack
+from torch._functorch._activation_checkpointing.knapsack import ilp_knapsack as ilp_knapsack
+
+from memfit.torch_private.aot import boxed
+from memfit.torch_private.modules import hooks_on_all_modules
+from memfit.torch_private.patching import replaced
+
+
+def compiled_around_breaks(model: torch.nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `model` compiled by `backend`, which is given each graph between graph breaks.
+
+    However many models of a class are compiled, and at however many shapes, none falls back to eager silently. A break
+    in a loop divides the loop, where Dynamo would leave the whole function to eager (its code stays valid, says
+    `maybe_has_backedge`). NumPy's calls are breaks: Dynamo would have torch compute them, to other bits.
+
+    Args:
+        model: any module.
+        backend: as torch.compile takes it.
+    """
+    import torch._dynamo  # takes seconds to import
+
+    _patch_torch_for_dynamo()
+    compiled, code = torch.compile(model, backend=backend), _CodeOfModules(model)
+    settings = {**_SOUND, "trace_numpy": False}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal compiled
+        if code.has_changed():  # another backend is not given what was compiled for the first
+            compiled = torch.compile(model, backend=lambda *given: backend(*given))
+        with torch._dynamo.config.patch(settings), _loops_divided:
+            return compiled.forward(*args, **kwargs)  # the wrapper is a module, too, whose hooks run beside the model's
+
+    return _CompiledModel(model, run)
+
+
+class _Inside:
+    """A context of any number of threads: the first to come patches, the last to go puts back.
+
+    Args:
+        patch: is given where to enter the patches.
+    """
+
+    def __init__(self, patch: Callable[[ExitStack], None]) -> None:
+        self._patch = patch
+        self._lock, self._patches, self._count = threading.Lock(), ExitStack(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._patch(self._patches)
+            self._count += 1
+
+    def __exit__(self, *_error: object) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._patches.close()
+
+
+def _divide_loops(patches: ExitStack) -> None:
+    """Let Dynamo compile the graphs around a break in a loop, over modules too.
+
+    Dynamo cannot take up an iterator of a dict or of a generator behind a break, but one of a list. (`enumerate` it
+    turns into a generator itself: a list in its place made the loop's integers inputs of the graphs.) Where it has to
+    leave a function to eager, it compiles the functions that are called there, but none of torch's own: so `Sequential`
+    is not.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+    enter = patches.enter_context
+    enter(replaced(InstructionTranslatorBase, "maybe_has_backedge", lambda _self: False))
+    for kind in (torch.nn.ModuleList, torch.nn.Sequential):
+        enter(replaced(kind, "__iter__", _iterate_as_list))
+    enter(replaced(torch.nn.Sequential, "forward", _forward_in_turn))
+    enter(replaced(torch.nn.ModuleDict, "__iter__", lambda self: iter(list(self._modules))))
+    enter(replaced(torch.nn.ModuleDict, "items", lambda self: list(self._modules.items())))
+    enter(replaced(torch.nn.ModuleDict, "values", lambda self: list(self._modules.values())))
+    enter(replaced(torch.nn.Module, "children", lambda self: iter([m for _, m in _named_children(self)])))
+    enter(replaced(torch.nn.Module, "named_children", lambda self: iter(_named_children(self))))
+
+
+def _note_questions(patches: ExitStack) -> None:
+    """Say where the code that Dynamo captures asks whether it is being compiled, and may take another way then."""
+    from torch._dynamo.variables import torch as handlers
+
+    answers = {**handlers.tracing_state_functions(), torch.compiler.is_exporting: False}  # older torch says True
+    patches.enter_context(replaced(handlers, "tracing_state_functions", lambda: _Answers(answers)))
+
+
+class _Answers(dict[Any, Any]):
+    """Dynamo's answers to code that asks whether it is traced; who hears that it is compiled is noted."""
+
+    def __getitem__(self, asked: Any) -> Any:
+        answer = super().__getitem__(asked)
+        tracer = sys._getframe(1).f_locals.get("tx")
+        if asked in (torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch._utils.is_compiling):
+            while tracer is not None and tracer.f_code.co_name.startswith("is_"):  # functions that only pass it on
+                tracer = tracer.parent
+            if tracer is not None:
+                _questions.setdefault(tracer.f_code, False)
+        return answer
+
+
+_questions: dict[CodeType, bool] = {}  # code that asked, and whether it was named
+
+
+def _name_questions() -> None:
+    asked = [code for code, is_named in _questions.items() if not is_named]
+    if asked:
+        _questions.update(dict.fromkeys(asked, True))
+        where = (f"{code.co_name} in {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}" for code in asked)
+        logging.getLogger("memfit").warning(
+            "memfit: code asks whether it is being compiled (%s): where it then computes otherwise, so do planned "
+            "steps; memfit.fit runs it as eager does",
+            ", ".join(where),
+        )
+
+
+_loops_divided, _questions_noted = _Inside(_divide_loops), _Inside(_note_questions)
+
+
+def _iterate_as_list(modules: Any) -> Iterator[torch.nn.Module]:
+    return iter(list(modules._modules.values()))
+
+
+def _named_children(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    found: list[tuple[str, torch.nn.Module]] = []
+    for name, child in module._modules.items():
+        if child is not None and all(child is not other for _, other in found):
+            found.append((name, child))
+    return found
+
+
+def _forward_in_turn(self: torch.nn.Sequential, input: Any) -> Any:
+    for module in self:
+        input = module(input)
+    return input
+
+
+def compiled_calls(
+    model: torch.nn.Module, function: Callable[..., Any], backend: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return `function` compiled by `backend`, also where all of its own code is torch's, as in `nn.Sequential`.
+
+    However many shapes there are, no call falls back to eager silently. Messages that the code logs break no graph:
+    they are left out.
+
+    Args:
+        model: what the function calls.
+        function: a function or a bound method.
+        backend: as torch.compile takes it.
+    """
+    import torch._dynamo  # takes seconds to import
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # no code of torch's, so that Dynamo enters it
+        return function(*args, **kwargs)
+
+    def compile_anew() -> Callable[..., Any]:  # Dynamo keeps what it compiled by the code object
+        own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+        return torch.compile(own, backend=backend)
+
+    _patch_torch_for_dynamo()
+    compiled, code = compile_anew(), _CodeOfModules(model)
+    logs = {call for name, call in vars(logging.Logger).items() if name.removesuffix("_once") in _LOGGING}
+    settings = {**_SOUND, "ignore_logger_methods": _Functions(logs)}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal compiled
+        if code.has_changed():
+            compiled = compile_anew()
+        try:
+            with torch._dynamo.config.patch(settings), _questions_noted:
+                return compiled(*args, **kwargs)
+        finally:
+            _name_questions()
+
+    return run
+
+
+class _Functions(set[Any]):
+    """A set of functions that lists their names, in its copies too: torch 2.11 sorts them for its log."""
+
+    def __iter__(self) -> Iterator[str]:
+        return (str(getattr(each, "__name__", each)) for each in super().__iter__())
+
+
+class _CodeOfModules:
+    """What Dynamo reads of a model's classes, and of hooks on all modules, and does not guard: code that is replaced.
+
+    Args:
+        model: any module.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        kinds = {base for module in model.modules() for base in type(module).__mro__}
+        self._tables = [kind.__dict__ for kind in kinds if issubclass(kind, torch.nn.Module)]
+        self._look_again()
+
+    def has_changed(self) -> bool:
+        """Return whether something is not as it was at the last time."""
+        is_as_before = list(map(len, self._tables)) == self._sizes and self._hooks == hooks_on_all_modules()
+        if is_as_before and all(table.get(name) is code for table, name, code in self._code):
+            return False
+        self._look_again()
+        return True
+
+    def _look_again(self) -> None:
+        self._hooks = hooks_on_all_modules()
+        self._sizes = list(map(len, self._tables))
+        self._code: list[tuple[Any, str, Any]] = []
+        for table in self._tables:
+            is_torchs = str(table["__module__"]).startswith("torch.")
+            names = ("forward", "__call__") if is_torchs else tuple(table)
+            self._code += [(table, name, table[name]) for name in names if isinstance(table.get(name), _CODE)]
+
+
+_CODE = (FunctionType, staticmethod, classmethod, property)
+
+
+def graph_breaks() -> dict[str, int]:
+    """Return the reasons of all graph breaks in this process so far, a line each, with how often each occurred."""
+    import torch._dynamo  # takes seconds to import
+
+    return {str(why).partition("\n")[0]: n for why, n in torch._dynamo.utils.counters["graph_break"].items()}
+
+
+def is_compilers(error: BaseException) -> bool:
+    """Return whether PyTorch's compiler has raised an error, and no code that it ran."""
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
+
+    return isinstance(error, TorchDynamoException)
+
+
+_LOGGING = {"debug", "info", "warning", "warn", "error", "exception", "critical", "log"}
+
+
+# Dynamo would take a model that is compiled too often to eager, and does not look whether hooks of modules were added
+# or removed, and functions given other code or defaults.
+_GUARDED = {"skip_nnmodule_hook_guards": False, "assume_dunder_attributes_remain_unchanged": False}
+_SOUND = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize, **_GUARDED}
+
+
+def compile_soundly() -> None:
+    """Let Dynamo capture `module.compile()` where all code of the module is torch's, as in `nn.Sequential`, and look at
+    the hooks of modules at each call."""
+    import torch._dynamo  # takes seconds to import
+
+    for name, value in {"wrap_top_frame": True, **_GUARDED}.items():
+        setattr(torch._dynamo.config, name, value)
+
+
+class _CompiledModel:
+    """What a loss function takes for the model: a call runs compiled code, all else is the model's."""
+
+    def __init__(self, model: torch.nn.Module, run: Callable[..., Any]) -> None:
+        self.__dict__.update(_model=model, _run=run)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._model, name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._model[key]
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self._model)
+
+
+def _patch_torch_for_dynamo() -> None:
+    """Let Dynamo patch torch, as it does once in a process, but leave `torch.distributions` to check its arguments."""
+    from torch._dynamo.eval_frame import TorchPatcher
+
+    checked = torch.distributions.Distribution._validate_args
+    TorchPatcher.patch()
+    torch.distributions.Distribution.set_default_validate_args(checked)
+
+
+def compile_with_budget(model: torch.nn.Module, share: float, solver: str) -> Callable[..., Any]:
+    """Return `model` compiled under torch's own activation memory budget, with eager's kernels in place of Inductor's.
+
+    Args:
+        model: any module.
+        share: torch's `activation_memory_budget`, from 0 to 1, in force only while the model runs.
+        solver: torch's `activation_memory_budget_solver`.
+    """
+    import torch._dynamo  # takes seconds to import, and only a comparison with torch needs it
+    import torch._functorch.config
+
+    torch._dynamo.reset()
+    _patch_torch_for_dynamo()
+    compiled = torch.compile(model, backend=_partitioned_eager)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        settings = {"activation_memory_budget": share, "activation_memory_budget_solver": solver}
+        with torch._functorch.config.patch(settings):
+            return compiled(*args, **kwargs)
+
+    return run
+
+
+def _partitioned_eager(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch.fx.graph import _BoxedCodeGen
+
+    def compile_half(half: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        half.graph.set_codegen(_BoxedCodeGen())  # takes its arguments in a list, and empties it
+        half.recompile()
+        return boxed(half.forward)
+
+    return aot_autograd(
+        fw_compiler=compile_half,
+        bw_compiler=compile_half,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )(module, inputs)

@@ -1,0 +1,74 @@
+"""Hooks, tables and compiled calls of modules and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._guards
+import torch._subclasses
+import torch.utils.checkpoint
+
+
+def module_tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a module's dictionaries of parameters and buffers, whose values may be None."""
+    return module._parameters, module._buffers
+
+
+def module_hooks(module: torch.nn.Module) -> tuple[dict[Any, Any], ...]:
+    """Return a module's dictionaries of hooks: before and after forward, before and after backward."""
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+
+
+def global_module_hooks() -> tuple[dict[Any, Any], ...]:
+    """Return the dictionaries of hooks on all modules: before and after forward, before and after backward."""
+    own = torch.nn.modules.module
+    return (
+        own._global_forward_pre_hooks,
+        own._global_forward_hooks,
+        own._global_backward_pre_hooks,
+        own._global_backward_hooks,
+    )
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Return an optimizer's dictionaries of hooks before and after its step."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+def gradient_hooks(tensor: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:
+    """Return the dictionary of hooks that `register_hook` has added to a leaf, in order."""
+    return tensor._backward_hooks or {}
+
+
+def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether `register_post_accumulate_grad_hook` has added a hook to a parameter."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
+def eager_call(model: torch.nn.Module) -> Callable[..., Any]:
+    """Return what `model(...)` runs if nothing is compiled: hooks and `forward`."""
+    return model._call_impl
+
+
+def set_call(model: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let `model(...)` run `call`, as `model.compile()` does, which copies and pickles leave out; None undoes that."""
+    model._compiled_call_impl = call
+
+
+def own_call(model: object) -> object:
+    """Return what `set_call` or `model.compile()` has `model(...)` run; None if nothing."""
+    return getattr(model, "_compiled_call_impl", None)
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Return whether `torch.compile` or `model.compile()` made the calls of `model`, or `set_call`."""
+    from torch._dynamo import OptimizedModule
+
+    return isinstance(model, OptimizedModule) or model._compiled_call_impl is not None
+
+
+def hooks_on_all_modules() -> list[Any]:
+    """Return the hooks that run with every module of the process."""
+    return [hook for hooks in global_module_hooks() for hook in hooks.values()]

@@ -1,0 +1,185 @@
+"""Tensors: which kind they are, the storage behind them, and nested values that hold them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._guards
+import torch._subclasses
+import torch.utils.checkpoint
+from torch._functorch.aot_autograd import make_boxed_func as make_boxed_func
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_map as _torch_tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+from memfit.torch_private.patching import replaced
+
+BatchNormBase = _BatchNorm
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+_ATOMS = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format])
+SHORTENS = (torch.ops.aten._pack_padded_sequence,)  # leave out parts of what they are given, as values say, untagged
+READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default  # what `item`, `bool` and `float` of a tensor call
+
+
+_READS_CONTENTS = ("not supported for tensor subclasses", "FakeTensor.__format__")
+
+
+def is_data_dependent(error: Exception) -> bool:
+    """Return whether code that ran on fakes failed because it reads a tensor's contents.
+
+    Args:
+        error: raised by a fake kernel, by `numpy()`, or by a format such as `f"{loss:.3f}"`.
+    """
+    return isinstance(error, DATA_DEPENDENT_ERRORS) or any(text in str(error) for text in _READS_CONTENTS)
+
+
+def is_fake(tensor: object) -> bool:
+    """Return whether `tensor` is one of FakeTensorMode's: metadata without data."""
+    return isinstance(tensor, FakeTensor)
+
+
+def is_plain_dense(value: object) -> bool:
+    """Return whether `value` is a real tensor with a storage: not fake, sparse, nested, meta or a wrapper."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, FakeTensor)
+        and not hasattr(value, "__tensor_flatten__")
+        and value.layout is torch.strided
+        and not value.is_nested
+        and value.device.type != "meta"
+    )
+
+
+def is_zero_tensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is one of autograd's zeros, which have no memory: of a derivative that vanishes."""
+    return tensor._is_zerotensor()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested tuples, lists and dicts, in order."""
+    found: list[torch.Tensor] = []
+
+    def look(leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+
+    tree_map(look, tree)
+    return found
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a tree with `function(leaf)` in the place of each leaf, as torch's function of this name does.
+
+    It takes a quarter of the time for the arguments of operators: tuples, lists and dictionaries are looked at here,
+    and other containers by torch.
+
+    Args:
+        function: called with each leaf, in order; None is a leaf.
+        tree: of tuples, lists, dictionaries, and what else torch knows as a container.
+    """
+    kind = type(tree)
+    if kind in _ATOMS or isinstance(tree, torch.Tensor):
+        return function(tree)
+    if kind is tuple:
+        return tuple([tree_map(function, branch) for branch in tree])
+    if kind is list:
+        return [tree_map(function, branch) for branch in tree]
+    if kind is dict:
+        return {name: tree_map(function, branch) for name, branch in tree.items()}
+    return _torch_tree_map(function, tree)
+
+
+def bare_overload(target: object) -> Callable[..., Any] | None:
+    """Return what an operator's overload calls, without the Python function around it; None for anything else."""
+    return target._op if isinstance(target, torch._ops.OpOverload) else None
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that two tensors share exactly if they share their storage, as long as both are alive."""
+    return tensor.untyped_storage()._cdata
+
+
+def storage_users(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and other holders share a storage, the caller's own reference included."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+@contextmanager
+def failing_fakes_unlogged() -> Iterator[None]:
+    """Keep torch from logging the traceback of each fake kernel that fails: the error itself tells enough."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+@contextmanager
+def fakes_corrected(corrected: Callable[[Any, Any, Any, Any], Any]) -> Iterator[None]:
+    """Let fake kernels return `corrected(func, args, kwargs, returned)` inside the block, in all fake modes.
+
+    Args:
+        corrected: takes the overload, its arguments and what its fake kernel has returned.
+    """
+    original = FakeTensorMode.dispatch
+
+    def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = original(mode, func, types, args, kwargs or {})
+        return corrected(func, args, kwargs or {}, returned)
+
+    with replaced(FakeTensorMode, "dispatch", dispatch):
+        yield
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Disable all fake and tracing modes inside the block: ops run on real tensors."""
+    with _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad():
+        yield
+
+
+def as_fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the fake of a real tensor, on a storage of its own, without its gradient.
+
+    Args:
+        mode: the new fake belongs to it.
+        tensor: real, of any layout that fakes can have.
+    """
+    with _disable_current_modes():
+        alone = tensor.data
+        return mode.from_tensor(alone)
+
+
+def known_value(fake: torch.Tensor) -> bool:
+    """Return whether a fake's value does not depend on any tensor, as that of torch.tensor(2.0)."""
+    return isinstance(fake, FakeTensor) and fake.constant is not None
+
+
+def has_kernel(overload: Any, device_type: str) -> bool:
+    """Return whether an operator overload has a kernel of its own for a device type, not a generated one.
+
+    For meta tensors, which are never computed, the answer is that for the CPU.
+
+    Args:
+        overload: such as `torch.ops.aten.relu.default`.
+        device_type: `cpu`, `cuda` or `meta`.
+    """
+    key = torch._C._dispatch_key_for_device("cpu" if device_type == "meta" else device_type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key)
+
+
+def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
+    """Return the mode that a fake tensor belongs to."""
+    assert isinstance(tensor, FakeTensor)
+    return tensor.fake_mode

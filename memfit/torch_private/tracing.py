@@ -1,0 +1,151 @@
+"""Steps that are recorded on tensors without data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch._guards
+import torch._subclasses
+import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+class _Inlined:
+    """Replaces `CheckpointFunction` during capture: calls the region, checkpoints nothing.
+
+    As there, the results have no gradient if none of the arguments has one, whatever parameters the region uses.
+    """
+
+    @staticmethod
+    def apply(function: Any, _preserve: bool, *args: Any) -> Any:
+        trained = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
+            return function(*args)
+
+
+@contextmanager
+def checkpoints_inlined() -> Iterator[Callable[[], int]]:
+    """Run the regions of `torch.utils.checkpoint` inline: the plan decides what is rematerialized.
+
+    The block is given a function that returns how many regions have run so far.
+    """
+    module = vars(torch.utils.checkpoint)
+    name = "_checkpoint_without_reentrant_generator"
+    name = f"{name}_impl" if f"{name}_impl" in module else name  # from torch 2.15 on
+    kept = module[name], module["CheckpointFunction"]
+    count = 0
+
+    def region(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+        nonlocal count
+        count += 1
+        yield
+
+    class Counted(_Inlined):
+        @staticmethod
+        def apply(function: Any, _preserve: bool, *args: Any) -> Any:
+            nonlocal count
+            count += 1
+            return _Inlined.apply(function, _preserve, *args)
+
+    module.update({name: region, "CheckpointFunction": Counted})
+    try:
+        yield lambda: count
+    finally:
+        module[name], module["CheckpointFunction"] = kept
+
+
+def _asked_by_torch() -> bool:
+    """Return whether the code that called the caller of this function is torch's or memfit's own."""
+    room = str(sys._getframe(2).f_globals.get("__name__", "")).partition(".")[0]
+    return room in ("torch", "memfit")
+
+
+class _NobodysType(type):
+    """Metaclass of the class that stands for FakeTensor: of its questions, only torch's own get the true answer."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return _asked_by_torch() and isinstance(instance, FakeTensor)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return _asked_by_torch() and issubclass(subclass, FakeTensor)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return FakeTensor(*args, **kwargs)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(FakeTensor, name)
+
+
+_STANDS_FOR = "_memfit_stands_for"  # key of a stand-in's function
+
+
+class _NobodysTensor(metaclass=_NobodysType):
+    pass
+
+
+def _eager_answer(function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if _asked_by_torch() else answer
+
+    ask.__dict__[_STANDS_FOR] = function
+    return ask
+
+
+def stood_for(value: Any) -> Any:
+    """Return what a stand-in of `answered_as_eager` stands for, and any other value as it is."""
+    if value is _NobodysTensor:
+        return FakeTensor
+    if type(value) is _Facade:
+        return value.__dict__["_module"]
+    return value.__dict__.get(_STANDS_FOR, value) if type(value) is FunctionType else value
+
+
+@contextmanager
+def answered_as_eager() -> Iterator[None]:
+    """Answer code outside of torch, inside the block, that no tensor is fake and that no fake mode runs.
+
+    Libraries ask this to leave out what a tracer cannot follow; a captured step must not leave it out. Where a module
+    outside of torch has FakeTensor, `is_fake`, `detect_fake_mode` or `active_fake_mode` under a global name, a stand-in
+    takes its place. `torch.compiler.is_compiling` and `torch.jit.is_tracing` are False during a capture anyway.
+    """
+    fake_tensor, guards = torch._subclasses.fake_tensor, torch._guards
+    stand_ins = {
+        id(FakeTensor): _NobodysTensor,
+        id(fake_tensor.is_fake): _eager_answer(fake_tensor.is_fake, False),
+        id(guards.detect_fake_mode): _eager_answer(guards.detect_fake_mode, None),
+        id(guards.active_fake_mode): _eager_answer(guards.active_fake_mode, None),
+    }
+    tables: list[dict[str, Any]] = [vars(torch._subclasses)]
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in ("torch", "memfit") and isinstance(module, ModuleType):
+            tables.append(vars(module))
+    replaced = [(t, name, value) for t in tables for name, value in list(t.items()) if id(value) in stand_ins]
+    replaced += [(vars(torch._subclasses), "fake_tensor", fake_tensor), (vars(torch), "_guards", guards)]
+    replaced += [(sys.modules, module.__name__, module) for module in (fake_tensor, guards)]  # imports in functions
+    for table, name, value in replaced:
+        table[name] = stand_ins.get(id(value)) or _Facade(value, stand_ins)
+    try:
+        yield
+    finally:
+        for table, name, value in replaced:
+            table[name] = value
+
+
+class _Facade:
+    """A module of torch's as other code sees it: some of its names are replaced, and torch's own modules keep them."""
+
+    def __init__(self, module: Any, stand_ins: dict[int, Any]) -> None:
+        self.__dict__["_module"] = module
+        self.__dict__["_stand_ins"] = stand_ins
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return self._stand_ins.get(id(value), value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
