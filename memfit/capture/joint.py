@@ -8,6 +8,7 @@ because their results would otherwise live through the whole step.
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from memfit.binding import Origin, Value
 from memfit.capture.build import Captured, TracedBoundary, build
-from memfit.capture.trace import Trace
+from memfit.capture.trace import Trace, TracedCall
 from memfit.cost.observations import Corrections
 from memfit.errors import UnsupportedStepError
 from memfit.graph import Phase, Role
@@ -64,6 +65,7 @@ def capture_joint(
     corrections: Corrections | None = None,
     between: BetweenHalves | None = None,
     replays_draws: bool = True,
+    written_by_others: Collection[int] | None = None,
 ) -> JointCapture:
     """Return the capture of a joint module.
 
@@ -78,12 +80,15 @@ def capture_joint(
         corrections: what real kernels return in the place of their fakes' results (see `with_real_results`).
         between: the last call of the forward half, if there is to be one.
         replays_draws: whether who runs the graph can make a random call again with the same draws.
+        written_by_others: the positions of the primals that user code may write to between the halves, as it may write
+            to outputs; None if it writes to nothing.
 
     Raises:
         CaptureError: a tensor that memfit cannot plan (sparse).
         UnsupportedStepError: collective operations.
     """
-    return _JointCapture(joint, forward_outputs, device, corrections or {}, replays_draws).run(name, between)
+    capture = _JointCapture(joint, forward_outputs, device, corrections or {}, replays_draws)
+    return capture.run(name, between, written_by_others)
 
 
 class _JointCapture:
@@ -110,7 +115,7 @@ class _JointCapture:
         )
         self._results: dict[Node, Any] = {}  # in the place of the trace's: of calls that were run again, too
 
-    def run(self, name: str, between: BetweenHalves | None) -> JointCapture:
+    def run(self, name: str, between: BetweenHalves | None, written_by_others: Collection[int] | None) -> JointCapture:
         primals = [n for n in self.nodes if n.op == "placeholder" and not is_tangent(n)]
         tangents = [n for n in self.nodes if n.op == "placeholder" and is_tangent(n)]
         for position, node in enumerate(primals):
@@ -131,6 +136,11 @@ class _JointCapture:
         for node in self._backward_order(forward):
             self._call(node)
         gradients = [self._value(node) for node in self.backward_outputs]
+        if written_by_others is not None:
+            inputs = [each for each in self.trace.residents if each.origin is Origin.INPUT]
+            written = {each.value.storage for each in inputs if each.key in written_by_others}
+            written |= {value.storage for value in departures if isinstance(value, Value)}
+            self._keep_what_is_made_of(written, self.trace.calls[:position], self.trace.calls[position:])
         outputs = {f"output:{i}": v for i, v in enumerate(departures) if isinstance(v, Value)}
         outputs |= {f"gradient:{i}": v for i, v in enumerate(gradients) if isinstance(v, Value)}
         for value in outputs.values():
@@ -152,6 +162,16 @@ class _JointCapture:
             forward_outputs=tuple(renumbered.get(f"output:{i}", v) for i, v in enumerate(departures)),
             backward_outputs=tuple(renumbered.get(f"gradient:{i}", v) for i, v in enumerate(gradients)),
         )
+
+    def _keep_what_is_made_of(
+        self, written: set[int], forward: Sequence[TracedCall], backward: Sequence[TracedCall]
+    ) -> None:
+        """Let nothing be computed again from storages that may have been written to since, as a queue of keys is behind
+        a graph break. To those that backward reads in eager, too, autograd lets nobody write.
+        """
+        written = written.difference(*(call.reads for call in backward))
+        for call in forward:
+            call.recomputable = call.recomputable and written.isdisjoint(call.reads)
 
     def _enter(self, node: Node, position: int) -> None:
         value = node.meta.get("val")  # a symbolic size of Dynamo is a plain number here

@@ -204,6 +204,7 @@ class CompiledGraph:
             on_its_own(leaf) if is_plain_dense(leaf) and place not in shared else leaf
             for place, leaf in enumerate(inputs)
         ]
+        self._written_by_others = {n for n, leaf in enumerate(inputs) if not isinstance(leaf, torch.nn.Parameter)}
         self.function = self._by_inductor(examples) if graph.options.kernels == INDUCTOR else self._by_eager(examples)
         self.inputs = []
 
@@ -306,6 +307,7 @@ class CompiledGraph:
             device=self.device,
             corrections=corrections,
             between=self.between,
+            written_by_others=self._written_by_others,
         )
         with real_tensors():
             self.prepared = self.prepare(capture)
