@@ -46,7 +46,7 @@ LITERATURE = {
         "A": 1.0,
         "B": 1.0,
         "C": 1.0,
-        "D": 1.063,
+        "D": 1.0,
         "E": 1.0,
         "K": 1.0,
         "source": "tests/data/packing/README.md",

@@ -1,4 +1,4 @@
-"""The tables of docs/packing.md, from what benchmarks/packing.py stored.
+"""The tables of docs/packing.md, from what benchmarks/packing.py and benchmarks/dense_cuts.py stored.
 
 python benchmarks/packing_tables.py                        # print them
 python benchmarks/packing_tables.py --into docs/packing.md # between <!-- table: NAME --> and <!-- end of table -->
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from _dense_cuts import KINDS
 from _record import load, result_path
 
 from memfit.system.files import write_atomically
@@ -46,7 +49,39 @@ def compilation(payload: dict[str, Any]) -> list[list[str]]:
     return [list(seconds), [f"{value:.1f} s" for value in seconds.values()]]
 
 
-TABLES = {"instances": instances, "scales": scales, "compilation": compilation}
+def cuts(payload: dict[str, Any]) -> list[list[str]]:
+    """How many cuts of each layout are packed at the lower bound, by kind."""
+    rows = [["layout", *KINDS, "worst ratio"]]
+    for source in dict.fromkeys(entry["source"] for entry in payload["cuts"]):
+        entries = [entry for entry in payload["cuts"] if entry["source"] == source]
+        worst = max(entry["ratio"] for entry in entries)
+        rows.append([source, *(_at_bound(entries, kind) for kind in KINDS), f"{worst:.4f}"])
+    return [*rows, ["all", *(_at_bound(payload["cuts"], kind) for kind in KINDS), ""]]
+
+
+def cut_parts(payload: dict[str, Any]) -> list[list[str]]:
+    """How many cuts are packed at the lower bound without each part, by kind."""
+    rows = [["without", *KINDS, "mean ratio"]]
+    for without in dict.fromkeys(entry["without"] for entry in payload["cuts"]):
+        entries = [entry for entry in payload["cuts"] if entry["without"] == without]
+        mean = statistics.mean(entry["ratio"] for entry in entries)
+        name = f"`{without}`" if without else "nothing"
+        rows.append([name, *(_at_bound(entries, kind) for kind in KINDS), f"{mean:.4f}"])
+    return rows
+
+
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[list[str]]]]] = {
+    "instances": ("packing", instances),
+    "cuts": ("dense_cuts", cuts),
+    "cut parts": ("dense_cuts_parts", cut_parts),
+    "scales": ("packing", scales),
+    "compilation": ("packing", compilation),
+}
+
+
+def _at_bound(entries: list[dict[str, Any]], kind: str) -> str:
+    ratios = [entry["ratio"] for entry in entries if entry["kind"] == kind]
+    return f"{ratios.count(1.0)} of {len(ratios)}" if ratios else ""
 
 
 def _cell(result: dict[str, Any]) -> str:
@@ -56,12 +91,15 @@ def _cell(result: dict[str, Any]) -> str:
     return f"{result['ratio']:.4f} in {result['seconds']:.3g} s{proven}"
 
 
-def markdown(name: str, stored: dict[str, Any]) -> str:
+def markdown(name: str) -> str:
     """Return a table, with the machine below it."""
-    head, *rows = TABLES[name](stored["payload"])
+    file, table = TABLES[name]
+    stored = load(result_path(file))
+    head, *rows = table(stored["payload"])
     lines = [f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows]]
-    machine = stored["machine"]
-    note = f"{machine['cpu']}, {machine['cores']} cores, commit {machine['commit']}, {machine['date'][:10]}"
+    machine, payload = stored["machine"], stored["payload"]
+    limit = f"{payload['work'] / 1e9:g} billion operations each; " if payload.get("work") else ""
+    note = f"{limit}{machine['cpu']}, {machine['cores']} cores, commit {machine['commit']}, {machine['date'][:10]}"
     return "\n".join([*lines, "", note, ""])
 
 
@@ -70,12 +108,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--into", type=Path, help="document with marked places")
     into = parser.parse_args().into
-    stored = load(result_path("packing"))
     if into is None:
-        print("\n".join(markdown(name, stored) for name in TABLES))
+        print("\n".join(markdown(name) for name in TABLES))
         return
     text = into.read_text(encoding="utf-8")
-    filled = _MARKED.sub(lambda place: f"{place[1]}{markdown(place['name'], stored)}{place[3]}", text)
+    filled = _MARKED.sub(lambda place: f"{place[1]}{markdown(place['name'])}{place[3]}", text)
     write_atomically(into, filled.encode())
 
 

@@ -46,16 +46,16 @@ class Ticks:
         return self.seconds
 
 
-@pytest.mark.parametrize("name", ["A", "B", "C", "resnet50"])
-def test_lower_bound_is_reached(name: str) -> None:
-    layout = packed(INSTANCES[name], work=20_000_000_000)
+@pytest.mark.parametrize("name", ["A", "B", "C", "E", "K", "resnet50"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_lower_bound_is_reached(name: str, seed: int) -> None:
+    layout = packed(INSTANCES[name], seed=seed, work=2_000_000_000)
     assert (layout.ratio, layout.proven) == (1.0, True)
 
 
-@pytest.mark.parametrize(("name", "ratio"), [("D", 1.063), ("E", 1.09), ("K", 1.12)])
-def test_what_is_found_by_a_second_of_work(name: str, ratio: float) -> None:
-    """The ratio of D is the best published; the others are measured, and their bounds are known to be reached."""
-    assert packed(INSTANCES[name], work=1_000_000_000).ratio <= ratio
+def test_what_is_found_by_a_second_of_work() -> None:
+    """The bound of D is reached by ten seconds of work; the best ratio published is 1.063."""
+    assert packed(INSTANCES["D"], work=1_000_000_000).ratio <= 1.05
 
 
 def test_a_first_answer_is_good() -> None:

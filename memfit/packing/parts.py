@@ -2,9 +2,9 @@
 
 An ablation switches them off one at a time, by the option `without` of both packers:
 
-    >>> parts_without("auto", "beam, support").beam
+    >>> parts_without("auto", "ejection, flush").ejection
     False
-    >>> parts_without("exact", "support") == Parts(support=False)
+    >>> parts_without("exact", "flush") == Parts(flush=False)
     True
 """
 
@@ -25,22 +25,21 @@ class Parts:
 
     best_fit: bool = True  # the layout of packer `best_fit`
     exact: bool = True  # branch and bound, up to 4,096 blocks
-    beam: bool = True  # a beam of partial layouts, up to 600 blocks
     tight: bool = True  # the blocks that are live near the peak first, above 4,096 blocks
     ejection: bool = True  # guided ejection search over all blocks
     local_search: bool = True  # squeaky wheel: first fit in an order that is learned
     stacked_starts: bool = True  # orders of local search that stack the blocks of the tightest section first
-    support: bool = True  # raises a block that is excluded from the level to the least top that it can lie on
     section_bound: bool = True  # prunes nodes where what is left in a section exceeds the capacity
     section_choice: bool = True  # branches over the blocks that can cover the section with the fewest of them
-    partition: bool = True  # searches two sides of a border that no block crosses one after the other
-    drawn_orders: bool = True  # one more order of the blocks in each round, drawn at random
-    climbing: bool = True  # short searches at the bound, with orders that are changed as long as they place more blocks
+    any_level: bool = True  # takes such a section wherever its neighbours are higher, not only at the lowest level
+    flush: bool = True  # tries blocks first that end level with their neighbours
+    apart: bool = True  # decides parts that are apart in time one by one
+    restarts: bool = True  # short searches with orders of the blocks that are drawn at random
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(Parts))
-RULES = NAMES[NAMES.index("support") :]
-STAGES = NAMES[: NAMES.index("support")]
+RULES = NAMES[NAMES.index("section_bound") :]
+STAGES = NAMES[: NAMES.index("section_bound")]
 _OF_PACKER = {"auto": NAMES, "exact": RULES}
 
 WITHOUT_HELP = "parts to switch off, separated by commas: {}"

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from memfit.packing.blocks import Blocks, Layout, PackingProblem, PackingProgress, make_layout
 from memfit.packing.exact.exact import MOST_BLOCKS, exact_steps
 from memfit.packing.fitting import fit_in_order, make_shelf
-from memfit.packing.improve.beam import beam_steps
 from memfit.packing.improve.ejection import ejection_steps
 from memfit.packing.improve.local_search import local_steps
 from memfit.packing.improve.searching import Best, Steps, Turns, require_limit, search
@@ -22,9 +21,8 @@ from memfit.packing.published.best_fit import BestFit, fill_lines
 from memfit.packing.published.first_fit import FirstFit
 from memfit.packing.sections import Sections, sections_of
 
-_FEW_BLOCKS, _RARELY = 600, 8  # of so few blocks exact and beam nearly always find more than the others
+_FEW_BLOCKS, _RARELY = 600, 8  # of so few blocks exact nearly always finds more than the others
 _QUICK_WORK, _RARE_QUICK_WORK = 1000, 16_000  # for each block, of a quick packer: few blocks, many blocks
-_BEAM_LATER = 100_000  # for each block: what is easy, exact has found by then
 _EXACT_LATER = 10_000  # for each block: trees of many blocks take a while to build
 _EJECTION_LATER = 15_000  # for each block: after the tight ones among many have been packed, and the others around them
 _LOCAL_LATER = 30_000  # for each block: of so many blocks ejection finds more than the others
@@ -69,14 +67,13 @@ def _searches(problem: PackingProblem, sections: Sections, best: Best, parts: Pa
     few, many = count <= _FEW_BLOCKS, count > MOST_BLOCKS
     quick = _quick_steps(problem.blocks, sections, best, parts)
     exact = exact_steps(problem, sections, best, parts=parts)
-    beam, tight = beam_steps(problem, sections, best), tight_steps(problem, sections, best)
+    tight = tight_steps(problem, sections, best)
     local = local_steps(problem, sections, best, stacked=parts.stacked_starts)
     ejection = ejection_steps(problem, sections, best)
     often = _RARELY if few else 1
     stages = [
         (True, Turns(quick)),
         (parts.exact and not many, Turns(exact, handicap=0 if few else _EXACT_LATER * count)),
-        (parts.beam and few, Turns(beam, handicap=_BEAM_LATER * count)),
         (parts.tight and many, Turns(tight)),
         (parts.local_search, Turns(local, handicap=_LOCAL_LATER * count if many else 0, weight=often)),
         (parts.ejection, Turns(ejection, handicap=_EJECTION_LATER * count if many else 0, weight=often)),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from memfit.system.worker import Worker
 
 R = TypeVar("R")
 
@@ -22,10 +23,12 @@ def run_aside(work: Callable[[], R], stop: Callable[[], None]) -> R:
     Raises:
         KeyboardInterrupt: after Ctrl-C, once `work` has ended.
     """
-    with ThreadPoolExecutor(max_workers=1) as executor:
-        running = executor.submit(work)
-        try:
-            return running.result()
-        except KeyboardInterrupt:
-            stop()
-            raise
+    thread = Worker("memfit aside")
+    running = thread.submit(work)
+    thread.end()
+    try:
+        return running.result()
+    except KeyboardInterrupt:
+        stop()
+        running.wait()
+        raise
