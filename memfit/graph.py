@@ -108,6 +108,11 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.seconds if self.group is None else 0.0
 
     @property
+    def is_gather(self) -> bool:
+        """Whether the op is a collective that makes what it gives, and may be repeated."""
+        return self.group is not None and bool(self.writes) and not self.computed_once
+
+    @property
     def kept_in_order(self) -> tuple[str, ...]:
         """What ops share whose first computations keep their order: a generator, or the ranks of collectives."""
         return tuple(shared for shared in (self.random, self.group) if shared is not None)

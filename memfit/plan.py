@@ -95,6 +95,7 @@ class Problem:
             attribute.
         mirror_counts: op id -> how often its writes may be recomputed (the mirror count of Chen 2016), for planners
             that work by such counts; the others see only what is `pinned`. `memfit.mirror` sets both.
+        gather_weight: what a repeated gather costs a search, as a share of its seconds: compute hides the rest.
         time_limit_seconds: when a planner answers with the best it has.
         seed: of all that is random; the same seed gives the same plan, unless time runs out first.
         clock: gives seconds. It and `progress`, which is called now and then, come from outside so that a planner stays
@@ -108,6 +109,7 @@ class Problem:
     bytes_outside: int = 0
     pinned: Mapping[int, bool] = field(default_factory=dict[int, bool])
     mirror_counts: Mapping[int, int] = field(default_factory=dict[int, int])
+    gather_weight: float = 0.0
     time_limit_seconds: float = 5.0
     seed: int = 0
     clock: Callable[[], float] = time.monotonic

@@ -73,6 +73,7 @@ def _rank(
     store = dist.FileStore(str(folder / "store"), count)
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)
+    dist.barrier()  # all are connected before one may end
     result: Any = {}
     try:
         for function in functions:

@@ -18,7 +18,9 @@ from memfit.capture.stream import Stream
 from memfit.capture.symbols import Symbols, at_hand
 from memfit.capture.trace import Trace
 from memfit.capture.under_modes import UnderModes, is_looked_at
+from memfit.errors import UnsupportedStepError
 from memfit.torch_private.autograd import TorchDispatchMode, only_mode
+from memfit.torch_private.sharding import is_sharded
 from memfit.torch_private.symbols import symbolic_kernels
 from memfit.torch_private.tensors import (
     DATA_DEPENDENT_ERRORS,
@@ -126,6 +128,11 @@ class CallRecorder(TorchDispatchMode):
     def _faked(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or is_fake(leaf) or leaf.layout is not torch.strided:
             return leaf
+        if is_sharded(leaf):
+            raise UnsupportedStepError(
+                f"{calling_line()}: the step computes with a parameter that is sharded there (a DTensor of shape "
+                f"{list(leaf.shape)}); a planned step uses gathered parameters only: those of a module, in its forward"
+            )
         key = storage_key(leaf)
         whole = self.fake_of_storage.get(key)  # a parameter's too, that the step's code holds itself
         if whole is None:

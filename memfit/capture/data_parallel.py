@@ -123,6 +123,10 @@ class DataParallel:
         position = {name: number for number, name in enumerate(names)}
         return [[position[name] for name in bucket] for bucket in buckets]
 
+    def begin(self, model: torch.nn.Module) -> None:
+        """Give all ranks rank 0's parameters and buffers."""
+        self._share([*model.parameters(), *model.buffers()])
+
     def share_buffers(self, model: torch.nn.Module) -> None:
         """Give all ranks rank 0's buffers before a forward pass, as DistributedDataParallel does.
 
@@ -130,10 +134,10 @@ class DataParallel:
             model: the bare model. Its buffers are left alone after a step inside `no_sync`.
         """
         if self.broadcasts_buffers and self._shares_next:
-            self.share(model.buffers())
+            self._share(model.buffers())
         self._shares_next = self.reduces
 
-    def share(self, tensors: Iterable[torch.Tensor]) -> None:
+    def _share(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give all ranks the content of rank 0's tensors."""
         with torch.no_grad():
             for tensor in tensors:

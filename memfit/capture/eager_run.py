@@ -20,6 +20,7 @@ from memfit.capture.optimizer import LiveBytes
 from memfit.capture.reads import Reads
 from memfit.capture.replaced import memory_put_back
 from memfit.capture.side_effects import swapped, with_a_momentum
+from memfit.capture.stand_ins import stand_ins_shown
 from memfit.capture.stream import Difference, Dispatched, Stream, tensors_of
 from memfit.capture.trace import mutated_tensors
 from memfit.capture.training_step import TrainingStep
@@ -119,7 +120,7 @@ class _Kept:
 
     def put_back(self) -> None:
         with real_tensors():
-            for whole, copy in self.storages.values():
+            for whole, copy in reversed(self.storages.values()):  # two may be of the same memory
                 whole.copy_(copy)
 
 
@@ -229,6 +230,7 @@ class _EagerRun:
                 self._gradients_put_back(),
                 _tables_put_back(self.step.model),
                 memory_put_back(self.step.model),
+                stand_ins_shown(self.step.across, self._own),
                 with_a_momentum(self.step.model),  # as capture does: the count of steps is a number of no call then
                 checkpoints_inlined(),
             ):
@@ -274,6 +276,10 @@ class _EagerRun:
             with self.mode, self.watch, saved_leaves_themselves():
                 scaled.backward()
 
+    def _own(self, tensor: torch.Tensor) -> None:
+        """Let the content of a tensor be none that is compared."""
+        self.stream.own |= {storage_key(tensor)}
+
     def _entered(self, leaf: Any, seen: set[int], entered: dict[int, torch.Tensor]) -> Any:
         """Return a leaf of the batch as capture enters it: each on a storage of its own, with no gradient of before."""
         if not isinstance(leaf, torch.Tensor):
@@ -290,7 +296,7 @@ class _EagerRun:
             own = _copy(leaf.detach()) if key in seen else leaf.detach()
             leaf = own.requires_grad_(leaf.requires_grad)
         seen.add(key)
-        self.stream.own |= {storage_key(leaf)}
+        self._own(leaf)
         return leaf
 
     def _pack(self, tensor: torch.Tensor) -> Any:

@@ -70,7 +70,8 @@ def corrected(func: Any, args: tuple[Any, ...], returned: Any) -> Any:
     """Return the fake results of a call, corrected if torch's fake kernel is known to differ from the real one.
 
     - native_batch_norm on a CPU saves its statistics in the dtype of its weight; the fake one in the input's.
-    - mkldnn_rnn_layer returns a workspace whose size only the real kernel computes; the fake one returns no bytes.
+    - mkldnn_rnn_layer returns a workspace whose size only the real kernel computes, and none without gradients; the
+      fake one returns no bytes.
     - Efficient attention on CUDA keeps the seed and the offset of its dropout on the host, where its gradient reads
       them through plain pointers (attention_backward.cu, Note [Seed and Offset Device]); the fake one on the device.
 
@@ -82,6 +83,8 @@ def corrected(func: Any, args: tuple[Any, ...], returned: Any) -> Any:
     if func in _HOST_SEEDS and args[0].device.type == "cuda":
         seeds = (torch.empty_like(tensor, device="cpu") for tensor in returned[2:4])
         return (*returned[:2], *seeds, *returned[4:])
+    if func is _aten.mkldnn_rnn_layer.default and not torch.is_grad_enabled():
+        return (*returned[:3], None)
     if func is _aten.mkldnn_rnn_layer.default:
         return (*returned[:3], returned[3].new_empty(_rnn_workspace_bytes(args)))
     if func is not _aten.native_batch_norm.default or args[1] is None or args[1].dtype == args[0].dtype:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from memfit.binding import Origin, Value, values_in
+from memfit.capture.data_parallel import DataParallel
+from memfit.capture.fully_sharded import FullySharded
 from memfit.capture.optimizer import (
     ParameterUpdate,
     UpdateCosts,
@@ -19,6 +21,8 @@ from memfit.capture.optimizer import (
     updates_one_by_one,
 )
 from memfit.capture.reductions import Reductions
+from memfit.capture.shard_reductions import ShardReductions
+from memfit.capture.shards import Shards
 from memfit.capture.trace import Trace, TracedCall
 from memfit.capture.training_step import TrainingStep
 from memfit.graph import Phase, Role
@@ -46,6 +50,7 @@ class GradientUse:
         mode: of the fakes.
         names: of the model's parameters.
         fakes: of parameters, filled before anything is entered.
+        shards: of a sharded model; the optimizer updates its parts.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class GradientUse:
         mode: FakeTensorMode,
         names: Mapping[torch.Tensor, str],
         fakes: Mapping[torch.Tensor, torch.Tensor],
+        shards: Shards | None = None,
     ) -> None:
         self._step, self._trace, self._mode = step, trace, mode
         self._names, self._fakes = names, fakes
@@ -63,8 +69,8 @@ class GradientUse:
         self._memory: dict[torch.Tensor, int] = {}  # of each fake, as it was before the step
         self._updates: dict[torch.Tensor, _Update] = {}  # by the parameter's fake
         self._ready: dict[int, dict[torch.Tensor, _Update]] = {}  # by group: those whose gradients wait for an update
-        across = step.across if step.across is not None and step.across.reduces else None
-        self._reductions = None if across is None else Reductions(trace, mode, across)
+        self._parts = {} if shards is None else shards.parts
+        self._reductions = _reductions(step, trace, mode, shards)
 
     def enter_states(self) -> None:
         """Enter the optimizer's state as residents, and find out how it updates each parameter."""
@@ -78,7 +84,7 @@ class GradientUse:
                 if not parameter.requires_grad or parameter not in self._fakes:
                     continue
                 fake = self._fakes[parameter]
-                cost = costs.of(parameter, fake, number)
+                cost = costs.of(parameter, self._updated_tensor(fake), number)
                 states: list[int] = []
                 for key, tensor in cost.state.items():
                     name = f"{self._names[parameter]}.{key}"
@@ -90,15 +96,19 @@ class GradientUse:
 
     def hooks(self) -> list[Any]:
         """Register what uses a gradient as soon as it is there, and return the hooks' handles."""
-        if self._reductions is not None:
-            return [
-                self._fakes[parameter].register_post_accumulate_grad_hook(partial(self._reductions.add, name))
-                for parameter, name in self._names.items()
-                if parameter.requires_grad
-            ]
-        if self._is_at_once():
-            return [fake.register_post_accumulate_grad_hook(self._update_when_ready) for fake in self._updates]
-        return []
+        reductions = self._reductions
+        reduced = (
+            {} if reductions is None else {p: n for p, n in self._names.items() if reductions.takes(self._fakes[p])}
+        )
+        hooks = [
+            self._fakes[parameter].register_post_accumulate_grad_hook(partial(reductions.add, name))
+            for parameter, name in reduced.items()
+            if parameter.requires_grad and reductions is not None
+        ]
+        own = [fake for fake, update in self._updates.items() if update.parameter not in reduced]
+        if own and self._is_at_once():
+            hooks += [fake.register_post_accumulate_grad_hook(self._update_when_ready) for fake in own]
+        return hooks
 
     def enter_waiting(self) -> None:
         """Enter the updates whose gradients wait for others at the end of backward."""
@@ -141,6 +151,10 @@ class GradientUse:
     def is_updated_early(self, fake: torch.Tensor) -> bool:
         """Return whether the update of a parameter was entered during backward, or may be moved there."""
         return fake in self._updated or (fake in self._updates and self._reductions is not None)
+
+    def _updated_tensor(self, fake: torch.Tensor) -> torch.Tensor:
+        """Return the fake of what the optimizer updates: of a sharded parameter this rank's part."""
+        return self._parts.get(fake, fake)
 
     def _update_when_ready(self, fake: torch.Tensor) -> None:
         """Enter the update of a parameter whose gradient is there, with others of its group if that takes less time.
@@ -192,7 +206,7 @@ class GradientUse:
         fakes: tuple[torch.Tensor, ...],
         updates: tuple[_Update, ...],
     ) -> TracedCall:
-        parameters = [self._trace.value(fake).storage for fake in fakes]
+        parameters = [self._trace.value(self._updated_tensor(fake)).storage for fake in fakes]
         states = [storage for update in updates for storage in update.states]
         names = {self._names[update.parameter].rpartition(".")[0] for update in updates}
         read = dict.fromkeys(value.storage for value in values_in(gradients))
@@ -221,6 +235,19 @@ class GradientUse:
                 for storage in update.states:
                     trace.storages[storage].resident = False
         trace.residents[:] = [r for r in trace.residents if trace.storages[r.value.storage].resident]
+
+
+def _reductions(
+    step: TrainingStep, trace: Trace, mode: FakeTensorMode, shards: Shards | None
+) -> Reductions | ShardReductions | None:
+    across = step.across if step.across is not None and step.across.reduces else None
+    if isinstance(across, FullySharded):
+        assert shards is not None
+        return ShardReductions(trace, mode, across, shards)
+    if across is None:
+        return None
+    assert isinstance(across, DataParallel)
+    return Reductions(trace, mode, across)
 
 
 def _bytes_of(fakes: Iterable[torch.Tensor]) -> int:

@@ -31,6 +31,7 @@ from memfit.torch_private.guarding import (
     leaf_hooks,
 )
 from memfit.torch_private.modules import global_module_hooks, module_hooks, module_tables, optimizer_hooks
+from memfit.torch_private.sharding import is_sharded, local, local_gradient
 from memfit.torch_private.tensors import is_plain_dense, storage_key
 
 _ALWAYS = MODULE_NAMES | {"momentum"}  # capture itself sets the momentum of batch normalization
@@ -123,6 +124,7 @@ class Guards:
         self._state = GlobalState()
         self._parameters = tuple(p for p in step.model.parameters() if is_plain_dense(p))
         self.parameters = dict(step.model.named_parameters())
+        self._sharded = tuple((name, p) for name, p in self.parameters.items() if is_sharded(p))
         names = {parameter: name for name, parameter in self.parameters.items()}
         for parameter in self._parameters:
             self._add_tensor(parameter, f"model.{names[parameter]}")
@@ -168,6 +170,7 @@ class Guards:
         self._signatures = [_signature(tensor) for tensor in self._tuple]
         self._hooks_before = self._hooks()
         self._gradients = [p.grad is None for p in self._parameters]
+        self._sharded_before = self._present_sharded()
         self._ties = self._present_ties()
         self._addresses = TensorAddresses(self._tuple)
         self._is_armed = True
@@ -186,6 +189,7 @@ class Guards:
             or self._value_difference()
             or self._group_difference()
             or self._tensor_difference()
+            or self._sharded_difference()
             or self._memory_difference()
         )
 
@@ -278,6 +282,29 @@ class Guards:
         if self._hooks() != self._hooks_before:
             return Difference(what="the hooks of a parameter")
         return Difference(what="the gradients that are there", is_routine=True)
+
+    def _sharded_difference(self) -> Difference | None:
+        present = self._present_sharded() if self._sharded else self._sharded_before
+        if present == self._sharded_before:
+            return None
+        pairs = zip(self._sharded, present, self._sharded_before, strict=True)
+        name, now, before = next((name, now, before) for (name, _), now, before in pairs if now != before)
+        return Difference(what=f"model.{name}, or its gradient", is_routine=now[:-2] == before[:-2])
+
+    def _present_sharded(self) -> list[tuple[Any, ...]]:
+        """Return what the step takes from each sharded parameter beside its values; what changes in training last.
+
+        Of a gradient this is its offset, and the number of the first one on its storage.
+        """
+        first: dict[int, int] = {}
+        found: list[tuple[Any, ...]] = []
+        for number, (_, parameter) in enumerate(self._sharded):
+            part, gradient = local(parameter), local_gradient(parameter)
+            place = None
+            if gradient is not None:
+                place = int(gradient.storage_offset()), first.setdefault(storage_key(gradient), number)
+            found.append((tuple(part.shape), part.dtype, part.device, parameter.requires_grad, place))
+        return found
 
     def _memory_difference(self) -> Difference | None:
         """Compare offsets, and which tensors share memory, where a tensor has another address than in the last step."""

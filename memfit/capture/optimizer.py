@@ -22,6 +22,7 @@ from memfit.cost.environment import free_bytes
 from memfit.cost.single_op import undisturbed
 from memfit.errors import UnsupportedStepError
 from memfit.torch_private.autograd import TorchDispatchMode
+from memfit.torch_private.sharding import is_sharded, local, with_local
 from memfit.torch_private.tensors import (
     DATA_DEPENDENT_ERRORS,
     FakeTensorMode,
@@ -40,7 +41,7 @@ Gradient = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 def _as_tensor(gradient: Gradient, parameter: torch.Tensor) -> torch.Tensor:
     if isinstance(gradient, torch.Tensor):
-        return gradient
+        return with_local(parameter, gradient)
     return torch.sparse_coo_tensor(*gradient, parameter.shape, check_invariants=False)
 
 
@@ -187,7 +188,7 @@ def update_cost(
     with mode:
         fake = torch.nn.Parameter(torch.empty_like(fake_parameter), requires_grad=True)
         fake.grad = torch.empty_like(fake)
-        trial.state = defaultdict(dict, {fake: _fake_state(optimizer.state.get(parameter, {}), mode)})
+        trial.state = defaultdict(dict, {fake: _fake_state(optimizer.state.get(parameter, {}), mode, fake)})
         trial.param_groups = [{**group, "params": [fake]}]
         before = {storage_key(tensor) for tensor in tensors_in(trial.state[fake])}
         needs_values = not is_tried(optimizer) and is_of_torch(optimizer)
@@ -284,7 +285,7 @@ def has_room(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Par
     """
     held: dict[torch.device, int] = defaultdict(int)
     for tensor in tensors_in((parameters, [optimizer.state.get(parameter, {}) for parameter in parameters])):
-        held[tensor.device] += tensor.untyped_storage().nbytes()
+        held[tensor.device] += local(tensor).untyped_storage().nbytes()
     free = {device: free_bytes(device) for device in held}
     return all(free[device] is None or _COPIES * size <= (free[device] or 0) for device, size in held.items())
 
@@ -292,7 +293,7 @@ def has_room(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Par
 def trial_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> Any:
     """Return an optimizer of the same class and settings for copies of some parameters, of their states as well.
 
-    The copies have gradients.
+    The copies have gradients. Of sharded parameters this rank's parts are copied, so that nothing runs between ranks.
 
     Args:
         optimizer: one of torch's, whose code touches nothing but its groups and its state.
@@ -302,10 +303,10 @@ def trial_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Par
     trial.state = defaultdict(dict)
     copies: dict[torch.Tensor, torch.nn.Parameter] = {}
     for parameter in parameters:
-        copies[parameter] = made = torch.nn.Parameter(parameter.detach().clone())
+        copies[parameter] = made = torch.nn.Parameter(local(parameter).detach().clone())
         made.grad = torch.full_like(made, _GRADIENT)
         if parameter in optimizer.state:
-            trial.state[made] = copy.deepcopy(optimizer.state[parameter])
+            trial.state[made] = {name: copy.deepcopy(local(held)) for name, held in optimizer.state[parameter].items()}
     groups = [
         {**group, "params": [copies[p] for p in group["params"] if p in copies]} for group in optimizer.param_groups
     ]
@@ -326,10 +327,12 @@ def _tried_state(
     return {name: mode.from_tensor(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def _fake_state(state: Mapping[str, Any], mode: FakeTensorMode) -> dict[str, Any]:
+def _fake_state(state: Mapping[str, Any], mode: FakeTensorMode, fake: torch.Tensor) -> dict[str, Any]:
     def faked(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
+        if is_sharded(value):
+            return torch.empty_like(fake, dtype=value.dtype)
         if _is_count(value):
             with real_tensors():
                 number = value.tolist()

@@ -27,7 +27,7 @@ UpdateCall = Callable[[torch.Tensor, Value], TracedCall | None]
 """Given a parameter's fake and its gradient, returns the call that updates it; None if that is done in another way."""
 
 
-class _Ready(NamedTuple):
+class Ready(NamedTuple):
     """A gradient that is complete before the call at `position`."""
 
     position: int
@@ -36,13 +36,33 @@ class _Ready(NamedTuple):
     gradient: Value
 
 
+def ready_gradient(trace: Trace, name: str, fake: torch.Tensor) -> Ready:
+    """Return the gradient of a parameter, which is complete now.
+
+    Args:
+        trace: of the step.
+        name: of the parameter.
+        fake: the parameter's, with its gradient in `.grad`.
+
+    Raises:
+        UnsupportedStepError: a sparse gradient.
+    """
+    assert fake.grad is not None
+    gradient = trace.gradient(fake.grad)
+    if not isinstance(gradient, Value):
+        raise UnsupportedStepError(
+            f"the gradient of {name!r} is sparse; memfit reduces dense gradients only: make it with sparse=False"
+        )
+    return Ready(len(trace.calls), name, fake, gradient)
+
+
 @dataclass(slots=True, kw_only=True)
 class _Open:
     """A bucket of this step: its storage once it has one, and the gradients that it has."""
 
     bucket: Bucket
     flat: Value | None = None
-    filled: list[tuple[_Ready, Value]] = field(default_factory=list[tuple[_Ready, Value]])
+    filled: list[tuple[Ready, Value]] = field(default_factory=list[tuple[Ready, Value]])
 
 
 class Reductions:
@@ -58,7 +78,11 @@ class Reductions:
         self._trace = trace
         self._mode = mode
         self._across = across
-        self._ready: list[_Ready] = []
+        self._ready: list[Ready] = []
+
+    def takes(self, _fake: torch.Tensor) -> bool:
+        """Return whether the gradient of a parameter's fake is reduced: each is."""
+        return True
 
     def add(self, name: str, fake: torch.Tensor) -> None:
         """Note that the gradient of a parameter is complete.
@@ -70,13 +94,7 @@ class Reductions:
         Raises:
             UnsupportedStepError: a sparse gradient.
         """
-        assert fake.grad is not None
-        gradient = self._trace.gradient(fake.grad)
-        if not isinstance(gradient, Value):
-            raise UnsupportedStepError(
-                f"the gradient of {name!r} is sparse; memfit reduces dense gradients only: make it with sparse=False"
-            )
-        self._ready.append(_Ready(len(self._trace.calls), name, fake, gradient))
+        self._ready.append(ready_gradient(self._trace, name, fake))
 
     def enter(self, update: UpdateCall, *, is_at_once: bool) -> dict[torch.Tensor, Value]:
         """Enter the calls; return the averaged gradient of each parameter's fake that `update` has not used.
@@ -112,7 +130,7 @@ class Reductions:
         self._trace.insert(calls)
         return averaged
 
-    def _fill(self, opened: _Open, place: Place, ready: _Ready) -> Iterator[TracedCall]:
+    def _fill(self, opened: _Open, place: Place, ready: Ready) -> Iterator[TracedCall]:
         """Yield the call that scales a gradient into its bucket; the bucket's first one makes it before."""
         module = ready.name.rpartition(".")[0]
         if opened.flat is None:
@@ -120,7 +138,7 @@ class Reductions:
             with self._mode:
                 opened.flat = self._trace.add_storage(torch.empty(size, **options), name="bucket", role=Role.GRADIENT)
             make = torch.ops.aten.empty.memory_format
-            yield _call("bucket", make, ([size],), module, kwargs=options, made=opened.flat)
+            yield backward_call("bucket", make, ([size],), module, kwargs=options, made=opened.flat)
         view = Value(
             storage=opened.flat.storage,
             dtype=opened.bucket.dtype,
@@ -130,12 +148,14 @@ class Reductions:
         )
         opened.filled.append((ready, view))
         scaled, kwargs = (ready.gradient, 1.0 / self._across.size), {"out": view}
-        yield _call("into_bucket", torch.ops.aten.mul.out, scaled, module, kwargs=kwargs, mutated=view, read=scaled[0])
+        yield backward_call(
+            "into_bucket", torch.ops.aten.mul.out, scaled, module, kwargs=kwargs, mutated=view, read=scaled[0]
+        )
 
     def _start(self, opened: _Open) -> TracedCall:
         assert opened.flat is not None
         args = (opened.flat, self._across.group.group_name)
-        return _call("start_sum", start_sum, args, "", mutated=opened.flat, group=_GROUP, recomputable=False)
+        return backward_call("start_sum", start_sum, args, "", mutated=opened.flat, group=_GROUP, recomputable=False)
 
     def _finish(self, opened: _Open, update: UpdateCall, averaged: dict[torch.Tensor, Value]) -> Iterator[TracedCall]:
         """Yield the call that waits for a bucket, and those that use its gradients, or put these into `averaged`.
@@ -143,12 +163,14 @@ class Reductions:
         A gradient that was there before the step is written to in place.
         """
         assert opened.flat is not None
-        yield _call("wait_for_sum", wait_for_sum, (opened.flat,), "", mutated=opened.flat, recomputable=False)
+        yield backward_call("wait_for_sum", wait_for_sum, (opened.flat,), "", mutated=opened.flat, recomputable=False)
         for ready, view in opened.filled:
             gradient = view
             if self._trace.storages[ready.gradient.storage].resident:
                 gradient, copy = ready.gradient, torch.ops.aten.copy_.default
-                yield _call("copy_", copy, (gradient, view), ready.name.rpartition(".")[0], mutated=gradient, read=view)
+                yield backward_call(
+                    "copy_", copy, (gradient, view), ready.name.rpartition(".")[0], mutated=gradient, read=view
+                )
             call = update(ready.fake, gradient)
             if call is None:
                 averaged[ready.fake] = gradient
@@ -157,7 +179,7 @@ class Reductions:
                 ready.fake.grad = None
 
 
-def _call(
+def backward_call(
     name: str,
     target: Any,
     args: tuple[Any, ...],
@@ -170,6 +192,20 @@ def _call(
     group: str | None = None,
     recomputable: bool = True,
 ) -> TracedCall:
+    """Return a call of the backward pass that reads, makes or mutates one value each.
+
+    Args:
+        name: of the op.
+        target: a function or an operator.
+        args: its arguments.
+        module: that it works for.
+        kwargs: further arguments.
+        made: its result.
+        mutated: what it writes to.
+        read: what else it reads.
+        group: the ranks that it runs between.
+        recomputable: whether it may run again.
+    """
     return TracedCall(
         name=name,
         target=target,

@@ -46,7 +46,7 @@ def swapped(model: torch.nn.Module, fakes: Mapping[torch.Tensor, torch.Tensor]) 
 
     Args:
         model: its modules' tables are written to.
-        fakes: of each parameter and buffer of it.
+        fakes: of each parameter and buffer of it; what has none stays in its place.
     """
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
     places: list[Place] = []
@@ -56,7 +56,7 @@ def swapped(model: torch.nn.Module, fakes: Mapping[torch.Tensor, torch.Tensor]) 
             places += [
                 Place(module=module_name, table=table, name=name, tensor=tensor)
                 for name, tensor in table.items()
-                if tensor is not None
+                if tensor is not None and tensor in fakes
             ]
     for place in places:
         place.table[place.name] = fakes[place.tensor]

@@ -6,10 +6,14 @@ import math
 
 import torch
 
+from memfit.capture.across import Across
+from memfit.capture.fully_sharded import FullySharded
 from memfit.capture.placement import step_device
 from memfit.capture.training_step import TrainingStep
 from memfit.errors import InvalidTargetError, UnsupportedStepError
 from memfit.torch_private.autograd import any_autocast
+
+_FULLY_SHARD = "FSDP (fully_shard)"
 
 
 def check_step(step: TrainingStep, where: str) -> None:
@@ -25,7 +29,7 @@ def check_step(step: TrainingStep, where: str) -> None:
         UnsupportedStepError: a model under DDP, FSDP or tensor parallelism, or a script of torch.jit.
     """
     _check_kinds(step, where)
-    check_not_distributed(step.model, where)
+    check_not_distributed(step.model, where, step.across)
     check_initialized(step.model, where)
     if step.optimizer is not None:
         _check_optimizer(step.model, step.optimizer, where)
@@ -70,14 +74,19 @@ def check_initialized(model: torch.nn.Module, where: str) -> None:
             )
 
 
-def check_not_distributed(model: torch.nn.Module, where: str) -> None:
+def check_not_distributed(model: torch.nn.Module, where: str, across: Across | None = None) -> None:
     """Raise UnsupportedStepError if `model`, or a part of it, is wrapped to run on several devices.
 
     Args:
         model: any module.
         where: begins the message: the file and line, or the name, of what was asked for.
+        across: the ranks of a step; those of a fully sharded one have taken its model apart.
     """
     wrappers, sharded = _distributed_kinds()
+    known: set[torch.Tensor] = set()
+    if isinstance(across, FullySharded):
+        del wrappers[_FULLY_SHARD]
+        known = {each.parameter for group in across.groups for each in group.parameters}
     for name, module in model.named_modules():
         kind = next((word for word, wrapper in wrappers.items() if isinstance(module, wrapper)), None)
         if kind is not None:
@@ -87,9 +96,10 @@ def check_not_distributed(model: torch.nn.Module, where: str) -> None:
                 f"{where}: {part} is wrapped in {kind}; memfit plans only bare models across ranks: {remedy}"
             )
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, sharded):
+        if isinstance(parameter, sharded) and parameter not in known:
             raise UnsupportedStepError(
-                f"{where}: parameter {name!r} is a DTensor; memfit plans no sharded parameters: give the bare model"
+                f"{where}: parameter {name!r} is a DTensor that fully_shard has not made; memfit plans no other "
+                "sharded parameters: give the bare model"
             )
 
 
@@ -101,7 +111,7 @@ def _distributed_kinds() -> tuple[dict[str, type], tuple[type, ...]]:
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
 
-    wrappers |= {"DDP": DistributedDataParallel, "FSDP": FullyShardedDataParallel, "FSDP (fully_shard)": FSDPModule}
+    wrappers |= {"DDP": DistributedDataParallel, "FSDP": FullyShardedDataParallel, _FULLY_SHARD: FSDPModule}
     return wrappers, (DTensor,)
 
 

@@ -254,6 +254,8 @@ class Trace:
             CaptureError: a tensor that is sparse, or from outside of the captured step.
             UnsupportedStepError: a collective, or dropout in a recurrent layer of a GPU.
         """
+        if func.namespace == "profiler":  # the label of a region: of this run
+            return returned
         refuse_hidden_state(func, args, kwargs)
         if self._makes_or_opens_sparse(func, args, returned):
             return returned
@@ -446,8 +448,9 @@ class Trace:
         entry.target = overwrite_like(entry.outputs[0], torch.ops.aten.copy_.default)
 
     def _recurrent_layer(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
-        """Run the kernel with gradients enabled, as it ran in the step."""
-        entry.target = WithGradients(entry.func)
+        """Run the kernel with gradients enabled if it ran so in the step."""
+        if torch.is_grad_enabled():
+            entry.target = WithGradients(entry.func)
 
     def _cast_inside(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
         """Run the kernel inside autocast if it ran there in the step."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from memfit.capture.data_parallel import DataParallel
+from memfit.capture.across import Across
 from memfit.errors import InvalidOptionError
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
@@ -53,7 +53,7 @@ class TrainingStep:
     optimizer: torch.optim.Optimizer | None = None
     clip_norm: float | None = None
     scaler: torch.amp.GradScaler | None = None
-    across: DataParallel | None = None
+    across: Across | None = None
     name: str = ""
 
     def compute_loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:

@@ -24,6 +24,7 @@ from memfit.cost.observations import Observation, Observations
 from memfit.cost.single_op import undisturbed
 from memfit.graph import Graph, Op
 from memfit.system.recorder import record, taken_bytes
+from memfit.torch_private.sharding import local
 from memfit.torch_private.tensors import tensors_in
 
 _TIMED = 5  # updates of copies
@@ -74,7 +75,7 @@ def _key(target: ParameterUpdate | WholeUpdate) -> str:
     settings = [sorted((name, _kind(value)) for name, value in group.items() if name != "params") for group in groups]
     around = (target.step.clip_norm is not None, target.step.scaler is not None) if whole else ()
     parameters = [
-        (str(p.dtype), tuple(p.shape), p.stride(), sorted(map(str, optimizer.state.get(p, ()))))
+        (str(p.dtype), tuple(local(p).shape), local(p).stride(), sorted(map(str, optimizer.state.get(p, ()))))
         for p in target.parameters
     ]
     kind = type(optimizer)

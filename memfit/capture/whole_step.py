@@ -18,6 +18,7 @@ from memfit.capture.call_recorder import CallRecorder
 from memfit.capture.copies import ATOMS, MISSING, is_same
 from memfit.capture.draws import host_draws_refused, seeding_refused
 from memfit.capture.fake_attributes import FakeAttributes
+from memfit.capture.fully_sharded import FullySharded
 from memfit.capture.function_step import require_state_like
 from memfit.capture.generators import all_states, set_state
 from memfit.capture.gradient_use import GradientUse
@@ -29,6 +30,7 @@ from memfit.capture.optimizer import require_supported
 from memfit.capture.placement import step_device
 from memfit.capture.reads import Reads
 from memfit.capture.replaced import memory_kept_real, write_replaced
+from memfit.capture.shards import Shards
 from memfit.capture.side_effects import swapped, with_a_momentum
 from memfit.capture.step_check import check_not_distributed, require_training_context
 from memfit.capture.stream import Stream
@@ -229,11 +231,18 @@ class _WholeStepCapture:
             under_modes=self._under_modes,
         )
         self._names = {parameter: name for name, parameter in step.model.named_parameters()}
-        self._fakes: dict[torch.Tensor, torch.Tensor] = {}
+        self._fakes: dict[torch.Tensor, torch.Tensor] = {}  # of what forward and backward work with
+        self._own: dict[torch.Tensor, torch.Tensor] = {}  # those among them that are not gathered
         self._memory: dict[torch.Tensor, torch.Tensor] = {}
         self._attributes: dict[torch.Tensor, FakeAttributes] = {}
+        sharded = step.across if isinstance(step.across, FullySharded) else None
+        self._shards = (
+            None if sharded is None else Shards(sharded, self.trace, self.mode, lambda: self._scopes.scope()[0])
+        )
         self._hooks: list[Any] = []
-        self._gradients = GradientUse(step, self.trace, mode=self.mode, names=self._names, fakes=self._fakes)
+        self._gradients = GradientUse(
+            step, self.trace, mode=self.mode, names=self._names, fakes=self._fakes, shards=self._shards
+        )
 
     def run(self) -> Captured:
         """Return the graph of the step, and its binding."""
@@ -243,7 +252,7 @@ class _WholeStepCapture:
         """Run the step on fakes, and return what was recorded."""
         step = self.step
         gradients_that_differ()  # which is found out outside of any mode
-        check_not_distributed(step.model, "the step")
+        check_not_distributed(step.model, "the step", step.across)
         if step.optimizer is not None:
             require_supported(step.optimizer)
         elif step.clip_norm is not None:
@@ -257,7 +266,8 @@ class _WholeStepCapture:
         generator_states = all_states()
         try:
             with (
-                swapped(step.model, self._fakes) as places,
+                swapped(step.model, self._own) as places,
+                nullcontext() if self._shards is None else self._shards.shown(),
                 with_a_momentum(step.model) as self._scopes.cumulative,
                 self._scopes.noted(),
                 checkpoints_inlined() if self.inlines else nullcontext(lambda: 0) as checkpoints,
@@ -276,7 +286,7 @@ class _WholeStepCapture:
                         self._next_state(fake_batch)
                     recorder.records_stream = False
                     self._require_gradients_found()
-                    write_replaced(places, self._fakes, self._memory, self.trace, self._gradients)
+                    write_replaced(places, self._own, self._memory, self.trace, self._gradients)
                 self._gradients.collect(self.outputs)
                 self._under_modes.require_read(self.trace.calls, {value.storage for value in self.outputs.values()})
         except MemfitError:
@@ -335,13 +345,16 @@ class _WholeStepCapture:
 
     def _make_fakes(self) -> None:
         for tensor in (*self.step.model.parameters(), *self.step.model.buffers()):
-            fake = self.mode.from_tensor(tensor)
             if has_accumulation_hooks(tensor):
                 raise UnsupportedStepError(
                     f"parameter {self._names.get(tensor, '')!r} has a hook that runs when its gradient is there "
                     "(register_post_accumulate_grad_hook), which a planned step would not run: remove it; memfit "
                     "itself updates each parameter as soon as its gradient is there, where it is given the optimizer"
                 )
+            if self._shards is not None and tensor in self._shards.fakes:
+                self._fakes[tensor] = self._shards.fakes[tensor]
+                continue
+            fake = self._own[tensor] = self.mode.from_tensor(tensor)
             for hook in gradient_hooks(tensor).values():
                 self._hooks.append(fake.register_hook(hook))
             # as no view: `module.double()` gives a view that is a gradient another dtype than its base has
@@ -353,9 +366,13 @@ class _WholeStepCapture:
 
     def _enter_parameters(self) -> None:
         """Enter the fakes as residents, a tied parameter under each of its names: the runtime finds all of them."""
-        self._memory = {tensor: fake.detach() for tensor, fake in self._fakes.items()}
+        self._memory = {tensor: fake.detach() for tensor, fake in self._own.items()}
+        if self._shards is not None:
+            self._shards.enter()
         for parameter, name in self._names.items():
-            fake = self._fakes[parameter]
+            if parameter not in self._own:
+                continue
+            fake = self._own[parameter]
             self.trace.add_resident(fake, role=Role.PARAMETER, origin=Origin.PARAMETER, key=name, name=name)
             if fake.grad is not None:
                 self.trace.add_resident(

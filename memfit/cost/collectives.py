@@ -1,7 +1,8 @@
-"""Seconds of collectives: a latency and a rate, measured once by all ranks together.
+"""Seconds of collectives: a latency and a rate of each kind, measured once by all ranks together.
 
 A collective ends when its slowest rank has come to it, so that ranks which measure ops one by one would measure how far
-they are apart. All ranks therefore run the same few sums, one after another, and the slowest rank's seconds count.
+they are apart. All ranks therefore run the same few collectives, one after another, and the slowest rank's seconds
+count.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -19,16 +20,25 @@ import torch.distributed as dist
 
 from memfit.cost.environment import environment
 from memfit.device import Rate
-from memfit.graph import Graph
+from memfit.graph import Graph, Op
 from memfit.system.cache import environment_path, keep, read_kept
-from memfit.torch_private.ranks import start_sum, wait_for_sum
+from memfit.torch_private.ranks import (
+    finish_gather,
+    finish_scatter,
+    start_gather,
+    start_scatter,
+    start_sum,
+    wait_for_sum,
+)
 
 _SMALL_BYTES, _LARGE_BYTES = 4 << 10, 8 << 20
 _RUNS = 7
+_STARTS = (start_sum, start_gather, start_scatter)
+_COPYING = (finish_gather, finish_scatter)
 
 
 class CollectiveRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was measured of sums over ranks: `seconds = latency_seconds + bytes / bytes_per_second`.
+    """What was measured of a kind of collectives: `seconds = latency_seconds + bytes / bytes_per_second`.
 
     >>> CollectiveRates(latency_seconds=1e-4, bytes_per_second=1e9).seconds(1_000_000)
     0.0011
@@ -38,45 +48,66 @@ class CollectiveRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     bytes_per_second: Rate
 
     def seconds(self, size_bytes: int) -> float:
-        """Return the seconds of a sum over ranks of as many bytes on each."""
+        """Return the seconds of a collective that sums, gathers or scatters as many bytes."""
         return self.latency_seconds + size_bytes / self.bytes_per_second
 
 
 def is_collective(target: object) -> bool:
     """Return whether a call's target runs between ranks, or waits for what does."""
-    return target is start_sum or target is wait_for_sum
+    return target in (*_STARTS, *_COPYING, wait_for_sum)
 
 
-def with_collectives(graph: Graph, rates: CollectiveRates) -> Graph:
+def copies_results(target: object) -> bool:
+    """Return whether a call's target waits for a collective, and copies its results."""
+    return target in _COPYING
+
+
+def kinds_of(graph: Graph) -> list[str]:
+    """Return the kinds of the collectives of a graph: the names of the functions that start them."""
+    return sorted({op.target for op in graph.ops if op.group is not None})
+
+
+def with_collectives(graph: Graph, seconds: Callable[[str, int], float]) -> Graph:
     """Return `graph` with the seconds of its collectives.
 
     Args:
         graph: a captured graph.
-        rates: of its ranks.
+        seconds: of a kind of collective, and of the bytes that it sums, gathers or scatters.
     """
     ops = (
-        op
-        if op.group is None
-        else msgspec.structs.replace(op, seconds=rates.seconds(sum(graph.storages[s].bytes for s in op.mutates)))
+        op if op.group is None else msgspec.structs.replace(op, seconds=seconds(op.target, collective_bytes(graph, op)))
         for op in graph.ops
     )
     return msgspec.structs.replace(graph, ops=tuple(ops))
 
 
-def kept_rates(group: dist.ProcessGroup, device: torch.device, hosts: list[str]) -> CollectiveRates | None:
+def collective_bytes(graph: Graph, op: Op) -> int:
+    """Return the bytes of a collective: of all that it sums, or of what it gathers from all ranks.
+
+    Args:
+        graph: the step.
+        op: a collective of it.
+    """
+    return max(graph.storages[s].bytes for s in (*op.mutates, *op.writes))
+
+
+def kept_rates(group: dist.ProcessGroup, device: torch.device, hosts: list[str], kind: str) -> CollectiveRates | None:
     """Return the rates that were measured before in this setting, or None.
 
     Args:
         group: the ranks.
         device: of the tensors.
         hosts: the names of the hosts of all ranks.
+        kind: one of `kinds_of`.
     """
-    return read_kept(_path(group, device, hosts), CollectiveRates, "the kept rates of collectives are not used: %s")
+    path = _path(group, device, hosts, kind)
+    return read_kept(path, CollectiveRates, "the kept rates of collectives are not used: %s")
 
 
 def measured_rates(
     group: dist.ProcessGroup,
     device: torch.device,
+    kind: str,
     slowest: Callable[[float], float],
     *,
     clock: Callable[[], float] = time.perf_counter,
@@ -86,17 +117,21 @@ def measured_rates(
     Args:
         group: the ranks.
         device: of the tensors.
+        kind: one of `kinds_of`.
         slowest: returns the largest of the numbers that the ranks give.
         clock: gives seconds.
     """
-    small, large = (slowest(_seconds(group, device, size, clock)) for size in (_SMALL_BYTES, _LARGE_BYTES))
+    run = _RUN[kind]
+    small, large = (slowest(_seconds(run, group, device, size, clock)) for size in (_SMALL_BYTES, _LARGE_BYTES))
     rate = (_LARGE_BYTES - _SMALL_BYTES) / max(large - small, 1e-9)
     return CollectiveRates(latency_seconds=max(0.0, small - _SMALL_BYTES / rate), bytes_per_second=rate)
 
 
-def keep_rates(rates: CollectiveRates, group: dist.ProcessGroup, device: torch.device, hosts: list[str]) -> None:
+def keep_rates(
+    rates: CollectiveRates, group: dist.ProcessGroup, device: torch.device, hosts: list[str], kind: str
+) -> None:
     """Keep rates on disk for `kept_rates`, whose arguments the others are."""
-    keep(rates, _path(group, device, hosts), "rates of collectives")
+    keep(rates, _path(group, device, hosts, kind), "rates of collectives")
 
 
 def host_name() -> str:
@@ -104,18 +139,47 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def _path(group: dist.ProcessGroup, device: torch.device, hosts: list[str]) -> Path:
-    setting = environment(device) | {"backend": dist.get_backend(group), "hosts": " ".join(sorted(hosts))}
-    return environment_path("collectives", setting)
+def _path(group: dist.ProcessGroup, device: torch.device, hosts: list[str], kind: str) -> Path:
+    setting = {"backend": dist.get_backend(group), "hosts": " ".join(sorted(hosts)), "kind": kind}
+    return environment_path("collectives", environment(device) | setting)
 
 
-def _seconds(group: dist.ProcessGroup, device: torch.device, size_bytes: int, clock: Callable[[], float]) -> float:
-    """Return the median of several sums over ranks, after one that makes the connections."""
+def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    start_sum(tensor, group.group_name)
+    wait_for_sum(tensor)
+
+
+def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    length = tensor.numel() // group.size()
+    whole = start_gather([tensor[:length]], tensor.dtype, group.group_name)
+    finish_gather(whole, group.size(), [(length, (length * group.size(),))])
+
+
+def _scatter(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    whole = tensor[: tensor.numel() // group.size() * group.size()].clone()
+    finish_scatter(start_scatter(whole, "sum", group.group_name), whole, group.rank())
+
+
+_RUN: Mapping[str, Callable[[torch.Tensor, dist.ProcessGroup], None]] = {
+    "start_sum": _sum,
+    "start_gather": _gather,
+    "start_scatter": _scatter,
+}
+
+
+def _seconds(
+    run: Callable[[torch.Tensor, dist.ProcessGroup], None],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    size_bytes: int,
+    clock: Callable[[], float],
+) -> float:
+    """Return the median of several runs, after one that makes the connections."""
     tensor = torch.zeros(size_bytes // 4, device=device)
     seconds: list[float] = []
     for _ in range(_RUNS + 1):
         started = clock()
-        dist.all_reduce(tensor, group=group)
+        run(tensor, group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(clock() - started)

@@ -22,9 +22,9 @@ import torch
 
 from memfit.cost.environment import environment, free_bytes
 from memfit.device import Device, Rate
-from memfit.errors import HostMemoryError
+from memfit.errors import HostMemoryError, InvalidOptionError
 from memfit.system.cache import environment_path, keep, read_kept
-from memfit.system.spill_file import BLOCK_BYTES, SpillFile, spill_directory
+from memfit.system.spill_file import BLOCK_BYTES, SpillFile, on_disk, spill_directory
 
 _COPY_BYTES = 128 << 20  # well beyond every cache
 _COPY_SHARE = 8  # a copy takes at most this part of the device's free memory: one eighth
@@ -72,12 +72,18 @@ def link_rates(device: torch.device, directory: Path | None = None, *, again: bo
 
     Raises:
         HostMemoryError: the directory cannot be used.
+        InvalidOptionError: a directory is given, and the device is no CPU.
     """
+    if device.type != "cpu" and directory is not None:
+        raise InvalidOptionError(
+            f"host_dir is {str(directory)!r}, but host copies of {str(device)!r} are in pinned memory; only those of a "
+            "CPU are on a disk: leave host_dir out"
+        )
     setting = environment(device)
     if device.type == "cpu":
         directory = spill_directory() if directory is None else directory
         try:
-            setting["disk"] = str(directory.stat().st_dev)
+            setting["disk"] = str(on_disk(directory).stat().st_dev)
         except OSError as error:
             raise HostMemoryError(f"host_dir {str(directory)!r} cannot be used: {error.strerror}") from error
     path = environment_path("links", setting)

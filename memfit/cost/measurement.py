@@ -9,7 +9,7 @@ import torch
 
 from memfit.binding import Binding, Call
 from memfit.cost.calibration import calibrate, local_device
-from memfit.cost.collectives import is_collective
+from memfit.cost.collectives import copies_results, is_collective
 from memfit.cost.gpu_timing import on_two_timelines
 from memfit.cost.observations import Observation
 from memfit.cost.rooflines import roofline_seconds
@@ -26,7 +26,8 @@ def measure(graph: Graph, binding: Binding, observed: Sequence[Observation | Non
     An update keeps what it was measured to take. Another op without an observation gets the seconds of a roofline over
     this device's calibrated rates. Its workspace stays the captured one, which may be unknown. On a GPU an op has the
     time by which it delays the step in the original order: that of its kernels, or of its launch where the device
-    waits for the host. A collective gets no seconds: see `memfit.cost.collectives`.
+    waits for the host. A collective gets no seconds: see `memfit.cost.collectives`. What waits for one and copies its
+    results has a roofline.
 
     Args:
         graph: a captured graph that is finished.
@@ -45,12 +46,12 @@ def measure(graph: Graph, binding: Binding, observed: Sequence[Observation | Non
             workspace_bytes = max(seen.workspace_bytes, _replay_bytes(graph, op, call, binding.device))
         elif op.seconds > 0 and not getattr(call.target, "measurable", True):
             seconds, workspace_bytes = op.seconds, op.workspace_bytes  # an update, measured on copies
-        elif is_collective(call.target):
+        elif is_collective(call.target) and not copies_results(call.target):
             seconds, workspace_bytes = 0.0, 0
         else:
             profile = profile or _calibrated(binding.device)
             seconds = roofline_seconds(call, op, graph.storages, profile)
-            workspace_bytes = op.workspace_bytes
+            workspace_bytes = 0 if is_collective(call.target) else op.workspace_bytes
         ops.append(msgspec.structs.replace(op, seconds=seconds, workspace_bytes=workspace_bytes))
     if any(dispatches):
         each = on_two_timelines([op.seconds for op in ops], dispatches)

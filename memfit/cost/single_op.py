@@ -98,7 +98,8 @@ class Measurer:
             op: of the graph.
             call: its call.
         """
-        if not getattr(call.target, "measurable", True) or not self.has_room(op, call):
+        runs_alone = getattr(call.target, "measurable", True) and not is_collective(call.target)
+        if not runs_alone or not self.has_room(op, call):
             return
         args, kwargs = self.inputs.make(call, self.graph.storages)
         with suppress(RuntimeError, ValueError, IndexError):

@@ -1,10 +1,15 @@
-"""Sums over ranks as DistributedDataParallel makes them."""
+"""Sums over ranks as DistributedDataParallel makes them; gathered parts and reduced ones as `fully_shard` makes them.
+
+gloo gathers into a copy, and scatters a copy of what it has summed. Here it sends each rank's part to the others, and
+sums in place: the same bits, without memory that no plan counts.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch._guards
@@ -19,7 +24,14 @@ def runs_under_ddp() -> bool:
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
 
 
-_LET_GO_SECONDS = 1.0  # the threads of gloo need microseconds, or their turn on a processor
+_LET_GO_SECONDS = 20.0  # the threads of gloo need microseconds, or their turn on a processor
+_MANY, _PAUSE_SECONDS = 1000, 1e-4  # looks at what gloo holds without a pause; the pause between later ones
+_LENT = "_memfit_lent"  # of a tensor: see `_Lent`
+
+
+def is_gloo(group: Any, device: torch.device) -> bool:
+    """Return whether the ranks of a process group use gloo for the tensors of a device."""
+    return group._get_backend(device).name() == "gloo"
 
 
 def start_sum(tensor: torch.Tensor, group_name: str) -> None:
@@ -29,25 +41,145 @@ def start_sum(tensor: torch.Tensor, group_name: str) -> None:
         tensor: all of its storage.
         group_name: of the group.
     """
-    setattr(tensor, _HOLDERS, tensor._use_count())
-    torch.ops._c10d_functional.all_reduce_(tensor, "sum", group_name)
+    _sum_in_place(tensor, "sum", group_name)
 
 
 def wait_for_sum(tensor: torch.Tensor) -> None:
-    """Wait until a sum over ranks is complete, and gloo's threads hold the tensor no more: memory that they hold is
-    freed late, at any time.
+    """Wait until a sum over ranks is complete.
 
     Args:
-        tensor: that `start_sum` was called with; it has got no views since.
+        tensor: that `start_sum` was called with.
     """
-    torch.ops._c10d_functional.wait_tensor(tensor)
-    if tensor.device.type == "cpu":
-        holders, until = getattr(tensor, _HOLDERS), time.monotonic() + _LET_GO_SECONDS
-        while tensor._use_count() > holders and time.monotonic() < until:
-            time.sleep(0)
+    _take_back(tensor)
 
 
-_HOLDERS = "_memfit_holders"
+def start_gather(parts: Sequence[torch.Tensor], dtype: torch.dtype, group_name: str) -> torch.Tensor:
+    """Start to gather the parts of all ranks, and return the tensor that they will be in, one rank after another.
+
+    Args:
+        parts: this rank's, in one dimension, as long on each rank.
+        dtype: that they are gathered in.
+        group_name: of the process group.
+    """
+    group = _group(group_name)
+    size, rank, lengths = group.size(), group.rank(), [part.numel() for part in parts]
+    total = sum(lengths)
+    whole = torch.empty(size * total, dtype=dtype, device=parts[0].device)
+    own = whole.narrow(0, rank * total, total)
+    torch._foreach_copy_(list(own.split(lengths)), list(parts))
+    if not is_gloo(group, whole.device):
+        torch.ops._c10d_functional.all_gather_into_tensor_out(own, size, group_name, out=whole)
+        return whole
+    del own
+    lent = _Lent(whole)
+    for each in range(size):
+        part = whole.narrow(0, each * total, total).data
+        lent.works.append((torch.distributed.broadcast(part, group=group, group_src=each, async_op=True), part))
+    setattr(whole, _LENT, lent)
+    return whole
+
+
+def finish_gather(whole: torch.Tensor, size: int, places: Sequence[Sequence[Any]]) -> Any:
+    """Wait until the parts of all ranks are there, and return them by tensor: one tensor, or a tuple.
+
+    Args:
+        whole: from `start_gather`.
+        size: how many ranks there are.
+        places: for each tensor the elements of a rank's part, and its shape.
+    """
+    _take_back(whole)
+    lengths = [length for length, _ in places]
+    flat = [torch.empty(size * length, dtype=whole.dtype, device=whole.device) for length in lengths]
+    torch.split_with_sizes_copy(whole.view(size, -1), lengths, dim=1, out=[each.view(size, -1) for each in flat])
+    tensors = tuple(each.as_strided(shape, _strides(shape)) for each, (_, shape) in zip(flat, places, strict=True))
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+def start_scatter(whole: torch.Tensor, operation: str, group_name: str) -> torch.Tensor:
+    """Start to sum a tensor over ranks, and return the tensor that this rank's part of the sum will be in.
+
+    Args:
+        whole: the parts of all ranks one after another; nothing reads it until `finish_scatter`.
+        operation: `sum`, or `avg`, for which gloo takes memory of its own.
+        group_name: of the process group.
+    """
+    group = _group(group_name)
+    part = torch.empty(whole.numel() // group.size(), dtype=whole.dtype, device=whole.device)
+    if is_gloo(group, whole.device):
+        _sum_in_place(whole, operation, group_name)
+    else:
+        torch.ops._c10d_functional.reduce_scatter_tensor_out(whole, operation, group.size(), group_name, out=part)
+    return part
+
+
+def finish_scatter(part: torch.Tensor, whole: torch.Tensor, rank: int) -> None:
+    """Wait until this rank's part of a sum is there.
+
+    Args:
+        part: from `start_scatter`.
+        whole: that it was called with.
+        rank: of this process.
+    """
+    if not hasattr(whole, _LENT):
+        torch.ops._c10d_functional.wait_tensor(part)
+        return
+    _take_back(whole)
+    part.copy_(whole.narrow(0, rank * part.numel(), part.numel()))
+
+
+def _group(name: str) -> Any:
+    return torch._C._distributed_c10d._resolve_process_group(name)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
+class _Lent:
+    """What gloo works on: tensors of a tensor's memory, each with its work, that nobody else holds.
+
+    They are no views, which would hold the tensor itself.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.works: list[tuple[Any, torch.Tensor]] = []
+        self.holders = _holders(tensor)
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def _sum_in_place(tensor: torch.Tensor, operation: str, group_name: str) -> None:
+    lent = _Lent(tensor)
+    alias = tensor.data
+    torch.ops._c10d_functional.all_reduce_(alias, operation, group_name)
+    lent.works.append((None, alias))
+    setattr(tensor, _LENT, lent)
+
+
+def _take_back(tensor: torch.Tensor) -> None:
+    """Wait until what was lent of a tensor is complete, and gloo's threads hold its memory no more.
+
+    A thread drops what it holds after it has said that its work is complete, and may wait for Python's lock before:
+    memory would be freed late, at any time.
+
+    Args:
+        tensor: has got no views since it was lent.
+    """
+    if not hasattr(tensor, _LENT):
+        torch.ops._c10d_functional.wait_tensor(tensor)
+        return
+    lent: _Lent = getattr(tensor, _LENT)
+    delattr(tensor, _LENT)
+    while lent.works:
+        work, each = lent.works.pop()
+        torch.ops._c10d_functional.wait_tensor(each) if work is None else work.wait()
+    work = each = None
+    looks, until = 0, time.monotonic() + _LET_GO_SECONDS
+    while tensor.device.type == "cpu" and _holders(tensor) > lent.holders and time.monotonic() < until:
+        looks += 1
+        time.sleep(0 if looks < _MANY else _PAUSE_SECONDS)
 
 
 def gradient_buckets(parameters: Sequence[torch.Tensor], limits_bytes: Sequence[int]) -> list[list[int]]:

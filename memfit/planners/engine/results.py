@@ -15,6 +15,7 @@ from memfit.graph import Graph
 from memfit.plan import PROVED_TO, Bounds, Plan, Prediction, Problem, Result, Status
 from memfit.planners.engine.bounds.bounds import NOTHING_PROVED, Proofs, prove_bounds
 from memfit.planners.engine.order import original_order
+from memfit.planners.engine.overlapping import with_overlap
 from memfit.planners.engine.retention.decisions import Retention, evaluate, keep_everything, simulated
 from memfit.planners.engine.retention.emit import emit
 from memfit.planners.engine.retention.instance import Instance, build_instance
@@ -78,9 +79,12 @@ class _Checked:
 
 
 def unplanned_schedule(problem: Problem) -> Schedule:
-    """Return the schedule that keeps every storage to its last use, in the original order, whatever the pins."""
+    """Return the schedule that keeps every storage to its last use, in the original order, whatever the pins.
+
+    Compute hides as much of its collectives as it can, whatever memory that takes.
+    """
     free = Problem(graph=problem.graph, device=problem.device, budget_bytes=0, bytes_outside=problem.bytes_outside)
-    return keeping_schedule(free)
+    return with_overlap(problem.graph, problem.device, keeping_schedule(free), None)
 
 
 def keeping_schedule(problem: Problem) -> Schedule:
@@ -102,6 +106,17 @@ def kept_schedule(instance: Instance) -> Schedule:
         instance: in any order; its pins are not looked at.
     """
     return emit(instance, range(len(instance.op_at)))
+
+
+def overlapped(problem: Problem, schedule: Schedule) -> Schedule:
+    """Return a schedule with collectives beside compute, as the budget allows.
+
+    Args:
+        problem: of the schedule.
+        schedule: legal on its graph.
+    """
+    outside = 0 if problem.graph.boundaries else problem.bytes_outside
+    return with_overlap(problem.graph, problem.device, schedule, problem.budget_bytes - outside)
 
 
 def predict(problem: Problem, schedule: Schedule) -> Prediction:
@@ -175,9 +190,9 @@ def make_result(problem: Problem, ending: Ending) -> Result:
 
 def _candidates(problem: Problem, ending: Ending, unplanned: Prediction) -> list[_Checked]:
     """Return the planner's schedule; if it does not fit, also the one that keeps everything, if that may fit."""
-    candidates = [] if ending.schedule is None else [_Checked.of(problem, ending.schedule)]
+    candidates = [] if ending.schedule is None else [_Checked.of(problem, overlapped(problem, ending.schedule))]
     if unplanned.peak_bytes <= problem.budget_bytes and not any(each.fits(problem) for each in candidates):
-        candidates.append(_Checked.of(problem, keeping_schedule(problem)))
+        candidates.append(_Checked.of(problem, overlapped(problem, keeping_schedule(problem))))
     return candidates
 
 

@@ -8,12 +8,13 @@ import msgspec
 import torch
 
 from memfit.capture import Captured
-from memfit.capture.data_parallel import DataParallel
+from memfit.capture.across import Across
 from memfit.cost.collectives import (
     CollectiveRates,
     host_name,
     keep_rates,
     kept_rates,
+    kinds_of,
     measured_rates,
     with_collectives,
 )
@@ -74,7 +75,7 @@ class AcrossRanks:
         across: their group.
     """
 
-    def __init__(self, own: Planning, agreement: Agreement, across: DataParallel) -> None:
+    def __init__(self, own: Planning, agreement: Agreement, across: Across) -> None:
         self._own = own
         self._agreement = agreement
         self._across = across
@@ -98,8 +99,8 @@ class AcrossRanks:
             "gathering costs", lambda: msgspec.json.encode(_Costs.of_slowest(costs)) if costs else b""
         )
         graph = msgspec.json.decode(merged, type=_Costs).applied(graph)
-        if any(op.group is not None for op in graph.ops):
-            graph = with_collectives(graph, self._rates(captured.binding.device))
+        rates = {kind: self._rates(captured.binding.device, kind) for kind in kinds_of(graph)}
+        graph = with_collectives(graph, lambda kind, size_bytes: rates[kind].seconds(size_bytes))
         return replace(finished, graph=graph)
 
     def plan(self, captured: Captured, settings: Settings, bytes_outside: int) -> Plan:
@@ -112,16 +113,16 @@ class AcrossRanks:
             "reading the plan", lambda: Plan.decode(content, "the plan of rank 0", graph=captured.graph)
         )
 
-    def _rates(self, device: torch.device) -> CollectiveRates:
-        """Return the rates of collectives: those that rank 0 has kept, or new ones."""
+    def _rates(self, device: torch.device, kind: str) -> CollectiveRates:
+        """Return the rates of a kind of collectives: those that rank 0 has kept, or new ones."""
         agreement, group = self._agreement, self._across.group
         hosts = agreement.all("calibrating", host_name())
-        kept = agreement.from_first("calibrating", lambda: msgspec.json.encode(kept_rates(group, device, hosts)))
+        kept = agreement.from_first("calibrating", lambda: msgspec.json.encode(kept_rates(group, device, hosts, kind)))
         rates = msgspec.json.decode(kept, type=CollectiveRates | None)
         if rates is None:
-            rates = measured_rates(group, device, agreement.slowest)
+            rates = measured_rates(group, device, kind, agreement.slowest)
             if agreement.rank == 0:
-                keep_rates(rates, group, device, hosts)
+                keep_rates(rates, group, device, hosts, kind)
         return rates
 
 

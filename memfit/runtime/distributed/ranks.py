@@ -10,11 +10,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from memfit.capture import TrainingStep
-from memfit.capture.data_parallel import DataParallel
+from memfit.capture.across import Across
 from memfit.errors import InvalidOptionError, RankError
 from memfit.plan import Plan
 from memfit.planning import Settings
-from memfit.runtime.agreement import agreement_of
+from memfit.runtime.agreement import Agreement, agreement_of
 from memfit.runtime.distributed.planning import AcrossRanks
 from memfit.runtime.prepare import Planning
 from memfit.torch_private.tensors import tree_flatten
@@ -102,7 +102,7 @@ class ManyRanks:
         across: the ranks.
     """
 
-    def __init__(self, step: TrainingStep, across: DataParallel) -> None:
+    def __init__(self, step: TrainingStep, across: Across) -> None:
         self._step = step
         self._across = across
         self._agreement = agreement_of(across.group)
@@ -116,14 +116,9 @@ class ManyRanks:
         """
         if settings.arena:
             raise InvalidOptionError("arena=True is not supported with a process_group; leave one of them out")
-        lines = [
-            *(f"{name}: {setting!r}" for name, setting in _compared(settings).items()),
-            *(f"parameter {name!r}, {_form(tensor)}" for name, tensor in step.model.named_parameters()),
-            *(f"buffer {name!r}, {_form(tensor)}" for name, tensor in step.model.named_buffers()),
-        ]
-        remedy = "make the same model, and call memfit.fit with the same settings, on all ranks"
-        self._agreement.require_equal("model and settings", _digest(lines), lambda: lines, remedy)
-        self._across.share([*step.model.parameters(), *step.model.buffers()])
+        lines = [f"{name}: {setting!r}" for name, setting in _compared(settings).items()]
+        require_same_model(self._agreement, step.model, lines, "model and settings")
+        self._across.begin(step.model)
         # What is found behind the steps is found at another step on each rank.
         return replace(settings, search_behind=False)
 
@@ -196,6 +191,24 @@ class ManyRanks:
     def most_bytes(self, measured_bytes: int) -> int:
         """Return the bytes that the step took on the rank where it took most."""
         return max(row[0] for row in self._agreement.numbers("measuring a step", measured_bytes))
+
+
+def require_same_model(agreement: Agreement, model: torch.nn.Module, lines: list[str], what: str) -> None:
+    """Raise RankError unless all ranks have the same model.
+
+    Args:
+        agreement: of the ranks.
+        model: any.
+        lines: of what else is compared.
+        what: is compared.
+    """
+    lines = [
+        *lines,
+        *(f"parameter {name!r}, {_form(tensor)}" for name, tensor in model.named_parameters()),
+        *(f"buffer {name!r}, {_form(tensor)}" for name, tensor in model.named_buffers()),
+    ]
+    remedy = "make the same model, and call memfit.fit with the same settings, on all ranks"
+    agreement.require_equal(what, _digest(lines), lambda: lines, remedy)
 
 
 def ranks_of(step: TrainingStep) -> Ranks:

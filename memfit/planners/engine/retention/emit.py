@@ -36,7 +36,7 @@ def with_early_collectives(graph: Graph, instructions: list[Instruction]) -> lis
     """Return the instructions with each collective as early as it may be; the bytes at all others stay the same.
 
     Only collectives that allocate nothing are moved: behind the last instruction that touches what they mutate, behind
-    the one before of the same ranks, and on their side of each boundary.
+    the one before of the same ranks or generator, and on their side of each boundary.
 
     Args:
         graph: the step.
@@ -64,7 +64,8 @@ def _stays_before(graph: Graph, instruction: Instruction, collective: Op) -> boo
         return True
     op = graph.ops[instruction.op]
     touched = {*collective.reads, *collective.mutates}
-    return op.group == collective.group or not touched.isdisjoint((*op.reads, *op.writes, *op.mutates))
+    in_order = not set(op.kept_in_order).isdisjoint(collective.kept_in_order)
+    return in_order or not touched.isdisjoint((*op.reads, *op.writes, *op.mutates))
 
 
 def _block(instance: Instance, position: int, needed: set[int], departed: Collection[int]) -> list[Instruction]:

@@ -284,8 +284,12 @@ def _positions(problem: Problem, rows: list[_Row], reuse_counts: list[int]) -> T
     table["last_rematerialization"] = _last_rematerializations(problem.graph, rows)
     table["may_wait"], table["waits_with_next"] = zip(*_waits(problem.graph, rows), strict=True)
     table["workspace_bytes"] = [(row.op.workspace_bytes or 0) if row.op else 0 for row in rows]
-    table["seconds"] = [row.op.compute_seconds if row.op else 0.0 for row in rows]
+    table["seconds"] = [_seconds(row.op, problem.gather_weight) if row.op else 0.0 for row in rows]
     return table
+
+
+def _seconds(op: Op, gather_weight: float) -> float:
+    return gather_weight * op.seconds if op.is_gather else op.compute_seconds
 
 
 def _last_rematerializations(graph: Graph, rows: list[_Row]) -> list[int]:

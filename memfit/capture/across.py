@@ -1,0 +1,61 @@
+"""How the gradients of a step are averaged over the ranks that train one model together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Across(Protocol):
+    """The ranks of a step: see `memfit.capture.data_parallel` and `memfit.capture.fully_sharded`.
+
+    Attributes:
+        group: of the ranks.
+        rank: of this process in the group.
+        size: how many ranks there are.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @property
+    def reduces(self) -> bool:
+        """Whether steps reduce their gradients now."""
+        ...
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a block in which steps add to this rank's gradients only.
+
+        Raises:
+            UnsupportedStepError: the ranks cannot do that.
+        """
+        ...
+
+    def begin(self, model: torch.nn.Module) -> None:
+        """Give all ranks the same model, where each has all of it.
+
+        Args:
+            model: the bare model.
+        """
+        ...
+
+    def share_buffers(self, model: torch.nn.Module) -> None:
+        """Give all ranks rank 0's buffers before a forward pass, where the ranks do that.
+
+        Args:
+            model: the bare model.
+        """
+        ...
+
+    def average(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Average the gradients in `.grad` over all ranks after an eager backward pass, where that is left to do.
+
+        Args:
+            parameters: the model's, by name.
+        """
+        ...

@@ -1,0 +1,195 @@
+"""Fully sharded training: each rank keeps a part of each parameter, of its gradient and of the optimizer's state.
+
+A model that `fully_shard` (FSDP2) was applied to is taken apart: its groups of parameters are gathered by ops of the
+graph, which a plan may repeat, and their gradients are reduced by others, in the arithmetic and the layout of
+`fully_shard`. The model keeps its parameters (DTensors), so that its checkpoints are those of any such model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from memfit.capture.across import Across
+from memfit.capture.data_parallel import data_parallel
+from memfit.errors import InvalidOptionError, UnsupportedStepError
+from memfit.torch_private.ranks import is_gloo
+from memfit.torch_private.sharding import (
+    GroupFacts,
+    ShardedFacts,
+    divisions,
+    is_fully_sharded,
+    is_sharded,
+    local,
+    reduces_gradients,
+    sharded_groups,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedGroup:
+    """Parameters that are gathered by one collective, and whose gradients are reduced by one.
+
+    Attributes:
+        facts: as torch keeps them.
+        names: of the parameters, in the order in which they are gathered.
+    """
+
+    facts: GroupFacts
+    names: tuple[str, ...]
+
+    @property
+    def parameters(self) -> tuple[ShardedFacts, ...]:
+        """The parameters, in the order of `names`."""
+        return self.facts.parameters
+
+
+class FullySharded:
+    """A model's groups, and the ranks that its parameters are sharded over.
+
+    Args:
+        model: `fully_shard` was applied to it.
+        groups: of it; all have the same process group.
+
+    Attributes:
+        group: the ranks.
+        rank: of this process in the group.
+        size: how many ranks there are.
+        groups: see above.
+    """
+
+    def __init__(self, model: torch.nn.Module, groups: list[GroupFacts]) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.groups = tuple(
+            ShardedGroup(facts=facts, names=tuple(names[id(each.parameter)] for each in facts.parameters))
+            for facts in groups
+        )
+        self.group: dist.ProcessGroup = groups[0].process_group
+        self.rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether steps reduce their gradients now: always.
+
+        Raises:
+            UnsupportedStepError: `set_requires_gradient_sync(False)` was called.
+        """
+        if not reduces_gradients([each.facts for each in self.groups]):
+            raise UnsupportedStepError(
+                "set_requires_gradient_sync(False) was called on the sharded model, but a planned step reduces its "
+                "gradients in each call: leave it out, gradients add up in `.grad` all the same"
+            )
+        return True
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Refuse: whole gradients would have to be kept on each rank.
+
+        Raises:
+            UnsupportedStepError: always.
+        """
+        raise UnsupportedStepError(
+            "no_sync is not for sharded models, whose gradients are reduced in each call: leave it out, they add up "
+            "in `.grad` all the same"
+        )
+
+    def begin(self, model: torch.nn.Module) -> None:
+        """Do nothing: each rank has a part of its own."""
+
+    def share_buffers(self, model: torch.nn.Module) -> None:
+        """Do nothing: `fully_shard` leaves buffers to each rank."""
+
+    def average(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Do nothing: the hooks of `fully_shard` have done it."""
+
+    def divisions(self, group: ShardedGroup, dtype: torch.dtype) -> tuple[float | None, float | None, str]:
+        """Return by what gradients are divided before their sum and after it, and the name of the sum.
+
+        Args:
+            group: one of `groups`.
+            dtype: in which they are reduced.
+
+        Raises:
+            UnsupportedStepError: a factor for which torch has a sum of its own.
+        """
+        device = local(group.parameters[0].parameter).device
+        before, after, operation = divisions(group.facts, dtype, device.type)
+        if operation is None:
+            raise UnsupportedStepError(
+                f"{_title(group.facts)} has a gradient divide factor of its own, whose sum a planned step does not "
+                "make; leave it out, or call set_force_sum_reduction_for_comms(True)"
+            )
+        if operation == "avg" and is_gloo(self.group, device):
+            return before, float(self.size), "sum"  # as gloo does, of which each rank needs its part only
+        return before, after, operation
+
+
+def across_ranks(model: torch.nn.Module, group: dist.ProcessGroup | None) -> tuple[torch.nn.Module, Across | None]:
+    """Return the model that a step captures, and how its gradients are averaged; None for this rank alone.
+
+    Args:
+        model: bare, wrapped in DistributedDataParallel, or given to `fully_shard`.
+        group: the ranks that train together; None leaves it to the model.
+
+    Raises:
+        InvalidOptionError, UnsupportedStepError: as `data_parallel` and `fully_sharded`.
+    """
+    sharded = fully_sharded(model, group)
+    return data_parallel(model, group) if sharded is None else (model, sharded)
+
+
+def fully_sharded(model: torch.nn.Module, group: dist.ProcessGroup | None) -> FullySharded | None:
+    """Return how a model is sharded; None for one that is not.
+
+    Args:
+        model: bare, or given to `fully_shard`, all of it or in parts.
+        group: the ranks that train together; None leaves it to the model.
+
+    Raises:
+        InvalidOptionError: another group than the model's.
+        UnsupportedStepError: the model is sharded in another way than a planned step can carry out; names the module.
+    """
+    if not dist.is_available() or not dist.is_initialized() or not any(map(is_sharded, model.parameters())):
+        return None
+    if not is_fully_sharded(model):
+        return None
+    groups = sharded_groups(model)
+    for facts in groups:
+        _require_plain(facts)
+    found = {id(facts.process_group): facts for facts in groups}
+    if len(found) > 1:
+        one, other = list(found.values())[:2]
+        raise UnsupportedStepError(
+            f"memfit.fit: {_title(one)} and {_title(other)} are sharded over different process groups, expected one; "
+            "give the same mesh to each fully_shard"
+        )
+    sharded = FullySharded(model, groups)
+    if group is not None and group is not sharded.group:
+        raise InvalidOptionError("process_group is another one than that of the mesh that the model is sharded over")
+    return sharded
+
+
+def _title(facts: GroupFacts) -> str:
+    return f"module {facts.name!r}" if facts.name else "the model"
+
+
+def _require_plain(facts: GroupFacts) -> None:
+    """Refuse a group that does more than gather rows, and average gradients."""
+    dtypes = {each.dtype for each in facts.parameters}
+    trained = {each.parameter.dtype for each in facts.parameters if each.parameter.requires_grad}
+    found = {
+        **dict.fromkeys(facts.refused, True),
+        **dict.fromkeys((what for each in facts.parameters for what in each.refused), True),
+        "a mesh of several dimensions": facts.process_group is None,
+        "parameters of several dtypes": len(dtypes) > 1 or len(trained) > 1,
+    }
+    named = [what for what, is_there in found.items() if is_there]
+    if named:
+        raise UnsupportedStepError(
+            f"memfit.fit: fully_shard of {_title(facts)} has {' and '.join(named)}, which a planned step does not "
+            "carry out; leave that out"
+        )
