@@ -112,7 +112,7 @@ class PackPoint:
 
     @property
     def size(self) -> str:
-        """How many blocks there are: few, for a beam of layouts; many, too many for branch and bound; or some."""
+        """How many blocks there are: few, up to 600; many, too many for branch and bound; or some."""
         if isinstance(self.trace, int):
             return "many" if self.trace > MOST_BLOCKS else "some"
         return "few" if self.trace in FEW else "many" if self.trace in MANY else "some"

@@ -76,6 +76,49 @@ def _sized(workload: str, payload: dict[str, Any]) -> str:
     return f"{workload}, batch {payload['options']['batch']}"
 
 
-CUDA_TABLES = {"cuda-allocator": ("cuda_allocator", equality)}
+def in_front(payload: dict[str, Any]) -> Table:
+    """What the arena did in front of torch's allocator, by version of torch."""
+    head = ["torch", "random steps", "requests served", "ordinary memory", "calls beside it that work", "planned steps"]
+    rows: list[list[str]] = []
+    for version, found in sorted(payload["results"].items()):
+        life = [found["life"][setting] for setting in _SETTINGS]
+        counted = (sum(each[name] for each in life) for name in ("steps", *_SERVED))
+        works = sum(outcome == "works" for outcome in found["beside"].values())
+        steps = [
+            step["reserved_bytes"] == answer["predicted_bytes"] and not step["not_served"]
+            for name, answer in found["planned"].items()
+            if name.endswith("arena")
+            for step in answer["steps"]
+        ]
+        exact = f"{sum(steps)} of {len(steps)} as predicted"
+        rows.append([version, *(f"{count:,}" for count in counted), f"{works} of {len(found['beside'])}", exact])
+    return head, rows, "Over a GPU that is not there: addresses and bytes are measured, and nothing is computed."
+
+
+def taken(payload: dict[str, Any]) -> Table:
+    """What the same step reserves in each mode, on the newest torch that was tried."""
+    head = ["step", "memory", "budget, MiB", "live, MiB", "reserved, MiB", "predicted, MiB", "first step reserved, MiB"]
+    found = payload["results"][max(payload["results"])]
+    rows = [
+        [
+            name.partition(", ")[0] if "capped" not in name else "AdamW, capped",
+            name.rpartition(", ")[2],
+            *(f"{answer[key] / MIB:,.1f}" for key in ("budget_bytes", "peak_bytes")),
+            f"{max(step['reserved_bytes'] for step in answer['steps']) / MIB:,.1f}",
+            f"{answer['predicted_bytes'] / MIB:,.1f}",
+            f"{answer['steps'][0]['reserved_bytes'] / MIB:,.1f}",
+        ]
+        for name, answer in found["planned"].items()
+    ]
+    return head, rows, f"torch {found['torch']} over a GPU that is not there; reserved as torch counts it."
+
+
+_SERVED = ("requests served", "requests that got ordinary memory")
+
+CUDA_TABLES = {
+    "cuda-allocator": ("cuda_allocator", equality),
+    "cuda-arena": ("cuda_arena", in_front),
+    "cuda-arena-steps": ("cuda_arena", taken),
+}
 """Of a script that stores one result."""
 CUDA_SET_TABLES = {"cuda-reserved": ("cuda_reserved", reserved), "cuda-within": ("cuda_reserved", within)}

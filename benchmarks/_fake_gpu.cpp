@@ -1,11 +1,16 @@
 // A GPU that is not there: what torch's caching allocator asks of the CUDA runtime and driver, over bare numbers.
-// Addresses only grow and are never used again; nothing lies behind them. Preloaded by cuda_allocator.py.
+// Addresses only grow and are never used again. Nothing lies behind them, unless `fake_has_memory` is set: then there is
+// memory of the host, which copies read and write; kernels are launched and do nothing. Preloaded by cuda_allocator.py and
+// cuda_arena.py.
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <string_view>
 #include <unordered_map>
+
+#include <sys/mman.h>
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -30,10 +35,31 @@ uint64_t in_pages(uint64_t bytes) {
   return (bytes + kPage - 1) / kPage * kPage;
 }
 
+}  // namespace
+
+extern "C" {
+
+int fake_has_memory = 0;  // may be set by the caller, before anything is allocated
+uint64_t fake_launches = 0, fake_waits = 0;
+
+}  // extern "C"
+
+namespace {
+
 uint64_t reserve(uint64_t bytes) {
   const uint64_t address = next_address;
   next_address += in_pages(bytes);
+  if (fake_has_memory) {
+    constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
+    mmap(reinterpret_cast<void*>(address), in_pages(bytes), PROT_READ | PROT_WRITE, flags, -1, 0);
+  }
   return address;
+}
+
+void unmap(void* address, uint64_t bytes) {
+  if (fake_has_memory) {
+    munmap(address, in_pages(bytes));
+  }
 }
 
 }  // namespace
@@ -76,6 +102,14 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   properties->major = 9;
   properties->multiProcessorCount = 132;
   properties->warpSize = 32;
+  properties->maxThreadsPerBlock = 1024;
+  properties->maxThreadsPerMultiProcessor = 2048;
+  properties->maxBlocksPerMultiProcessor = 32;
+  properties->sharedMemPerBlock = 48 << 10;
+  properties->sharedMemPerMultiprocessor = properties->sharedMemPerBlockOptin = 227 << 10;
+  properties->regsPerBlock = properties->regsPerMultiprocessor = 64 << 10;
+  properties->l2CacheSize = 50 << 20;
+  for (int each = 0; each < 3; ++each) properties->maxGridSize[each] = 65535, properties->maxThreadsDim[each] = 1024;
   properties->totalGlobalMem = fake_capacity_bytes;
   return cudaSuccess;
 }
@@ -123,6 +157,7 @@ cudaError_t cudaFree(void* pointer) {
   const auto found = given.find(reinterpret_cast<uint64_t>(pointer));
   if (found == given.end()) return cudaErrorInvalidValue;
   held_bytes -= found->second;
+  unmap(pointer, found->second);
   given.erase(found);
   return cudaSuccess;
 }
@@ -179,6 +214,98 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* stat
 }
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
+  return cudaSuccess;
+}
+
+// Work on streams: copies are made at once, kernels do nothing.
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  memmove(to, from, bytes);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  memmove(to, from, bytes);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+  memset(to, value, bytes);
+  return cudaSuccess;
+}
+
+cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
+  ++fake_launches;
+  return cudaSuccess;
+}
+
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) {
+  ++fake_launches;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  memset(attributes, 0, sizeof *attributes);
+  attributes->maxThreadsPerBlock = 1024;
+  attributes->ptxVersion = attributes->binaryVersion = 90;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t, unsigned) {
+  *blocks = 2;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) {
+  ++fake_waits;
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreate(cudaEvent_t* event) {
+  *event = reinterpret_cast<cudaEvent_t>(++next_handle);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+  return cudaEventRecord(event, stream);
+}
+
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
+  *milliseconds = 0.01F;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
+  *priority = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
+  *pointer = malloc(bytes);
+  return cudaSuccess;
+}
+
+cudaError_t cudaHostRegister(void*, size_t, unsigned) {
+  return cudaSuccess;
+}
+
+cudaError_t cudaHostUnregister(void*) {
+  return cudaSuccess;
+}
+
+cudaError_t cudaFreeHost(void* pointer) {
+  free(pointer);
+  return cudaSuccess;
+}
+
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+  memset(attributes, 0, sizeof *attributes);
+  const bool is_here = reinterpret_cast<uint64_t>(pointer) >> 40 == 1;
+  attributes->type = is_here ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
   return cudaSuccess;
 }
 
@@ -291,6 +418,54 @@ int nvmlSystemGetCudaDriverVersion_v2() {
   return 3;
 }
 
+// cuBLAS, whose products are never computed.
+
+#define DONE(name)              \
+  int done_##name() asm(#name); \
+  int done_##name() {           \
+    return 0;                   \
+  }
+
+DONE(cublasDestroy_v2)
+DONE(cublasGetMathMode)
+DONE(cublasGetPointerMode_v2)
+DONE(cublasSetMathMode)
+DONE(cublasSetPointerMode_v2)
+DONE(cublasSetStream_v2)
+DONE(cublasSetWorkspace_v2)
+DONE(cublasSgemm_v2)
+DONE(cublasSgemmEx)
+DONE(cublasSgemmStridedBatched)
+DONE(cublasSgemv_v2)
+DONE(cublasSdot_v2)
+DONE(cublasGemmEx)
+DONE(cublasGemmStridedBatchedEx)
+DONE(cublasLtMatmul)
+DONE(cublasLtMatmulDescDestroy)
+DONE(cublasLtMatmulDescSetAttribute)
+DONE(cublasLtMatmulPreferenceDestroy)
+DONE(cublasLtMatmulPreferenceSetAttribute)
+DONE(cublasLtMatrixLayoutDestroy)
+DONE(cublasLtMatrixLayoutSetAttribute)
+
+#define MADE(name)                           \
+  int made_##name(void** thing) asm(#name);  \
+  int made_##name(void** thing) {            \
+    *thing = reinterpret_cast<void*>(&made_##name); \
+    return 0;                                \
+  }
+
+MADE(cublasCreate_v2)
+MADE(cublasLtMatmulDescCreate)
+MADE(cublasLtMatmulPreferenceCreate)
+MADE(cublasLtMatrixLayoutCreate)
+MADE(cuCtxGetCurrent)
+
+int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, void*, int* count) {
+  *count = 1;  // what it finds is all zeros
+  return 0;
+}
+
 // What torch binds when it loads, and does not call here.
 #define REFUSED(name)                      \
   CUresult refused_##name() asm(#name);    \
@@ -298,7 +473,6 @@ int nvmlSystemGetCudaDriverVersion_v2() {
     return CUDA_ERROR_NOT_SUPPORTED;       \
   }
 
-REFUSED(cuCtxGetCurrent)
 REFUSED(cuCtxSetCurrent)
 REFUSED(cuDeviceGet)
 REFUSED(cuDeviceGetAttribute)

@@ -22,7 +22,7 @@ class Case:
         share: of the unplanned peak, which is the budget.
         optimizer: arguments of AdamW.
         seconds: that the case may take.
-        arena: serve steps from an arena.
+        arena: serve steps from an arena; None is memfit's default, which is one on a GPU.
         hard: cap the process at the budget.
         host_bytes: that storages may be offloaded to.
         cudnn_benchmark: let cuDNN try its engines.
@@ -37,7 +37,7 @@ class Case:
     share: float = 0.6
     optimizer: dict[str, Any] = field(default_factory=dict[str, Any])
     seconds: float = 45.0
-    arena: bool = False
+    arena: bool | None = None
     hard: bool = False
     host_bytes: int = 0
     cudnn_benchmark: bool = False
@@ -72,9 +72,14 @@ CASES = (
     _resnet("fp32, foreach, capped", optimizer=_FOREACH, hard=True),
     _gpt("bf16, fused, capped", _BF16, optimizer=_FUSED, hard=True),
     _resnet("bf16, channels_last, fused, capped", _BF16 | _LAST, optimizer=_FUSED, hard=True),
-    _resnet("fp32, arena", optimizer=_FOREACH, arena=True),
-    _gpt("bf16, arena", _BF16, optimizer=_FUSED, arena=True),
-    _resnet("expandable segments", environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, hard=True),
+    _gpt("bf16, arena", _BF16, optimizer=_FUSED, arena=True),  # in a dry run, too
+    _resnet("torch's allocator", arena=False),
+    _resnet(
+        "expandable segments",
+        environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        hard=True,
+        arena=False,
+    ),
     _resnet("cudnn.benchmark", cudnn_benchmark=True),
     _gpt("offloading 10 GiB", {"batch": 16}, host_bytes=10 * GIB, share=0.5, optimizer=_FUSED),
     _gpt("fp16, GradScaler", {"autocast": "fp16"}, how="scaler", optimizer=_FUSED),

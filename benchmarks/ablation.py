@@ -8,7 +8,7 @@ full search over its seeds says how much of a difference is chance.
     python benchmarks/ablation.py                        # all parts at all points: about an hour
     python benchmarks/ablation.py --only exchange support  # these parts
     python benchmarks/ablation.py --eliminate            # then switch needless parts off, one after the other, for good
-    python benchmarks/ablation.py --only partition --seeds 6 --eliminate  # the same for a doubtful part
+    python benchmarks/ablation.py --only flush --seeds 6 --eliminate  # the same for a doubtful part
     python benchmarks/ablation.py --show                 # run nothing: store and print what the cells say
 
 A cell is one run: a point, what is switched off, a seed. Cells are kept in FOLDER as they are done, beside the captured
@@ -210,7 +210,7 @@ def concerns(point: Point, part: str) -> bool:
     """Whether a part can change anything at a point: some stages pack few blocks only, or many."""
     if isinstance(point, PlanPoint):
         return part in parts_at(point)
-    sizes = {"beam": {"few"}, "tight": {"many"}} | {part: {"few", "some"} for part in ("exact", *RULES)}
+    sizes = {"tight": {"many"}} | {part: {"few", "some"} for part in ("exact", *RULES)}
     return part in PACK_PARTS and point.size in sizes.get(part, {"few", "some", "many"})
 
 

@@ -119,6 +119,8 @@ def failures_of(case: Case, found: dict[str, Any], *, dry: bool) -> list[str]:
     left_out = [name for name in found["not_repeated"] if name.split()[0] in ("gradient", "parameter")]
     if len(left_out) > MOST_LEFT_OUT * found["compared"]:
         failed.append(f"{case.name}: eager does not repeat {len(left_out)} of {found['compared']} gradients")
+    if found.get("not_served"):
+        failed.append(f"{case.name}: {found['not_served']} requests of the last step had no place in the arena")
     retries = {name: count for name, count in found["statistics"].items() if name != "num_device_alloc" and count}
     if retries and case.hard:
         failed.append(f"{case.name}: {retries}")

@@ -1,6 +1,6 @@
 """One case of gpu.py, in a process of its own: what ten steps took, whether bits are eager's, seconds beside eager.
 
-python benchmarks/gpu_case.py "resnet50 fp32, arena" --dry
+python benchmarks/gpu_case.py "gpt2 bf16, arena" --dry
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from _process import answer_if_child
 from _record import interleaved_ratio
 from torch_baselines import baseline
 
-import memfit
 from memfit import PlannedStep, TrainingStep
 from memfit.planning import Settings
 from memfit.runtime.fitting import fit_step
@@ -45,8 +44,6 @@ def measure_case(case: dict[str, Any], *, dry: bool) -> Iterator[dict[str, Any]]
     """
     asked = Case(**case)
     device = torch.device("cpu" if dry else "cuda")
-    if asked.arena and not dry:
-        memfit.arena(device=device)  # before anything is put on the device
     step = built(asked, device, dry=dry)
     torch.backends.cudnn.benchmark = asked.cudnn_benchmark
     torch.backends.cudnn.deterministic = not asked.cudnn_benchmark
@@ -57,6 +54,7 @@ def measure_case(case: dict[str, Any], *, dry: bool) -> Iterator[dict[str, Any]]
     planned = fit_step(step, settings_of(asked, dry=dry))
     assert isinstance(planned, PlannedStep)
     found |= predictions(planned) | {"budget_bytes": int(planned.settings.budget)}
+    found |= {"served_by": str(planned.memory), "placed_bytes": planned._first.predicted_bytes}  # pyright: ignore
     yield found
     run = accumulating(planned) if asked.how == "accumulate" else lambda: planned(step.batch)
 
@@ -68,7 +66,8 @@ def measure_case(case: dict[str, Any], *, dry: bool) -> Iterator[dict[str, Any]]
     found |= bits_of(run, eager_of(asked, step), step)
     yield found
     found |= interleaved_ratio(run, eager_of(asked, step), REPEATS, device=device).summary()
-    found |= {"statistics": statistics_of(device, has_arena=asked.arena), "done": True}
+    counts = planned.arena.last_step if planned.arena else None
+    found |= {"statistics": statistics_of(device), "not_served": counts.not_served if counts else 0, "done": True}
     yield found
 
 
@@ -141,9 +140,9 @@ def ten_steps(run: Run, device: torch.device, residents: Callable[[], int]) -> l
     return found
 
 
-def statistics_of(device: torch.device, *, has_arena: bool) -> dict[str, int]:
+def statistics_of(device: torch.device) -> dict[str, int]:
     """The allocator's counts of retries and of failures, of which there should be none."""
-    if device.type != "cuda" or has_arena:
+    if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)
     return {name: stats[name] for name in ("num_alloc_retries", "num_ooms", "num_device_alloc")}
@@ -184,7 +183,7 @@ def _measured_run(
     yield found
     found |= bits_of(run, eager, step) if case.how == "backend" else {}
     found |= interleaved_ratio(run, eager, REPEATS, device=device).summary()
-    found |= {"statistics": statistics_of(device, has_arena=False), "done": True}
+    found |= {"statistics": statistics_of(device), "done": True}
     yield found
 
 

@@ -1,7 +1,8 @@
 """Steps with graph breaks beside the same steps without: seconds and peaks, at two budgets.
 
 GPT-2 and a ResNet, with 0, 1, 2 and 4 lines in them that look at a tensor's value. Each is planned within a share of
-the eager peak; the planned steps take turns, and the times are ratios to the step without breaks.
+the eager peak; the planned steps take turns in an order drawn anew for each round, and the times are
+ratios to the step without breaks.
 
     python benchmarks/graph_breaks.py           # all, stored
     python benchmarks/graph_breaks.py gpt2
@@ -10,6 +11,7 @@ the eager peak; the planned steps take turns, and the times are ratios to the st
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 from typing import Any
@@ -36,7 +38,7 @@ WORKLOADS: dict[str, tuple[str, dict[str, Any], str]] = {  # name, options, and 
 }
 BREAKS = (0, 1, 2, 4)
 SHARES = (1.0, 0.7)
-ROUNDS = 9
+ROUNDS = 12
 SEARCH_SECONDS = 10.0
 CHILD_SECONDS = 3600
 
@@ -84,7 +86,8 @@ def run(workload: str, share: float) -> dict[str, Any]:
     planned = {breaks: fit_step(step, settings) for breaks, step in steps.items()}
     seconds: dict[int, list[float]] = {breaks: [] for breaks in BREAKS}
     for number in range(ROUNDS + 1):
-        for breaks, each in planned.items():
+        for breaks in random.Random(number).sample(BREAKS, len(BREAKS)):  # each of them after each other one
+            each = planned[breaks]
             began = time.perf_counter()
             each(each.step.batch)
             seconds[breaks] += [time.perf_counter() - began] if number else []

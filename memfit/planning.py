@@ -55,7 +55,7 @@ class Settings:
         seed: of all that is random in a planner.
         host_budget_bytes: the most bytes of host copies, where the device has a link to its host; 0 allows none.
         host_dir: where a CPU's host copies are kept, on a disk; None stands for the system's temporary directory.
-        arena: whether calls are served from memory with a fixed layout.
+        arena: whether calls are served from memory with a fixed layout; None is where the step runs on CUDA.
         device: takes the place of the step's own device, whose profile is then not read.
         whole_bytes: what a budget in percent is a share of; None stands for the unplanned peak of the graph.
         reads_kept_plans: whether a plan that was kept on disk is used; a new plan is kept in either case.
@@ -81,7 +81,7 @@ class Settings:
     seed: int = 0
     host_budget_bytes: int = 0
     host_dir: Path | None = None
-    arena: bool = False
+    arena: bool | None = None
     device: Device | None = None
     whole_bytes: int | None = None
     reads_kept_plans: bool = True

@@ -54,10 +54,13 @@ def test_a_plan_for_a_gpu_says_what_torch_reserves(run: Run, graph_file: Path) -
     taken = document["reserved"]
     parts = taken["resident_bytes"] + taken["plan_bytes"]
     assert parts == document["predicted"]["peak_bytes"]
-    assert parts + taken["fragmentation_bytes"] == taken["reserved_bytes"] == 2 << 20  # one segment of small blocks
-    assert taken["expandable_segments_bytes"] == 2 << 20
+    assert parts + taken["fragmentation_bytes"] == taken["reserved_bytes"] == taken["arena_bytes"]
+    assert taken["library_bytes"] == 0
+    assert taken["expandable_segments_bytes"] == taken["default_bytes"] == 2 << 20  # one segment of small blocks
+    assert taken["arena_bytes"] == 2 << 20  # the arena, beside what the layout does not know
     _, text, _ = run("plan", graph_file, "--budget", "100%", "--device-profile", "h100", *MOVES)
-    assert "fragmentation" in text
+    for part in ("residents", "plan", "library workspaces", "fragmentation", "outside of the budget", "context"):
+        assert part in text
 
 
 def test_plan_in_words(run: Run, graph_file: Path) -> None:

@@ -18,6 +18,7 @@ from memfit.errors import (
     CaptureError,
     GraphBreakError,
     InfeasibleBudgetError,
+    InvalidOptionError,
     InvalidTargetError,
     UnsupportedStepError,
     VerificationError,
@@ -115,6 +116,34 @@ def test_a_state_that_is_written_in_place_is_written_in_place() -> None:
     after = planned(state, batch)
     assert torch.equal(after, state) and torch.equal(state, (1 + batch) / 2)
     assert after.data_ptr() == state.data_ptr()
+
+
+def test_a_state_whose_leaves_share_memory_and_are_written_to_is_refused_and_stays() -> None:
+    def step(state: Any, _batch: None) -> Any:
+        return state[0].mul_(0.5), state[1].add_(1)
+
+    for columns in (lambda t: (t[:, 0], t[:, 1]), lambda t: (t[:6], t[2:]), lambda t: (t, t.view(-1))):
+        whole = torch.arange(16.0).view(8, 2)
+        with pytest.raises(InvalidOptionError, match=r"'batch_0'.* shares memory with 'batch_1': give a clone"):
+            memfit.fit_function(step, columns(whole), budget="100%")
+        assert torch.equal(whole, torch.arange(16.0).view(8, 2))
+    halves = torch.arange(16.0)
+    state = halves[:8], halves[8:]
+    expected = step((state[0].clone(), state[1].clone()), None)
+    planned = memfit.fit_function(step, state, budget="100%", verify=True)
+    assert all(map(_same, planned(state), expected))
+
+
+def test_recurrent_layers_without_gradients() -> None:
+    layer = torch.nn.LSTM(4, 8, 2)
+
+    def step(state: Any, batch: torch.Tensor) -> Any:
+        return layer(batch, state)[1]
+
+    state, batch = (torch.zeros(2, 3, 8), torch.zeros(2, 3, 8)), torch.randn(5, 3, 4)
+    planned = memfit.fit_function(step, state, batch, budget="100%", verify=True)
+    with torch.no_grad():
+        assert all(map(_same, _run(planned, state, batch, 2), _run(step, state, batch, 2)))
 
 
 def test_what_it_closes_over_may_change_and_modules_need_no_gradients() -> None:

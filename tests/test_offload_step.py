@@ -19,6 +19,7 @@ from devices import linked
 from planned_steps import small_step
 
 import memfit
+from memfit.cost.link import link_rates
 from memfit.errors import (
     HostMemoryError,
     InvalidBudgetError,
@@ -258,6 +259,30 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         planned_step(host_dir=tmp_path / "nowhere")
 
 
+def test_a_directory_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory := tmp_path / "a disk").mkdir()
+    mounts = tmp_path / "mounts"
+    mounts.write_text("/dev/vda / ext4 rw 0 0\ntmpfs {} tmpfs rw 0 0\n".format(str(directory).replace(" ", "\\040")))
+    monkeypatch.setattr(spill_file, "_MOUNTS", mounts)
+    with pytest.raises(HostMemoryError, match=r"host_dir .*a disk' is in memory, so .* frees nothing"):
+        planned_step(host_dir=directory)
+
+
+def test_a_host_dir_is_refused_for_what_is_on_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOptionError, match="host copies of 'cuda:0' are in pinned memory"):
+        link_rates(torch.device("cuda:0"), tmp_path)
+
+
+def test_a_file_system_that_cannot_preallocate_has_its_room_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unable(*_: int) -> None:
+        raise OSError(22, "Invalid argument")  # as ext2 with direct I/O
+
+    monkeypatch.setattr(spill_file.os, "posix_fallocate", unable)
+    file = SpillFile((5 << 20) + 1)
+    status = os.fstat(file._file)
+    assert status.st_size == file.size_bytes == (5 << 20) + 4096 and status.st_blocks * 512 >= status.st_size
+
+
 def test_a_file_system_without_direct_io_works(monkeypatch: pytest.MonkeyPatch) -> None:
     real_open = os.open
 
@@ -359,7 +384,7 @@ def test_a_step_that_failed_gives_its_slab_back_while_the_error_is_kept(monkeypa
 
 def test_ctrl_c_while_a_copy_is_started_leaves_its_memory_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     file = SpillFile(1 << 20)
-    executor = spill_file._reader(os.getpid()).executor
+    executor = spill_file._reader(os.getpid())
     go_on, memory = threading.Event(), torch.zeros(1 << 20, dtype=torch.uint8)
     gone = weakref.ref(memory)
     executor.submit(go_on.wait)
@@ -386,6 +411,7 @@ def test_ctrl_c_while_a_copy_is_started_leaves_its_memory_until_it_ends(monkeypa
         ({"host_budget": "50%"}, InvalidBudgetError, "host budget '50%' is a share; expected a size such as 64GiB"),
         ({"host_budget": "much"}, InvalidBudgetError, "'much'"),
         ({"host_dir": ""}, InvalidOptionError, "host_dir is '', expected the path of a directory"),
+        ({"host_dir": "a\0b"}, InvalidOptionError, "expected the path of a directory"),
         ({"host_dir": 3}, InvalidOptionError, "host_dir is 3, expected the path of a directory"),
         ({"host_budget": "8KiB"}, TimeLimitError, r"raise the time limit or the budget or the host budget of 8 KiB"),
     ],

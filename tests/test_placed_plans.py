@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,9 +15,8 @@ from memfit.errors import NoPlanError
 from memfit.graph import Graph
 from memfit.plan import Plan
 from memfit.planning import Settings, make_plan
-from memfit.runtime.placed_plans import allocator_settings, plan_within_allocator
+from memfit.runtime.placed_plans import allocator_settings, plan_within, taken_bytes
 from memfit.simulate.cuda_allocator import AllocatorSettings
-from memfit.simulate.reserved import reserved
 from memfit.workloads import build
 
 MIB = 1 << 20
@@ -37,18 +37,20 @@ GRAPH = _graph()
 SEARCHED = Settings(budget="60%", planner="search", options={"iterations": 300, "threads": 1}, reads_kept_plans=False)
 
 
-def taken_bytes(plan: Plan, allocator: AllocatorSettings) -> int:
-    return reserved(plan.graph, plan.schedule, allocator).peak_bytes
+def taken(allocator: AllocatorSettings) -> Callable[[Plan], int]:
+    return lambda plan: taken_bytes(plan, None, allocator)
 
 
 @pytest.mark.parametrize("expandable", [False, True])
 def test_a_plan_is_made_for_less_until_the_allocator_takes_no_more_than_the_budget(expandable: bool) -> None:
     allocator = AllocatorSettings(expandable_segments=expandable)
     plain = make(SEARCHED)
-    placed = plan_within_allocator(make, SEARCHED, allocator)
-    assert taken_bytes(plain, allocator) > plain.budget_bytes
-    assert taken_bytes(placed, allocator) <= plain.budget_bytes
-    assert placed.budget_bytes < plain.budget_bytes
+    placed = plan_within(make, SEARCHED, taken(allocator))
+    assert taken(allocator)(plain) > plain.budget_bytes
+    assert taken(allocator)(placed) <= plain.budget_bytes
+    assert placed.budget_bytes == plain.budget_bytes
+    assert placed.predicted.peak_bytes < plain.predicted.peak_bytes
+    assert placed.bounds == plain.bounds
 
 
 def test_a_plan_that_fits_is_the_only_one() -> None:
@@ -59,7 +61,7 @@ def test_a_plan_that_fits_is_the_only_one() -> None:
         return plans[-1]
 
     generous = Settings(budget=1 << 40, planner="none")
-    assert plan_within_allocator(counted, generous, AllocatorSettings()) is plans[0]
+    assert plan_within(counted, generous, taken(AllocatorSettings())) is plans[0]
     assert len(plans) == 1
 
 
@@ -72,8 +74,8 @@ def test_the_plan_that_takes_the_fewest_bytes_is_taken_with_a_warning(caplog: py
         raise NoPlanError("too little", least_budget_found_bytes=None, least_budget_bound_bytes=0)
 
     with caplog.at_level(logging.WARNING, "memfit"):
-        assert plan_within_allocator(once, SEARCHED, AllocatorSettings()) is plain
-    assert "by the model of torch's CUDA allocator the plan takes" in caplog.text
+        assert plan_within(once, SEARCHED, taken(AllocatorSettings())) is plain
+    assert "as its bytes are placed the plan is predicted to take" in caplog.text
     assert "more than the budget" in caplog.text
 
 

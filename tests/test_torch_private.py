@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from memfit import torch_private
@@ -38,7 +40,11 @@ from memfit.torch_private.autograd import (
     views_replayed,
     without_autocast,
 )
-from memfit.torch_private.cuda import allocator_settings_text, release_cublas_workspaces
+from memfit.torch_private.cuda import (
+    allocator_settings_text,
+    release_cublas_workspaces,
+    turn_on_expandable_segments,
+)
 from memfit.torch_private.dynamo import (
     compile_soundly,
     compile_with_budget,
@@ -76,12 +82,30 @@ from memfit.torch_private.modules import (
 from memfit.torch_private.patching import replaced
 from memfit.torch_private.ranks import (
     ddp_facts,
+    finish_gather,
+    finish_scatter,
     first_bucket_bytes,
     gradient_buckets,
     group_timeout,
+    is_gloo,
     runs_under_ddp,
+    start_gather,
+    start_scatter,
     start_sum,
     wait_for_sum,
+)
+from memfit.torch_private.sharding import (
+    GroupFacts,
+    divisions,
+    groups_shown,
+    is_fully_sharded,
+    is_sharded,
+    local,
+    local_gradient,
+    reduces_gradients,
+    sharded_groups,
+    whole_part,
+    with_local,
 )
 from memfit.torch_private.symbols import guesses_noted, make_size_environment, make_size_symbol, symbolic_kernels
 from memfit.torch_private.tensors import (
@@ -880,6 +904,28 @@ def test_the_settings_of_the_allocator_are_those_of_the_environment(tells: bool)
     assert isinstance(allocator_settings_text(), str)
 
 
+def test_expandable_segments_are_turned_on_beside_the_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ["max_split_size_mb:64"]
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings[-1], raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False)
+    assert turn_on_expandable_segments()
+    assert settings == ["max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:True"]
+    assert turn_on_expandable_segments() and len(settings) == 2
+    settings.append("expandable_segments:False")
+    assert not turn_on_expandable_segments(), "the user has said otherwise"
+    settings.append("")
+
+    def refuse(_settings: str) -> None:
+        raise RuntimeError("not on this device")
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse, raising=False)
+    assert not turn_on_expandable_segments()
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    settings.append("expandable_segments:True")
+    assert not turn_on_expandable_segments()
+
+
 def test_packing_a_sequence_returns_as_much_as_its_lengths_say() -> None:
     (pack,) = SHORTENS
     values, rows = torch.ones(4, 2, 3), [pack.default(torch.ones(4, 2, 3), torch.tensor([4, n]), False) for n in (1, 3)]
@@ -927,6 +973,86 @@ def test_a_sum_over_ranks_is_made_in_place_and_waited_for() -> None:
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_parts_are_gathered_and_scattered_and_nobody_holds_them_then() -> None:
+    name = torch.distributed.group.WORLD.group_name
+    parts = [torch.arange(6.0), torch.arange(2.0)]
+    whole = start_gather(parts, torch.bfloat16, name)
+    matrix, row = finish_gather(whole, 1, [(6, (3, 2)), (2, (2,))])
+    assert matrix.dtype == torch.bfloat16 and matrix.tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    assert row.tolist() == [0.0, 1.0]
+    assert whole.tolist() == [*parts[0].tolist(), *parts[1].tolist()] and whole._use_count() == row._use_count()
+    (alone,) = [finish_gather(start_gather(parts[1:], torch.float32, name), 1, [(2, (1, 2))])]
+    assert alone.tolist() == [[0.0, 1.0]]
+    part = start_scatter(whole, "avg", name)
+    finish_scatter(part, whole, 0)
+    assert torch.equal(part, whole) and part.data_ptr() != whole.data_ptr()
+
+
+@pytest.fixture
+def sharded_model(one_rank: None) -> torch.nn.Module:  # noqa: ARG001 (its group is used)
+    mesh, policy = init_device_mesh("cpu", (1,)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2, bias=False))
+    model[1].weight.requires_grad_(False)
+    fully_shard(model[0], mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def test_sharded_tensors_have_a_local_part(sharded_model: torch.nn.Module) -> None:
+    weight, plain = sharded_model[0].weight, torch.ones(2)
+    assert is_sharded(weight) and not is_sharded(plain) and not is_sharded(None)
+    assert local(weight).shape == (2, 3) and not is_sharded(local(weight)) and local(plain) is plain
+    assert whole_part(weight).data_ptr() == local(weight).data_ptr() and whole_part(weight).shape == (6,)
+    assert local_gradient(weight) is None
+    weight.grad = with_local(weight, torch.ones(2, 3))  # pyright: ignore[reportAttributeAccessIssue]
+    assert is_sharded(weight.grad) and local_gradient(weight).sum() == 6  # pyright: ignore[reportOptionalMemberAccess]
+    assert with_local(plain, plain) is plain
+
+
+def test_groups_of_fully_shard_tell_what_they_gather_and_reduce(sharded_model: torch.nn.Module) -> None:
+    assert is_fully_sharded(sharded_model) and not is_fully_sharded(torch.nn.Linear(2, 2))
+    groups = sharded_groups(sharded_model)
+    assert [group.name for group in groups] == ["", "0"]
+    (frozen,), (weight, bias) = (group.parameters for group in groups)
+    assert not frozen.parameter.requires_grad and groups[0].reduce_dtype is None
+    assert weight.parameter is sharded_model[0].weight and bias.shape == bias.size == bias.padded == (2,)
+    assert weight.dtype == torch.bfloat16 and groups[1].reduce_dtype == torch.float32
+    assert groups[0].stays and not groups[1].stays
+    assert groups[0].process_group is groups[1].process_group is torch.distributed.group.WORLD
+    assert not groups[0].refused and not weight.refused
+    assert divisions(groups[1], torch.float32, "cpu") == (None, None, "sum")
+    assert divisions(groups[1], torch.float16, "cpu")[2] == "sum"
+    assert reduces_gradients(groups)
+    sharded_model.set_requires_gradient_sync(False)  # pyright: ignore[reportCallIssue]
+    assert not reduces_gradients(groups)
+
+
+def test_hooks_of_fully_shard_show_what_they_are_told_to(sharded_model: torch.nn.Module) -> None:
+    groups = sharded_groups(sharded_model)
+    whole = {each.parameter: torch.ones(each.shape) for group in groups for each in group.parameters}
+    seen: list[str] = []
+
+    def show(group: GroupFacts) -> None:
+        seen.append(f"show {group.name}")
+        for each in group.parameters:
+            each.show(whole[each.parameter].to(each.dtype).requires_grad_())
+
+    def hide(group: GroupFacts) -> None:
+        seen.append(f"hide {group.name}")
+        for each in group.parameters:
+            each.show(each.parameter)
+
+    parameters = list(sharded_model.parameters())
+    with groups_shown(groups, show, hide):
+        output = sharded_model(torch.ones(1, 3))
+        output.sum().backward()
+    assert seen == ["show ", "show 0", "hide 0"]
+    assert output.tolist() == [[8.0, 8.0]]
+    assert all(one is other for one, other in zip(parameters, sharded_model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in parameters)
+    assert sharded_model(torch.ones(1, 3)).shape == (1, 2)  # by torch's own hooks again
+
+
 def test_buckets_are_those_of_ddp() -> None:
     parameters = [torch.ones(4), torch.ones(4, 4), torch.ones(4, dtype=torch.float64), torch.ones(4)]
     assert gradient_buckets(parameters, [80, 16]) == [[0, 1], [3], [2]]
@@ -948,6 +1074,7 @@ def test_ddp_tells_its_hook_and_its_buckets() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_a_group_tells_its_timeout() -> None:
     assert group_timeout(torch.distributed.group.WORLD) == timedelta(seconds=50)
+    assert is_gloo(torch.distributed.group.WORLD, torch.device("cpu"))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own modules, which Inductor imports

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.errors import UnsupportedStepError
 from memfit.runtime.compile.occupancy import bytes_beside
 from memfit.system.recorder import record
 
@@ -109,3 +110,28 @@ def test_a_queue_of_keys_behind_a_number_that_is_read() -> None:
             assert mine.grad is not None and expected.grad is not None and torch.equal(mine.grad, expected.grad)
         for mine, expected in zip(other.buffers(), models[0].buffers(), strict=True):
             assert torch.equal(mine, expected)
+
+
+def test_other_memory_in_between_is_refused() -> None:
+    model = Waves()
+    kept = [parameter.data for parameter in model.parameters()]
+    memfit.compile(model, budget="1GiB", reserve=0)
+
+    def give_back(model: Any, _inputs: torch.Tensor, _shown: torch.Tensor) -> None:
+        for parameter, data in zip(model.parameters(), kept, strict=True):
+            parameter.data = data.clone()
+
+    with pytest.raises(UnsupportedStepError, match=r"shape \[64, 64\] .* was given other memory before backward"):
+        gradients(model, give_back)
+
+
+def test_hooks_that_give_copies_back_are_let_be() -> None:
+    model = Waves()
+    expected = gradients(copy.deepcopy(model), lambda *_: None)
+    memfit.compile(model, budget="1GiB", reserve=0)
+    with torch.autograd.graph.save_on_cpu():
+        found = gradients(model, lambda *_: None)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+        again = gradients(model, lambda *_: None)
+    assert all(map(torch.equal, found, expected))
+    assert all(torch.equal(mine - before, before) for mine, before in zip(again, found, strict=True))

@@ -13,14 +13,16 @@ from rich.text import Text
 from memfit.commands import options
 from memfit.commands.answer import Answer, columns_table, deliver, rows_table
 from memfit.commands.curves import write_report
-from memfit.commands.plan_keys import bounds_of, host_of, reserved_of, reserved_rows
+from memfit.commands.plan_keys import bounds_of, host_of
 from memfit.commands.targets import require_step, resolve
 from memfit.commands.work import Work, working
 from memfit.errors import InvalidOptionError, VerificationError
 from memfit.plan import Bounds, Plan, Prediction
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM, Settings
 from memfit.report.formatting import change_text, seconds_text
+from memfit.report.taken import Taken, taken_of
 from memfit.runtime.measured import Measured
+from memfit.simulate.reserved import DEFAULT
 from memfit.system.budget import format_bytes, parse_budget
 
 if TYPE_CHECKING:
@@ -109,6 +111,8 @@ class Fitted:
         measurement: planned and eager steps.
         corrections: made where the first step took more than the budget; `plan` is then the corrected one.
         compared: what has the same bits as eager's.
+        served_by: what served the step's requests.
+        served_why: why nothing better did.
     """
 
     plan: Plan
@@ -119,6 +123,8 @@ class Fitted:
     measurement: Measured
     corrections: tuple[Correction, ...] = ()
     compared: str = "loss, gradients, parameters, buffers, optimizer state, generators"
+    served_by: str = DEFAULT
+    served_why: str = ""
 
     @property
     def measured(self) -> Measured:
@@ -180,6 +186,8 @@ def _run(planned: PlannedStep | PartlyPlannedStep, repeats: int, work: Work) -> 
         prediction=None if in_parts else plan.predicted,
         measurement=measurement,
         corrections=corrections,
+        served_by=planned.memory.by,
+        served_why=planned.memory.why,
         **({} if planned.step.has_backward else {"compared": "the next state, generators"}),
     )
 
@@ -191,6 +199,7 @@ def _sentence(correction: Correction) -> str:
 
 def _answer(target: str, fitted: Fitted, save: Path | None, report: Path | None) -> Answer:
     plan, prediction, measurement = fitted.plan, fitted.prediction, fitted.measurement
+    taken = taken_of(plan, fitted.served_by)
     baseline = {"peak_bytes": measurement.baseline_peak_bytes, "step_seconds": measurement.baseline_step_seconds}
     measured = {"peak_bytes": measurement.peak_bytes, "step_seconds": measurement.step_seconds}
     predicted = {
@@ -216,21 +225,26 @@ def _answer(target: str, fitted: Fitted, save: Path | None, report: Path | None)
         "overhead": measurement.overhead,
         "bitwise_equal": True,
         **host_of(plan),
-        **reserved_of(plan),
+        **({"reserved": taken.keys()} if taken else {}),
+        **({"memory": {"served_by": fitted.served_by, "why": fitted.served_why}} if taken else {}),
         "bounds": bounds_of(fitted.bounds),
     }
     if fitted.corrections:
         keys["corrections"] = [asdict(correction) for correction in fitted.corrections]
-    return Answer(target=target, device=plan.device.name, keys=keys, parts=_parts(fitted, keys, save, report))
+    return Answer(target=target, device=plan.device.name, keys=keys, parts=_parts(fitted, keys, taken, save, report))
 
 
-def _parts(fitted: Fitted, keys: dict[str, Any], save: Path | None, report: Path | None) -> tuple[RenderableType, ...]:
+def _parts(
+    fitted: Fitted, keys: dict[str, Any], taken: Taken | None, save: Path | None, report: Path | None
+) -> tuple[RenderableType, ...]:
     resident = format_bytes(keys["resident_bytes"])
     whole = "" if fitted.prediction else ", of the part with the highest peak"
+    why = f": {fitted.served_why}" if fitted.served_why else ""
     rows = {
         "budget": f"{format_bytes(fitted.budget_bytes)}, {resident} of it resident",
         "same bits as eager": fitted.compared,
         "overhead": f"{change_text(keys['overhead'])} (measured, against eager)",
+        **({"memory from": f"{fitted.served_by}{why}"} if taken else {}),
         **({"eager": fitted.measurement.note} if fitted.measurement.note else {}),
         "plan": f"by planner {fitted.plan.planner} in {seconds_text(fitted.plan_seconds)}: {fitted.plan.status}",
         **({"corrected": " ".join(map(_sentence, fitted.corrections))} if fitted.corrections else {}),
@@ -241,5 +255,5 @@ def _parts(fitted: Fitted, keys: dict[str, Any], save: Path | None, report: Path
     peaks = ["peak", *("-" if s["peak_bytes"] is None else format_bytes(s["peak_bytes"]) for s in sides)]
     seconds = ["step", *("-" if s["step_seconds"] is None else seconds_text(s["step_seconds"]) for s in sides)]
     columns = ("", "eager, measured", "planned, measured", "planned, predicted")
-    taken = (rows_table(reserved_rows(keys["reserved"])), Text()) if "reserved" in keys else ()
-    return rows_table(rows), Text(), *taken, columns_table(columns, [tuple(peaks), tuple(seconds)])
+    by_part = (rows_table(taken.rows()), Text()) if taken else ()
+    return rows_table(rows), Text(), *by_part, columns_table(columns, [tuple(peaks), tuple(seconds)])

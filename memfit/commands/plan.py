@@ -13,7 +13,7 @@ from memfit.commands import options
 from memfit.commands.answer import INTERRUPTED, Answer, columns_table, deliver, rows_table
 from memfit.commands.curves import trade_off, write_report
 from memfit.commands.graph_with_costs import graph_with_costs
-from memfit.commands.plan_keys import bounds_of, counts_of, host_of, reserved_of, reserved_rows
+from memfit.commands.plan_keys import bounds_of, counts_of, host_of
 from memfit.commands.targets import resolve
 from memfit.commands.work import working
 from memfit.plan import Plan
@@ -21,6 +21,7 @@ from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, make_pl
 from memfit.report import text_summary
 from memfit.report.curve import CurvePoint
 from memfit.report.formatting import change_text, status_text
+from memfit.report.taken import taken_of
 from memfit.system.budget import format_bytes
 
 EXAMPLES = """
@@ -87,6 +88,7 @@ def plan(
 def _answer(
     target: str, plan: Plan, points: list[CurvePoint], save: Path | None, report: Path | None, exit_status: int
 ) -> Answer:
+    taken = taken_of(plan)
     keys: dict[str, Any] = {
         "budget_bytes": plan.budget_bytes,
         "planner": plan.planner,
@@ -98,7 +100,7 @@ def _answer(
         "bounds": bounds_of(plan.bounds),
         "counts": counts_of(plan),
         **host_of(plan),
-        **(taken := reserved_of(plan)),
+        **({"reserved": taken.keys()} if taken else {}),
     }
     if points:
         keys["frontier"] = [
@@ -112,7 +114,7 @@ def _answer(
         written["report"] = str(report)
     parts: list[RenderableType] = [text_summary(plan)]
     if taken:
-        parts += [Text(), rows_table(reserved_rows(taken["reserved"]))]
+        parts += [Text(), rows_table(taken.rows())]
     if points:
         parts += [Text(), columns_table(("budget", "overhead"), [_frontier_row(point) for point in points])]
     if written:

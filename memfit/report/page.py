@@ -76,6 +76,7 @@ def render(
             "lead": page_sections.lead(plan, of_storage),
             "key_figures": page_sections.key_figures(plan)
             + page_sections.figures_table(plan, measured)
+            + page_sections.taken_section(plan)
             + copies_section(plan, measured),
             "picture_caption": _picture_caption(plan),
             "live_label": (

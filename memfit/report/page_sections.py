@@ -11,6 +11,7 @@ from memfit.report.explanation import Explanation
 from memfit.report.formatting import change_text, count_text, printable, seconds_text, share_text
 from memfit.report.sentences import least_lines, least_overhead, more_lines, status_meaning
 from memfit.report.storage_fates import MEANING, Fate, Kind, totals
+from memfit.report.taken import taken_of
 from memfit.runtime.measured import Measured
 from memfit.system.budget import format_bytes
 
@@ -199,6 +200,15 @@ def more_section(explanation: Explanation) -> str:
     step, budget = format_bytes(more.step_bytes), format_bytes(more.budget_bytes)
     note = f"Extra time with {step} more, which is a budget of {budget}:"
     return _section("more", f"What the next {step} buys", note, _list(more_lines(more)))
+
+
+def taken_section(plan: Plan) -> str:
+    """Return the section on what the budget has to cover, by part; empty for a plan that is not for a GPU."""
+    taken = taken_of(plan)
+    if taken is None:
+        return ""
+    note = "What the step takes of the device, predicted, where an arena serves it (memfit.fit's default on CUDA):"
+    return _section("taken", "What the budget covers", note, _list([f"{k}: {v}" for k, v in taken.rows().items()]))
 
 
 def least_section(explanation: Explanation) -> str:

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from memfit.capture.data_parallel import DataParallel
+from memfit.capture.across import Across
 from memfit.errors import MemfitError, RankError, WrongFakesError
 from memfit.torch_private.ranks import group_timeout
 
@@ -207,7 +207,7 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
     return _known[group]
 
 
-def agreed_difference(across: DataParallel | None, difference: str | None) -> str | None:
+def agreed_difference(across: Across | None, difference: str | None) -> str | None:
     """Return the difference that the first rank has which has one, so that all ranks go on alike.
 
     Args:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from memfit.errors import BudgetNotHeldError
-from memfit.plan import Plan
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import empty_cache, held_bytes, record, watch
 
@@ -27,7 +26,7 @@ class Correction:
 
     Attributes:
         budget_bytes: the budget.
-        predicted_bytes: the peak that the plan predicted.
+        predicted_bytes: that the plan was predicted to take.
         measured_bytes: the bytes that the step took, with all that was there before it.
         aim_bytes: the budget of the plan that replaces it: `budget_bytes` less the error of the prediction. None where
             no plan fits that, so that the plan stays.
@@ -85,23 +84,23 @@ class Meter:
         return loss, bytes_before + usage.taken_bytes
 
 
-def needed_correction(plan: Plan, budget_bytes: int, measured_bytes: int) -> Correction | None:
+def needed_correction(predicted_bytes: int, budget_bytes: int, measured_bytes: int) -> Correction | None:
     """Return the correction of a plan of which a step exceeded the budget, or None where it stayed within.
 
     The measured step may have taken more than the plan predicted because a library chose other workspaces than when its
     ops were measured one by one.
 
     Args:
-        plan: the plan that the step carried out.
+        predicted_bytes: that the step's plan was predicted to take, as it is placed.
         budget_bytes: what the user allows; a plan that was corrected before has a smaller budget of its own.
         measured_bytes: the bytes that the step took.
     """
     if measured_bytes <= budget_bytes:
         return None
-    mispredicted_bytes = measured_bytes - plan.predicted.peak_bytes
+    mispredicted_bytes = measured_bytes - predicted_bytes
     return Correction(
         budget_bytes=budget_bytes,
-        predicted_bytes=plan.predicted.peak_bytes,
+        predicted_bytes=predicted_bytes,
         measured_bytes=measured_bytes,
         aim_bytes=max(1, budget_bytes - mispredicted_bytes),
     )

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from memfit.capture import TrainingStep
-from memfit.capture.data_parallel import data_parallel
+from memfit.capture.fully_sharded import across_ranks
 from memfit.capture.step_check import check_step
 from memfit.errors import GraphBreakError, UnsupportedStepError
 from memfit.plan import Plan, Progress
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM, Settings, ignored
 from memfit.runtime.compile.settings import EAGER, INDUCTOR, read_kernels
+from memfit.runtime.distributed.sharding import sharded
 from memfit.runtime.inductor_step import InductorStep, refuse_with_inductor
 from memfit.runtime.parts import PartlyPlannedStep
 from memfit.runtime.step import PlannedStep
@@ -39,12 +40,13 @@ def fit(
     verify: bool = False,
     host_budget: str | int = 0,
     host_dir: Path | str | None = None,
-    arena: bool = False,
+    arena: bool | None = None,
     carry_over: bool = True,
     search_behind: bool = True,
     budget_is: str = FIRM,
     hard: bool = False,
     process_group: torch.distributed.ProcessGroup | None = None,
+    shard: bool = False,
     kernels: str = EAGER,
     on_stage: Callable[[str], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -84,18 +86,23 @@ def fit(
             than this one.
         host_dir: a directory on the disk that a CPU offloads to; by default the system's temporary one. The file has no
             name there, and is gone with the process.
-        arena: serve the requests of each call from memory that is laid out after the first call of its signature; see
-            `memfit.arena`. On CUDA call `memfit.arena(device="cuda")` before anything is put on the device.
+        arena: serve the requests of each call from one block of memory, in which the plan gives each storage and each
+            workspace its address before the step runs; see `memfit.arena`. None does so on CUDA wherever it can be
+            done. Where it cannot, torch's allocator gets expandable segments, unless its settings say otherwise, and
+            the plan is made for what that takes; `step.memory` says which it is, and why. True is refused then.
         carry_over: plan a batch of another size from the plans of the sizes that were there before, where one fits;
             False searches a plan for each size. Only for planners that search.
         search_behind: search such plans further on a thread while steps run, and run what is found.
         budget_is: `"firm"`: a step that took more than the budget is an error where three corrections of its plan have
             not helped, or no plan fits what it took; `"soft"`: it is a warning.
         hard: on a GPU, cap the process at the budget while a step runs, so that an allocation beyond it fails. `fit`
-            then runs steps until two in a row keep the budget, and puts everything back. Not with an arena.
+            then runs steps until two in a row keep the budget, and puts everything back.
         process_group: the ranks that train the model together, each on its own batches: gradients are averaged as
             DistributedDataParallel does. All ranks call `fit` and the step at the same time. A model that is wrapped in
-            DistributedDataParallel brings its group along.
+            DistributedDataParallel brings its group along, and so does one that `fully_shard` (FSDP2) was applied to.
+        shard: shard a bare model over `process_group` as `fully_shard` does: each of its repeated blocks, and the rest
+            of it, is gathered when it is used, as often as the plan says. Each rank keeps a part of the parameters
+            (DTensors from now on), of the gradients and of the optimizer's state.
         kernels: `"eager"`: those that eager calls, to the bit; `"inductor"`: generated, as `torch.compile` does, for
             forward, loss and backward. Such a step is compiled and planned when it is first called.
         on_stage: called with the name of each stage when it begins.
@@ -111,7 +118,8 @@ def fit(
         HostMemoryError: the host, or the disk, has no room for what the plan offloads; or a copy failed during a step.
         BudgetNotHeldError: a step took more than a firm budget, and no other plan helps; raised after the step.
         RankError: another rank failed, or has another model, batch or setting.
-        ArenaUnavailableError: there can be no arena on this machine, for example without a C++ compiler.
+        ArenaUnavailableError: an arena is asked for, and there can be none on this machine, for example without a C++
+            compiler.
         MemfitError: any other bad input; each message says what to do.
 
     Guarantees: outputs, gradients, buffers and random streams are those of the unplanned step, wherever kernels are
@@ -136,7 +144,9 @@ def fit(
         on_stage=on_stage or ignored,
         progress=progress or ignored,
     )
-    bare, across = data_parallel(model, process_group)
+    if shard:
+        model = sharded(model, process_group, optimizer)
+    bare, across = across_ranks(model, process_group)
     step = TrainingStep(
         model=bare, loss=loss, batch=batch, optimizer=optimizer, clip_norm=clip_norm, scaler=scaler, across=across
     )

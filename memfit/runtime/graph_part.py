@@ -144,6 +144,7 @@ class Part:
                 lambda settings: make_plan(self._graph_in(room), self.device, settings, room.bytes_outside),
                 self.settings.within(max(1, room.budget_bytes)),
                 self.captured.binding.device,
+                is_part=True,
             )
         except NoPlanError:
             return None

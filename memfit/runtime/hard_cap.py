@@ -21,16 +21,12 @@ def require_cap(settings: Settings, device: torch.device) -> None:
         device: that the step runs on.
 
     Raises:
-        InvalidOptionError: on a CPU, and beside an arena, which takes the place of torch's allocator and of its cap.
+        InvalidOptionError: on a CPU.
     """
     if settings.hard and device.type != "cuda":
         raise InvalidOptionError(
             f"hard=True caps what a process takes of a GPU, and the step runs on {device}; leave it out: each step on "
             "a CPU is measured"
-        )
-    if settings.hard and settings.arena:
-        raise InvalidOptionError(
-            "hard=True needs torch's own allocator, whose place an arena takes on a GPU; leave out one of both"
         )
 
 

@@ -11,6 +11,7 @@ the line of the instruction.
 
 from __future__ import annotations
 
+import itertools
 import keyword
 import math
 from collections import Counter
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from memfit.binding import Binding, Call, Value
@@ -27,7 +29,7 @@ from memfit.cost.views import lazy_view, reinterpret
 from memfit.graph import Graph
 from memfit.runtime.direct_calls import DirectCalls
 from memfit.runtime.host.layout import NO_HOST_COPIES, HostLayout
-from memfit.schedule import Compute, CrossBoundary, Drop, DropHost, Instruction, Offload, Prefetch, Schedule, Wait
+from memfit.schedule import Code, Compute, CrossBoundary, Drop, DropHost, Instruction, Offload, Prefetch, Schedule, Wait
 
 
 class Line(NamedTuple):
@@ -71,6 +73,8 @@ def lower(
     schedule: Schedule,
     outputs: Sequence[Sequence[Value]],
     host: HostLayout = NO_HOST_COPIES,
+    *,
+    says_positions: bool = False,
 ) -> tuple[list[LoweredHalf], dict[str, Any]]:
     """Return the code of a checked schedule: one half, or two if the graph has a forward/backward boundary.
 
@@ -80,11 +84,13 @@ def lower(
         schedule: the instructions.
         outputs: for each half, the values that it returns to the user.
         host: the places of the host copies.
+        says_positions: call `at` with each position of the schedule that allocates, before it does; and with -1 at the
+            end.
 
     Returns:
         the halves, and the objects that their lines name. If storages are offloaded, the first half needs a `lease`.
     """
-    return _Lowering(graph, binding, schedule, outputs, host).run()
+    return _Lowering(graph, binding, schedule, outputs, host, says_positions=says_positions).run()
 
 
 @dataclass
@@ -94,6 +100,7 @@ class _Lowering:
     schedule: Schedule
     outputs: Sequence[Sequence[Value]]
     host: HostLayout
+    says_positions: bool = False
     namespace: dict[str, Any] = field(default_factory=dict[str, Any])
     bases: dict[int, Value] = field(default_factory=dict[int, Value])
     live: set[int] = field(default_factory=set[int])
@@ -113,6 +120,9 @@ class _Lowering:
         self.namespace |= {"reinterpret": reinterpret, "replay": replay}
         available = {storage.id for storage in self.graph.storages if storage.resident}
         halves: list[LoweredHalf] = []
+        allocating = np.flatnonzero(np.isin(self.schedule.codes, (Code.COMPUTE, Code.PREFETCH))).tolist()
+        self.following = dict(itertools.pairwise([-1, *allocating, -1])) if self.says_positions else {}
+        self._say_next(-1)
         for position, instruction in enumerate(self.schedule):
             if isinstance(instruction, CrossBoundary):
                 boundary = self.graph.boundaries[instruction.boundary]
@@ -122,6 +132,7 @@ class _Lowering:
                 available |= self.live
             else:
                 self._lower(instruction, position)
+                self._say_next(position)
         self._await(set(self.arriving), "the step ends")
         halves.append(self._finished_half(len(halves), available))
         return halves, self.namespace
@@ -133,6 +144,15 @@ class _Lowering:
         self.lines = []
         self.views.clear()
         return half
+
+    def _say_next(self, position: int) -> None:
+        """Append the call that says which position allocates next, if this one does or is the start."""
+        if position in self.following:
+            said = f"at({self.following[position]})"
+            if self.lines:
+                self.lines[-1] = self.lines[-1]._replace(code=f"{self.lines[-1].code}; {said}")
+            else:
+                self._emit(said, "the first position that allocates")
 
     def _lower(self, instruction: Instruction, position: int) -> None:
         match instruction:

@@ -18,6 +18,7 @@ from memfit.runtime.state import left_as_it_was
 from memfit.runtime.verify import RunsStep, unplanned_bytes
 from memfit.simulate.overlap import Transfers
 from memfit.system.recorder import Usage, record, taken_bytes
+from memfit.torch_private.sharding import local
 from memfit.torch_private.tensors import tree_flatten
 
 _NO_ROOM = "The device has no room for an eager step: times and peaks are not compared with it."
@@ -128,7 +129,7 @@ def resident_storages(planned: MeasurableStep, batch: Any) -> dict[int, int]:
     storages: dict[int, int] = {}
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.device.type == device.type:
-            storage = tensor.untyped_storage()
+            storage = local(tensor).untyped_storage()
             storages[storage.data_ptr()] = taken_bytes(storage.nbytes(), device)
     return _batch_storages(batch, device) | storages
 

@@ -33,10 +33,11 @@ from memfit.runtime.measure import measure_step, measured_eager_peak, resident_b
 from memfit.runtime.measured import Measured
 from memfit.runtime.prepare import MOST_OPS
 from memfit.runtime.signature import batch_signature
-from memfit.runtime.state import PythonState, StepState, saying_what_is_left
-from memfit.runtime.step_memory import StepMemory
+from memfit.runtime.state import PythonState, StepState
+from memfit.runtime.step_memory import Served, memory_for
 from memfit.runtime.uncopied import Uncopied
 from memfit.runtime.verify import difference_of_eager, first_difference, require_same
+from memfit.runtime.what_is_left import saying_what_is_left
 from memfit.simulate.overlap import Transfers
 from memfit.system.budget import format_bytes, parse_budget
 from memfit.system.recorder import empty_cache
@@ -94,8 +95,8 @@ class PartlyPlannedStep(Uncopied):
         self._told_bytes = self._aim_bytes
         self._kept = self._corrections = 0  # steps in a row that kept the budget; corrections since there were two
         self._batches: set[Hashable] = set()  # the signatures of those that ran
-        arena = Arena(device=self.device, seed=settings.seed) if settings.arena else None
-        self._ledger = ledger = Ledger(self.device, StepMemory(arena, None), settings.host_budget_bytes)
+        memory, settings = memory_for(settings, self.device, None, refused=f"{broken.line} breaks the step up")
+        self._ledger = ledger = Ledger(self.device, memory, settings.host_budget_bytes)
         residents = resident_storages(self, step.batch)
         options = GraphSettings(settings=self.settings, reserve_bytes=0, is_part=True)
         # The backend must not hold the step: Dynamo keeps it with the code of the model's class.
@@ -189,6 +190,11 @@ class PartlyPlannedStep(Uncopied):
         return Transfers()
 
     @property
+    def memory(self) -> Served:
+        """As `PlannedStep.memory`; an arena serves what single halves of the graphs need."""
+        return self._ledger.memory.served
+
+    @property
     def held_bytes(self) -> int:
         """The bytes that are held between calls, beside the residents: the arena's."""
         return self._ledger.memory.held_bytes
@@ -206,7 +212,8 @@ class PartlyPlannedStep(Uncopied):
             BudgetNotHeldError: as for `PlannedStep`.
         """
         require_training_context("the step was called", self.step)
-        with saying_what_is_left(self.step.model.parameters()):
+        model = self.step.model
+        with saying_what_is_left(model.parameters(), model.buffers(), self.step.optimizer):
             seen = self._run(batch)
         if seen.is_new:
             self._plan_new_way(seen.peak_bytes)

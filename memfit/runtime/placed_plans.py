@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from memfit.errors import HostMemoryError, NoPlanError
-from memfit.plan import Plan
+from memfit.packing.from_schedule import blocks_of
+from memfit.plan import Plan, Status
 from memfit.planning import Settings
+from memfit.runtime.arena.arena import DEFAULT_SOLVER_SECONDS
+from memfit.runtime.arena.devices import ALIGNMENT_BYTES
+from memfit.runtime.arena.places import Places, aligned_as, make_places, requests_of
 from memfit.runtime.host.layout import host_layout
 from memfit.runtime.host.store import alignment_bytes
+from memfit.schedule import Schedule
 from memfit.simulate.cuda_allocator import AllocatorSettings
 from memfit.simulate.reserved import reserved
 from memfit.system.budget import format_bytes
@@ -23,31 +30,83 @@ _log = logging.getLogger("memfit")
 _HOST_TRIES = 3  # plans that are made until the host copies fit as they are laid out
 MOST_PLANS = 6  # for less and less, until the device's bytes fit
 _SHARE = 0.5  # of the time limit, for each plan after the first
+PACKER, PACKING_SECONDS = "auto", DEFAULT_SOLVER_SECONDS
+_MOST_KEPT_PLACES = 8
 
 Make = Callable[[Settings], Plan]
 
+_kept_places: deque[tuple[Schedule, tuple[str, int], Places]] = deque(maxlen=_MOST_KEPT_PLACES)
 
-def plan_as_placed(make: Make, settings: Settings, at: torch.device) -> Plan:
+
+def plan_as_placed(make: Make, settings: Settings, at: torch.device, *, is_part: bool = False) -> Plan:
     """Return a plan whose bytes fit their budgets as they are placed on a device and on the host.
 
-    On CUDA without an arena, what torch's caching allocator takes from the device has to fit, by the model of it
-    (`memfit.simulate.reserved`), and not only what is live.
+    Not what is live has to fit, but what is taken: with an arena its height, and on CUDA what torch's caching allocator
+    takes from the device beside it, or without it, by the model of that (`memfit.simulate.reserved`).
 
     Args:
         make: makes a plan by settings.
         settings: have the budgets.
         at: the device that the step runs on.
+        is_part: of a step with graph breaks, whose arena is laid out for single halves after they have run.
 
     Raises:
         HostMemoryError: no plan's host copies fit the host budget; with host budgets of a few pages, say.
         MemfitError: as `make`.
     """
-    allocator = None if settings.arena else allocator_settings(at)
+    allocator = allocator_settings(at)
 
     def within_host(settings: Settings) -> Plan:
         return plan_within_host(make, settings, alignment_bytes(at))
 
-    return within_host(settings) if allocator is None else plan_within_allocator(within_host, settings, allocator)
+    if (settings.arena and is_part) or (allocator is None and not settings.arena):
+        return within_host(settings)
+
+    def placed(plan: Plan) -> int:
+        return taken_bytes(plan, places_of(plan, at, settings.seed) if settings.arena else None, allocator)
+
+    return plan_within(within_host, settings, placed)
+
+
+def taken_bytes(plan: Plan, places: Places | None, allocator: AllocatorSettings | None) -> int:
+    """Return the bytes that a plan takes as they are placed.
+
+    Args:
+        plan: of a step.
+        places: of its schedule in an arena; None is no arena.
+        allocator: how torch's caching allocator is set; None for a device without one, which then has an arena.
+    """
+    if allocator is None:
+        assert places is not None
+        return _bytes_beside(plan, places) + places.height_bytes
+    height_bytes = None if places is None else places.height_bytes
+    return reserved(plan.graph, plan.schedule, allocator, arena_bytes=height_bytes).peak_bytes + plan.bytes_outside
+
+
+def _bytes_beside(plan: Plan, places: Places) -> int:
+    """Return the most bytes that a plan takes beside its arena, what is not its own included."""
+    device = aligned_as(plan.device, places.requests.alignment_bytes)
+    residents = sum(device.aligned(storage.bytes) for storage in plan.graph.storages if storage.resident)
+    outside = blocks_of(plan.graph, plan.schedule, device).outside_bytes
+    return residents + int(outside.max(initial=0)) + plan.bytes_outside
+
+
+def places_of(plan: Plan, at: torch.device, seed: int) -> Places:
+    """Return the places of a plan's requests on a device; the last few are kept.
+
+    Args:
+        plan: of a step.
+        at: gives the alignment.
+        seed: of all that is random in the packer.
+    """
+    for kept, place, places in _kept_places:
+        if kept is plan.schedule and place == (at.type, seed):
+            return places
+    device = aligned_as(plan.device, ALIGNMENT_BYTES[at.type])
+    requests = requests_of(plan.graph, plan.schedule, device)
+    places = make_places(requests, packer=PACKER, time_limit_seconds=PACKING_SECONDS, seed=seed)
+    _kept_places.append((plan.schedule, (at.type, seed), places))
+    return places
 
 
 def allocator_settings(at: torch.device) -> AllocatorSettings | None:
@@ -63,32 +122,42 @@ def allocator_settings(at: torch.device) -> AllocatorSettings | None:
     )
 
 
-def plan_within_allocator(make: Make, settings: Settings, allocator: AllocatorSettings) -> Plan:
-    """Return a plan for which torch's CUDA allocator takes no more than the budget: one for less, if need be.
+def plan_within(make: Make, settings: Settings, taken: Callable[[Plan], int]) -> Plan:
+    """Return a plan that takes no more than the budget as its bytes are placed: one made for less, if need be.
 
-    If no plan gets there, the one that takes the fewest bytes is returned, and a warning says so: the first steps are
-    measured, and show what is taken in fact.
+    Its budget is the user's, and so are its bounds. If no plan gets there, the one that takes the fewest bytes is
+    returned, and a warning says so: the first steps are measured, and show what is taken in fact.
 
     Args:
         make: makes a plan by settings.
-        settings: have the budget.
-        allocator: how torch's allocator is set.
+        settings: have the budget, and say whether there is an arena.
+        taken: returns the bytes that a plan takes.
 
     Raises:
         MemfitError: as `make`, for the whole budget.
     """
-    placed = plan_for_less(
-        make, settings, lambda plan: reserved(plan.graph, plan.schedule, allocator).peak_bytes + plan.bytes_outside
-    )
+    firsts: list[Plan] = []
+
+    def noted(settings: Settings) -> Plan:
+        firsts.append(make(settings))
+        return firsts[-1]
+
+    placed = plan_for_less(noted, settings, taken)
     if placed.taken_bytes > placed.budget_bytes:
+        why = "torch's allocator leaves blocks unused that nothing fits into; an arena (arena=True) wastes less"
+        if settings.arena:
+            why = "the layout has gaps, or torch's allocator leaves blocks beside it unused"
         _log.warning(
-            "memfit: by the model of torch's CUDA allocator the plan takes %s from the device, more than the budget of "
-            "%s: it leaves blocks unused that nothing fits into; an arena (arena=True), or PYTORCH_ALLOC_CONF="
-            "expandable_segments:True, wastes less",
+            "memfit: as its bytes are placed the plan is predicted to take %s, more than the budget of %s: %s",
             format_bytes(placed.taken_bytes),
             format_bytes(placed.budget_bytes),
+            why,
         )
-    return placed.plan
+    if placed.plan is firsts[0]:
+        return placed.plan
+    return msgspec.structs.replace(
+        placed.plan, budget_bytes=placed.budget_bytes, bounds=firsts[0].bounds, status=Status.FEASIBLE
+    )
 
 
 class Placed(NamedTuple):
@@ -120,9 +189,10 @@ def plan_for_less(make: Make, settings: Settings, taken: Callable[[Plan], int]) 
     for tries in range(2, MOST_PLANS + 1):
         if best.taken_bytes <= budget_bytes:
             break
-        aim_bytes = last.plan.budget_bytes - (last.taken_bytes - budget_bytes)
+        had_bytes = min(last.plan.budget_bytes, last.plan.predicted.peak_bytes)
+        aim_bytes = had_bytes - (last.taken_bytes - budget_bytes)
         if aim_bytes <= floor_bytes:
-            aim_bytes = (floor_bytes + last.plan.budget_bytes) // 2
+            aim_bytes = (floor_bytes + had_bytes) // 2
         try:
             plan = make(own.within(max(1, aim_bytes)))
         except NoPlanError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from memfit.plan import Plan
 from memfit.planning import Settings, make_plan
 from memfit.runtime.host.layout import host_layout
 from memfit.runtime.host.store import HostStore, alignment_bytes
+from memfit.runtime.in_arena import InArena
 from memfit.runtime.placed_plans import plan_as_placed
 from memfit.runtime.program import Program, make_program
 from memfit.system.budget import format_bytes
@@ -99,6 +100,7 @@ def prepare(
     bytes_outside: int = 0,
     store: HostStore | None = None,
     planning: Planning = ANEW,
+    arena: InArena | None = None,
 ) -> Prepared:
     """Return the program of a captured step within the settings' budget.
 
@@ -110,6 +112,7 @@ def prepare(
         bytes_outside: bytes on the device that are not the graph's (see `Problem`).
         store: for host copies; one of its own if None.
         planning: where costs and plan come from.
+        arena: that the program runs in.
 
     Raises:
         HostMemoryError: the host, or the disk, has no room for what the plan offloads.
@@ -119,13 +122,14 @@ def prepare(
     """
     started = time.perf_counter()
     captured = replace(planning.with_costs(captured, settings), stream=None)  # compared by the caller, and large
+    captured = captured if arena is None else arena.with_workspaces(captured)
     measured = time.perf_counter()
     if plan is None:
         plan = planning.plan(captured, settings, bytes_outside)
     else:
         _require_usable(plan, captured, settings.host_budget_bytes)
     seconds = {"measure": measured - started, "plan": time.perf_counter() - measured}
-    program = program_of(captured, plan, outputs, settings, store)
+    program = program_of(captured, plan, outputs, settings, store, at=None if arena is None else arena.at)
     return Prepared(captured=captured, plan=plan, program=program, seconds=seconds)
 
 
@@ -135,6 +139,8 @@ def program_of(
     outputs: Sequence[Sequence[Value]],
     settings: Settings,
     store: HostStore | None = None,
+    *,
+    at: Callable[[int], None] | None = None,
 ) -> Program:
     """Return the program of a plan, with slabs for what it offloads.
 
@@ -144,14 +150,15 @@ def program_of(
         outputs: for each half of the program, the values that it returns to the user.
         settings: name the directory for host copies.
         store: for host copies; one of its own if None.
+        at: as for `make_program`.
 
     Raises:
         HostMemoryError: the host, or the disk, has no room for what the plan offloads.
     """
-    at = captured.binding.device
-    host = host_layout(captured.graph, plan.schedule, alignment_bytes(at))
-    store = store or HostStore(at, max(host.height_bytes, settings.host_budget_bytes), settings.host_dir)
-    return make_program(captured, plan.schedule, outputs, host, store)
+    device = captured.binding.device
+    host = host_layout(captured.graph, plan.schedule, alignment_bytes(device))
+    store = store or HostStore(device, max(host.height_bytes, settings.host_budget_bytes), settings.host_dir)
+    return make_program(captured, plan.schedule, outputs, host, store, at=at)
 
 
 def with_costs(captured: Captured, settings: Settings) -> Captured:

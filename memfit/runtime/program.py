@@ -61,6 +61,7 @@ def make_program(
     host: HostLayout = NO_HOST_COPIES,
     store: HostStore | None = None,
     tick: Callable[[int], None] | None = None,
+    at: Callable[[int], None] | None = None,
 ) -> Program:
     """Compile a schedule that `check` has accepted.
 
@@ -71,17 +72,18 @@ def make_program(
         host: the places of the host copies of a schedule that offloads.
         store: has slabs for them.
         tick: called with -1 before each op, and with its number after it.
+        at: called with each position of the schedule that allocates, before it does, and with -1 after the last.
 
     Raises:
         HostMemoryError: the host, or the disk, has no room for the host copies.
     """
-    lowered, namespace = lower(captured.graph, captured.binding, schedule, outputs, host)
+    says_positions = at is not None
+    lowered, namespace = lower(captured.graph, captured.binding, schedule, outputs, host, says_positions=says_positions)
     offloads = store is not None and host.height_bytes > 0
     if offloads:
         store.reserve(host.height_bytes)
         namespace |= {"begin": store.begin, "leave": leave, "take_up": take_up}
-    if tick is not None:
-        namespace |= {"tick": tick}
+    namespace |= {name: call for name, call in {"tick": tick, "at": at}.items() if call is not None}
     names = ("step",) if len(lowered) == 1 else ("forward", "backward")
     halves: list[Half] = []
     sources: list[str] = []

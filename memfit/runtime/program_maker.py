@@ -115,6 +115,7 @@ class ProgramMaker:
             return make_step_program(self._step, captured, settings, plan, self._store, planning)
 
         program = with_real_results(make)
+        program.arguments(batch)  # or the comparison would write to memory that two of them share
         self.settings.on_stage("comparing with eager's calls")
         limit_bytes = max(0, program.plan.budget_bytes - beside_bytes())
         self._comparisons.require_as_eager(self._step, batch, streams[-1], limit_bytes=limit_bytes)

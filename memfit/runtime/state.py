@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from memfit.capture.draws import HostGenerators
 from memfit.capture.generators import all_states, set_state
 from memfit.capture.reads import Reads
 from memfit.runtime.bits import same_bits, same_value
+from memfit.torch_private.sharding import is_sharded, local, local_gradient, with_local
 from memfit.torch_private.tensors import storage_key, tree_flatten
 
 
@@ -27,6 +28,8 @@ class StepState:
         gradients: `.grad` of each parameter, by the parameter's name.
         optimizer: the optimizer's state of each parameter, by the parameter's number in the optimizer's groups.
         devices: where the tensors of `optimizer` were, by the same number and the state's name.
+        sharded: which of them are sharded as their parameters; of these, as of parameters and gradients, this rank's
+            parts are copied.
         scaler: the gradient scaler's state, if there is one.
         generators: the state of each device's default random generator, by device.
         handed: the state of each generator that the step's code hands to torch.
@@ -41,6 +44,7 @@ class StepState:
     handed: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
     groups: tuple[dict[str, Any], ...] = ()
     devices: Mapping[tuple[int, str], torch.device] = field(default_factory=dict[tuple[int, str], torch.device])
+    sharded: frozenset[tuple[int, str]] = frozenset()
 
     @staticmethod
     def take(step: TrainingStep, handed: Sequence[torch.Generator] = ()) -> StepState:
@@ -55,8 +59,8 @@ class StepState:
         return StepState(
             tensors={name: _on_host(tensor) for name, tensor in _tensors(step).items()},
             gradients={
-                name: None if parameter.grad is None else _on_host(parameter.grad)
-                for name, parameter in step.model.named_parameters()
+                name: None if gradient is None else _on_host(gradient)
+                for name, gradient in ((name, local_gradient(p)) for name, p in step.model.named_parameters())
             },
             optimizer={
                 number: {key: _copied(value, "cpu") for key, value in states[parameter].items()}
@@ -69,6 +73,12 @@ class StepState:
                 for key, value in states.get(parameter, {}).items()
                 if isinstance(value, torch.Tensor)
             },
+            sharded=frozenset(
+                (number, key)
+                for number, parameter in enumerate(optimized(step))
+                for key, value in states.get(parameter, {}).items()
+                if is_sharded(value)
+            ),
             scaler=copy.deepcopy(step.scaler.state_dict()) if step.scaler is not None else None,
             generators=all_states(),
             handed=tuple((generator, generator.get_state()) for generator in handed),
@@ -80,13 +90,16 @@ class StepState:
         self.put_back_tensors(step)
         for name, parameter in step.model.named_parameters():
             gradient = self.gradients[name]
-            parameter.grad = None if gradient is None else _on(gradient, parameter.device)
+            parameter.grad = None if gradient is None else with_local(parameter, _on(gradient, parameter.device))
         if step.optimizer is not None:
             step.optimizer.state.clear()
             parameters = optimized(step)
             for number, state in self.optimizer.items():
-                step.optimizer.state[parameters[number]] = {
-                    key: _copied(value, self.devices.get((number, key))) for key, value in state.items()
+                copies = {key: _copied(value, self.devices.get((number, key))) for key, value in state.items()}
+                parameter = parameters[number]
+                step.optimizer.state[parameter] = {
+                    key: with_local(parameter, value) if (number, key) in self.sharded else value
+                    for key, value in copies.items()
                 }
             for group, before in zip(step.optimizer.param_groups, self.groups, strict=True):
                 _put_back_group(group, before)
@@ -215,6 +228,7 @@ def _copied(value: Any, device: torch.device | str | None = None) -> Any:
     """Return a copy; a tensor's is on `device`, or where the tensor is."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
+    value = local(value)
     return value.detach().clone() if device is None else _on(value, torch.device(device))
 
 
@@ -236,25 +250,5 @@ def optimized(step: TrainingStep) -> list[torch.Tensor]:
 def _tensors(step: TrainingStep) -> dict[str, torch.Tensor]:
     states = () if step.has_backward else tree_flatten(step.batch[0])[0]
     own = {f"leaf {number} of the state": leaf for number, leaf in enumerate(states)}
-    return {**dict(step.model.named_parameters()), **dict(step.model.named_buffers()), **own}
-
-
-@contextmanager
-def saying_what_is_left(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Run a step; to its error, if there is one, add a note that says whether the step can be run again.
-
-    Args:
-        parameters: that the step updates.
-    """
-    before = [(parameter, parameter._version) for parameter in parameters]
-    try:
-        yield
-    except BaseException as error:
-        changed = sum(parameter._version != version for parameter, version in before)
-        error.add_note(
-            "memfit: no parameter had been updated when the step failed; it can be run again"
-            if changed == 0
-            else f"memfit: {changed} of {len(before)} parameters had been updated when the step failed, so the step is "
-            "lost: go on from a checkpoint"
-        )
-        raise
+    parameters = {name: local(parameter) for name, parameter in step.model.named_parameters()}
+    return {**parameters, **dict(step.model.named_buffers()), **own}

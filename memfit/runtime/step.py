@@ -40,17 +40,20 @@ from memfit.runtime.measured import Measured
 from memfit.runtime.near_sizes import NearSizes
 from memfit.runtime.program_maker import ProgramMaker, adds_to_gradients
 from memfit.runtime.signature import batch_signature
-from memfit.runtime.state import left_as_it_was, saying_what_is_left
-from memfit.runtime.step_memory import StepMemory
+from memfit.runtime.state import left_as_it_was
+from memfit.runtime.step_memory import Served, memory_for
 from memfit.runtime.step_program import StepProgram, set_gradients
 from memfit.runtime.uncopied import Uncopied
 from memfit.runtime.variants import Variant, Variants
 from memfit.runtime.verify import require_same
+from memfit.runtime.what_is_left import saying_what_is_left
 from memfit.simulate.overlap import Transfers
 from memfit.system.recorder import empty_cache, records_at_once, taken_bytes
+from memfit.torch_private.sharding import local_gradient
 from memfit.torch_private.tensors import tree_flatten, tree_unflatten
 
 _log = logging.getLogger(__name__)
+_ON_RANKS = "the ranks of a step have none"
 _MOST_PROVING_STEPS = (MOST_CORRECTIONS + 1) * (STEPS_IN_A_ROW + 1)  # of each plan; a first one may make state
 
 
@@ -79,8 +82,9 @@ class PlannedStep(Uncopied):
         self.device = step_device(step.model, step.batch)
         require_cap(settings, self.device)
         self.corrections: list[Correction] = []
-        arena = Arena(device=self.device, seed=settings.seed) if settings.arena else None
-        self._memory = StepMemory(arena, step.optimizer)
+        self._memory, settings = memory_for(
+            settings, self.device, step.optimizer, refused=_ON_RANKS if step.across is not None else ""
+        )
         self._store = HostStore(self.device, settings.host_budget_bytes, settings.host_dir)
         self._variants = Variants()
         self._sizes = NearSizes()
@@ -148,6 +152,11 @@ class PlannedStep(Uncopied):
         return self._memory.arena
 
     @property
+    def memory(self) -> Served:
+        """What serves the calls' requests: an arena, or torch's allocator with the reason why there is no arena."""
+        return self._memory.served
+
+    @property
     def held_bytes(self) -> int:
         """The bytes that the step holds between calls, beside its residents: its arena's."""
         return self._memory.held_bytes
@@ -164,6 +173,7 @@ class PlannedStep(Uncopied):
         variant = self._variant(batch)
         self._take_better(variant)
         self._latest = variant.program
+        self._memory.expect(variant.key, variant.program)
         key = self._memory.key(variant.key)
         is_proved = self._kept.get(key, 0) >= STEPS_IN_A_ROW
         is_measured = not is_proved or self._is_capped or records_at_once(self.device)
@@ -175,7 +185,8 @@ class PlannedStep(Uncopied):
             else (self._run(variant, batch), 0)
         )
         measured_bytes = self._ranks.most_bytes(measured_bytes)
-        correction = needed_correction(variant.program.plan, variant.budget_bytes, measured_bytes)
+        predicted_bytes = max(variant.program.plan.predicted.peak_bytes, variant.program.predicted_bytes)
+        correction = needed_correction(predicted_bytes, variant.budget_bytes, measured_bytes)
         if correction is not None:
             self._kept.pop(key, None)
             if self.settings.budget_is == FIRM or measured_bytes > variant.told_bytes:
@@ -307,11 +318,13 @@ class PlannedStep(Uncopied):
         self._replace(variant, self._maker.with_plan(variant.program, better))
 
     def _gradient_bytes(self, variant: Variant) -> int:
-        """Return the bytes of the gradients that the variant adds to."""
+        """Return the bytes of the gradients that the variant adds to; several may share a bucket."""
         if not adds_to_gradients(variant.program.prepared.captured):
             return 0
-        gradients = [parameter.grad for parameter in variant.guards.parameters.values()]
-        return sum(taken_bytes(each.untyped_storage().nbytes(), self.device) for each in gradients if each is not None)
+        gradients = map(local_gradient, variant.guards.parameters.values())
+        storages = [gradient.untyped_storage() for gradient in gradients if gradient is not None]
+        sizes = {storage.data_ptr(): taken_bytes(storage.nbytes(), self.device) for storage in storages}
+        return sum(sizes.values())
 
     def _forget(self, variant: Variant) -> None:
         """Drop what is known of the memory of a variant's steps."""
@@ -328,7 +341,8 @@ class PlannedStep(Uncopied):
 
     def _run(self, variant: Variant, batch: Any) -> Any:
         parameters = variant.guards.parameters
-        with saying_what_is_left(parameters.values()), self._memory.call(variant.key):
+        written = parameters.values(), variant.guards.tensors, self.step.optimizer
+        with saying_what_is_left(*written), self._memory.call(variant.key):
             self._ranks.before_step()
             outputs = variant.program.run(batch)
         variant.guards.take_left()
@@ -343,6 +357,8 @@ class PlannedStep(Uncopied):
     def _correct(self, variant: Variant, correction: Correction) -> None:
         """Replace a variant's program by one that allows for what its plan mispredicted, if there is one."""
         assert correction.aim_bytes is not None
+        if correction.measured_bytes <= correction.predicted_bytes:
+            return self._give_up(variant, correction, "no plan that was found takes less as its bytes are placed")
         if variant.corrections >= MOST_CORRECTIONS:
             return self._give_up(variant, correction, variant.given_up or f"so did {MOST_CORRECTIONS} plans before it")
         try:

@@ -11,15 +11,19 @@ import torch
 
 from memfit.binding import Origin, Resident, Value
 from memfit.capture import Captured, Guards, TrainingStep
-from memfit.cost.views import at_offset_zero
+from memfit.cost.views import at_offset_zero, span_bytes
 from memfit.cost.warming import warm
 from memfit.errors import InvalidOptionError
 from memfit.plan import Plan
 from memfit.planning import Settings
+from memfit.runtime.arena.places import Places
 from memfit.runtime.host.store import HostStore
+from memfit.runtime.in_arena import InArena
+from memfit.runtime.placed_plans import allocator_settings, taken_bytes
 from memfit.runtime.prepare import ANEW, Planning, Prepared, prepare
 from memfit.runtime.program import make_program
-from memfit.system.recorder import taken_bytes
+from memfit.system.recorder import taken_bytes as device_bytes
+from memfit.torch_private.sharding import is_sharded, local, local_gradient, whole_part, with_local
 from memfit.torch_private.tensors import storage_key, storage_users, tree_flatten
 
 Fetch = Callable[[Sequence[Any]], Any]
@@ -36,13 +40,28 @@ class StepProgram:
         prepared: the captured step, its plan and the compiled program.
         fetchers: for each argument of the program, the function that finds its tensor.
         written: by position, the names of the arguments among them that the step writes to, but for its batch.
+        written_batch: those of the batch among them.
+        names: of all arguments.
         library_bytes: that libraries keep on a GPU for the program's ops, from step to step.
+        places: of the plan's requests in an arena; None without one.
+        predicted_bytes: that the plan takes as it is placed.
     """
 
     prepared: Prepared
     fetchers: tuple[Fetch, ...]
     written: Mapping[int, str]
+    written_batch: tuple[int, ...]
+    names: tuple[str, ...]
     library_bytes: int = 0
+    places: Places | None = None
+    predicted_bytes: int = 0
+
+    def first_places(self) -> Places | None:
+        """Return the places for a step that makes the optimizer's state, which is ordinary memory."""
+        if self.places is None:
+            return None
+        arena = InArena(self.prepared.captured.binding.device, self.plan.seed)
+        return arena.first_places(self.prepared.captured, self.plan)
 
     @property
     def plan(self) -> Plan:
@@ -76,14 +95,37 @@ class StepProgram:
         """Run all ops of the step on `batch`; return its outputs by name (see `memfit.binding.Binding`).
 
         Raises:
-            InvalidOptionError: a tensor of the batch shares memory with a tensor that the step writes to.
+            InvalidOptionError: as `arguments`.
+        """
+        (half,) = self.prepared.program.halves
+        outputs = half.function(self.arguments(batch))
+        return dict(zip(self.prepared.captured.binding.outputs, outputs, strict=True))
+
+    def arguments(self, batch: Any) -> list[torch.Tensor]:
+        """Return the program's arguments.
+
+        Raises:
+            InvalidOptionError: a tensor of the batch shares memory with a tensor that the step writes to, or is one
+                that the step writes to, and shares memory with another.
         """
         leaves = tree_flatten(batch)[0]
-        (half,) = self.prepared.program.halves
         arguments = [fetch(leaves) for fetch in self.fetchers]
         self._require_apart(leaves, arguments)
-        outputs = half.function(arguments)
-        return dict(zip(self.prepared.captured.binding.outputs, outputs, strict=True))
+        for position in self.written_batch:
+            self._require_alone(position, arguments)
+        return arguments
+
+    def _require_alone(self, position: int, arguments: Sequence[torch.Tensor]) -> None:
+        """Refuse a tensor of the batch that is written to, and on whose memory another is, which has its own place."""
+        start, end = _addresses(arguments[position])
+        for other, argument in enumerate(arguments):
+            if other != position and argument.layout is torch.strided:
+                begin, stop = _addresses(argument)
+                if begin < end and start < stop:
+                    raise InvalidOptionError(
+                        f"{self.names[position]!r}, which the step writes to, shares memory with "
+                        f"{self.names[other]!r}: give a clone of it"
+                    )
 
     def _require_apart(self, leaves: Sequence[Any], arguments: Sequence[torch.Tensor]) -> None:
         """Refuse a batch on the memory of a parameter, say, which would be updated before its last use in backward."""
@@ -123,13 +165,34 @@ def make_step_program(
     outputs: list[Value] = list(captured.binding.outputs.values())
     library_bytes = warm(captured.graph, captured.binding) if captured.binding.device.type == "cuda" else 0
     outside = bytes_of_others(step, captured) + library_bytes
+    arena = InArena(captured.binding.device, settings.seed) if settings.arena else None
     prepared = prepare(
-        captured, settings, outputs=[outputs], plan=plan, bytes_outside=outside, store=store, planning=planning
+        captured,
+        settings,
+        outputs=[outputs],
+        plan=plan,
+        bytes_outside=outside,
+        store=store,
+        planning=planning,
+        arena=arena,
     )
+    places = None if arena is None else arena.places(prepared.captured, prepared.plan)
     (half,) = prepared.program.halves
     found = fetchers(step.model, captured, half.takes)
-    written = _written(captured, half.takes)
-    return StepProgram(prepared=prepared, fetchers=found, written=written, library_bytes=library_bytes)
+    written, written_batch = _written(captured, half.takes)
+    names = {storage.id: storage.name for storage in captured.graph.storages}
+    allocator = allocator_settings(captured.binding.device)
+    is_placed = places is not None or allocator is not None
+    return StepProgram(
+        prepared=prepared,
+        fetchers=found,
+        written={at: names[half.takes[at]] for at in written},
+        written_batch=written_batch,
+        names=tuple(names[each] for each in half.takes),
+        library_bytes=library_bytes,
+        places=places,
+        predicted_bytes=(taken_bytes(prepared.plan, places, allocator) if is_placed else 0),
+    )
 
 
 def _has_others(tensor: torch.Tensor) -> bool:
@@ -137,12 +200,20 @@ def _has_others(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and storage_users(tensor.untyped_storage()) > 2
 
 
-def _written(captured: Captured, takes: Sequence[int]) -> dict[int, str]:
-    """Return the positions and names of a program's arguments that the step writes to, but for its batch."""
+def _written(captured: Captured, takes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the positions of a program's arguments that the step writes to: of no batch, and of its batch."""
     written = {storage for op in captured.graph.ops for storage in op.mutates}
     inputs = {each.value.storage for each in captured.binding.residents if each.origin is Origin.INPUT}
-    names = {storage.id: storage.name for storage in captured.graph.storages}
-    return {at: names[each] for at, each in enumerate(takes) if each in written - inputs}
+    positions = [at for at, each in enumerate(takes) if each in written]
+    own = tuple(at for at in positions if takes[at] in inputs)
+    return tuple(at for at in positions if at not in own), own
+
+
+def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of the first byte that a tensor uses, and the one after the last."""
+    start, end = span_bytes(tensor)
+    at = tensor.untyped_storage().data_ptr()
+    return at + start, at + end
 
 
 def bytes_of_others(step: TrainingStep, captured: Captured) -> int:
@@ -167,11 +238,11 @@ def bytes_of_others(step: TrainingStep, captured: Captured) -> int:
         held += [value for key, value in state.items() if name is None or f"{name}.{key}" not in touched]
     device = captured.binding.device
     storages = {
-        tensor.untyped_storage().data_ptr(): taken_bytes(tensor.untyped_storage().nbytes(), device)
-        for tensor in held
-        if isinstance(tensor, torch.Tensor) and tensor.device.type == device.type
+        tensor.untyped_storage().data_ptr(): device_bytes(tensor.untyped_storage().nbytes(), device)
+        for tensor in map(local, (each for each in held if isinstance(each, torch.Tensor)))
+        if tensor.device.type == device.type
     }
-    own = {parameter.untyped_storage().data_ptr() for parameter in names}
+    own = {local(parameter).untyped_storage().data_ptr() for parameter in names}
     return sum(size for pointer, size in storages.items() if pointer not in own)
 
 
@@ -185,7 +256,7 @@ def set_gradients(outputs: Mapping[str, torch.Tensor], parameters: Mapping[str, 
     for name, gradient in outputs.items():
         parameter = parameters[name.removeprefix(_GRADIENT)] if name.startswith(_GRADIENT) else None
         if parameter is not None and parameter.grad is None:
-            parameter.grad = gradient.data  # no view, as eager's is none
+            parameter.grad = with_local(parameter, gradient.data)  # no view, as eager's is none
 
 
 def fetchers(model: torch.nn.Module, captured: Captured, takes: Sequence[int]) -> tuple[Fetch, ...]:
@@ -218,6 +289,8 @@ def _fetcher(model: torch.nn.Module, resident: Resident, guards: Guards | None) 
     module = model.get_submodule(module_name)
     table = module._buffers if resident.origin is Origin.BUFFER else module._parameters
     if resident.origin is Origin.GRADIENT:
-        return lambda _leaves: table[name].grad  # pyright: ignore[reportOptionalMemberAccess]
+        return lambda _leaves: local_gradient(table[name])  # pyright: ignore[reportArgumentType]
     assert resident.origin in (Origin.PARAMETER, Origin.BUFFER), resident
+    if is_sharded(table[name]):
+        return lambda _leaves: whole_part(table[name])
     return lambda _leaves: table[name]

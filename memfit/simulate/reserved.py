@@ -10,6 +10,13 @@ from memfit.schedule import Code, Schedule
 from memfit.simulate.cuda_allocator import AllocatorSettings, Event, EventKind, Replay, replay
 from memfit.simulate.live_ranges import LiveRange, live_ranges
 
+ARENA, EXPANDABLE, DEFAULT = "arena", "expandable segments", "torch's allocator"
+"""What may serve a step on a GPU: the best first."""
+
+POOL_BYTES = 1 << 20
+"""Beside an arena: what torch's allocator has for requests that the layout does not know, as one block of its pool of
+small ones."""
+
 STEPS = 3
 """Steps that are replayed unless said otherwise: the second may take more than the first, whose blocks it splits."""
 
@@ -42,7 +49,12 @@ class Reserved:
 
 
 def reserved(
-    graph: Graph, schedule: Schedule, settings: AllocatorSettings | None = None, *, steps: int = STEPS
+    graph: Graph,
+    schedule: Schedule,
+    settings: AllocatorSettings | None = None,
+    *,
+    steps: int = STEPS,
+    arena_bytes: int | None = None,
 ) -> Reserved:
     """Return what torch's CUDA allocator takes for `schedule`, from an empty cache on.
 
@@ -64,8 +76,10 @@ def reserved(
         schedule: legal on `graph`.
         settings: the allocator's; torch's defaults if None.
         steps: how often the step is run.
+        arena_bytes: the height of an arena, which is one block; beside it are residents, what outlives a step, and
+            `POOL_BYTES`. None is no arena.
     """
-    events, begins = schedule_events(graph, schedule, steps=steps)
+    events, begins = schedule_events(graph, schedule, steps=steps, arena_bytes=arena_bytes)
     found: Replay = replay(events, settings)
     ends = [*begins[1:], len(events)]
     parts = [found.reserved_bytes[max(first - 1, 0) : end] for first, end in zip(begins, ends, strict=True)]
@@ -77,7 +91,9 @@ def reserved(
     )
 
 
-def schedule_events(graph: Graph, schedule: Schedule, *, steps: int = 1) -> tuple[list[Event], list[int]]:
+def schedule_events(
+    graph: Graph, schedule: Schedule, *, steps: int = 1, arena_bytes: int | None = None
+) -> tuple[list[Event], list[int]]:
     """Return what a schedule requests and frees, and where in the events each step begins.
 
     Residents are requested first, in the order of their ids. An op requests its writes, second copies of writes that
@@ -88,9 +104,13 @@ def schedule_events(graph: Graph, schedule: Schedule, *, steps: int = 1) -> tupl
         graph: gives sizes.
         schedule: legal on `graph`.
         steps: how often the step is run.
+        arena_bytes: of an arena, which is requested after the residents.
     """
-    trace = _Trace(graph, schedule)
+    trace = _Trace(graph, schedule, has_arena=arena_bytes is not None)
     events = [trace.request(storage.id, storage.bytes) for storage in graph.storages if storage.resident]
+    if arena_bytes is not None:
+        first = len(graph.storages) + steps * trace.blocks
+        events += [trace.request(first, POOL_BYTES), trace.request(first + 1, arena_bytes)]
     begins: list[int] = []
     for step in range(steps):
         begins.append(len(events))
@@ -101,16 +121,16 @@ def schedule_events(graph: Graph, schedule: Schedule, *, steps: int = 1) -> tupl
 class _Trace:
     """The events of one step; its blocks are numbered after the storages, whose numbers the residents have."""
 
-    def __init__(self, graph: Graph, schedule: Schedule) -> None:
+    def __init__(self, graph: Graph, schedule: Schedule, *, has_arena: bool) -> None:
         found = live_ranges(graph, schedule)
         self._graph, self._length = graph, len(schedule)
         self._begun: dict[int, list[tuple[int, int]]] = defaultdict(list)  # position -> (block, bytes)
         self._freed: dict[int, list[int]] = defaultdict(list)
         self._passing: dict[int, list[int]] = defaultdict(list)  # position -> bytes that live for that instruction
-        self._add_stays(found.ranges)
-        for position, storage in found.second_copies:
+        self._add_stays(found.ranges, has_arena=has_arena)
+        for position, storage in found.second_copies if not has_arena else ():
             self._passing[position].append(graph.storages[storage].bytes)
-        for position, op in found.workspaces:
+        for position, op in found.workspaces if not has_arena else ():
             self._passing[position].append(graph.ops[op].workspace_bytes or 0)
         self.blocks = len(found.ranges)
         extras: list[int] = schedule.extras.tolist()
@@ -138,14 +158,22 @@ class _Trace:
             events += [Event(EventKind.FREE, block) for block, _ in reversed(passing)]
         return events + [Event(EventKind.FREE, first + block) for block in self._freed[self._length]]
 
-    def _add_stays(self, ranges: tuple[LiveRange, ...]) -> None:
-        """Note where blocks begin and end; a range that reuses memory in place carries on another's block."""
+    def _add_stays(self, ranges: tuple[LiveRange, ...], *, has_arena: bool) -> None:
+        """Note where blocks begin and end; a range that reuses memory in place carries on another's block.
+
+        In an arena is all that neither comes from the user nor outlives the step.
+        """
         taken = {stay.memory_of for stay in ranges}
         block_of: list[int] = []
+        outside: set[int] = set()
         for index, stay in enumerate(ranges):
             block_of.append(index if stay.memory_of is None else block_of[stay.memory_of])
+            outlives = stay.last == self._length and self._graph.storages[stay.storage].required_at_end
+            if outlives or stay.begun_by == Code.BOUNDARY:
+                outside.add(block_of[index])
+        for index, stay in enumerate(ranges):
             storage = self._graph.storages[stay.storage]
-            if storage.resident:
+            if storage.resident or (has_arena and block_of[index] not in outside):
                 continue
             if stay.memory_of is None:
                 self._begun[stay.first].append((index, storage.bytes))

@@ -21,7 +21,8 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from memfit.system.files import cache_folder
@@ -48,12 +49,18 @@ class NativeLibrary:
         source: the file that is compiled.
         included: further files that `source` includes; a change in one of them gives another library.
         linked: linker flags, such as `-lc10` for a library of torch.
+        flags: further ones of the compiler.
+        written: given the folder of torch's headers, returns further headers by name, which are written from them.
+        folders: returns folders of headers from elsewhere; each is tried until the source compiles with one.
     """
 
     name: str
     source: Path
     included: tuple[Path, ...] = ()
     linked: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    written: Callable[[Path], Mapping[str, str]] = field(default=lambda _: {})
+    folders: Callable[[], Sequence[Path]] = field(default=tuple)
 
     def file(self) -> Path:
         """Return the library's file, built first if the cache has none that can be trusted.
@@ -88,7 +95,7 @@ class NativeLibrary:
     def _folder(self) -> Path:
         """Return the folder in the cache, which depends on torch's version, the sources and the machine."""
         sources = b"".join(path.read_bytes() for path in (*self.included, self.source))
-        digest = hashlib.sha256(sources + " ".join(_FLAGS).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(sources + " ".join(_FLAGS + self.flags + self.linked).encode()).hexdigest()[:16]
         torch_version = importlib.metadata.version("torch")
         return cache_folder() / f"torch-{torch_version}-{digest}-{platform.machine()}"
 
@@ -105,9 +112,25 @@ class NativeLibrary:
         compiler = _compiler()
         with tempfile.TemporaryDirectory(dir=folder) as inner:
             unfinished = Path(inner) / f"{self.name}.so"
-            _run([compiler, *_FLAGS, *_torch_flags(), str(self.source), *self.linked, "-o", str(unfinished)])
+            torch_folder = _torch_folder()
+            for name, text in self.written(torch_folder / "include").items():
+                (Path(inner) / name).write_text(text)
+            include = [f"-I{inner}", f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
+            command = [compiler, *_FLAGS, *self.flags, *include]
+            self._compile(command, [str(self.source), *self.linked, "-o", str(unfinished)])
             unfinished.chmod(_PRIVATE)
             return unfinished.replace(folder / f"{self.name}-{_digest(unfinished)}.so")
+
+    def _compile(self, command: list[str], rest: list[str]) -> None:
+        folders = self.folders()
+        failure: NativeLibraryError | None = None
+        for flags in [[f"-isystem{folder}"] for folder in folders] or [[]]:
+            try:
+                return _run([*command, *flags, *rest])
+            except NativeLibraryError as error:
+                failure = failure or error
+        assert failure is not None
+        raise failure
 
 
 @functools.cache
@@ -168,11 +191,10 @@ def _compiler() -> str:
     raise NativeLibraryError(f"there is no C++ compiler ({wanted or 'c++, g++ or clang++'}) on the PATH")
 
 
-def _torch_flags() -> tuple[str, ...]:
+def _torch_folder() -> Path:
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
-    folder = Path(spec.origin).parent
-    return f"-I{folder / 'include'}", f"-L{folder / 'lib'}"
+    return Path(spec.origin).parent
 
 
 def _run(command: list[str]) -> None:

@@ -14,21 +14,23 @@ import ctypes
 import errno
 import mmap
 import os
+import re
 import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 
 from memfit.errors import HostMemoryError, InvalidOptionError
 from memfit.system.budget import format_bytes
+from memfit.system.worker import Call, Worker
 
 BLOCK_BYTES = 4096  # offsets and sizes in a file are multiples: no disk has larger blocks
 _BUFFER_BYTES = 1 << 21
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _MOUNTS = Path("/proc/self/mounts")  # man 5 proc_pid_mounts
+_ESCAPED = re.compile(r"\\([0-7]{3})")  # of a mount point in it: spaces, tabs, line ends, backslashes (man 3 getmntent)
 
 Span = tuple[float, float]  # when a copy started and ended, in the seconds of `time.perf_counter`
 
@@ -52,7 +54,7 @@ class SpillFile:
             HostMemoryError: the directory cannot be written to, or its disk has not that much room.
         """
         self.size_bytes = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
-        where = spill_directory() if directory is None else directory
+        where = spill_directory() if directory is None else on_disk(directory)
         try:
             self._file, self.is_direct = _open_unnamed(where)
         except OSError as error:
@@ -61,10 +63,11 @@ class SpillFile:
                 "directory as host_dir"
             ) from error
         self._close = weakref.finalize(self, os.close, self._file)  # a copy under way refers to this object
+        for thread in (_writer, _reader):
+            thread(os.getpid())  # started now, and not in the middle of a step
         self._pending: set[object] = set()  # a token for each copy under way, and for each that was to be started
         try:
-            if self.size_bytes:
-                os.posix_fallocate(self._file, 0, self.size_bytes)
+            _take_room(self._file, self.size_bytes)
         except OSError as error:
             self._close()
             raise HostMemoryError(
@@ -72,7 +75,7 @@ class SpillFile:
                 f"{error.strerror}; free some, lower the host budget, or name another directory as host_dir"
             ) from error
 
-    def write(self, address: int, size_bytes: int, offset: int, owner: object = None) -> Future[Span]:
+    def write(self, address: int, size_bytes: int, offset: int, owner: object = None) -> Call[Span]:
         """Start the copy of `size_bytes` at a memory address to the file; the memory must stay as it is until then.
 
         Args:
@@ -83,7 +86,7 @@ class SpillFile:
         """
         return self._start(_writer(os.getpid()), partial(self._write, address, size_bytes, offset), owner)
 
-    def read(self, address: int, size_bytes: int, offset: int, owner: object = None) -> Future[Span]:
+    def read(self, address: int, size_bytes: int, offset: int, owner: object = None) -> Call[Span]:
         """Start the copy from the file to memory.
 
         Args:
@@ -99,7 +102,7 @@ class SpillFile:
         if not self._pending:
             return
         for thread in (_writer(os.getpid()), _reader(os.getpid())):  # they copy in turn: what was before this has ended
-            thread.executor.submit(_nothing).result()
+            thread.submit(_nothing).wait()
         self._pending.clear()
 
     def close(self) -> None:
@@ -107,7 +110,7 @@ class SpillFile:
         self.settle()
         self._close()
 
-    def _start(self, thread: _Thread, copy: Callable[[mmap.mmap], None], owner: object) -> Future[Span]:
+    def _start(self, thread: _Thread, copy: Callable[[mmap.mmap], None], owner: object) -> Call[Span]:
         token, owners = object(), [owner]
 
         def timed() -> Span:
@@ -120,7 +123,7 @@ class SpillFile:
             return started, time.perf_counter()
 
         self._pending.add(token)  # before the start: Ctrl-C may come after it, and the copy must not be forgotten
-        return thread.executor.submit(timed)
+        return thread.submit(timed)
 
     def _write(self, address: int, size_bytes: int, offset: int, buffer: mmap.mmap) -> None:
         for start in range(0, size_bytes, _BUFFER_BYTES):
@@ -142,12 +145,13 @@ class SpillFile:
             os.posix_fadvise(self._file, offset, size_bytes, os.POSIX_FADV_DONTNEED)
 
 
-class _Thread:
+class _Thread(Worker):
     """A thread that copies, and the aligned buffer that it copies through."""
 
     def __init__(self, name: str) -> None:
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix=f"memfit-{name}")
         self.buffer = mmap.mmap(-1, _BUFFER_BYTES)
+        super().__init__(f"memfit-{name}")
+        self.end_at_exit()
 
 
 @cache
@@ -171,7 +175,8 @@ def parse_host_dir(given: Path | str | None) -> Path | None:
     """
     if given is None:
         return None
-    if not isinstance(given, (str, Path)) or not str(given):  # pyright: ignore[reportUnnecessaryIsInstance]
+    is_path = isinstance(given, (str, Path))  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_path or not str(given) or "\0" in str(given):
         raise InvalidOptionError(f"host_dir is {given!r}, expected the path of a directory")
     return Path(given)
 
@@ -204,14 +209,32 @@ def spill_directory() -> Path:
     )
 
 
+def on_disk(directory: Path) -> Path:
+    """Return the directory that a user named, if what is offloaded there frees memory.
+
+    Raises:
+        HostMemoryError: its file system holds its files in memory.
+    """
+    if is_in_memory(directory):
+        raise HostMemoryError(
+            f"host_dir {str(directory)!r} is in memory, so what is offloaded there frees nothing; name a directory on "
+            "a disk"
+        )
+    return directory
+
+
 def is_in_memory(directory: Path) -> bool:
     """Return whether the file system of a directory holds its files in memory."""
     if not _MOUNTS.exists():
         return False
     rows = [line.split() for line in _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()]
-    path = directory.resolve()
-    mounts = [(Path(row[1]), row[2]) for row in rows if path.is_relative_to(row[1])]
+    path = Path(os.path.realpath(directory))
+    mounts = [(at, row[2]) for row in rows if path.is_relative_to(at := Path(_ESCAPED.sub(_character, row[1])))]
     return bool(mounts) and max(reversed(mounts), key=lambda mount: len(mount[0].parts))[1] in _IN_MEMORY
+
+
+def _character(escape: re.Match[str]) -> str:
+    return chr(int(escape[1], 8))
 
 
 def _open_unnamed(directory: Path) -> tuple[int, bool]:
@@ -229,6 +252,21 @@ def _open_unnamed(directory: Path) -> tuple[int, bool]:
     file, name = tempfile.mkstemp(prefix="memfit-", dir=directory)
     Path(name).unlink()
     return file, False
+
+
+def _take_room(file: int, size_bytes: int) -> None:
+    """Make a file of this size whose room on the disk is taken."""
+    if not size_bytes:
+        return
+    try:
+        os.posix_fallocate(file, 0, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        # The file system cannot, and what the C library does then fails under direct I/O: write zeros.
+        with mmap.mmap(-1, min(size_bytes, _BUFFER_BYTES)) as zeros:
+            for start in range(0, size_bytes, len(zeros)):
+                _all_of(os.pwritev, file, zeros, min(len(zeros), size_bytes - start), start)
 
 
 def _all_of(call: Callable[..., int], file: int, buffer: mmap.mmap, size_bytes: int, offset: int) -> None:

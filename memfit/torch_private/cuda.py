@@ -17,6 +17,28 @@ def release_cublas_workspaces() -> None:
         clear()
 
 
+def turn_on_expandable_segments() -> bool:
+    """Let torch's caching allocator take expandable segments from now on; return whether it does.
+
+    The other settings stay. Those that say whether segments are expandable are left as they are.
+    """
+    if torch.cuda.get_allocator_backend() != "native":
+        return False
+    text = allocator_settings_text()
+    if "expandable_segments" not in text:
+        try:
+            _set_allocator_settings(",".join(filter(None, [text, "expandable_segments:True"])))
+        except (RuntimeError, ValueError):  # the settings, or the driver, do not allow it
+            return False
+    return "expandable_segments:true" in allocator_settings_text().replace(" ", "").lower()
+
+
+def _set_allocator_settings(text: str) -> None:
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    change = change or torch.cuda.memory._set_allocator_settings
+    change(text)
+
+
 def allocator_settings_text() -> str:
     """Return the settings of torch's caching allocator, in the form of `PYTORCH_CUDA_ALLOC_CONF`.
 

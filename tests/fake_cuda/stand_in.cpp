@@ -1,13 +1,12 @@
-// Lets torch's CPU tensors stand for a device's: their memory is asked of a CUDAPluggableAllocator's two functions.
+// Lets torch's CPU tensors stand for a device's: their memory is asked of the allocator that is in front on CUDA.
 // What is freed is overwritten; under the address sanitizer, nothing may touch it until it is given out again.
 
 #include <cstring>
 #include <mutex>
 #include <unordered_map>
 
-#include <sys/types.h>
-
 #include <c10/core/CPUAllocator.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
@@ -18,34 +17,38 @@
 
 namespace {
 
-void* (*device_malloc)(ssize_t, int, void*);
-void (*device_free)(void*, ssize_t, int, void*);
-
 constexpr int kFreed = 0xC5;  // a float of these bytes is -6312.7
+
+struct Given {
+  size_t bytes;
+  c10::DeleterFnPtr deleter;
+};
+
 std::mutex mutex;
-std::unordered_map<void*, size_t> given;
+std::unordered_map<void*, Given> given;
 
 void release(void* pointer) {
   if (pointer == nullptr) return;
+  Given memory;
   {
     std::lock_guard<std::mutex> guard(mutex);
-    const auto found = given.find(pointer);
-    if (found != given.end()) {
-      memset(pointer, kFreed, found->second);
-      ASAN_POISON_MEMORY_REGION(pointer, found->second);
-      given.erase(found);
-    }
+    memory = given.at(pointer);
+    given.erase(pointer);
   }
-  device_free(pointer, 0, 0, nullptr);
+  memset(pointer, kFreed, memory.bytes);
+  ASAN_POISON_MEMORY_REGION(pointer, memory.bytes);
+  memory.deleter(pointer);
 }
 
 struct StandIn final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    void* pointer = device_malloc(static_cast<ssize_t>(bytes), 0, nullptr);
+    c10::DataPtr memory = c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
+    void* pointer = memory.get();
     if (pointer != nullptr) {
       ASAN_UNPOISON_MEMORY_REGION(pointer, bytes);
       std::lock_guard<std::mutex> guard(mutex);
-      given[pointer] = bytes;
+      given[pointer] = {bytes, memory.get_deleter()};
+      memory.release_context();
     }
     return {pointer, pointer, &release, c10::Device(c10::DeviceType::CPU)};
   }
@@ -61,8 +64,6 @@ struct StandIn final : c10::Allocator {
 
 }  // namespace
 
-extern "C" void stand_in(void* malloc_function, void* free_function) {
-  device_malloc = reinterpret_cast<decltype(device_malloc)>(malloc_function);
-  device_free = reinterpret_cast<decltype(device_free)>(free_function);
+extern "C" void stand_in() {
   c10::SetCPUAllocator(new StandIn);
 }

@@ -12,23 +12,26 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from memfit.errors import InvalidDeviceError, InvalidOptionError, MemfitError
+from memfit.errors import InvalidOptionError, MemfitError
 from memfit.packing import make_packer
+from memfit.runtime.arena.devices import ALIGNMENT_BYTES, library_for
 from memfit.runtime.arena.layout import ArenaPlan, make_arena_plan
-from memfit.runtime.arena.library import ArenaLibrary, ArenaUnavailableError, Counts, load_arena_library
+from memfit.runtime.arena.library import ArenaUnavailableError, Counts
+from memfit.runtime.arena.places import Places, make_places
 from memfit.runtime.arena.spilling import Spilling
+from memfit.runtime.arena.with_blocks import ArenaStep, Interruption, call_signature
 from memfit.system.spill_file import parse_host_dir
-from memfit.torch_private.tensors import tree_flatten
 
-ALIGNMENT_BYTES = {"cpu": 64, "cuda": 512}
 DEFAULT_SOLVER_SECONDS = 2.0
 MOST_PLANS = 256  # of one arena: plans for shapes that are never used again must not fill the memory
+_STEPS_LOOKED_AT = 3  # with places: later ones only if a request had none
+_MOST_CORRECTIONS = 8  # of the places of a key: ops that request other memory in each step end nowhere
 
 _step_runs = threading.Lock()  # a process has one allocator, so that only one step can run in it
 
@@ -75,7 +78,7 @@ def arena(
 
     Args:
         step: any function; the arena is called in its place. Calls whose tensors have other shapes are recorded apart.
-        device: the CPU, or a CUDA device that torch does not use yet.
+        device: the CPU, or a CUDA device.
         packer: one of `memfit packers`.
         time_limit_seconds: how long the packer may search after the first step. It may search for less after later
             ones.
@@ -86,7 +89,7 @@ def arena(
         host_dir: the directory of these files; by default the system's temporary one.
 
     Raises:
-        ArenaUnavailableError: there is no C++ compiler, or torch's allocator cannot be replaced.
+        ArenaUnavailableError: there is no C++ compiler, or an arena cannot stand in front of torch's allocator.
         InvalidDeviceError, InvalidOptionError: no such device, packer, limit or directory.
 
     Guarantees: results have the same bits as without an arena. Two live tensors never overlap, whatever the step does:
@@ -131,7 +134,7 @@ class Arena:
         if host_dir is not None and not spill:
             raise InvalidOptionError(f"host_dir is {str(host_dir)!r} and spill is False, so that nothing goes there")
         self.device = torch.device(device)
-        self._library = _library_for(self.device)
+        self._library = library_for(self.device)
         self._handle: int | None = self._library.create()
         self._call = step
         self._packer, self._time_limit_seconds, self._seed = packer, time_limit_seconds, seed
@@ -153,7 +156,7 @@ class Arena:
             raise MemfitError(
                 "this arena was made without a step; call memfit.arena(step), or use `with arena.step():`"
             )
-        with self.step(key=_signature(args, kwargs)):
+        with self.step(key=call_signature(args, kwargs)):
             return self._call(*args, **kwargs)
 
     def __enter__(self) -> Arena:
@@ -173,7 +176,7 @@ class Arena:
             f"{self.reoptimizations} reoptimizations>"
         )
 
-    def step(self, key: Hashable = None) -> ArenaStep:
+    def step(self, key: Hashable = None) -> ArenaStep[Arena]:
         """Return a `with` block that is one step of the calling thread.
 
         Args:
@@ -183,7 +186,7 @@ class Arena:
         Raises:
             ArenaUnavailableError: on entering, while another step runs in this process.
         """
-        return ArenaStep(self, key)
+        return ArenaStep(self, partial(self._begin, key), self._end)
 
     def interrupt(self) -> None:
         """Serve requests from ordinary memory until `resume`: for a part of the step that differs from step to step."""
@@ -201,7 +204,22 @@ class Arena:
 
     def interrupted(self) -> Interruption:
         """Return a `with` block that is interrupted."""
-        return Interruption(self)
+        return Interruption(self.interrupt, self.resume)
+
+    def expect(self, key: Hashable, places: Places) -> None:
+        """Give the steps with a key their places before the first of them runs, and take the memory for them.
+
+        Such a step has to say at which position it is (`ArenaLibrary.at`).
+
+        Args:
+            key: of the steps.
+            places: of a planned step.
+        """
+        if self._runs:
+            raise MemfitError("a step cannot be given places while the arena's step runs; leave the step first")
+        handle = self._require_open()
+        self._set_places(handle, key, places, changes=0)
+        self._settle(handle)
 
     def forget(self, key: Hashable) -> None:
         """Drop the plan of a key, if there is one; for a step that will request other memory from now on.
@@ -227,8 +245,8 @@ class Arena:
             self._handle, self._slab_bytes = None, 0
 
     @property
-    def plans(self) -> Mapping[Hashable, ArenaPlan]:
-        """The plan of each key."""
+    def plans(self) -> Mapping[Hashable, ArenaPlan | Places]:
+        """The plan of each key, or its places."""
         return {key: numbered.plan for key, numbered in self._plans.items()}
 
     @property
@@ -275,7 +293,11 @@ class Arena:
             if numbered is not None:
                 self._plans.move_to_end(key)
                 self._settle(handle)
-            self._library.begin_step(handle, None if numbered is None else numbered.number)
+            self._library.begin_step(
+                handle,
+                None if numbered is None else numbered.number,
+                of_this_thread=numbered is not None and isinstance(numbered.plan, Places),
+            )
             if numbered is None and self._spills:
                 self._spilling = Spilling(self._library, self.device, self._host_dir)
                 self._spilling.__enter__()
@@ -298,6 +320,11 @@ class Arena:
         if was_interrupted:
             raise MemfitError("the step ended interrupted; call resume(), or use `with arena.interrupted():`")
         known = self._plans.get(self._key)
+        if known and isinstance(known.plan, Places):
+            known.looked_at += 1
+            if known.changes < _MOST_CORRECTIONS and (counts.not_served or known.looked_at <= _STEPS_LOOKED_AT):
+                self._correct_places(handle, known, known.plan, requests)
+            return
         if known and requests == len(known.plan.recording.ends) and not counts.not_served and not counts.kept:
             return
         self._learn(handle, known, requests)
@@ -306,6 +333,7 @@ class Arena:
         """Make a plan for the requests of the last step, and for those that the present plan was made for."""
         recording = self._library.seen(handle, requests)
         if known is not None:
+            assert isinstance(known.plan, ArenaPlan)
             recording = known.plan.recording.merged(recording)
             if recording.equals(known.plan.recording):
                 return  # memory of an earlier step is in the way, and no other plan would be better
@@ -317,18 +345,41 @@ class Arena:
             time_limit_seconds=self._time_limit_seconds / (1 + changes),
             seed=self._seed,
         )
-        self.solver_seconds += plan.seconds
         self.reoptimizations += known is not None
-        if known is None:
-            number, self._next_number = self._next_number, self._next_number + 1
-        else:
-            number = known.number
+        number = self._number_of(self._key)
         self._library.set_plan(handle, number, plan)
-        self._plans[self._key] = _Numbered(number, plan, changes)
+        self._keep(handle, self._key, _Numbered(number, plan, changes))
+        self._settle(handle)
+
+    def _correct_places(self, handle: int, known: _Numbered, places: Places, requests: int) -> None:
+        """Lay the step out again if it requests more, or in another order, than its places were made for."""
+        corrected = places.corrected(self._library.seen_places(handle, requests))
+        if corrected is None:
+            return
+        self.reoptimizations += 1
+        seconds = self._time_limit_seconds / (2 + known.changes)
+        again = make_places(corrected, packer=self._packer, time_limit_seconds=seconds, seed=self._seed)
+        self._set_places(handle, self._key, again, known.changes + 1)
+        self._settle(handle)
+
+    def _set_places(self, handle: int, key: Hashable, places: Places, changes: int) -> None:
+        number = self._number_of(key)
+        self._library.set_places(handle, number, places)
+        self._keep(handle, key, _Numbered(number, places, changes))
+
+    def _number_of(self, key: Hashable) -> int:
+        """Return the library's number for a key: the one that it has, or a new one."""
+        if key in self._plans:
+            return self._plans[key].number
+        self._next_number += 1
+        return self._next_number - 1
+
+    def _keep(self, handle: int, key: Hashable, numbered: _Numbered) -> None:
+        self.solver_seconds += numbered.plan.seconds
+        self._plans[key] = numbered
         if len(self._plans) > MOST_PLANS:
             self._library.drop_plan(handle, self._plans.popitem(last=False)[1].number)
-        self._height_bytes = max(numbered.plan.height_bytes for numbered in self._plans.values())
-        self._settle(handle)
+        self._height_bytes = max(each.plan.height_bytes for each in self._plans.values())
 
     def _settle(self, handle: int) -> None:
         """Resize the memory to what the plans need; it shrinks only while no tensor lies in it."""
@@ -351,63 +402,9 @@ class Arena:
 
 
 class _Numbered:
-    """A plan, its number in the library, and how often it was replaced."""
+    """A plan or places, its number in the library, how often it was replaced, and how many steps with it were seen."""
 
-    __slots__ = ("changes", "number", "plan")
+    __slots__ = ("changes", "looked_at", "number", "plan")
 
-    def __init__(self, number: int, plan: ArenaPlan, changes: int) -> None:
-        self.number, self.plan, self.changes = number, plan, changes
-
-
-class ArenaStep:
-    """The `with` block of `Arena.step`; a class, because a generator of contextlib keeps a frame, and its tensors."""
-
-    __slots__ = ("_arena", "_key")
-
-    def __init__(self, arena: Arena, key: Hashable) -> None:
-        self._arena, self._key = arena, key
-
-    def __enter__(self) -> Arena:
-        self._arena._begin(self._key)  # pyright: ignore[reportPrivateUsage]
-        return self._arena
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._arena._end(completed=kind is None)  # pyright: ignore[reportPrivateUsage]
-
-
-class Interruption:
-    """The `with` block of `Arena.interrupted`."""
-
-    __slots__ = ("_arena",)
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-
-    def __enter__(self) -> None:
-        self._arena.interrupt()
-
-    def __exit__(self, *raised: object) -> None:
-        self._arena.resume()
-
-
-def _library_for(device: torch.device) -> ArenaLibrary:
-    if device.type not in ALIGNMENT_BYTES:
-        raise InvalidDeviceError(f"there is no arena on device '{device}': expected cpu or cuda")
-    if device.type == "cuda":
-        from memfit.runtime.arena.cuda import library_on
-
-        return library_on(device)
-    return load_arena_library("cpu")
-
-
-def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """All of a call's arguments that may change which memory it requests."""
-    leaves, structure = tree_flatten((args, kwargs))
-    return structure, tuple(map(_leaf_signature, leaves)), torch.is_grad_enabled()
-
-
-def _leaf_signature(leaf: Any) -> Hashable:
-    # of a number only the type counts: otherwise a counter of steps would give each step a key of its own
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else cast("type[Any]", type(leaf))
+    def __init__(self, number: int, plan: ArenaPlan | Places, changes: int) -> None:
+        self.number, self.plan, self.changes, self.looked_at = number, plan, changes, 0

@@ -41,8 +41,30 @@ void memfit_arena_set_plan(
   static_cast<memfit::Arena*>(handle)->plans[id] = std::move(plan);
 }
 
+// Gives a number places: see arena_places.cpp. `sizes` are the numbers of positions, slots and turns, the alignment and
+// the height; `first_slot` and `first_turn` have one number more than there are positions.
+void memfit_arena_set_places(
+    void* handle, int64_t id, const int64_t* sizes, const int64_t* first_slot, const int64_t* slot_bytes,
+    const int64_t* slot_offsets, const int64_t* spare_offsets, const int64_t* spare_bytes, const int64_t* first_turn,
+    const int64_t* turn_slots, const int64_t* turn_offsets, const int64_t* turn_bytes) {
+  memfit::Places places;
+  places.alignment = sizes[3];
+  places.height = sizes[4];
+  places.first_slot.assign(first_slot, first_slot + sizes[0] + 1);
+  places.slot_bytes.assign(slot_bytes, slot_bytes + sizes[1]);
+  places.slot_offsets.assign(slot_offsets, slot_offsets + sizes[1]);
+  places.spare_offsets.assign(spare_offsets, spare_offsets + sizes[0]);
+  places.spare_bytes.assign(spare_bytes, spare_bytes + sizes[0]);
+  places.first_turn.assign(first_turn, first_turn + sizes[0] + 1);
+  places.turn_slots.assign(turn_slots, turn_slots + sizes[2]);
+  places.turn_offsets.assign(turn_offsets, turn_offsets + sizes[2]);
+  places.turn_bytes.assign(turn_bytes, turn_bytes + sizes[2]);
+  static_cast<memfit::Arena*>(handle)->places[id] = std::move(places);
+}
+
 void memfit_arena_drop_plan(void* handle, int64_t id) {
   static_cast<memfit::Arena*>(handle)->plans.erase(id);
+  static_cast<memfit::Arena*>(handle)->places.erase(id);
 }
 
 // Takes a slab of so many bytes, in place of the one there was. 0: done; 1: there is no memory, and no slab any more.
@@ -74,7 +96,8 @@ int memfit_arena_owns(void* handle, void* pointer) {
   return slab != nullptr && at >= slab->base && at < slab->base + slab->bytes;
 }
 
-// Begins a step with a plan, or without one (-1). 0: begun; 1: a step is running; 2: the plan needs a larger slab.
+// Begins a step with a plan or with places, or without either (-1). 0: begun; 1: a step is running; 2: a larger slab is
+// needed.
 int memfit_arena_begin_step(void* handle, int64_t plan_id, uintptr_t origin) {
   auto* arena = static_cast<memfit::Arena*>(handle);
   memfit::State& now = memfit::state();
@@ -85,19 +108,29 @@ int memfit_arena_begin_step(void* handle, int64_t plan_id, uintptr_t origin) {
   const auto found = arena->plans.find(plan_id);
   const memfit::Plan* plan = found == arena->plans.end() ? nullptr : &found->second;
   const int64_t slab_bytes = arena->slab == nullptr ? 0 : arena->slab->bytes;
-  if (plan != nullptr && !plan->cuts.empty() && plan->cuts.back() > slab_bytes) {
+  const auto placed = arena->places.find(plan_id);
+  const memfit::Places* places = placed == arena->places.end() ? nullptr : &placed->second;
+  if ((plan != nullptr && !plan->cuts.empty() && plan->cuts.back() > slab_bytes) ||
+      (places != nullptr && places->height > slab_bytes)) {
     return 2;
   }
   ++now.step;
   now.running = arena;
   now.plan = plan;
+  now.places = places;
+  now.cursor.begin(places);
   now.on_track = true;
   now.alive_in_slab = 0;
   now.again = memfit::kNoNumber;
   now.other_threads = 0;
   arena->counts = memfit::Counts{};
-  arena->seen_bytes.clear();
-  arena->seen_ends.clear();
+  for (auto* seen : {&arena->seen_bytes, &arena->seen_ends, &arena->seen_starts, &arena->seen_positions,
+                     &arena->seen_offsets, &arena->begun_at}) {
+    seen->clear();
+  }
+  if (places != nullptr && arena->slab != nullptr) {
+    now.take_left_behind(arena->slab);
+  }
   if (plan != nullptr) {
     now.taken.assign((plan->cuts.size() + 63) / 64, 0);
     if (arena->slab != nullptr && arena->slab->live_blocks != 0) {
@@ -114,8 +147,10 @@ int64_t memfit_arena_end_step(void* handle, int64_t* counts) {
   memfit::State& now = memfit::state();
   std::lock_guard<std::mutex> guard(now.mutex);
   now.origin = 0;
+  now.thread = 0;
   now.running = nullptr;
   now.plan = nullptr;
+  now.places = nullptr;
   now.interrupted_origin = 0;
   arena->counts.other_threads = now.other_threads.load();
   arena->counts.kept = now.alive_in_slab;
@@ -129,6 +164,37 @@ void memfit_arena_seen(void* handle, int64_t* bytes, int64_t* ends) {
   auto* arena = static_cast<memfit::Arena*>(handle);
   std::copy(arena->seen_bytes.begin(), arena->seen_bytes.end(), bytes);
   std::copy(arena->seen_ends.begin(), arena->seen_ends.end(), ends);
+}
+
+// The same of a step with places: the clock at each request and at its free (-1: it outlived, or was not followed), its
+// position and its offset (-1: ordinary memory as planned, -2: unplanned).
+void memfit_arena_seen_places(
+    void* handle, int64_t* bytes, int64_t* starts, int64_t* ends, int64_t* positions, int64_t* offsets) {
+  auto* arena = static_cast<memfit::Arena*>(handle);
+  std::copy(arena->seen_bytes.begin(), arena->seen_bytes.end(), bytes);
+  std::copy(arena->seen_starts.begin(), arena->seen_starts.end(), starts);
+  std::copy(arena->seen_ends.begin(), arena->seen_ends.end(), ends);
+  std::copy(arena->seen_positions.begin(), arena->seen_positions.end(), positions);
+  std::copy(arena->seen_offsets.begin(), arena->seen_offsets.end(), offsets);
+}
+
+// The clock at the begin of each position of the last step, in turn; gives their number, and copies if there is an array.
+int64_t memfit_arena_begun_at(void* handle, int64_t* clocks) {
+  const auto& begun = static_cast<memfit::Arena*>(handle)->begun_at;
+  if (clocks != nullptr) {
+    std::copy(begun.begin(), begun.end(), clocks);
+  }
+  return static_cast<int64_t>(begun.size());
+}
+
+// The running step begins a position of its schedule.
+void memfit_arena_at(int64_t position) {
+  memfit::State& now = memfit::state();
+  std::lock_guard<std::mutex> guard(now.mutex);
+  if (now.places != nullptr) {
+    now.running->begun_at.push_back(now.running->clock());
+    now.cursor.at(position);
+  }
 }
 
 // The number of the request of the running step that a pointer answered, or -1.

@@ -5,7 +5,7 @@
 // number how many bytes are expected and at which offset of the slab they lie, or that the request outlives the step.
 // The plan is a proposal and never trusted: the boundaries of all blocks of a plan cut the slab into segments, a bit for
 // each says whether it is taken, and a block is handed out only if all its segments are free. So no two live blocks can
-// overlap, whatever the step does.
+// overlap, whatever the step does. A plan that is made before a step has places in its stead: see arena_places.cpp.
 
 #include <pthread.h>
 
@@ -17,6 +17,9 @@
 #include <utility>
 #include <vector>
 
+#include "arena_places.cpp"
+#include "arena_table.cpp"
+
 namespace memfit {
 
 // The ordinary memory of the device; `owner` is what it came from, and has to be given back to.
@@ -27,7 +30,6 @@ void discard(char* begin, char* end);  // of a slab that stays: nobody will read
 constexpr int64_t kAlive = -1;
 constexpr int64_t kOutlivesStep = -1;
 constexpr int64_t kNoNumber = -1;
-constexpr size_t kFirstTableSize = 1024;  // a power of two
 
 struct Slab {
   char* base;
@@ -35,97 +37,7 @@ struct Slab {
   void* owner;
   int64_t live_blocks = 0;
   bool retired = false;
-};
-
-struct Entry {
-  void* pointer = nullptr;  // null: the place is empty
-  Slab* slab = nullptr;     // null: ordinary memory
-  void* owner = nullptr;    // of ordinary memory
-  int64_t bytes = 0;
-  uint64_t step = 0;
-  int64_t number = 0;
-};
-
-// Open addressing with linear probing; an erased place is closed by moving entries back.
-class Table {
- public:
-  Table() : places_(kFirstTableSize) {}
-
-  void insert(const Entry& entry) {
-    if (2 * (count_ + 1) > places_.size()) {
-      grow();
-    }
-    size_t at = place_of(entry.pointer);
-    while (places_[at].pointer != nullptr) {
-      at = next(at);
-    }
-    places_[at] = entry;
-    ++count_;
-  }
-
-  const Entry* find(void* pointer) const {
-    size_t at = place_of(pointer);
-    while (places_[at].pointer != pointer && places_[at].pointer != nullptr) {
-      at = next(at);
-    }
-    return places_[at].pointer == nullptr ? nullptr : &places_[at];
-  }
-
-  bool take(void* pointer, Entry* found) {
-    const Entry* there = find(pointer);
-    if (there == nullptr) {
-      return false;
-    }
-    *found = *there;
-    const auto at = static_cast<size_t>(there - places_.data());
-    close(at);
-    --count_;
-    return true;
-  }
-
-  template <typename Function>
-  void each(Function function) const {
-    for (const Entry& entry : places_) {
-      if (entry.pointer != nullptr) {
-        function(entry);
-      }
-    }
-  }
-
- private:
-  size_t next(size_t at) const {
-    return (at + 1) & (places_.size() - 1);
-  }
-
-  size_t place_of(void* pointer) const {
-    const auto mixed = (reinterpret_cast<uintptr_t>(pointer) >> 6) * UINT64_C(0x9E3779B97F4A7C15);  // Fibonacci hashing
-    return (mixed >> 20) & (places_.size() - 1);
-  }
-
-  void close(size_t hole) {
-    for (size_t at = next(hole); places_[at].pointer != nullptr; at = next(at)) {
-      const size_t home = place_of(places_[at].pointer);
-      if (((at - home) & (places_.size() - 1)) >= ((at - hole) & (places_.size() - 1))) {
-        places_[hole] = places_[at];
-        hole = at;
-      }
-    }
-    places_[hole] = Entry{};
-  }
-
-  void grow() {
-    std::vector<Entry> before(2 * places_.size());
-    before.swap(places_);
-    count_ = 0;
-    for (const Entry& entry : before) {
-      if (entry.pointer != nullptr) {
-        insert(entry);
-      }
-    }
-  }
-
-  std::vector<Entry> places_;
-  size_t count_ = 0;
+  Taken taken;  // up to date while a step with places runs
 };
 
 struct Plan {
@@ -151,9 +63,17 @@ constexpr int kCounts = sizeof(Counts) / sizeof(int64_t);
 struct Arena {
   Slab* slab = nullptr;
   std::unordered_map<int64_t, Plan> plans;
-  std::vector<int64_t> seen_bytes;  // of the step that runs, or ran last
-  std::vector<int64_t> seen_ends;   // how many requests there had been when it was freed
+  std::unordered_map<int64_t, Places> places;
+  // Of the step that runs, or ran last. Its clock counts requests, and in a step with places positions too.
+  std::vector<int64_t> seen_bytes;
+  std::vector<int64_t> seen_ends;                                   // the clock when it was freed
+  std::vector<int64_t> seen_starts, seen_positions, seen_offsets;  // of a step with places
+  std::vector<int64_t> begun_at;                                    // the clock at the begin of each position in turn
   Counts counts;
+
+  int64_t clock() const {
+    return static_cast<int64_t>(seen_bytes.size() + begun_at.size());
+  }
 };
 
 enum class Verdict { kServed, kOrdinary, kTracked };  // kTracked: ordinary memory whose free has to be seen
@@ -163,12 +83,15 @@ struct State {
   Table table;
   Arena* running = nullptr;
   const Plan* plan = nullptr;
+  const Places* places = nullptr;
+  Cursor cursor;
   bool on_track = true;         // every request so far was exactly as expected
   int64_t alive_in_slab = 0;    // of the blocks of this step
   int64_t again = kNoNumber;    // the request whose memory was spilled, and that the next request stands for
   uint64_t step = 0;
   std::vector<uint64_t> taken;  // a bit for each segment of the plan
   std::atomic<uintptr_t> origin{0};  // the thread or stream that is served; 0: none is
+  std::atomic<uintptr_t> thread{0};  // a stream is served for this thread alone; 0: for all threads
   uintptr_t interrupted_origin = 0;
   std::atomic<int64_t> other_threads{0};
 
@@ -182,6 +105,19 @@ struct State {
 
   void clear(uint32_t first, uint32_t last) {
     walk(first, last, [this](size_t word, uint64_t bits) { return taken[word] &= ~bits, true; });
+  }
+
+  // The same for a step with places, exactly.
+  void take_left_behind(Slab* slab) {
+    slab->taken.clear();
+    if (slab->live_blocks != 0) {
+      table.each([slab](const Entry& entry) {
+        if (entry.slab == slab) {
+          const int64_t begin = static_cast<char*>(entry.pointer) - slab->base;
+          slab->taken.add(begin, begin + entry.bytes);
+        }
+      });
+    }
   }
 
   // Blocks that earlier steps left behind hold whatever segments they touch, to the end of the step.
@@ -224,6 +160,37 @@ inline State& state() {
   return *the_state;
 }
 
+inline void serve(State& now, Arena* arena, int64_t offset, int64_t bytes, int64_t number, void** pointer) {
+  *pointer = arena->slab->base + offset;
+  now.table.insert({*pointer, arena->slab, nullptr, bytes, now.step, number});
+  ++arena->slab->live_blocks;
+  ++now.alive_in_slab;
+  ++arena->counts.served;
+}
+
+// As `request`, in a step with places.
+inline Verdict request_place(State& now, Arena* arena, int64_t requested_bytes, void** pointer, int64_t number) {
+  const int64_t alignment = now.places->alignment;
+  const int64_t bytes = (requested_bytes + alignment - 1) / alignment * alignment;
+  bool is_occupied = false;
+  const Taken none;
+  const Taken& taken = arena->slab == nullptr ? none : arena->slab->taken;
+  const int64_t offset = now.cursor.place(bytes, taken, &is_occupied);
+  arena->seen_positions.push_back(now.cursor.position());
+  arena->seen_offsets.push_back(offset);
+  if (offset == kOutside) {
+    ++arena->counts.outliving;
+    return Verdict::kOrdinary;
+  }
+  if (offset == kNowhere) {
+    ++(is_occupied ? arena->counts.occupied : arena->counts.unexpected);
+    return Verdict::kTracked;
+  }
+  arena->slab->taken.add(offset, offset + bytes);
+  serve(now, arena, offset, bytes, number, pointer);
+  return Verdict::kServed;
+}
+
 // Asked for every request that comes from the origin of the running step.
 inline Verdict request(int64_t bytes, void** pointer, int64_t* number) {
   State& now = state();
@@ -237,8 +204,14 @@ inline Verdict request(int64_t bytes, void** pointer, int64_t* number) {
     return Verdict::kTracked;
   }
   *number = static_cast<int64_t>(arena->seen_bytes.size());
+  if (now.places != nullptr) {
+    arena->seen_starts.push_back(arena->clock());
+  }
   arena->seen_bytes.push_back(bytes);
   arena->seen_ends.push_back(kAlive);
+  if (now.places != nullptr) {
+    return request_place(now, arena, bytes, pointer, *number);
+  }
   if (now.plan == nullptr) {
     ++arena->counts.recorded;
     return Verdict::kTracked;
@@ -264,11 +237,7 @@ inline Verdict request(int64_t bytes, void** pointer, int64_t* number) {
     return Verdict::kTracked;
   }
   now.mark(first, last);
-  *pointer = arena->slab->base + now.plan->offsets[at];
-  now.table.insert({*pointer, arena->slab, nullptr, now.plan->bytes[at], now.step, *number});
-  ++arena->slab->live_blocks;
-  ++now.alive_in_slab;
-  ++arena->counts.served;
+  serve(now, arena, now.plan->offsets[at], now.plan->bytes[at], *number, pointer);
   return Verdict::kServed;
 }
 
@@ -291,11 +260,16 @@ inline bool release(void* pointer, void** owner) {
       return false;
     }
     if (now.running != nullptr && entry.step == now.step) {
-      now.running->seen_ends[entry.number] = static_cast<int64_t>(now.running->seen_bytes.size());
+      now.running->seen_ends[entry.number] = now.running->clock();
       if (entry.slab != nullptr) {
-        now.clear(now.plan->first[entry.number], now.plan->last[entry.number]);
+        if (now.plan != nullptr) {
+          now.clear(now.plan->first[entry.number], now.plan->last[entry.number]);
+        }
         --now.alive_in_slab;
       }
+    }
+    if (now.places != nullptr && entry.slab != nullptr && entry.slab == now.running->slab) {
+      entry.slab->taken.remove(static_cast<char*>(pointer) - entry.slab->base);
     }
     if (entry.slab != nullptr && --entry.slab->live_blocks == 0 && entry.slab->retired) {
       done_with = entry.slab;
@@ -343,6 +317,7 @@ inline void after_fork_in_child() {
   state().origin = 0;
   state().running = nullptr;
   state().plan = nullptr;
+  state().places = nullptr;
   state().mutex.unlock();
 }
 

@@ -1,99 +1,84 @@
-// The arena on CUDA: the functions of a torch.cuda.memory.CUDAPluggableAllocator. Requests on the stream of the running
-// step, from whatever thread (autograd's backward runs in one of its own), are asked of arena_core.cpp; all others get
-// memory from the driver's stream-ordered pool, which keeps what is freed.
+// The arena on CUDA: an allocator that stands in front of torch's own while a step runs, and forwards to it.
 //
-// The CUDA runtime is found in the process at run time, where torch has loaded it: building this file needs neither its
-// headers nor its library.
+// torch asks the allocator that `c10::cuda::CUDACachingAllocator::allocator` points to. Requests on the stream of the
+// running step are asked of arena_core.cpp; all others, and all other calls, go to the allocator that was in place.
+// The slab is one block of that allocator, so that its statistics and its caps hold, and what the layout does not know
+// is its memory too.
+//
+// A block that the arena answers for has a deleter of its own, whoever stands in front when it is freed. As long as such
+// a block lives, this allocator stays in front: the one below would not heed `record_stream` of a block that it does not
+// know. In memfit's cache the file is built against the headers of the torch that runs it; forwarding.inc is written from
+// them (forwarding.py).
 
 #include "arena_calls.cpp"
 
-#include <dlfcn.h>
-#include <sys/types.h>
+#include <c10/core/Allocator.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
 
-#include <limits>
-#include <stdexcept>
-#include <string>
+namespace c10::cuda::CUDACachingAllocator {
+
+struct Forwarding : CUDAAllocator {
+  std::atomic<CUDAAllocator*> in_place{nullptr};  // never null once a step has begun
+
+  CUDAAllocator* below() const {
+    return in_place.load();
+  }
+
+#include "forwarding.inc"
+};
+
+}  // namespace c10::cuda::CUDACachingAllocator
 
 namespace {
 
-using Stream = void*;  // cudaStream_t
-using Event = void*;   // cudaEvent_t
+using c10::cuda::CUDAStream;
+using c10::cuda::CUDACachingAllocator::CUDAAllocator;
 
-// Values of cuda_runtime_api.h.
-constexpr int kSuccess = 0;
-constexpr unsigned kDisableTiming = 2;         // cudaEventDisableTiming
-constexpr int kReleaseThreshold = 4;  // cudaMemPoolAttrReleaseThreshold
-constexpr int kReservedNow = 5;       // cudaMemPoolAttrReservedMemCurrent
-constexpr int kReservedHigh = 6;      // cudaMemPoolAttrReservedMemHigh
-
-constexpr int64_t kAlignment = 512;  // of cudaMallocAsync, and of torch's caching allocator
-
-struct Runtime {
-  int (*malloc_async)(void**, size_t, Stream);
-  int (*free_async)(void*, Stream);
-  int (*set_device)(int);
-  int (*get_device)(int*);
-  int (*event_create)(Event*, unsigned);
-  int (*event_record)(Event, Stream);
-  int (*event_destroy)(Event);
-  int (*stream_wait)(Stream, Event, unsigned);
-  int (*synchronize)();
-  int (*default_pool)(void**, int);
-  int (*set_attribute)(void*, int, void*);
-  int (*get_attribute)(void*, int, void*);
-  int (*trim)(void*, size_t);
-  int (*last_error)();
-  bool complete = true;
-
-  Runtime() {
-    find(&malloc_async, "cudaMallocAsync");
-    find(&free_async, "cudaFreeAsync");
-    find(&set_device, "cudaSetDevice");
-    find(&get_device, "cudaGetDevice");
-    find(&event_create, "cudaEventCreateWithFlags");
-    find(&event_record, "cudaEventRecord");
-    find(&event_destroy, "cudaEventDestroy");
-    find(&stream_wait, "cudaStreamWaitEvent");
-    find(&synchronize, "cudaDeviceSynchronize");
-    find(&default_pool, "cudaDeviceGetDefaultMemPool");
-    find(&set_attribute, "cudaMemPoolSetAttribute");
-    find(&get_attribute, "cudaMemPoolGetAttribute");
-    find(&trim, "cudaMemPoolTrimTo");
-    find(&last_error, "cudaGetLastError");
-  }
-
- private:
-  template <typename Function>
-  void find(Function* function, const char* name) {
-    *function = reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
-    complete = complete && *function != nullptr;
-  }
+struct Place {
+  c10::DeviceIndex device;
+  cudaStream_t stream;
 };
 
-Runtime& runtime() {
-  static auto* the_runtime = new Runtime;
-  return *the_runtime;
-}
+thread_local Place slab_place{0, nullptr};
+
+// What a slab was made of.
+struct Home {
+  CUDAAllocator* allocator;
+  Place place;
+};
 
 struct OnDevice {
-  int before = 0;
+  c10::DeviceIndex before = 0;
   bool changed = false;
 
-  explicit OnDevice(int device) {
-    runtime().get_device(&before);
-    changed = before != device && runtime().set_device(device) == kSuccess;
+  explicit OnDevice(c10::DeviceIndex device) {
+    changed = c10::cuda::GetDevice(&before) == cudaSuccess && before != device &&
+              c10::cuda::SetDevice(device) == cudaSuccess;
   }
   ~OnDevice() {
     if (changed) {
-      runtime().set_device(before);
+      (void)c10::cuda::SetDevice(before);
     }
   }
 };
 
-// Other streams that use a block, by the record_stream of its tensor: its memory may be used again after they are done.
+uintptr_t origin_of(Place place) {
+  // the default stream is null, and 0 means that no step runs; streams are aligned, so the low bits are free
+  return (reinterpret_cast<uintptr_t>(place.stream) << 8) + static_cast<uintptr_t>(place.device) + 1;
+}
+
+uintptr_t this_thread() {
+  return reinterpret_cast<uintptr_t>(reinterpret_cast<void*>(pthread_self()));
+}
+
+// Other streams that use a block of a slab, by the record_stream of its tensor.
 struct Users {
+  std::atomic<size_t> blocks{0};
   std::mutex mutex;
-  std::unordered_map<void*, std::vector<Stream>> of;
+  std::unordered_map<void*, std::vector<cudaStream_t>> of;
 };
 
 Users& users() {
@@ -101,181 +86,229 @@ Users& users() {
   return *the_users;
 }
 
-std::vector<Stream> take_users(void* pointer) {
-  std::lock_guard<std::mutex> guard(users().mutex);
-  const auto found = users().of.find(pointer);
-  if (found == users().of.end()) {
-    return {};
-  }
-  std::vector<Stream> streams = std::move(found->second);
-  users().of.erase(found);
-  return streams;
-}
-
-// Lets the stream that a block belongs to wait for what its other users have been given so far. What comes after on that
-// stream may have the memory: reuse is ordered by the stream, and nobody waits on the host.
-void wait_for_users(void* pointer, Stream stream) {
-  for (Stream user : take_users(pointer)) {
-    Event done = nullptr;
-    if (user != stream && runtime().event_create(&done, kDisableTiming) == kSuccess) {
-      runtime().event_record(done, user);
-      runtime().stream_wait(stream, done, 0);
-      runtime().event_destroy(done);
-    }
-  }
-}
-
-uintptr_t origin_of(int device, Stream stream) {
-  // the default stream is null, and 0 means that no step runs; streams are aligned, so the low bits are free
-  return (reinterpret_cast<uintptr_t>(stream) << 8) + static_cast<uintptr_t>(device) + 1;
-}
-
-struct Place {
-  int device;
-  Stream stream;
-};
-
-struct Block {
-  int64_t bytes;
-  Place place;
-};
-
-struct Device {
-  int64_t live_bytes = 0;
-  int64_t peak_bytes = 0;
-};
-
-// What the driver has given: ordinary blocks and slabs. It is freed where it was allocated: torch keeps the size and the
-// stream of a pointer as well, but not those of the last allocation at that address.
-struct Books {
-  std::mutex mutex;
-  std::unordered_map<void*, Block> blocks;
-  std::unordered_map<int, Device> devices;
-};
-
-Books& books() {
-  static auto* the_books = new Books;
-  return *the_books;
-}
-
-void* pool_of(int device) {
-  void* pool = nullptr;
-  return runtime().default_pool(&pool, device) == kSuccess ? pool : nullptr;
-}
-
-// The driver keeps what is freed, as torch's caching allocator does; by default it gives all back at every wait.
-bool keep_freed(int device) {
-  uint64_t all = std::numeric_limits<uint64_t>::max();
-  return runtime().set_attribute(pool_of(device), kReleaseThreshold, &all) == kSuccess;
-}
-
-// The counters of a device, with the books' mutex held.
-Device& counted(int device) {
-  const auto [found, is_new] = books().devices.try_emplace(device);
-  if (is_new) {
-    keep_freed(device);
-  }
-  return found->second;
-}
-
-void give_back_unused(int device) {
-  OnDevice on(device);
-  runtime().synchronize();
-  runtime().trim(pool_of(device), 0);
-}
-
-int64_t attribute(int device, int name) {
-  uint64_t value = 0;
-  runtime().get_attribute(pool_of(device), name, &value);
-  return static_cast<int64_t>(value);
-}
-
-// Null where there is no memory. The runtime keeps an error until it is asked for, and torch asks after its next kernel:
-// that one would be blamed.
-void* asked_of_driver(int64_t bytes, Stream stream) {
-  void* pointer = nullptr;
-  if (runtime().malloc_async(&pointer, static_cast<size_t>(bytes), stream) == kSuccess) {
-    return pointer;
-  }
-  runtime().last_error();
-  return nullptr;
-}
-
-// Null where there is no memory, even after what nobody uses was given back.
-void* memory_or_null(int64_t requested_bytes, Place place) {
-  OnDevice on(place.device);
-  const int64_t bytes = (requested_bytes + kAlignment - 1) / kAlignment * kAlignment;
-  void* pointer = asked_of_driver(bytes, place.stream);
-  if (pointer == nullptr) {
-    give_back_unused(place.device);
-    pointer = asked_of_driver(bytes, place.stream);
-  }
-  if (pointer == nullptr) {
-    return nullptr;
-  }
-  std::lock_guard<std::mutex> guard(books().mutex);
-  Device& device = counted(place.device);
-  device.live_bytes += bytes;
-  device.peak_bytes = std::max(device.peak_bytes, device.live_bytes);
-  books().blocks[pointer] = {bytes, place};
-  return pointer;
-}
-
-// torch takes what it is given for memory, so that to give nothing would crash.
-void* ordinary(int64_t bytes, Place place) {
-  void* pointer = memory_or_null(bytes, place);
-  if (pointer == nullptr) {
-    throw std::runtime_error("CUDA out of memory: " + std::to_string(bytes) + " bytes, asked of cudaMallocAsync");
-  }
-  return pointer;
-}
-
-// Where a block was allocated; what torch says of it, if the driver did not give it.
-Place home_of(void* pointer, Place said) {
-  std::lock_guard<std::mutex> guard(books().mutex);
-  const auto found = books().blocks.find(pointer);
-  return found == books().blocks.end() ? said : found->second.place;
-}
-
-// Frees what memory_or_null gave.
-void give_to_driver(void* pointer, bool after_all_streams) {
-  Block block{};
+// Lets the slab's stream wait for what the other users of a block have been given so far. What comes after on that stream
+// may have the memory: reuse is ordered by the stream, and nobody waits on the host.
+void wait_for_users(void* pointer, Place home) {
+  std::vector<cudaStream_t> streams;
   {
-    std::lock_guard<std::mutex> guard(books().mutex);
-    const auto found = books().blocks.find(pointer);
-    if (found == books().blocks.end()) {
+    std::lock_guard<std::mutex> guard(users().mutex);
+    const auto found = users().of.find(pointer);
+    if (found == users().of.end()) {
       return;
     }
-    block = found->second;
-    books().blocks.erase(found);
-    counted(block.place.device).live_bytes -= block.bytes;
+    streams = std::move(found->second);
+    users().of.erase(found);
+    users().blocks = users().of.size();
   }
-  OnDevice on(block.place.device);
-  if (after_all_streams) {
-    runtime().synchronize();
+  OnDevice on(home.device);
+  for (cudaStream_t user : streams) {
+    cudaEvent_t done = nullptr;
+    const bool waits = cudaEventCreateWithFlags(&done, cudaEventDisableTiming) == cudaSuccess &&
+                       cudaEventRecord(done, user) == cudaSuccess &&
+                       cudaStreamWaitEvent(home.stream, done, 0) == cudaSuccess;
+    if (done != nullptr) {
+      (void)cudaEventDestroy(done);
+    }
+    if (!waits) {
+      (void)cudaDeviceSynchronize();
+    }
   }
-  runtime().free_async(pointer, block.place.stream);
 }
 
-thread_local Place slab_place{0, nullptr};
+bool find(void* pointer, memfit::Entry* entry) {
+  memfit::State& now = memfit::state();
+  std::lock_guard<std::mutex> guard(now.mutex);
+  const memfit::Entry* there = now.table.find(pointer);
+  if (there != nullptr) {
+    *entry = *there;
+  }
+  return there != nullptr;
+}
+
+void release_or_free(void* pointer);
+
+struct ArenaAllocator final : c10::cuda::CUDACachingAllocator::Forwarding {
+  c10::DataPtr allocate(size_t bytes) override {
+    int64_t number = 0;
+    c10::DeviceIndex device = 0;
+    void* pointer = nullptr;
+    const memfit::Verdict verdict = asked(bytes, &pointer, &number, &device);
+    if (verdict == memfit::Verdict::kServed) {
+      return {pointer, pointer, &release_or_free, c10::Device(c10::DeviceType::CUDA, device)};
+    }
+    c10::DataPtr memory = below()->allocate(bytes);
+    pointer = memory.get();
+    if (verdict == memfit::Verdict::kOrdinary || pointer == nullptr || pointer != memory.get_context()) {
+      return memory;
+    }
+    const c10::DeleterFnPtr deleter = memory.get_deleter();
+    const c10::Device at = memory.device();
+    memory.release_context();
+    memfit::track(pointer, static_cast<int64_t>(bytes), number, reinterpret_cast<void*>(deleter));
+    return {pointer, pointer, &release_or_free, at};
+  }
+
+  // Libraries take workspaces so, for the length of a call.
+  void* raw_alloc(size_t bytes) override {
+    int64_t number = 0;
+    c10::DeviceIndex device = 0;
+    void* pointer = nullptr;
+    const memfit::Verdict verdict = asked(bytes, &pointer, &number, &device);
+    return verdict == memfit::Verdict::kServed ? pointer : kept(below()->raw_alloc(bytes), bytes, number, verdict);
+  }
+
+  void* raw_alloc_with_stream(size_t bytes, cudaStream_t stream) override {
+    int64_t number = 0;
+    c10::DeviceIndex device = 0;
+    void* pointer = nullptr;
+    (void)c10::cuda::GetDevice(&device);
+    const memfit::Verdict verdict = asked_at(bytes, {device, stream}, &pointer, &number);
+    return verdict == memfit::Verdict::kServed
+               ? pointer
+               : kept(below()->raw_alloc_with_stream(bytes, stream), bytes, number, verdict);
+  }
+
+  void raw_delete(void* pointer) override {
+    release_or_free(pointer);
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &release_or_free;
+  }
+
+  void recordStream(const c10::DataPtr& memory, c10::Stream stream) override {
+    recordStream(memory, CUDAStream(stream));
+  }
+
+  void recordStream(const c10::DataPtr& memory, CUDAStream stream) override {
+    memfit::Entry entry;
+    if (memory.get_deleter() != &release_or_free || !find(memory.get_context(), &entry)) {
+      below()->recordStream(memory, stream);
+    } else if (entry.slab == nullptr) {
+      c10::DataPtr as_below(
+          entry.pointer, entry.pointer, reinterpret_cast<c10::DeleterFnPtr>(entry.owner), memory.device());
+      below()->recordStream(as_below, stream);
+      as_below.release_context();
+    } else if (static_cast<Home*>(entry.slab->owner)->place.stream != stream.stream()) {
+      std::lock_guard<std::mutex> guard(users().mutex);
+      auto& streams = users().of[entry.pointer];
+      users().blocks = users().of.size();
+      if (std::find(streams.begin(), streams.end(), stream.stream()) == streams.end()) {
+        streams.push_back(stream.stream());
+      }
+    }
+  }
+
+  void* getBaseAllocation(void* pointer, size_t* bytes) override {
+    return below()->getBaseAllocation(base_of(pointer), bytes);
+  }
+
+  c10::cuda::CUDACachingAllocator::ShareableHandle shareIpcHandle(void* pointer) override {
+    void* base = base_of(pointer);
+    auto handle = below()->shareIpcHandle(base);
+    handle.offset += static_cast<char*>(pointer) - static_cast<char*>(base);
+    return handle;
+  }
+
+ private:
+  memfit::Verdict asked(size_t bytes, void** pointer, int64_t* number, c10::DeviceIndex* device) {
+    if (memfit::state().origin.load(std::memory_order_relaxed) == 0) {
+      return memfit::Verdict::kOrdinary;
+    }
+    const CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+    *device = stream.device_index();
+    return asked_at(bytes, {*device, stream.stream()}, pointer, number);
+  }
+
+  static memfit::Verdict asked_at(size_t bytes, Place place, void** pointer, int64_t* number) {
+    const uintptr_t served = memfit::state().origin.load(std::memory_order_relaxed);
+    if (served == 0 || bytes == 0) {
+      return memfit::Verdict::kOrdinary;
+    }
+    const uintptr_t thread = memfit::state().thread.load(std::memory_order_relaxed);
+    if (served != origin_of(place) || (thread != 0 && thread != this_thread())) {
+      memfit::state().other_threads.fetch_add(1, std::memory_order_relaxed);
+      return memfit::Verdict::kOrdinary;
+    }
+    return memfit::request(static_cast<int64_t>(bytes), pointer, number);
+  }
+
+  void* kept(void* pointer, size_t bytes, int64_t number, memfit::Verdict verdict) {
+    if (verdict == memfit::Verdict::kTracked && pointer != nullptr) {
+      memfit::track(pointer, static_cast<int64_t>(bytes), number, reinterpret_cast<void*>(below()->raw_deleter()));
+    }
+    return pointer;
+  }
+
+  // The slab that a block lies in, whose base the allocator below knows.
+  static void* base_of(void* pointer) {
+    memfit::Entry entry;
+    return find(pointer, &entry) && entry.slab != nullptr ? entry.slab->base : pointer;
+  }
+};
+
+// Never destroyed: storages remember the allocator that they may have to grow with.
+ArenaAllocator& allocator() {
+  static auto* the_allocator = new ArenaAllocator;
+  return *the_allocator;
+}
+
+bool in_front = false;  // guarded by the state's mutex
+
+// Puts back the allocator that was in place, once no step runs and no block needs this one. It stays if another allocator
+// was put in front of it meanwhile.
+void step_aside() {
+  memfit::State& now = memfit::state();
+  std::lock_guard<std::mutex> guard(now.mutex);
+  CUDAAllocator* mine = &allocator();
+  if (in_front && now.running == nullptr && now.table.empty()) {
+    in_front = !c10::cuda::CUDACachingAllocator::allocator.compare_exchange_strong(mine, allocator().below());
+  }
+}
+
+void release_or_free(void* pointer) {
+  if (pointer == nullptr) {
+    return;
+  }
+  memfit::Entry entry;
+  if (users().blocks.load() != 0 && find(pointer, &entry) && entry.slab != nullptr) {
+    wait_for_users(pointer, static_cast<Home*>(entry.slab->owner)->place);
+  }
+  void* owner = nullptr;
+  if (!memfit::release(pointer, &owner)) {
+    (owner == nullptr ? allocator().below()->raw_deleter() : reinterpret_cast<c10::DeleterFnPtr>(owner))(pointer);
+  }
+  if (memfit::state().origin.load(std::memory_order_relaxed) == 0) {
+    step_aside();
+  }
+}
 
 }  // namespace
 
 namespace memfit {
 
+// One block of the allocator in place. What it holds unused goes back first: it is in pieces, and would be held as well.
 void* slab_memory(int64_t bytes, void** owner) {
-  *owner = nullptr;
+  CUDAAllocator* from = c10::cuda::CUDACachingAllocator::get();
+  from = from == &allocator() ? allocator().below() : from;
   const Place place = slab_place;
-  give_back_unused(place.device);  // what the recorded step left is in pieces, and both would be held
-  void* pointer = memory_or_null(bytes, place);
   OnDevice on(place.device);
-  runtime().synchronize();  // steps on any stream may use it from now on
-  return pointer;
+  try {
+    from->emptyCache();
+    void* base = from->raw_alloc_with_stream(static_cast<size_t>(bytes), place.stream);
+    *owner = new Home{from, place};
+    return base;
+  } catch (const c10::OutOfMemoryError&) {
+    return nullptr;
+  }
 }
 
-void free_slab_memory(void* pointer, void*) {
-  // blocks in it may be in use on other streams; this happens only when the arena moves
-  give_to_driver(pointer, true);
+// Later requests on the slab's stream may get its memory, in the order of that stream.
+void free_slab_memory(void* pointer, void* owner) {
+  auto* home = static_cast<Home*>(owner);
+  OnDevice on(home->place.device);
+  home->allocator->raw_delete(pointer);
+  delete home;
 }
 
 void discard(char*, char*) {}  // pages of the device cannot be given back in parts
@@ -284,109 +317,44 @@ void discard(char*, char*) {}  // pages of the device cannot be given back in pa
 
 extern "C" {
 
-// 0: fine; 1: no CUDA runtime with a stream-ordered allocator is loaded.
-int memfit_arena_cuda_prepare(int device) {
-  return runtime().complete && keep_freed(device) ? 0 : 1;
-}
-
-void* memfit_arena_cuda_malloc(ssize_t bytes, int device, Stream stream) {
-  if (bytes <= 0) {
-    return nullptr;
-  }
-  const Place place{device, stream};
-  const uintptr_t served = memfit::state().origin.load(std::memory_order_relaxed);
-  if (served != origin_of(device, stream)) {
-    if (served != 0) {
-      memfit::state().other_threads.fetch_add(1, std::memory_order_relaxed);
+// As memfit_arena_begin_step, for a stream of a device, and for all threads or the calling one alone. 5: an allocator was
+// put in front of this one, which cannot be in two places.
+int memfit_arena_cuda_begin_step(void* handle, int64_t plan_id, int device, void* stream, int this_thread_alone) {
+  {
+    std::lock_guard<std::mutex> guard(memfit::state().mutex);
+    CUDAAllocator* current = c10::cuda::CUDACachingAllocator::get();
+    if (in_front && current != &allocator()) {
+      return 5;
     }
-    return ordinary(bytes, place);
-  }
-  void* pointer = nullptr;
-  int64_t number = 0;
-  switch (memfit::request(bytes, &pointer, &number)) {
-    case memfit::Verdict::kServed:
-      return pointer;
-    case memfit::Verdict::kTracked:
-      pointer = ordinary(bytes, place);
-      memfit::track(pointer, bytes, number, nullptr);
-      return pointer;
-    case memfit::Verdict::kOrdinary:
-      break;
-  }
-  return ordinary(bytes, place);
-}
-
-// What torch says of the bytes is not looked at: see Books.
-void memfit_arena_cuda_free(void* pointer, ssize_t, int device, Stream stream) {
-  if (pointer == nullptr) {
-    return;
-  }
-  const Place home = home_of(pointer, {device, stream});
-  {
-    OnDevice on(home.device);
-    wait_for_users(pointer, home.stream);
-  }
-  void* owner = nullptr;
-  if (!memfit::release(pointer, &owner)) {
-    give_to_driver(pointer, false);
-  }
-}
-
-// Bytes of a device: live and the most since the reset, of ordinary blocks and slabs; what the driver's pool holds for
-// them, and the most that it held.
-void memfit_arena_cuda_usage(int device, int64_t* usage) {
-  const int64_t reserved = attribute(device, kReservedNow);
-  std::lock_guard<std::mutex> guard(books().mutex);
-  const Device& now = counted(device);
-  usage[0] = now.live_bytes;
-  usage[1] = now.peak_bytes;
-  usage[2] = reserved;
-  usage[3] = std::max(reserved, attribute(device, kReservedHigh));
-}
-
-// Begins to look for the most anew.
-void memfit_arena_cuda_reset_peaks(int device) {
-  uint64_t none = 0;
-  runtime().set_attribute(pool_of(device), kReservedHigh, &none);
-  std::lock_guard<std::mutex> guard(books().mutex);
-  Device& now = counted(device);
-  now.peak_bytes = now.live_bytes;
-}
-
-// torch.cuda.empty_cache.
-void memfit_arena_cuda_empty_cache() {
-  std::vector<int> devices;
-  {
-    std::lock_guard<std::mutex> guard(books().mutex);
-    for (const auto& [device, now] : books().devices) {
-      devices.push_back(device);
+    if (!in_front) {
+      allocator().in_place = current;
     }
   }
-  for (const int device : devices) {
-    give_back_unused(device);
+  const Place place{static_cast<c10::DeviceIndex>(device), static_cast<cudaStream_t>(stream)};
+  const int failure = memfit_arena_begin_step(handle, plan_id, origin_of(place));
+  if (failure == 0) {
+    std::lock_guard<std::mutex> guard(memfit::state().mutex);
+    memfit::state().thread = this_thread_alone != 0 ? this_thread() : 0;
+    in_front = true;
+    c10::cuda::CUDACachingAllocator::allocator = &allocator();
   }
-}
-
-void memfit_arena_cuda_record_stream(void* pointer, Stream stream) {
-  std::lock_guard<std::mutex> guard(users().mutex);
-  auto& streams = users().of[pointer];
-  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
-    streams.push_back(stream);
-  }
-}
-
-// As memfit_arena_begin_step, for a stream of a device.
-int memfit_arena_cuda_begin_step(void* handle, int64_t plan_id, int device, Stream stream) {
-  return memfit_arena_begin_step(handle, plan_id, origin_of(device, stream));
+  return failure;
 }
 
 int64_t memfit_arena_cuda_end_step(void* handle, int64_t* counts) {
-  return memfit_arena_end_step(handle, counts);
+  const int64_t requests = memfit_arena_end_step(handle, counts);
+  step_aside();
+  return requests;
 }
 
 // Where slabs of the calling thread's arenas are allocated.
-void memfit_arena_cuda_place_slabs(int device, Stream stream) {
-  slab_place = {device, stream};
+void memfit_arena_cuda_place_slabs(int device, void* stream) {
+  slab_place = {static_cast<c10::DeviceIndex>(device), static_cast<cudaStream_t>(stream)};
+}
+
+// Whether the arena's allocator is the one that torch asks.
+int memfit_arena_cuda_is_in_front() {
+  return c10::cuda::CUDACachingAllocator::get() == &allocator();
 }
 
 }  // extern "C"

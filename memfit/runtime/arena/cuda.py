@@ -1,20 +1,17 @@
-"""The arena on CUDA: its library replaces torch's allocator, which is possible until torch uses the device.
+"""The arena on CUDA: a library whose allocator stands in front of torch's own while a step runs.
 
-After that torch's memory statistics raise errors, and memfit's records read the library's own counters.
+torch's allocator stays in place for all else, and gives the arena its memory: statistics, caps and CUDA graphs work.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from memfit.errors import InvalidDeviceError
-from memfit.runtime.arena.library import LIBRARIES, ArenaLibrary, ArenaUnavailableError, load_arena_library
-from memfit.system.recorder import Segmented, count_with
+from memfit.runtime.arena.library import ArenaLibrary, ArenaUnavailableError, load_arena_library
 
 
 class CudaArenaLibrary(ArenaLibrary):
@@ -30,113 +27,40 @@ class CudaArenaLibrary(ArenaLibrary):
         self._streams.pop(handle, None)
         super().destroy(handle)
 
-    def _begin(self, handle: int, plan: int) -> int:
-        require_no_autotuning()
+    def resize(self, handle: int, bytes_: int) -> bool:
+        """Replace the arena's memory, on the current stream of its device; return whether there was enough."""
+        self.library.memfit_arena_cuda_place_slabs(self.index, self._stream_of(handle))
+        return super().resize(handle, bytes_)
+
+    def _begin(self, handle: int, plan: int, *, of_this_thread: bool) -> int:
+        stream = self._stream_of(handle)
+        return self.library.memfit_arena_cuda_begin_step(handle, plan, self.index, stream, of_this_thread)
+
+    def _stream_of(self, handle: int) -> int:
+        """Return the current stream, which has to be the arena's."""
         stream = torch.cuda.current_stream(self.index).cuda_stream
         # Memory that one stream has freed must not be used by another before the first has finished with it.
         if self._streams.setdefault(handle, stream) != stream:
             raise ArenaUnavailableError(
                 "this step runs on another CUDA stream than the arena's first step; make an arena for each stream"
             )
-        self.library.memfit_arena_cuda_place_slabs(self.index, stream)
-        return self.library.memfit_arena_cuda_begin_step(handle, plan, self.index, stream)
-
-
-def require_no_autotuning() -> None:
-    """Refuse cuDNN's autotuning beside an arena: it asks torch's own allocator for free memory, whose place it takes.
-
-    Raises:
-        ArenaUnavailableError: `torch.backends.cudnn.benchmark` is on.
-    """
-    if torch.backends.cudnn.benchmark:
-        raise ArenaUnavailableError(
-            "no arena beside torch.backends.cudnn.benchmark, which asks for what only torch's own allocator has; set "
-            "it to False, or leave the arena out"
-        )
-
-
-@dataclass(slots=True, kw_only=True)
-class ArenaCounters(Segmented):
-    """The library's counters of a device: bytes of ordinary blocks and of arenas, and the bytes that the driver holds.
-
-    An arena counts in full for as long as it has memory; requests that are served from it change nothing.
-    """
-
-    library: ctypes.PyDLL
-    index: int
-    source: str = "the arena's counters"
-
-    def begin(self) -> None:
-        """Begin a segment."""
-        self.library.memfit_arena_cuda_reset_peaks(self.index)
-
-    def cut(self) -> tuple[int, int, int | None]:
-        """End the segment: (bytes live now, the most in the segment, the most that the driver held in it)."""
-        live, peak, _, most_reserved = self._read()
-        return live, peak, most_reserved
-
-    def live_bytes(self) -> int:
-        """Return the bytes that are live now."""
-        return self._read()[0]
-
-    def held_bytes(self) -> int:
-        """Return the bytes that the driver holds, unused ones included."""
-        return self._read()[2]
-
-    def empty_cache(self) -> None:
-        """Return unused memory to the driver, on all devices."""
-        self.library.memfit_arena_cuda_empty_cache()
-
-    def _read(self) -> list[int]:
-        usage = (ctypes.c_int64 * 4)()
-        self.library.memfit_arena_cuda_usage(self.index, usage)
-        return list(usage)
+        return stream
 
 
 def library_on(device: torch.device) -> CudaArenaLibrary:
-    """Replace torch's allocator on CUDA, once in a process, and return the calls for a device.
+    """Return the calls for a device.
 
     Raises:
         InvalidDeviceError: there is no such device.
-        ArenaUnavailableError: no compiler, torch uses CUDA already, cuDNN's autotuning is on, or the driver has no
-            stream-ordered allocator.
+        ArenaUnavailableError: no compiler, or this torch's allocator cannot be stood in front of.
     """
     if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
         raise InvalidDeviceError(f"there is no arena on device '{device}': expected cpu, or a CUDA device that is here")
-    require_no_autotuning()
-    library = load_arena_library("cuda").library
-    _become_the_allocator(library)
-    # after the replacement: `current_device` initializes CUDA, and then the allocator is fixed
+    if torch.version.hip:
+        raise ArenaUnavailableError("no arena: this torch is built for ROCm, whose allocator has other names")
     return _library_on(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @functools.cache
 def _library_on(index: int) -> CudaArenaLibrary:
-    library = load_arena_library("cuda").library
-    if library.memfit_arena_cuda_prepare(index):
-        raise ArenaUnavailableError("no arena: this CUDA driver has no stream-ordered allocator (cudaMallocAsync)")
-    return CudaArenaLibrary(library, index)
-
-
-_installed: list[Any] = []  # keeps the allocator alive: torch has no reference to it
-
-
-def _become_the_allocator(library: ctypes.PyDLL) -> None:
-    if _installed:
-        return
-    allocator = torch.cuda.memory.CUDAPluggableAllocator(
-        str(LIBRARIES["cuda"].file()), "memfit_arena_cuda_malloc", "memfit_arena_cuda_free"
-    )
-    inner: Any = allocator.allocator()
-    inner.set_record_stream_fn(ctypes.cast(library.memfit_arena_cuda_record_stream, ctypes.c_void_p).value)
-    inner.set_reset_fn(ctypes.cast(library.memfit_arena_cuda_empty_cache, ctypes.c_void_p).value)
-    try:
-        torch.cuda.memory.change_current_allocator(allocator)
-    except RuntimeError as error:
-        raise ArenaUnavailableError(
-            "no arena: torch uses CUDA already, and its allocator can only be changed before; call "
-            "memfit.arena(device='cuda') at the beginning of the program, before anything is put on the device"
-        ) from error
-    _installed.append(allocator)
-    for index in range(torch.cuda.device_count()):
-        count_with(ArenaCounters(library=library, index=index), torch.device("cuda", index))
+    return CudaArenaLibrary(load_arena_library("cuda").library, index)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.errors import MemfitError
+from memfit.runtime.arena import forwarding
 from memfit.runtime.arena.layout import ArenaPlan, Recording
+from memfit.runtime.arena.places import Places, Seen
 from memfit.system.native import NativeLibrary, NativeLibraryError
 
 _FOLDER = Path(__file__).parent
-_SHARED = (_FOLDER / "arena_core.cpp", _FOLDER / "arena_calls.cpp")
+_SHARED = tuple(_FOLDER / f"arena_{name}.cpp" for name in ("core", "calls", "places", "table"))
+CUDA_TYPES = _FOLDER / "cuda_types"
+"""Headers with the names of CUDA that torch's own headers mention."""
+
+
+def _cuda_headers() -> list[Path]:
+    """Return the folders of CUDA's own headers here, for a torch that uses more of them than `cuda_types` has."""
+    packages = [Path(entry) for entry in sys.path if entry]
+    folders = [Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    folders += [package / "triton/backends/nvidia/include" for package in packages]
+    folders += [Path(sys.prefix) / "include", Path("/usr/local/cuda/include")]
+    return [folder for folder in folders if (folder / "cuda_runtime.h").exists() and (folder / "crt").exists()]
+
+
 LIBRARIES = {
     "cpu": NativeLibrary("arena_cpu", _FOLDER / "arena.cpp", included=_SHARED, linked=("-lc10",)),
-    "cuda": NativeLibrary("arena_cuda", _FOLDER / "arena_cuda.cpp", included=_SHARED, linked=("-ldl",)),
+    "cuda": NativeLibrary(
+        "arena_cuda",
+        _FOLDER / "arena_cuda.cpp",
+        included=(*_SHARED, *sorted(CUDA_TYPES.iterdir()), Path(forwarding.__file__)),
+        linked=("-lc10", "-lc10_cuda"),
+        flags=("-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE",),  # a macro of torch's own build, for Windows alone
+        written=lambda include: {"forwarding.inc": forwarding.forwarding_methods(include)},
+        folders=lambda: [CUDA_TYPES, *_cuda_headers()],
+    ),
 }
 """The arena's library for each type of device."""
 
@@ -28,6 +53,7 @@ _FAILURES = {
     "one arena around both",
     3: "the CPU allocator in place has no raw deleter, so that an arena cannot stand in front of it",
     4: "a CPU allocator of higher priority is in place and stays; an arena cannot stand in front of it",
+    5: "another allocator was put in front of the arena's on CUDA and stays, so that requests would go in circles",
 }
 _NO_PLAN = -1
 
@@ -94,6 +120,10 @@ class ArenaLibrary:
             "memfit_arena_create": ([], handle),
             "memfit_arena_destroy": ([handle], None),
             "memfit_arena_set_plan": ([handle, number, number, numbers, numbers, numbers], None),
+            "memfit_arena_set_places": ([handle, number, *[numbers] * 10], None),
+            "memfit_arena_seen_places": ([handle, *[numbers] * 5], None),
+            "memfit_arena_begun_at": ([handle, numbers], number),
+            "memfit_arena_at": ([number], None),
             "memfit_arena_drop_plan": ([handle, number], None),
             "memfit_arena_resize": ([handle, number], ctypes.c_int),
             "memfit_arena_live_blocks": ([handle], number),
@@ -107,13 +137,11 @@ class ArenaLibrary:
             f"{prefix}_end_step": ([handle, numbers], number),
         }
         if device_type == "cuda":
+            integer = ctypes.c_int
             signatures |= {
-                "memfit_arena_cuda_prepare": ([ctypes.c_int], ctypes.c_int),
-                "memfit_arena_cuda_begin_step": ([handle, number, ctypes.c_int, handle], ctypes.c_int),
-                "memfit_arena_cuda_place_slabs": ([ctypes.c_int, handle], None),
-                "memfit_arena_cuda_usage": ([ctypes.c_int, numbers], None),
-                "memfit_arena_cuda_reset_peaks": ([ctypes.c_int], None),
-                "memfit_arena_cuda_empty_cache": ([], None),
+                "memfit_arena_cuda_begin_step": ([handle, number, integer, handle, integer], integer),
+                "memfit_arena_cuda_place_slabs": ([integer, handle], None),
+                "memfit_arena_cuda_is_in_front": ([], integer),
             }
         else:
             signatures |= {
@@ -126,6 +154,7 @@ class ArenaLibrary:
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, result
         self._end_step = getattr(library, f"{prefix}_end_step")
+        self.at = library.memfit_arena_at
         self.number = library.memfit_arena_number
         self.again = library.memfit_arena_again
         self.ended = library.memfit_arena_ended
@@ -140,17 +169,22 @@ class ArenaLibrary:
         """Free the arena's memory, as soon as no tensor lies in it."""
         self.library.memfit_arena_destroy(handle)
 
-    def begin_step(self, handle: int, plan: int | None) -> None:
+    def begin_step(self, handle: int, plan: int | None, *, of_this_thread: bool = False) -> None:
         """Begin a step of the calling thread.
+
+        Args:
+            handle: the arena.
+            plan: number of the step's plan or places, if it has any.
+            of_this_thread: on CUDA, serve no other thread on the step's stream; on a CPU that is always so.
 
         Raises:
             ArenaUnavailableError: another step runs, or the present allocator cannot be replaced.
         """
-        failure = self._begin(handle, _NO_PLAN if plan is None else plan)
+        failure = self._begin(handle, _NO_PLAN if plan is None else plan, of_this_thread=of_this_thread)
         if failure:
             raise ArenaUnavailableError(f"this step cannot run in an arena: {_FAILURES[failure]}")
 
-    def _begin(self, handle: int, plan: int) -> int:
+    def _begin(self, handle: int, plan: int, *, of_this_thread: bool) -> int:  # noqa: ARG002
         return self.library.memfit_arena_cpu_begin_step(handle, plan)
 
     def end_step(self, handle: int) -> tuple[Counts, int]:
@@ -178,8 +212,24 @@ class ArenaLibrary:
         arrays = [np.ascontiguousarray(array, np.int64) for array in arrays]
         self.library.memfit_arena_set_plan(handle, number, len(arrays[0]), *map(as_pointer, arrays))
 
+    def set_places(self, handle: int, number: int, places: Places) -> None:
+        """Set the places with this number, as `set_plan` does."""
+        arrays = [np.ascontiguousarray(array, np.int64) for array in places.arrays()]
+        self.library.memfit_arena_set_places(handle, number, *map(as_pointer, arrays))
+
+    def seen_places(self, handle: int, requests: int) -> Seen:
+        """Return the requests of the last step, which had places, and of which there were so many."""
+        arrays = [np.empty(requests, np.int64) for _ in range(5)]
+        self.library.memfit_arena_seen_places(handle, *map(as_pointer, arrays))
+        begun_at = np.empty(self.library.memfit_arena_begun_at(handle, None), np.int64)
+        self.library.memfit_arena_begun_at(handle, as_pointer(begun_at))
+        sizes, starts, ends, positions, offsets = arrays
+        return Seen(
+            sizes_bytes=sizes, starts=starts, ends=ends, positions=positions, offsets=offsets, begun_at=begun_at
+        )
+
     def drop_plan(self, handle: int, plan: int) -> None:
-        """Drop the plan with this number."""
+        """Drop the plan or the places with this number."""
         self.library.memfit_arena_drop_plan(handle, plan)
 
     def resize(self, handle: int, bytes_: int) -> bool:

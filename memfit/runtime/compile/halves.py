@@ -2,7 +2,8 @@
 
 AOTAutograd passes all primals to the forward half, and saves the tensors that it returns after its outputs. The
 backward half gets those, then the tangents. The storages that are live across the boundary are saved, and the primals
-that backward reads.
+that backward reads, with the addresses of their memory: who gives a parameter other memory between the halves
+(`parameter.data = ...`) would get gradients of neither.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from memfit.binding import Origin, Value
 from memfit.capture.joint import JointCapture
 from memfit.cost.views import at_offset_zero
+from memfit.errors import UnsupportedStepError
 from memfit.runtime.program import TICKET, Half, Program
+from memfit.torch_private.autograd import default_saved_hooks
 from memfit.torch_private.tensors import FakeTensorMode
 
 
@@ -59,12 +63,15 @@ def partitioned(capture: JointCapture, program: Program, joint: GraphModule, mod
     primals_saved = tuple(s for s in second.takes if s in primal_of)
     saved = (*first.saved, *primals_saved)
     forward = _forward(first, primal_of, constants, primals_saved, rebased)
-    backward = _backward(second, saved, tangent_of, constants, rebased)
+    backward = _backward(second, saved, len(primals_saved), tangent_of, constants, rebased)
     bases = binding.bases()
     placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
     tangents = [node for node in placeholders if str(node.target).startswith("tangents")]
     primals = [node for node in placeholders if node not in tangents]
-    saved_values = [_ticket(mode) if s == TICKET else _fake(bases[s], mode, binding.device) for s in saved]
+    saved_values = [
+        *(_numbers(mode) if s == TICKET else _fake(bases[s], mode, binding.device) for s in saved),
+        _numbers(mode, len(primals_saved)),
+    ]
     (outputs,) = next(node for node in joint.graph.nodes if node.op == "output").args
     count = len(capture.forward_outputs)
     return Halves(
@@ -94,7 +101,9 @@ def _forward(
         taken = [constants[s] if s in constants else arguments[primal_of[s]] for s in half.takes]
         taken = [at_offset_zero(each) if s in rebased else each for s, each in zip(half.takes, taken, strict=True)]
         arguments.clear()
-        return [*half.function(taken), *kept]
+        addresses = _addresses(kept) if default_saved_hooks() is None else []  # hooks may give copies back
+        numbers = torch.from_numpy(np.array(addresses, dtype=np.int64))  # no memory of torch's allocators
+        return [*half.function(taken), *kept, numbers]
 
     return forward
 
@@ -102,14 +111,16 @@ def _forward(
 def _backward(
     half: Half,
     saved: Sequence[int],
+    primals: int,
     tangent_of: dict[int, int],
     constants: dict[int, Any],
     rebased: Collection[int],
 ) -> Callable[[list[Any]], list[Any]]:
     place = {storage: number for number, storage in enumerate(saved)}
-    place |= {storage: len(saved) + number for storage, number in tangent_of.items()}
+    place |= {storage: len(saved) + 1 + number for storage, number in tangent_of.items()}
 
     def backward(arguments: list[Any]) -> list[Any]:
+        _require_unmoved(arguments[len(saved) - primals : len(saved)], arguments[len(saved)])
         taken = [constants[s] if s in constants else arguments[place[s]] for s in half.takes]
         taken = [at_offset_zero(each) if s in rebased else each for s, each in zip(half.takes, taken, strict=True)]
         arguments.clear()
@@ -123,9 +134,33 @@ def _fake(value: Value, mode: FakeTensorMode, device: torch.device) -> torch.Ten
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
 
 
-def _ticket(mode: FakeTensorMode) -> torch.Tensor:
+def _numbers(mode: FakeTensorMode, *shape: int) -> torch.Tensor:
     with mode:
-        return torch.empty((), dtype=torch.int64, device="cpu")
+        return torch.empty(shape, dtype=torch.int64, device="cpu")
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def _require_unmoved(saved: Sequence[torch.Tensor], addresses: torch.Tensor) -> None:
+    """Refuse a backward pass whose saved primals have other memory now than forward read.
+
+    Args:
+        saved: the primals.
+        addresses: of their memory in forward; none where hooks of saved tensors were on.
+
+    Raises:
+        UnsupportedStepError: gives the shape of the first one.
+    """
+    for tensor, address in zip(saved, addresses.tolist(), strict=False):
+        if tensor.data_ptr() != address:
+            raise UnsupportedStepError(
+                f"a tensor of shape {list(tensor.shape)} that the compiled forward pass read, such as a parameter, was "
+                "given other memory before backward (tensor.data = ..., or a move to another device), so that its "
+                "gradients would be neither of the old content nor of the new: call backward first, or write into it "
+                "with copy_"
+            )
 
 
 def _example(node: Any) -> Any:

@@ -49,6 +49,7 @@ _MASKS = (torch.bool, torch.uint8)
 _MOST_TIMED = 1 << 16  # kinds of calls of which the seconds are remembered
 _aten = torch.ops.aten
 _META = torch.device("meta")
+_BOOLS = ((False,), (True,))
 _WITHOUT_BYTES = (torch.Generator, torch.ScriptObject)  # which of them a call is given changes no need
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 
@@ -183,12 +184,14 @@ def key_of(args: Any, kwargs: Any = None, *, is_whole: bool = True) -> Hashable:
     for arg in args:
         kind = type(arg)
         if kind is _Tensor or kind is _Parameter or isinstance(arg, _Tensor):
-            parts += (arg.shape, arg.stride(), arg.dtype, arg.device)
+            parts += (arg.shape, arg.stride(), arg.dtype, arg.is_cpu or arg.device)  # a device is slow to hash
             has_tensor = True
+        elif arg is None:
+            parts.append(None)
         elif kind is float:
             parts.append(float)  # a number that changes in each step changes no need
         elif kind is bool:
-            parts.append((arg,))  # or it would equal a number, which gives other dtypes
+            parts.append(_BOOLS[arg])  # or it would equal a number, which gives other dtypes
         elif kind is list or kind is tuple:
             parts.append(tuple(arg) if not arg or type(arg[0]) is int else key_of(arg, is_whole=False))
             has_list = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from memfit.errors import HostMemoryError
 from memfit.runtime.host.form import Form
 from memfit.system.budget import format_bytes
 from memfit.system.spill_file import Span, SpillFile
+from memfit.system.worker import Call
 
 
 class DiskSlab:
@@ -35,7 +35,7 @@ class DiskCopy:
         self._file, self._offset = file, offset
         self._form = Form.of(source)
         self._source: torch.Tensor | None = source
-        self._returned: Future[Span] | None = None
+        self._returned: Call[Span] | None = None
         self._written = file.write(source.untyped_storage().data_ptr(), self._form.storage_bytes, offset, source)
 
     def wait(self) -> None:
@@ -58,19 +58,15 @@ class DiskCopy:
     def spans(self) -> tuple[Span | None, Span | None]:
         """Return when the copies to the file and back started and ended; None if one was not made."""
         copies = (self._written, self._returned)
-        to_host, to_device = (copy.result() if copy is not None and _has_ended(copy) else None for copy in copies)
+        to_host, to_device = (copy.result() if copy is not None and copy.succeeded else None for copy in copies)
         return to_host, to_device
 
 
-def _has_ended(copy: Future[Span]) -> bool:
-    return copy.done() and copy.exception() is None
-
-
-def _finish(copy: Future[Span], form: Form, direction: str) -> None:
+def _finish(copy: Call[Span], form: Form, direction: str) -> None:
     try:
         copy.result()
     except OSError as error:
         raise HostMemoryError(
             f"{format_bytes(form.storage_bytes)} could not be copied {direction} the file of offloaded storages: "
             f"{error.strerror or error}; name another directory as host_dir"
-        ) from error.with_traceback(None)  # its frames hold what autograd holds, and the Future holds the error
+        ) from error.with_traceback(None)  # its frames hold what autograd holds, and the call holds the error
