@@ -20,7 +20,7 @@ from memfit.plan import Plan
 from memfit.schedule import Compute
 
 STEPS = 20
-SEARCH_SECONDS = 0.3
+SEARCH: dict[str, Any] = {"options": {"iterations": 1_500}, "time_limit_seconds": 60}  # on a busy machine the same
 SMALL_BUCKETS_MB = 0.02  # of three Linear(64, 64)
 
 
@@ -58,15 +58,8 @@ def loss_in_bfloat16(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor])
 
 
 def fitted(model: nn.Module, batch: Any, budget: str | int = "85%", function: Any = loss, **options: Any) -> Any:
-    return memfit.fit(
-        model,
-        function,
-        batch,
-        budget=budget,
-        process_group=dist.group.WORLD,
-        time_limit_seconds=SEARCH_SECONDS,
-        **options,
-    )
+    options = {"process_group": dist.group.WORLD, **({} if "planner" in options else SEARCH), **options}
+    return memfit.fit(model, function, batch, budget=budget, **options)
 
 
 def beside_ddp(

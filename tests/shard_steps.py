@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_steps import SEARCH_SECONDS, loss, loss_in_bfloat16, message
+from rank_steps import SEARCH, loss, loss_in_bfloat16, message
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -130,7 +130,7 @@ def stock(
 
 def fitted(model: Any, batch: Any, budget: str | int = "90%", function: Any = loss, **options: Any) -> Any:
     """Return the planned step of a sharded model, or of one that is to be."""
-    return memfit.fit(model, function, batch, budget=budget, time_limit_seconds=SEARCH_SECONDS, **options)
+    return memfit.fit(model, function, batch, budget=budget, **SEARCH, **options)
 
 
 def beside_stock(
