@@ -59,7 +59,7 @@ def conv() -> tuple[nn.Module, torch.Tensor]:
 def language() -> tuple[nn.Module, torch.Tensor]:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        n_layer=3, n_head=2, n_embd=32, vocab_size=50, n_positions=64, use_cache=False, attn_implementation="eager"
+        n_layer=2, n_head=2, n_embd=32, vocab_size=50, n_positions=64, use_cache=False, attn_implementation="eager"
     )
 
     class Logits(nn.Module):

@@ -140,8 +140,9 @@ def _order_kept(name: str) -> Iterator[None]:
         def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
             if not InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score):
                 return False
-            memory = memories.setdefault(id(scheduler), _Memory(scheduler))
-            return memory.allows(*sorted((node1, node2), key=lambda node: node.min_order))
+            if id(scheduler) not in memories:
+                memories[id(scheduler)] = _Memory(scheduler)
+            return memories[id(scheduler)].allows(*sorted((node1, node2), key=lambda node: node.min_order))
 
     lower = GraphLowering.run_node
 
