@@ -17,7 +17,7 @@ from memfit.planners.offload import OffloadPlanner, has_link
 from memfit.planners.protocols import SearchOptions
 
 _SEARCHING = 0.15  # of the time, where a proof follows: a few dozen ops need no more
-_SEARCHING_COPIES = 0.7  # likewise with a host, where the search has more to decide
+_SEARCHING_COPIES = 0.85  # likewise with a host, where the search has more to decide
 _MOVES_FOR_WORK = 50_000  # of the search: about as long as one deterministic unit of CP-SAT's
 
 
