@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
 import pytest
-from devices import LINKED
+from devices import COSTLY_COPIES, LINKED
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from planned_steps import NAMES, small_step
@@ -20,6 +21,7 @@ from memfit.plan import Problem, Status
 from memfit.planners import make_planner
 from memfit.planners.engine.bounds.bounds import least_budget_bound, least_recompute_seconds
 from memfit.planners.engine.bounds.per_op import least_recompute_seconds_at
+from memfit.planners.engine.cpsat.moments import least_seconds_with_copies
 from memfit.planners.engine.results import unplanned_peak_bytes
 from memfit.schedule import Schedule
 from memfit.simulate import simulate
@@ -43,6 +45,8 @@ def bounds_above(graph: Graph, schedule: Schedule, device: Device) -> list[str]:
     once = graph.compute_seconds
     bounds = {f"op {op}": seconds for op, seconds in least_recompute_seconds_at(task).items()}
     bounds["all ops"] = least_recompute_seconds(task).seconds
+    if task.host_budget_bytes > 0:
+        bounds["with copies"] = least_seconds_with_copies(task, enough_seconds=math.inf, limit_work=0.2)
     most = timeline.makespan_seconds + ROUNDING
     above = [f"{name}: {seconds} s" for name, seconds in bounds.items() if once + seconds > most]
     least_bytes = least_budget_bound(task)[0]
@@ -50,9 +54,9 @@ def bounds_above(graph: Graph, schedule: Schedule, device: Device) -> list[str]:
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(graph=graphs(most_ops=12, collectives=True), data=st.data())
-def test_below_any_legal_schedule(graph: Graph, data: st.DataObject) -> None:
-    assert bounds_above(graph, data.draw(legal_schedules(graph)), LINKED) == []
+@given(graph=graphs(most_ops=12, collectives=True), device=st.sampled_from((LINKED, COSTLY_COPIES)), data=st.data())
+def test_below_any_legal_schedule(graph: Graph, device: Device, data: st.DataObject) -> None:
+    assert bounds_above(graph, data.draw(legal_schedules(graph)), device) == []
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))

@@ -139,6 +139,35 @@ def test_fit_plans_runs_verifies_and_measures(run: Run, own_file: Path, tmp_path
     assert f">{change_text(document['overhead'])}<" in page.read_text(), "the page and the answer tell one overhead"
 
 
+def test_fit_says_what_goes_to_the_host(run: Run, own_file: Path, tmp_path: Path) -> None:
+    words = [
+        "fit",
+        f"{own_file}:step",
+        "--budget",
+        "75%",
+        "--repeats",
+        1,
+        "--host-budget",
+        "64MiB",
+        "--host-dir",
+        tmp_path,
+    ]
+    offloading = ["--planner", "offload", "--option", "rematerialize=false", *MOVES]
+    status, out, err = run(*words, *offloading, "--json")
+    assert status == 0, err
+    host = json_of(out)["host"]
+    assert set(host) == {
+        "budget_bytes", "peak_bytes", "offloaded_bytes", "offloaded_storages", "tier", "directory",
+    }  # fmt: skip
+    assert (host["tier"], host["directory"]) == ("disk", str(tmp_path))
+    assert host["offloaded_storages"] >= 1
+    assert 512 * 64 * 4 <= host["peak_bytes"] <= host["offloaded_bytes"] <= 64 << 20
+    text = " ".join(run(*words, *offloading)[1].split())
+    assert f"offloaded {host['offloaded_storages']} storages, " in text
+    assert "in each step, to a file in" in text
+    assert "offloaded nothing, to a file in" in " ".join(run(*words, "--planner", "search", *MOVES)[1].split())
+
+
 def test_fit_in_words_with_a_plan_made_before(run: Run, own_file: Path, tmp_path: Path) -> None:
     plan_file = tmp_path / "step.plan.json"
     words = ["--planner", "none", "--budget", "100%", "--save", plan_file]

@@ -9,11 +9,12 @@ import msgspec
 import pytest
 import torch
 
-from memfit.cost.calibration import calibrate, local_device
+from memfit.cost.calibration import calibrate, linked_device, local_device
 from memfit.cost.device_profiles import DEVICES, load_device
 from memfit.cost.environment import find_device
+from memfit.cost.link import LinkRates
 from memfit.device import Device
-from memfit.errors import InvalidDeviceError, InvalidFileError
+from memfit.errors import HostMemoryError, InvalidDeviceError, InvalidFileError
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +134,27 @@ def test_a_calibrated_device_is_kept(empty_cache: Path) -> None:
         assert local_device("cpu").memory_bytes_per_second is None, "other threads have other rates"
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("quick", "empty_cache")
+def test_the_link_is_that_to_the_disk_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = LinkRates(
+        to_host_bytes_per_second=4.0,
+        to_device_bytes_per_second=3.0,
+        to_host_shared_bytes_per_second=2.0,
+        to_device_shared_bytes_per_second=1.0,
+        copy_latency_seconds=0.5,
+    )
+    measured: list[Path | None] = []
+    monkeypatch.setattr("memfit.cost.link._disk_rates", lambda directory: measured.append(directory) or rates)
+    device = calibrate("cpu", tmp_path)
+    assert measured == [tmp_path]
+    assert device.to_host_bytes_per_second == 4.0
+    assert str(tmp_path) in device.source
+    assert linked_device("cpu", 1, tmp_path).copy_latency_seconds == 0.5
+    assert measured == [tmp_path], "what was measured of a disk is kept"
+    with pytest.raises(HostMemoryError, match=r"host_dir '.*/missing' cannot be used: No such file"):
+        calibrate("cpu", tmp_path / "missing")
 
 
 def test_rates_come_from_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

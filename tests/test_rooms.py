@@ -103,6 +103,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
             "hard_cap",
             "measured",
             "signature",
+            "turns",
             "uncopied",
         ),
     ),

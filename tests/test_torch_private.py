@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -33,6 +34,7 @@ from memfit.torch_private.autograd import (
     backward_node,
     default_saved_hooks,
     in_backward,
+    is_on,
     next_sequence_number,
     no_modes,
     only_mode,
@@ -880,6 +882,17 @@ def test_a_backward_pass_is_known_from_inside() -> None:
     assert not in_backward()
     leaf.sum().backward()
     assert seen == [True] and not in_backward()
+
+
+def test_a_mode_is_on_in_its_thread() -> None:
+    mode = TorchDispatchMode()
+    seen: list[bool] = []
+    with only_mode(mode):
+        thread = threading.Thread(target=lambda: seen.append(is_on(mode)))
+        thread.start()
+        thread.join()
+        assert is_on(mode)
+    assert seen == [False] and not is_on(mode)
 
 
 def test_trees_are_put_together_again() -> None:

@@ -16,15 +16,20 @@ Examples:
 
 memfit calibrate
 
+memfit calibrate --host-dir /mnt/nvme
+
 memfit calibrate --device cuda:0 --json
 """
 
 
 def calibrate(
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="As torch names it: cpu, cuda:0.")] = "cpu",
+    host_dir: options.HostDir = None,
     as_json: options.Json = False,
 ) -> int:
     """Measure compute, memory and link rates of a device that is here, and keep them for later plans.
+
+    The link of a CPU is that to the disk of --host-dir; plans that offload to that disk use its rates.
 
     Also compiles searches, packers and the recorder, which the first plan on a machine would wait for.
     """
@@ -38,7 +43,7 @@ def calibrate(
         with record(device):
             pass
         work.stage(f"measuring {device}")
-        profile = measure_device(device)
+        profile = measure_device(device, host_dir)
     keys: dict[str, Any] = msgspec.to_builtins(profile)
     rows = {name.replace("_", " "): str(value) for name, value in keys.items() if value not in (None, {}, "")}
     return deliver(Answer(target=device, device=profile.name, keys=keys, parts=(rows_table(rows),)), as_json=as_json)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,7 @@ from rich.text import Text
 from memfit.commands import options
 from memfit.commands.answer import Answer, columns_table, deliver, rows_table
 from memfit.commands.curves import write_report
-from memfit.commands.plan_keys import bounds_of, host_of
+from memfit.commands.plan_keys import bounds_of, offloads_of, offloads_row
 from memfit.commands.targets import require_step, resolve
 from memfit.commands.work import Work, working
 from memfit.errors import InvalidOptionError, VerificationError
@@ -113,6 +113,7 @@ class Fitted:
         compared: what has the same bits as eager's.
         served_by: what served the step's requests.
         served_why: why nothing better did.
+        host: what the step offloads, as `offloads_of` gives it.
     """
 
     plan: Plan
@@ -125,6 +126,7 @@ class Fitted:
     compared: str = "loss, gradients, parameters, buffers, optimizer state, generators"
     served_by: str = DEFAULT
     served_why: str = ""
+    host: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
     @property
     def measured(self) -> Measured:
@@ -188,6 +190,7 @@ def _run(planned: PlannedStep | PartlyPlannedStep, repeats: int, work: Work) -> 
         corrections=corrections,
         served_by=planned.memory.by,
         served_why=planned.memory.why,
+        host=offloads_of(planned.plans if in_parts else [plan], planned.device.type, planned.settings.host_dir),
         **({} if planned.step.has_backward else {"compared": "the next state, generators"}),
     )
 
@@ -224,7 +227,7 @@ def _answer(target: str, fitted: Fitted, save: Path | None, report: Path | None)
         "measured": measured,
         "overhead": measurement.overhead,
         "bitwise_equal": True,
-        **host_of(plan),
+        **fitted.host,
         **({"reserved": taken.keys()} if taken else {}),
         **({"memory": {"served_by": fitted.served_by, "why": fitted.served_why}} if taken else {}),
         "bounds": bounds_of(fitted.bounds),
@@ -245,6 +248,7 @@ def _parts(
         "same bits as eager": fitted.compared,
         "overhead": f"{change_text(keys['overhead'])} (measured, against eager)",
         **({"memory from": f"{fitted.served_by}{why}"} if taken else {}),
+        **({"offloaded": offloads_row(keys["host"])} if fitted.host else {}),
         **({"eager": fitted.measurement.note} if fitted.measurement.note else {}),
         "plan": f"by planner {fitted.plan.planner} in {seconds_text(fitted.plan_seconds)}: {fitted.plan.status}",
         **({"corrected": " ".join(map(_sentence, fitted.corrections))} if fitted.corrections else {}),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from memfit.plan import Bounds, Plan
 from memfit.schedule import Code
+from memfit.system.budget import format_bytes
+from memfit.system.spill_file import spill_directory
 
 
 def counts_of(plan: Plan) -> dict[str, int]:
@@ -30,6 +34,36 @@ def host_of(plan: Plan) -> dict[str, dict[str, int]]:
             "offloaded_bytes": plan.offloaded_bytes,
         }
     }
+
+
+def offloads_of(plans: Sequence[Plan], device_type: str, host_dir: Path | None) -> dict[str, dict[str, Any]]:
+    """Return what a step copies to the host, and where to; no keys without a host budget.
+
+    Args:
+        plans: of all graphs of the step; of the bytes, the sums are given.
+        device_type: that the step runs on: `cpu` or `cuda`.
+        host_dir: as `memfit.fit` takes it.
+    """
+    hosts = [host_of(plan)["host"] for plan in plans if plan.host_budget_bytes]
+    if not hosts:
+        return {}
+    is_disk = device_type == "cpu"
+    offloaded = (plan.schedule.operands[plan.schedule.codes == Code.OFFLOAD] for plan in plans)
+    return {
+        "host": {
+            **{name: sum(host[name] for host in hosts) for name in hosts[0]},
+            "offloaded_storages": sum(len(set(storages.tolist())) for storages in offloaded),
+            "tier": "disk" if is_disk else "pinned memory",
+            "directory": str(host_dir or spill_directory()) if is_disk else None,
+        }
+    }
+
+
+def offloads_row(host: dict[str, Any]) -> str:
+    """Return in words what `offloads_of` gives."""
+    where = f"a file in {host['directory']}" if host["directory"] else "pinned memory of the host"
+    what = f"{host['offloaded_storages']} storages, {format_bytes(host['offloaded_bytes'])} in each step"
+    return f"{what if host['offloaded_storages'] else 'nothing'}, to {where}"
 
 
 def bounds_of(bounds: Bounds) -> dict[str, Any]:

@@ -30,7 +30,9 @@ _LAUNCHES = 200
 _log = logging.getLogger("memfit")
 
 
-def calibrate(device: torch.device | str, *, clock: Callable[[], float] = time.perf_counter) -> Device:
+def calibrate(
+    device: torch.device | str, directory: Path | None = None, *, clock: Callable[[], float] = time.perf_counter
+) -> Device:
     """Measure the rates of `device` and keep them on disk for `local_device`.
 
         profile = calibrate("cuda")
@@ -38,16 +40,20 @@ def calibrate(device: torch.device | str, *, clock: Callable[[], float] = time.p
 
     Compute rates are those of square matrix products by dtype. The memory rate is that of a copy (bytes read plus bytes
     written), and `launch_seconds` is the time of the smallest op. For the link see `memfit.cost.link`: a GPU's is the
-    one to pinned memory, a CPU's the one to the disk of the temporary directory. Calibration takes a few seconds.
+    one to pinned memory, a CPU's the one to a disk. Calibration takes a few seconds.
 
     Args:
         device: a CPU or CUDA device.
+        directory: on the disk that a CPU offloads to; by default the system's temporary one.
         clock: gives seconds.
 
     Raises:
         InvalidDeviceError: there is no such device.
+        HostMemoryError: the given directory cannot be used.
+        InvalidOptionError: a directory is given, and the device is no CPU.
     """
     device = find_device(device)
+    link, to = _link(device, directory), f", the link to the disk of {directory}" if directory else ""
     probe = _Probe(device=device, clock=clock)
     bare = _bare_device(device)
     with torch.no_grad():
@@ -59,14 +65,22 @@ def calibrate(device: torch.device | str, *, clock: Callable[[], float] = time.p
             flops_per_second=flops,
             memory_bytes_per_second=probe.memory_bytes_per_second(),
             launch_seconds=probe.launch_seconds(),
-            source=f"measured by `memfit calibrate` with torch {torch.__version__}",
+            source=f"measured by `memfit calibrate` with torch {torch.__version__}{to}",
+            **link,
         )
-        try:
-            measured = msgspec.structs.replace(measured, **msgspec.structs.asdict(link_rates(device, again=True)))
-        except HostMemoryError as error:
-            _log.warning("the link to the host is not measured: %s", error)
     keep(measured, environment_path("devices", environment(device)), "calibrated rates")
     return measured
+
+
+def _link(device: torch.device, directory: Path | None) -> dict[str, float]:
+    """Return the rates of a device's link, measured now; none if the default directory is on no disk."""
+    try:
+        return msgspec.structs.asdict(link_rates(device, directory, again=True))
+    except HostMemoryError as error:
+        if directory is not None:
+            raise
+        _log.warning("the link to the host is not measured: %s", error)
+        return {}
 
 
 def local_device(device: torch.device | str) -> Device:

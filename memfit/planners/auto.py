@@ -17,6 +17,7 @@ from memfit.planners.offload import OffloadPlanner, has_link
 from memfit.planners.protocols import SearchOptions
 
 _SEARCHING = 0.15  # of the time, where a proof follows: a few dozen ops need no more
+_SEARCHING_COPIES = 0.85  # likewise with a host, where the search has more to decide
 _MOVES_FOR_WORK = 50_000  # of the search: about as long as one deterministic unit of CP-SAT's
 
 
@@ -27,8 +28,9 @@ class AutoPlanner(SearchOptions):
     Without a host budget or a link the plan is planner `search`'s, with them planner `offload`'s. Its status is
     `optimal` where its seconds are those of the bound.
 
-    On up to 64 ops and without a host, CP-SAT continues from there: it searches a faster plan, and a proof that there
-    is none, among the plans that compute ops for the first time in the search's order (see
+    On up to 64 ops CP-SAT continues from there. With a host it raises the bound, which holds in every order of ops (see
+    `memfit.planners.engine.cpsat.moments`). Without a host it searches a faster plan, and a proof that there is none,
+    among the plans that compute ops for the first time in the search's order (see
     `memfit.planners.engine.cpsat.model`). Then `optimal` is said of those plans, and `Bounds.overhead_in_order` is the
     proved bound.
     """
@@ -47,10 +49,11 @@ class AutoPlanner(SearchOptions):
         started_seconds, parts = problem.clock(), Parts.without(self.without)
         planner = OffloadPlanner(iterations=self.iterations, threads=self.threads, without=self.without)
         is_provable = len(problem.graph.ops) <= MOST_PROVABLE_OPS and parts.cpsat_proof
-        if has_link(problem) or not is_provable:
+        if not is_provable:
             searched = planner.plan_from(problem, warm)
             return replace(searched, result=_renamed(searched.result))
-        share = replace(problem, time_limit_seconds=_SEARCHING * problem.time_limit_seconds)
+        searching = _SEARCHING_COPIES if has_link(problem) else _SEARCHING
+        share = replace(problem, time_limit_seconds=searching * problem.time_limit_seconds)
         searched = planner.plan_from(share, warm)
         found = searched.result
         if found.status is not Status.OPTIMAL and not found.interrupted:

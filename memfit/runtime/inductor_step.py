@@ -16,6 +16,7 @@ from memfit.planning import Settings
 from memfit.runtime.compile.model import PlannedCalls
 from memfit.runtime.compile.settings import INDUCTOR, GraphSettings
 from memfit.runtime.measure import measured_eager_peak
+from memfit.runtime.turns import Turn
 from memfit.runtime.uncopied import Uncopied
 from memfit.system.budget import parse_budget
 
@@ -47,6 +48,7 @@ class InductorStep(Uncopied):
         def loss(batch: Any) -> torch.Tensor:
             return step.compute_loss(step.model, batch)
 
+        self._turn = Turn()
         self._calls = calls = PlannedCalls(loss, step.model, options, "memfit.fit")
         self._compiled = replace(step, loss=lambda _model, batch: calls(batch))
         if step.optimizer is not None:
@@ -72,11 +74,12 @@ class InductorStep(Uncopied):
 
         Raises:
             InfeasibleBudgetError, TimeLimitError: no plan fits, or the update does not.
-            UnsupportedStepError: Inductor cannot compile the step, or the call is inside torch.no_grad or
-                torch.autocast.
+            UnsupportedStepError: Inductor cannot compile the step, the call is inside torch.no_grad or torch.autocast,
+                or another thread is in a step.
         """
         require_training_context("the step was called", self.step)
-        return self._compiled.run_eager(batch)
+        with self._turn.of(self, f"the planned step of {self.step.name or type(self.step.model).__name__}"):
+            return self._compiled.run_eager(batch)
 
 
 def refuse_with_inductor(settings: Settings, **others: object) -> None:

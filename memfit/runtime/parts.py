@@ -35,6 +35,7 @@ from memfit.runtime.prepare import MOST_OPS
 from memfit.runtime.signature import batch_signature
 from memfit.runtime.state import PythonState, StepState
 from memfit.runtime.step_memory import Served, memory_for
+from memfit.runtime.turns import turn_for
 from memfit.runtime.uncopied import Uncopied
 from memfit.runtime.verify import difference_of_eager, first_difference, require_same
 from memfit.runtime.what_is_left import saying_what_is_left
@@ -111,7 +112,8 @@ class PartlyPlannedStep(Uncopied):
         self.generators = python.handed
         before = StepState.take(step, self.generators)
         try:
-            self._plan_parts(before, python)
+            with turn_for(step, self.device, "memfit.fit"):
+                self._plan_parts(before, python)
         except MemfitError:
             raise
         except Exception as error:  # Dynamo, AOTAutograd and the user's code run here, and may raise anything
@@ -208,9 +210,14 @@ class PartlyPlannedStep(Uncopied):
         """Run one step on `batch`; return the loss, detached.
 
         Raises:
-            UnsupportedStepError: the call is inside torch.no_grad or torch.autocast.
+            UnsupportedStepError: the call is inside torch.no_grad or torch.autocast, or another thread runs a planned
+                step on the device.
             BudgetNotHeldError: as for `PlannedStep`.
         """
+        with turn_for(self.step, self.device, "the planned step", self):
+            return self._call(batch)
+
+    def _call(self, batch: Any) -> torch.Tensor:
         require_training_context("the step was called", self.step)
         model = self.step.model
         with saying_what_is_left(model.parameters(), model.buffers(), self.step.optimizer):
@@ -228,11 +235,13 @@ class PartlyPlannedStep(Uncopied):
 
     def verify(self, batch: Any = None) -> None:
         """As `PlannedStep.verify`, from the present state alone."""
-        require_same(self, self.step.batch if batch is None else batch, is_recorded=False)
+        with turn_for(self.step, self.device, "`verify`"):
+            require_same(self, self.step.batch if batch is None else batch, is_recorded=False)
 
     def measure(self, batch: Any = None, *, repeats: int = 3) -> Measured:
         """As `PlannedStep.measure`."""
-        return measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
+        with turn_for(self.step, self.device, "`measure`"):
+            return measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
 
     def _run(self, batch: Any) -> StepSeen:
         ledger = self._ledger

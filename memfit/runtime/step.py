@@ -43,6 +43,7 @@ from memfit.runtime.signature import batch_signature
 from memfit.runtime.state import left_as_it_was
 from memfit.runtime.step_memory import Served, memory_for
 from memfit.runtime.step_program import StepProgram, set_gradients
+from memfit.runtime.turns import turn_for
 from memfit.runtime.uncopied import Uncopied
 from memfit.runtime.variants import Variant, Variants
 from memfit.runtime.verify import require_same
@@ -94,7 +95,8 @@ class PlannedStep(Uncopied):
         self._meter = Meter(self.device)
         self._is_capped = settings.hard
         self._latest: StepProgram | None = None
-        first = self._maker.make(step.batch, partial(self._beside_bytes, step.batch), plan)
+        with turn_for(step, self.device, "memfit.fit"):
+            first = self._maker.make(step.batch, partial(self._beside_bytes, step.batch), plan)
         variant, _ = self._variants.add(self._signature(step.batch), first)
         self._latest = first
         self._sizes.add(variant.key, first.prepared, self.settings)
@@ -167,9 +169,13 @@ class PlannedStep(Uncopied):
         Raises:
             InfeasibleBudgetError: a batch of a new shape, or a changed step, for which no plan fits the budget.
             InvalidOptionError: no batch.
-            UnsupportedStepError: the call is inside torch.no_grad or torch.autocast, or a changed step cannot be
-                captured.
+            UnsupportedStepError: the call is inside torch.no_grad or torch.autocast, a changed step cannot be captured,
+                or another thread runs a planned step on the device.
         """
+        with turn_for(self.step, self.device, "the planned step", self):
+            return self._call(batch)
+
+    def _call(self, batch: Any) -> Any:
         variant = self._variant(batch)
         self._take_better(variant)
         self._latest = variant.program
@@ -214,7 +220,7 @@ class PlannedStep(Uncopied):
         """
         capped_before, self._is_capped = self._is_capped, False
         try:
-            with left_as_it_was(self.step, self.generators):
+            with turn_for(self.step, self.device, "`prove`"), left_as_it_was(self.step, self.generators):
                 for _ in range(_MOST_PROVING_STEPS):
                     if self.step.optimizer is None:
                         self.step.model.zero_grad(set_to_none=True)
@@ -230,7 +236,8 @@ class PlannedStep(Uncopied):
         Raises:
             VerificationError: a loss, gradient, parameter, buffer, optimizer state or generator differs in its bits.
         """
-        require_same(self, self.step.batch if batch is None else batch)
+        with turn_for(self.step, self.device, "`verify`"):
+            require_same(self, self.step.batch if batch is None else batch)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a block in which calls add to this rank's gradients only: the first ones of an accumulation.
@@ -244,7 +251,8 @@ class PlannedStep(Uncopied):
 
     def measure(self, batch: Any = None, *, repeats: int = 3) -> Measured:
         """Measure peak bytes and seconds of planned and eager steps, interleaved; both leave no trace."""
-        return measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
+        with turn_for(self.step, self.device, "`measure`"):
+            return measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
 
     def wait_for_searches(self, seconds: float | None = None) -> bool:
         """Wait until no plan is searched behind the steps; return whether that is so.
@@ -270,11 +278,14 @@ class PlannedStep(Uncopied):
         batch = self.step.batch if batch is None else batch
         if self.device.type != "cpu":
             raise InvalidDeviceError(f"the step runs on {self.device}, expected a CPU: there ops only start in order")
-        program = self._variant(batch).program
-        if program.plan.offloaded_bytes:
-            raise InvalidOptionError("the plan offloads, so that copies would count with the ops; plan without a host")
-        with left_as_it_was(self.step, self.generators):
-            return program.op_seconds(batch)
+        with turn_for(self.step, self.device, "`op_seconds`"):
+            program = self._variant(batch).program
+            if program.plan.offloaded_bytes:
+                raise InvalidOptionError(
+                    "the plan offloads, so that copies would count with the ops; plan without a host"
+                )
+            with left_as_it_was(self.step, self.generators):
+                return program.op_seconds(batch)
 
     @property
     def _first(self) -> StepProgram:

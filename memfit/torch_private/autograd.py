@@ -11,7 +11,7 @@ import torch._guards
 import torch._subclasses
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 
 def in_backward() -> bool:
@@ -22,6 +22,11 @@ def in_backward() -> bool:
 def no_modes() -> Any:
     """Return a context in which no dispatch mode sees what is called."""
     return torch._C._DisableTorchDispatch()
+
+
+def is_on(mode: TorchDispatchMode) -> bool:
+    """Return whether a mode is on in this thread; a thread of autograd's has the modes of the one that it works for."""
+    return any(each is mode for each in _get_current_dispatch_mode_stack())
 
 
 def without_autocast() -> Any:

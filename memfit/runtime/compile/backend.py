@@ -45,6 +45,7 @@ from memfit.runtime.compile.inputs import (
 from memfit.runtime.compile.occupancy import bytes_beside, bytes_of
 from memfit.runtime.compile.settings import INDUCTOR, GraphSettings, read_options, settings_of
 from memfit.runtime.prepare import Prepared, prepare, with_costs
+from memfit.runtime.turns import turn_on
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import allocated_bytes
 from memfit.torch_private.aot import boxed, trace_joint
@@ -117,6 +118,10 @@ class PlannedGraph:
     def __call__(self, *inputs: Any) -> Any:
         PlannedGraph.called = True
         refuse_other_hooks(self._hooks)
+        with turn_on(_device_of(inputs)).of(self, "the forward pass of a graph that memfit's backend compiled"):
+            return self._call(inputs)
+
+    def _call(self, inputs: Sequence[Any]) -> Any:
         key = (signatures(inputs), torch.is_grad_enabled())
         compiled = self.compiled.get(key)
         if compiled is None:
@@ -419,8 +424,9 @@ class CompiledGraph:
 
     def _run_half(self, half: Callable[[list[Any]], list[Any]], arguments: list[Any], is_backward: bool) -> list[Any]:
         if is_backward:
-            self._end_loss()
-            return half(arguments)
+            with turn_on(self.device).of(self, "the backward pass of a graph that memfit's backend compiled"):
+                self._end_loss()
+                return half(arguments)
         returned = half(arguments)
         self._bytes_after_forward = allocated_bytes(self.device)
         self._meter.begin_loss()
@@ -454,6 +460,6 @@ def _differ_in_strides(gradient: torch.Tensor, assumed: Value) -> bool:
     return tuple(gradient.shape) == assumed.shape and any(size > 1 and mine != other for size, mine, other in strides)
 
 
-def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
-    accelerated = [tensor.device for tensor in tensors if tensor.device.type != "cpu"]
+def _device_of(inputs: Sequence[Any]) -> torch.device:
+    accelerated = [each.device for each in inputs if isinstance(each, torch.Tensor) and each.device.type != "cpu"]
     return accelerated[0] if accelerated else torch.device("cpu")

@@ -17,6 +17,7 @@ from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM
 from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.backend import PlannedGraph
 from memfit.runtime.compile.settings import EAGER, GraphSettings, read_options
+from memfit.runtime.turns import Turn
 from memfit.torch_private.dynamo import compiled_calls, graph_breaks, is_compilers
 from memfit.torch_private.modules import eager_call, is_compiled, own_call, set_call
 
@@ -164,6 +165,7 @@ class PlannedCalls:
         self._function = eager_call(model) if function is None else function
         self._compiled = compiled_calls(model, self._function, self._planned_graph)
         self._account: Account | None = None
+        self._turn = Turn()
 
     @property
     def account(self) -> Account:
@@ -183,13 +185,17 @@ class PlannedCalls:
         """Run one call.
 
         Raises:
-            UnsupportedStepError: no graph was captured.
+            UnsupportedStepError: no graph was captured, or another thread is in a call.
             OverBudgetError: a call without gradients took more than the budget.
             NoPlanError: no plan fits.
         """
         account = self.account
         if not torch.is_grad_enabled():
             return account.evaluate(lambda: self._function(*arguments, **named))
+        with self._turn.of(self, f"the compiled {type(self._model).__name__}", may_nest=True):
+            return self._call(account, arguments, named)
+
+    def _call(self, account: Account, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         account.begin()
         ran, breaks = account.ran, graph_breaks()
         try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,11 +16,12 @@ from torch.nn.parameter import is_lazy
 
 from memfit.capture.placement import step_device
 from memfit.capture.under_modes import gradients_that_differ
-from memfit.errors import InvalidBudgetError, InvalidOptionError
+from memfit.errors import InvalidBudgetError, InvalidOptionError, UnsupportedStepError
 from memfit.runtime.eager.host import Host
 from memfit.runtime.eager.mode import BudgetMode
 from memfit.runtime.eager.needs import Needs
 from memfit.runtime.eager.passes import Ran, Way
+from memfit.runtime.turns import turn_on
 from memfit.runtime.uncopied import Uncopied
 from memfit.system.budget import format_bytes, parse_budget, parse_host_budget
 from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
@@ -95,6 +98,14 @@ class Eager(Uncopied):
     def __enter__(self) -> Eager:
         if self._usage is not None:
             raise InvalidOptionError("the block was entered before; call memfit.eager again")
+        self._thread = threading.current_thread()
+        with ExitStack() as entered:
+            entered.enter_context(turn_on(self.device).of(self, "memfit.eager's block"))
+            self._begin()
+            self._turn = entered.pop_all()
+        return self
+
+    def _begin(self) -> None:
         gradients_that_differ()  # which is found out outside of any mode
         host = Host(self.device, self._host_budget_bytes, self._host_dir) if self._host_budget_bytes else None
         allocated_bytes(self.device)  # from here on the recorder counts
@@ -110,11 +121,16 @@ class Eager(Uncopied):
         live_bytes = _live(self.device, before_bytes)
         self._mode = BudgetMode(self.budget_bytes, live_bytes, partial(_model_bytes, self._model), needs, host)
         self._mode.__enter__()
-        return self
 
     def __exit__(self, *raised: Any) -> None:
         assert self._mode is not None
+        if threading.current_thread() is not self._thread:
+            raise UnsupportedStepError(
+                f"memfit.eager's block is left in thread {threading.current_thread().name!r}, and was entered in "
+                f"thread {self._thread.name!r}, where it is still on: leave it there"
+            )
         self._mode.__exit__(*raised)
+        self._turn.close()
         if self._freezes:
             gc.unfreeze()
         self._window.__exit__(*raised)
@@ -167,7 +183,8 @@ def eager(
     Inside the block, what autograd saves is let go when the next call would not fit, and made again where backward
     reads it, with the same bits. With a host budget it is copied to the host and back instead, where that takes less
     time. Any Python may run between the calls. What code itself holds (a variable, a list of hidden states) is never
-    let go, so that whatever reads it finds it.
+    let go, so that whatever reads it finds it. The block is for the thread that enters it: what other threads call is
+    not seen.
 
     Args:
         model: that is trained; its device is the one that has the budget.
@@ -183,6 +200,8 @@ def eager(
         HostMemoryError: at the block's entry, where the host or the disk has no room for the host budget; in the
             block, where a copy fails.
         OverBudgetError: in the block, where a call does not fit and nothing is left to let go.
+        UnsupportedStepError: at the block's entry, where another thread runs a planned step, or is in a block, on the
+            device; in the block, where another thread runs backward of what the block saved.
     """
     if isinstance(budget, str) and budget.strip().endswith("%"):
         raise InvalidBudgetError(
@@ -203,14 +222,13 @@ def bytes_of_tensors(device: torch.device) -> int:
         found = gc.get_objects()
     sizes: dict[int, int] = {}
     for thing in found:
-        if not issubclass(type(thing), torch.Tensor) or is_lazy(thing) or not is_plain_dense(thing):
-            continue
-        if thing.device != device:
+        if not issubclass(type(thing), torch.Tensor) or is_lazy(thing):
             continue
         try:
-            storage = thing.untyped_storage()
-            sizes[storage.data_ptr()] = taken_bytes(storage.nbytes(), device)
-        except (NotImplementedError, RuntimeError):  # wrappers of torch.func and of AOTAutograd have none
+            if is_plain_dense(thing) and thing.device == device:
+                storage = thing.untyped_storage()
+                sizes[storage.data_ptr()] = taken_bytes(storage.nbytes(), device)
+        except (NotImplementedError, RuntimeError):  # wrappers of torch.func and of AOTAutograd have none, or no device
             continue
     return sum(sizes.values())
 

@@ -5,6 +5,7 @@ While memory is plentiful, the mode is *calm*: nothing is noted and autograd sav
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from memfit.capture.generators import STATE_BYTES
+from memfit.errors import UnsupportedStepError
 from memfit.runtime.eager.again import generator_states
 from memfit.runtime.eager.contents import Contents
 from memfit.runtime.eager.host import Host
@@ -19,7 +21,14 @@ from memfit.runtime.eager.needs import Need, Needs
 from memfit.runtime.eager.operators import FOREIGN, VIEW, WRITES, Operator, require_as_bare
 from memfit.runtime.eager.passes import Passes
 from memfit.runtime.eager.sources import Call, Sources
-from memfit.torch_private.autograd import UnwrappedMode, default_saved_hooks, in_backward, saved_leaves_themselves
+from memfit.runtime.turns import Turn
+from memfit.torch_private.autograd import (
+    UnwrappedMode,
+    default_saved_hooks,
+    in_backward,
+    is_on,
+    saved_leaves_themselves,
+)
 
 _RESERVE_BYTES = 1 << 12  # of the budget, for the mode's own numbers
 _FORGET_EVERY = 4096  # calls
@@ -58,6 +67,8 @@ class BudgetMode(UnwrappedMode):
         self._is_noting = True  # and the hooks are on
         self._quiet_passes = 0
         self._watch_bytes = self._calm_bytes()
+        self._thread: threading.Thread | None = None  # that is in the block
+        self._turn = Turn()  # to read what autograd saved
 
     @property
     def is_in_pass(self) -> bool:
@@ -66,6 +77,7 @@ class BudgetMode(UnwrappedMode):
 
     def __enter__(self) -> BudgetMode:
         super().__enter__()
+        self._thread = threading.current_thread()
         self._outer_hooks = default_saved_hooks()
         self._hooks.__enter__()
         self._leaves = saved_leaves_themselves()
@@ -74,6 +86,7 @@ class BudgetMode(UnwrappedMode):
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        self._thread = None
         if self._was_backward:
             self._was_backward = False
             self.counts.passes += 1
@@ -183,8 +196,15 @@ class BudgetMode(UnwrappedMode):
         return self.contents.pack(tensor)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        self._begin_backward()
-        return self.contents.unpack(saved)
+        if self._thread not in (None, threading.current_thread()) and not is_on(self):
+            raise UnsupportedStepError(
+                f"backward runs in thread {threading.current_thread().name!r}, and memfit.eager's block was entered in "
+                f"thread {self._thread.name!r}, whose calls alone it keeps within the budget: call backward there, or "
+                "enter the block in the thread that trains"
+            )
+        with self._turn.of(saved, "backward after memfit.eager's block", may_nest=True):
+            self._begin_backward()
+            return self.contents.unpack(saved)
 
     def _begin_backward(self) -> None:
         if not self._was_backward:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from memfit.plan import PROVED_TO, Problem, Progress, Result
-from memfit.planners.engine.bounds.bounds import Proofs
+from memfit.planners.engine.bounds.bounds import Proofs, may_copy
 from memfit.planners.engine.bounds.minimum_cuts import Bound
 from memfit.planners.engine.bounds.per_op import least_recompute_seconds_at
+from memfit.planners.engine.cpsat.moments import least_seconds_with_copies
 from memfit.planners.engine.cpsat.solve import Proof, prove
 from memfit.planners.engine.parts import ALL_PARTS, Parts
 from memfit.planners.engine.peak_reducing_order import search_order
@@ -33,7 +34,8 @@ def prove_further(
     """Return the faster of a search's plan and of CP-SAT's plan in the search's order, with the proved bounds.
 
     There are two bounds: one for every order of ops (`memfit.planners.engine.bounds.per_op`), and one for the search's
-    order, from the retention model. A plan is optimal where it meets either. Ctrl-C keeps the best plan so far.
+    order, from the retention model. A plan is optimal where it meets either. If copies are allowed, there is only one,
+    for every order of ops (`memfit.planners.engine.cpsat.moments`). Ctrl-C keeps the best plan so far.
 
     Args:
         problem: its time limit counts from `started_seconds`.
@@ -45,15 +47,25 @@ def prove_further(
     """
     ends_seconds = started_seconds + problem.time_limit_seconds if limit_work is None else math.inf
     once_seconds = problem.graph.compute_seconds
+    recompute_seconds = found.plan.predicted.seconds - once_seconds if found.plan else math.inf
+    at: dict[int, float] = {}
+    with_copies_seconds = 0.0
     try:
-        at = least_recompute_seconds_at(problem, until_seconds=ends_seconds) if parts.exact_per_op else {}
+        if may_copy(problem) and found.plan:
+            with_copies_seconds = least_seconds_with_copies(
+                problem,
+                enough_seconds=recompute_seconds - PROVED_TO / 2 * once_seconds,
+                limit_seconds=ends_seconds - problem.clock(),
+                limit_work=math.inf if limit_work is None else limit_work,
+            )
+        elif parts.exact_per_op:
+            at = least_recompute_seconds_at(problem, until_seconds=ends_seconds)
     except KeyboardInterrupt:
         return replace(found, interrupted=True)
-    recompute_bound = max([0.0, found.bounds.overhead * once_seconds, *at.values()])
+    recompute_bound = max([0.0, found.bounds.overhead * once_seconds, with_copies_seconds, *at.values()])
     instance = build_instance(problem, search_order(problem.graph, problem.device, parts))
-    recompute_seconds = found.plan.predicted.seconds - once_seconds if found.plan else math.inf
     proof = Proof(sequence=None, recompute_seconds=recompute_bound, interrupted=False)
-    if recompute_seconds > recompute_bound + PROVED_TO * once_seconds:
+    if recompute_seconds > recompute_bound + PROVED_TO * once_seconds and not may_copy(problem):
         proof = prove(
             instance,
             known=found.plan.schedule if found.plan else None,
@@ -101,7 +113,8 @@ def _with_proof(
     once_seconds = problem.graph.compute_seconds
     most_seconds = predict(problem, schedule).seconds - once_seconds + PROVED_TO * once_seconds
     # A plan faster than the bound for this order has another order, for which that bound proves nothing.
-    in_order = proof.recompute_seconds if proof.recompute_seconds <= most_seconds else None
+    is_in_order = proof.recompute_seconds <= most_seconds and not may_copy(problem)
+    in_order = proof.recompute_seconds if is_in_order else None
     ending = Ending(
         planner=planner,
         started_seconds=started_seconds,
