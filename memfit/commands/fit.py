@@ -54,6 +54,7 @@ def fit(
     host_dir: options.HostDir = None,
     budget_is: options.BudgetIs = FIRM,
     hard: options.Hard = False,
+    cuda_graph: options.CudaGraph = False,
     planner: options.Planner = DEFAULT_PLANNER,
     option: options.PlannerOptions = None,
     time_limit: options.TimeLimit = DEFAULT_TIME_LIMIT_SECONDS,
@@ -81,6 +82,7 @@ def fit(
         no_cache=no_cache,
         budget_is=budget_is,
         hard=hard,
+        cuda_graph=cuda_graph,
     )
     of_workload = options.read_settings(set_, "--set")
     with working() as work:
