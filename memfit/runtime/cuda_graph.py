@@ -174,9 +174,9 @@ class StepGraphs:
         arguments = program.arguments(batch)
         fixed = self._fixed(program, arguments)
         if not self._is_for(program, fixed):
-            self.forget(program)
             if not self._may_capture(program, fixed, is_proved=is_proved):
                 return False
+            self._graph = None
             self._graph = self._captured(key, program, fixed, arguments, run)
             self._captures += 1
             is_new = True
@@ -209,6 +209,8 @@ class StepGraphs:
                 "give a learning rate that a schedule changes as a tensor on the GPU"
             )
         self._has_told = True
+        if before[1] == fixed:
+            self.forget(program)  # the change stays
         return False
 
     def _fixed(self, program: StepProgram, arguments: Sequence[torch.Tensor]) -> list[Any]:
