@@ -64,6 +64,7 @@ class Settings:
         budget_is: `firm`: a step that took more than the budget is an error where no other plan helps; `soft`: it is a
             warning.
         hard: whether the process is capped at the budget while a step runs; on a GPU only.
+        cuda_graph: whether steps are captured once and replayed, on a GPU only.
         stops_on_interrupt: whether a Ctrl-C during a search is raised as KeyboardInterrupt. Otherwise the best
             plan so far is returned.
         on_stage: called with the name of each stage when it begins.
@@ -89,6 +90,7 @@ class Settings:
     search_behind: bool = True
     budget_is: str = FIRM
     hard: bool = False
+    cuda_graph: bool = False
     stops_on_interrupt: bool = False
     on_stage: Callable[[str], None] = ignored
     progress: Callable[[Progress], None] = ignored

@@ -123,6 +123,27 @@ def test_after_three_corrections_in_a_row_there_is_an_error_and_two_good_steps_s
     assert planned.corrections[3].aim_bytes is None
 
 
+@pytest.mark.parametrize(
+    ("make_optimizer", "proving"),
+    [(make_adam, [False] * 3 + [True]), (lambda parameters: torch.optim.SGD(parameters, lr=0.1), [False] * 2 + [True])],
+)
+def test_two_steps_prove_a_plan_once_the_optimizer_has_its_state(
+    make_optimizer: Callable[[Any], torch.optim.Optimizer], proving: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, _ = planned_and_eager(make_optimizer, Settings(budget="100%", planner="none"))
+    seen: list[bool] = []
+    run = first_step.Meter.run
+
+    def noted(meter: first_step.Meter, *given: Any, is_proved: bool) -> Any:
+        seen.append(is_proved)
+        return run(meter, *given, is_proved=is_proved)
+
+    monkeypatch.setattr(first_step.Meter, "run", noted)
+    for _ in proving:
+        planned(conv_batch())
+    assert seen == proving, "Adam's first step makes its state, and does not count"
+
+
 def test_a_hard_budget_is_refused_where_nothing_can_cap_the_process() -> None:
     step = make_pair("conv", make_sgd)[0]
     with pytest.raises(InvalidOptionError, match="hard=True caps what a process takes of a GPU, and the step runs on"):

@@ -54,6 +54,7 @@ def test_a_plan_for_a_gpu_says_what_torch_reserves(run: Run, graph_file: Path) -
     taken = document["reserved"]
     parts = taken["resident_bytes"] + taken["plan_bytes"]
     assert parts == document["predicted"]["peak_bytes"]
+    assert taken["reserved_bytes"] == document["predicted"]["reserved_bytes"]
     assert parts + taken["fragmentation_bytes"] == taken["reserved_bytes"] == taken["arena_bytes"]
     assert taken["library_bytes"] == 0
     assert taken["expandable_segments_bytes"] == taken["default_bytes"] == 2 << 20  # one segment of small blocks

@@ -116,6 +116,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+PARTS = ("residents", "library workspaces", "fragmentation", "reserved", "outside of the budget")
+
+
 @pytest.mark.parametrize("function", ["step", "trained"])
 def test_fit_plans_runs_verifies_and_measures(run: Run, own_file: Path, tmp_path: Path, function: str) -> None:
     plan_file, page = tmp_path / "step.plan.json", tmp_path / "step.html"
@@ -127,16 +130,22 @@ def test_fit_plans_runs_verifies_and_measures(run: Run, own_file: Path, tmp_path
     assert status == 0, err
     assert set(document) == {
         "target", "device", "memfit_version", "budget_bytes", "resident_bytes", "planner", "status", "plan_seconds",
-        "baseline", "predicted", "measured", "overhead", "bitwise_equal", "bounds",
+        "baseline", "predicted", "measured", "overhead", "bitwise_equal", "reserved", "bounds",
     }  # fmt: skip
-    for side in ("baseline", "predicted", "measured"):
-        assert set(document[side]) == {"peak_bytes", "step_seconds"}
+    assert set(document["baseline"]) == {"peak_bytes", "step_seconds"}
+    for side in ("predicted", "measured"):
+        assert set(document[side]) == {"peak_bytes", "reserved_bytes", "step_seconds"}
+        assert document[side]["reserved_bytes"] == document[side]["peak_bytes"], "a CPU keeps nothing that is not live"
+    parts = dict(document["reserved"])
+    assert parts.pop("reserved_bytes") == document["predicted"]["reserved_bytes"] == sum(parts.values())
+    assert set(parts) == {"resident_bytes", "plan_bytes", "library_bytes", "fragmentation_bytes"}
     assert document["bitwise_equal"] is True
     assert document["measured"]["peak_bytes"] <= document["budget_bytes"] < document["baseline"]["peak_bytes"]
     assert document["predicted"]["peak_bytes"] == pytest.approx(document["measured"]["peak_bytes"], rel=0.02)
     assert document["resident_bytes"] < document["measured"]["peak_bytes"]
     assert Plan.load(plan_file).budget_bytes == document["budget_bytes"]
     assert f">{change_text(document['overhead'])}<" in page.read_text(), "the page and the answer tell one overhead"
+    assert all(part in page.read_text() for part in PARTS)
 
 
 def test_fit_says_what_goes_to_the_host(run: Run, own_file: Path, tmp_path: Path) -> None:
@@ -175,6 +184,7 @@ def test_fit_in_words_with_a_plan_made_before(run: Run, own_file: Path, tmp_path
     status, out, _ = run("fit", f"{own_file}:step", "--plan", plan_file, "--repeats", 1)
     assert status == 0
     assert "planned, measured" in out
+    assert all(part in out for part in PARTS)
     assert "same bits as eager" in out
     assert run("check", f"{own_file}:step", plan_file)[0] == 0
     status, _, err = run("fit", f"{own_file}:wider", "--plan", plan_file)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 import memfit
 from memfit.runtime.host.store import HostStore
+from memfit.runtime.state import StepState
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,6 +66,23 @@ def test_a_planned_step_gives_eagers_bits_within_its_budget(planner: str) -> Non
     measured = step.measure()
     asked = step.settings.budget  # type: ignore[union-attr]
     assert measured.peak_bytes <= asked < measured.baseline_peak_bytes
+
+
+def test_a_step_is_replayed_as_a_graph_with_eagers_bits() -> None:
+    model, batch = model_on_cuda(), batch_on_cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3, device="cuda"), capturable=True)
+    step = memfit.fit(model, loss_of, batch, optimizer=optimizer, budget="80%", cuda_graph=True)
+    assert isinstance(step, memfit.PlannedStep)
+    eager = copy.deepcopy(step.step)
+    for seed in range(8):
+        batch = batch_on_cuda()
+        losses: list[torch.Tensor] = []
+        for run in (step, eager.run_eager):
+            torch.cuda.manual_seed(seed)
+            losses.append(run(batch))
+        assert torch.equal(*losses)
+    assert step.is_replayed
+    assert StepState.take(eager).first_difference(StepState.take(step.step)) is None
 
 
 def test_a_compiled_model_gives_eagers_bits() -> None:

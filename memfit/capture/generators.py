@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from memfit.graph import SAVE_GENERATOR_STATE
 
 # Bytes of a generator's state: the Mersenne Twister on the CPU, the seed and offset of Philox on CUDA.
 STATE_BYTES = {"cpu": 5056, "cuda": 16}
+
+Replayer = Callable[[torch.Tensor, str, Callable[..., Any], Any, Any], Any]
+"""Runs a target again: given the state, the generator's device, the target, and its arguments by position and name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +29,7 @@ class SaveGeneratorState:
         return SAVE_GENERATOR_STATE
 
     def __call__(self) -> torch.Tensor:
-        return get_state(self.device)
+        return get_state(self.device) if _saved is None else _saved()
 
 
 def replay(state: torch.Tensor, device: str, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -38,12 +42,38 @@ def replay(state: torch.Tensor, device: str, target: Callable[..., Any], /, *arg
         device: of the generator, such as "cpu" or "cuda:1".
         target: may have a keyword `device` of its own, as torch.rand has.
     """
+    return _replayer(state, device, target, args, kwargs)
+
+
+def replay_now(state: torch.Tensor, device: str, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """As `replay`, whatever `replayed_by` says."""
     now = get_state(device).numpy().copy()
     set_state(device, state)
     try:
         return target(*args, **kwargs)
     finally:
         set_state(device, torch.from_numpy(now))
+
+
+_replayer: Replayer = replay_now
+_saved: Callable[[], torch.Tensor] | None = None
+
+
+@contextmanager
+def replayed_by(replayer: Replayer, saved: Callable[[], torch.Tensor] | None = None) -> Iterator[None]:
+    """Let random ops be computed again, in the block, by another function, for CUDA graphs.
+
+    Args:
+        replayer: takes the place of `replay_now`.
+        saved: returns what is saved as a state; None saves the generator's.
+    """
+    global _replayer, _saved
+    before = _replayer, _saved
+    _replayer, _saved = replayer, saved
+    try:
+        yield
+    finally:
+        _replayer, _saved = before
 
 
 def without_generator(kwargs: Mapping[str, Any]) -> dict[str, Any]:

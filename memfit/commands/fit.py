@@ -20,7 +20,7 @@ from memfit.errors import InvalidOptionError, VerificationError
 from memfit.plan import Bounds, Plan, Prediction
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM, Settings
 from memfit.report.formatting import change_text, seconds_text
-from memfit.report.taken import Taken, taken_of
+from memfit.report.taken import Taken, is_for_gpu, taken_of
 from memfit.runtime.measured import Measured
 from memfit.simulate.reserved import DEFAULT
 from memfit.system.budget import format_bytes, parse_budget
@@ -54,6 +54,7 @@ def fit(
     host_dir: options.HostDir = None,
     budget_is: options.BudgetIs = FIRM,
     hard: options.Hard = False,
+    cuda_graph: options.CudaGraph = False,
     planner: options.Planner = DEFAULT_PLANNER,
     option: options.PlannerOptions = None,
     time_limit: options.TimeLimit = DEFAULT_TIME_LIMIT_SECONDS,
@@ -81,6 +82,7 @@ def fit(
         no_cache=no_cache,
         budget_is=budget_is,
         hard=hard,
+        cuda_graph=cuda_graph,
     )
     of_workload = options.read_settings(set_, "--set")
     with working() as work:
@@ -202,13 +204,15 @@ def _sentence(correction: Correction) -> str:
 
 def _answer(target: str, fitted: Fitted, save: Path | None, report: Path | None) -> Answer:
     plan, prediction, measurement = fitted.plan, fitted.prediction, fitted.measurement
-    taken = taken_of(plan, fitted.served_by)
+    taken = taken_of(plan, fitted.served_by) if prediction else None
     baseline = {"peak_bytes": measurement.baseline_peak_bytes, "step_seconds": measurement.baseline_step_seconds}
     measured = {"peak_bytes": measurement.peak_bytes, "step_seconds": measurement.step_seconds}
     predicted = {
         "peak_bytes": prediction.peak_bytes if prediction else None,
         "step_seconds": prediction.seconds if prediction else None,
     }
+    if taken is not None:
+        predicted["reserved_bytes"] = taken.reserved_bytes
     if measurement.reserved_bytes is not None:
         measured["reserved_bytes"] = measurement.reserved_bytes
     if measurement.transfers is not None:
@@ -229,7 +233,7 @@ def _answer(target: str, fitted: Fitted, save: Path | None, report: Path | None)
         "bitwise_equal": True,
         **fitted.host,
         **({"reserved": taken.keys()} if taken else {}),
-        **({"memory": {"served_by": fitted.served_by, "why": fitted.served_why}} if taken else {}),
+        **({"memory": {"served_by": fitted.served_by, "why": fitted.served_why}} if is_for_gpu(plan) else {}),
         "bounds": bounds_of(fitted.bounds),
     }
     if fitted.corrections:
@@ -247,7 +251,7 @@ def _parts(
         "budget": f"{format_bytes(fitted.budget_bytes)}, {resident} of it resident",
         "same bits as eager": fitted.compared,
         "overhead": f"{change_text(keys['overhead'])} (measured, against eager)",
-        **({"memory from": f"{fitted.served_by}{why}"} if taken else {}),
+        **({"memory from": f"{fitted.served_by}{why}"} if is_for_gpu(fitted.plan) else {}),
         **({"offloaded": offloads_row(keys["host"])} if fitted.host else {}),
         **({"eager": fitted.measurement.note} if fitted.measurement.note else {}),
         "plan": f"by planner {fitted.plan.planner} in {seconds_text(fitted.plan_seconds)}: {fitted.plan.status}",
@@ -256,8 +260,11 @@ def _parts(
         **({f"report{whole}": str(report)} if report else {}),
     }
     sides = (keys["baseline"], keys["measured"], keys["predicted"])
-    peaks = ["peak", *("-" if s["peak_bytes"] is None else format_bytes(s["peak_bytes"]) for s in sides)]
-    seconds = ["step", *("-" if s["step_seconds"] is None else seconds_text(s["step_seconds"]) for s in sides)]
+    sizes = [
+        (name, *("-" if s.get(key) is None else format_bytes(s[key]) for s in sides))
+        for name, key in (("peak", "peak_bytes"), ("reserved", "reserved_bytes"))
+    ]
+    seconds = ("step", *("-" if s["step_seconds"] is None else seconds_text(s["step_seconds"]) for s in sides))
     columns = ("", "eager, measured", "planned, measured", "planned, predicted")
     by_part = (rows_table(taken.rows()), Text()) if taken else ()
-    return rows_table(rows), Text(), *by_part, columns_table(columns, [tuple(peaks), tuple(seconds)])
+    return rows_table(rows), Text(), *by_part, columns_table(columns, [*sizes, seconds])

@@ -60,8 +60,9 @@ BudgetIs = Annotated[
         help="Whether a step that takes more than the budget, whatever its plan, is an error or a warning.",
     ),
 ]
-Hard = Annotated[
-    bool, typer.Option("--hard", help="Cap the process at the budget while a step runs, on a GPU; not with an arena.")
+Hard = Annotated[bool, typer.Option("--hard", help="Cap the process at the budget while a step runs, on a GPU.")]
+CudaGraph = Annotated[
+    bool, typer.Option("--cuda-graph", help="Capture the step as a CUDA graph, and replay it, on a GPU.")
 ]
 Planner = Annotated[str, typer.Option("--planner", "-p", metavar="NAME", help="See `memfit planners`.")]
 PlannerOptions = Annotated[
@@ -115,6 +116,7 @@ def plan_settings(
     no_cache: bool = False,
     budget_is: str = FIRM,
     hard: bool = False,
+    cuda_graph: bool = False,
 ) -> Settings:
     """Return the settings of a plan that the options of a command give, checked before any work is done.
 
@@ -132,6 +134,7 @@ def plan_settings(
         no_cache: whether kept plans are left unread.
         budget_is: `firm` or `soft`.
         hard: whether the process is capped while a step runs.
+        cuda_graph: whether the step is captured and replayed.
 
     Raises:
         InvalidBudgetError: a budget that cannot be read.
@@ -149,6 +152,7 @@ def plan_settings(
         reads_kept_plans=not no_cache,
         budget_is=budget_is,
         hard=hard,
+        cuda_graph=cuda_graph,
     )
     make_planner(planner, **settings.options)
     return settings

@@ -21,7 +21,7 @@ from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, make_pl
 from memfit.report import text_summary
 from memfit.report.curve import CurvePoint
 from memfit.report.formatting import change_text, status_text
-from memfit.report.taken import taken_of
+from memfit.report.taken import is_for_gpu, taken_of
 from memfit.system.budget import format_bytes
 
 EXAMPLES = """
@@ -88,13 +88,17 @@ def plan(
 def _answer(
     target: str, plan: Plan, points: list[CurvePoint], save: Path | None, report: Path | None, exit_status: int
 ) -> Answer:
-    taken = taken_of(plan)
+    taken = taken_of(plan) if is_for_gpu(plan) else None
     keys: dict[str, Any] = {
         "budget_bytes": plan.budget_bytes,
         "planner": plan.planner,
         "status": plan.status,
         "plan_seconds": plan.plan_seconds,
-        "predicted": {"peak_bytes": plan.predicted.peak_bytes, "seconds": plan.predicted.seconds},
+        "predicted": {
+            "peak_bytes": plan.predicted.peak_bytes,
+            **({"reserved_bytes": taken.reserved_bytes} if taken else {}),
+            "seconds": plan.predicted.seconds,
+        },
         "unplanned": {"peak_bytes": plan.unplanned.peak_bytes, "seconds": plan.unplanned.seconds},
         "overhead": plan.overhead,
         "bounds": bounds_of(plan.bounds),

@@ -143,8 +143,10 @@ def figures_table(plan: Plan, measured: Measured | None) -> str:
     predicted_seconds = (seconds_text(p.seconds) if is_timed else "unknown" for p in (unplanned, predicted))
     measured_seconds = (seconds_text(s) for s in (measured.baseline_step_seconds, measured.step_seconds))
     extra = change_text(plan.overhead) if is_timed else "unknown"
+    reserved, taken = measured.reserved_bytes, taken_of(plan)
     rows = [
         ("Peak memory", *map(_size, sizes)),
+        *([("Reserved", "–", _size(taken.reserved_bytes) if taken else "–", "–", _size(reserved))] if reserved else []),
         ("Step time", *predicted_seconds, *measured_seconds),
         ("Extra time", "–", extra, "–", change_text(measured.overhead)),
     ]
@@ -203,11 +205,12 @@ def more_section(explanation: Explanation) -> str:
 
 
 def taken_section(plan: Plan) -> str:
-    """Return the section on what the budget has to cover, by part; empty for a plan that is not for a GPU."""
+    """Return the section on what the budget has to cover, by part; empty for a part of a step."""
     taken = taken_of(plan)
     if taken is None:
         return ""
-    note = "What the step takes of the device, predicted, where an arena serves it (memfit.fit's default on CUDA):"
+    where = ", where an arena serves it (memfit.fit's default on CUDA)" if taken.by_mode else ""
+    note = f"What the step takes of the device, predicted{where}:"
     return _section("taken", "What the budget covers", note, _list([f"{k}: {v}" for k, v in taken.rows().items()]))
 
 

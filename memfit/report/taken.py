@@ -1,4 +1,4 @@
-"""What a budget has to cover on a GPU, by part: in the memory that serves the plan, and in the others."""
+"""What a budget has to cover, by part: in the memory that serves the plan, and for a GPU in the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from memfit.plan import Plan
-from memfit.runtime.arena.places import aligned_as, make_places, requests_of
+from memfit.runtime.arena.places import Places, bytes_beside, make_places, requests_of
 from memfit.simulate.cuda_allocator import CUDA_ALIGNMENT_BYTES, AllocatorSettings
 from memfit.simulate.reserved import ARENA, DEFAULT, EXPANDABLE, reserved
 from memfit.system.budget import format_bytes
@@ -17,7 +17,11 @@ _PACKING_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """The bytes that a plan takes of a GPU; all but the context of CUDA are in the budget.
+    """The bytes that a plan takes of its device.
+
+    On a GPU these are the bytes that torch's allocator takes from the device, an arena among them; the budget covers
+    all but CUDA's context. On a CPU nothing is kept for later requests: what is reserved is what is live or, with an
+    arena, the arena and what is live beside it.
 
     Attributes:
         resident_bytes: parameters, buffers, optimizer state and batch.
@@ -25,7 +29,7 @@ class Taken:
         library_bytes: what libraries keep, and what else is not the graph's.
         fragmentation_bytes: gaps in the layout, and what torch's allocator leaves unused, in the memory that serves it.
         reserved_bytes: the sum of these.
-        by_mode: the same sum in each of MODES.
+        by_mode: the same sum in each of MODES; empty for a plan that is not for a GPU.
     """
 
     resident_bytes: int
@@ -39,8 +43,8 @@ class Taken:
         """Return the JSON keys."""
         parts = asdict(self)
         by_mode = parts.pop("by_mode")
-        names = ("arena_bytes", "expandable_segments_bytes", "default_bytes")
-        return parts | dict(zip(names, (by_mode[mode] for mode in MODES), strict=True))
+        names = dict(zip(MODES, ("arena_bytes", "expandable_segments_bytes", "default_bytes"), strict=True))
+        return parts | {names[mode]: size for mode, size in by_mode.items()}
 
     def rows(self) -> dict[str, str]:
         """Return one line for each part, and one for what is outside of the budget."""
@@ -50,34 +54,54 @@ class Taken:
             "plan": format_bytes(self.plan_bytes),
             "library workspaces": f"{format_bytes(self.library_bytes)}, with what else is not the graph's",
             "fragmentation": format_bytes(self.fragmentation_bytes),
-            "reserved": f"{format_bytes(self.reserved_bytes)}, predicted ({each})",
-            "outside of the budget": "CUDA's context",
+            "reserved": f"{format_bytes(self.reserved_bytes)}, predicted{f' ({each})' if each else ''}",
+            "outside of the budget": "CUDA's context" if self.by_mode else "the process of Python itself",
         }
 
 
-def taken_of(plan: Plan, served_by: str = ARENA) -> Taken | None:
-    """Return what a plan takes of a GPU; None for a plan for another device.
+def is_for_gpu(plan: Plan) -> bool:
+    """Return whether a plan's device has the alignment of CUDA's allocator."""
+    return plan.device.alignment_bytes == CUDA_ALIGNMENT_BYTES
+
+
+def taken_of(plan: Plan, served_by: str | None = None) -> Taken | None:
+    """Return what a plan takes of its device; None for a part of a step, whose other parts take the same memory.
 
     Args:
         plan: of a step.
-        served_by: the memory that serves it, one of MODES.
+        served_by: the memory that serves it, one of MODES; None is the default of its device: an arena on a GPU.
     """
-    if plan.device.alignment_bytes != CUDA_ALIGNMENT_BYTES:
+    if plan.graph.boundaries:
         return None
-    requests = requests_of(plan.graph, plan.schedule, aligned_as(plan.device, CUDA_ALIGNMENT_BYTES))
-    places = make_places(requests, packer="auto", time_limit_seconds=_PACKING_SECONDS, seed=plan.seed)
-    settings = (AllocatorSettings(), AllocatorSettings(expandable_segments=True), AllocatorSettings())
-    heights = (places.height_bytes, None, None)
-    by_mode = {
-        mode: reserved(plan.graph, plan.schedule, each, arena_bytes=height).peak_bytes + plan.bytes_outside
-        for mode, each, height in zip(MODES, settings, heights, strict=True)
-    }
     residents = sum(plan.device.aligned(storage.bytes) for storage in plan.graph.storages if storage.resident)
+    by_mode: dict[str, int] = {}
+    if is_for_gpu(plan):
+        by_mode = _by_mode(plan, _places(plan).height_bytes)
+        reserved_bytes = by_mode[served_by or ARENA]
+    elif served_by == ARENA:
+        places = _places(plan)
+        reserved_bytes = bytes_beside(plan, places) + places.height_bytes
+    else:
+        reserved_bytes = plan.predicted.peak_bytes
     return Taken(
         resident_bytes=residents,
         plan_bytes=plan.predicted.peak_bytes - plan.bytes_outside - residents,
         library_bytes=plan.bytes_outside,
-        fragmentation_bytes=by_mode[served_by] - plan.predicted.peak_bytes,
-        reserved_bytes=by_mode[served_by],
+        fragmentation_bytes=reserved_bytes - plan.predicted.peak_bytes,
+        reserved_bytes=reserved_bytes,
         by_mode=by_mode,
     )
+
+
+def _by_mode(plan: Plan, height_bytes: int) -> dict[str, int]:
+    settings = (AllocatorSettings(), AllocatorSettings(expandable_segments=True), AllocatorSettings())
+    heights = (height_bytes, None, None)
+    return {
+        mode: reserved(plan.graph, plan.schedule, each, arena_bytes=height).peak_bytes + plan.bytes_outside
+        for mode, each, height in zip(MODES, settings, heights, strict=True)
+    }
+
+
+def _places(plan: Plan) -> Places:
+    requests = requests_of(plan.graph, plan.schedule, plan.device)
+    return make_places(requests, packer="auto", time_limit_seconds=_PACKING_SECONDS, seed=plan.seed)

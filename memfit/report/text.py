@@ -14,6 +14,7 @@ from memfit.report.live import Run, play
 from memfit.report.more_memory import MoreMemory
 from memfit.report.sentences import least_lines, least_overhead, more_lines, status_meaning
 from memfit.report.storage_fates import MEANING, Fate, Kind, Total, fates, totals
+from memfit.report.taken import is_for_gpu, taken_of
 from memfit.system.budget import format_bytes
 
 _STORAGES_IN_SUMMARY = 5
@@ -61,7 +62,7 @@ def explanation_text(explanation: Explanation, storages_per_fate: int | None = 1
         storages_per_fate: as in `explain`.
     """
     plan, run, of_storage, points = explanation.plan, explanation.run, explanation.fates, explanation.points
-    lines = [*_key_figures(plan), "", *_peak_lines(run, _STORAGES_AT_PEAK)]
+    lines = [*_key_figures(plan), *_taken_lines(plan), "", *_peak_lines(run, _STORAGES_AT_PEAK)]
     by_kind = {total.kind: total for total in totals(of_storage, plan.graph)}
     for kind in _ORDER:
         if kind in by_kind:
@@ -107,6 +108,12 @@ def _key_figures(plan: Plan) -> list[str]:
     if unknown:
         lines.append(f"  workspace of {count_text(unknown, 'op')} is unknown and counted as 0: the peak may be higher")
     return lines
+
+
+def _taken_lines(plan: Plan) -> list[str]:
+    """Return a line for each part of what the budget covers on a GPU; elsewhere that is the peak."""
+    taken = taken_of(plan) if is_for_gpu(plan) else None
+    return ["what the budget covers:", *(f"  {part}: {size}" for part, size in taken.rows().items())] if taken else []
 
 
 def _peak_lines(run: Run, most: int) -> list[str]:

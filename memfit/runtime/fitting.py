@@ -45,6 +45,7 @@ def fit(
     search_behind: bool = True,
     budget_is: str = FIRM,
     hard: bool = False,
+    cuda_graph: bool = False,
     process_group: torch.distributed.ProcessGroup | None = None,
     shard: bool = False,
     kernels: str = EAGER,
@@ -97,6 +98,10 @@ def fit(
             not helped, or no plan fits what it took; `"soft"`: it is a warning.
         hard: on a GPU, cap the process at the budget while a step runs, so that an allocation beyond it fails. `fit`
             then runs steps until two in a row keep the budget, and puts everything back.
+        cuda_graph: on a GPU, capture the step as a CUDA graph once its plan is proved, and replay it from then on: the
+            host then launches one graph in place of each kernel. Refused in one line where it cannot be done right (see
+            "CUDA graphs" in the docs on the arena). Before the graph is used, two replays are compared with two planned
+            steps, bit by bit.
         process_group: the ranks that train the model together, each on its own batches: gradients are averaged as
             DistributedDataParallel does. All ranks call `fit` and the step at the same time. A model that is wrapped in
             DistributedDataParallel brings its group along, and so does one that `fully_shard` (FSDP2) was applied to.
@@ -140,6 +145,7 @@ def fit(
         search_behind=search_behind,
         budget_is=budget_is,
         hard=hard,
+        cuda_graph=cuda_graph,
         stops_on_interrupt=True,
         on_stage=on_stage or ignored,
         progress=progress or ignored,
@@ -176,6 +182,8 @@ def fit_step(
     try:
         planned = PlannedStep(step, settings, given)
     except GraphBreakError as broken:
+        if settings.cuda_graph:
+            raise UnsupportedStepError(f"{broken}; cuda_graph=True: such a step is not one graph") from broken
         if given is not None or not step.has_backward:
             raise
         if step.across is not None:

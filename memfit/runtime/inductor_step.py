@@ -97,6 +97,7 @@ def refuse_with_inductor(settings: Settings, **others: object) -> None:
         "host_dir": settings.host_dir,
         "arena": settings.arena,
         "hard": settings.hard,
+        "cuda_graph": settings.cuda_graph,
         **others,
     }
     for name, value in asked.items():

@@ -12,12 +12,13 @@ import torch
 
 from memfit.capture import TrainingStep
 from memfit.cost.views import span_bytes
+from memfit.runtime.first_step import STEPS_IN_A_ROW
 from memfit.runtime.measured import Measured
 from memfit.runtime.saved_on_host import EagerRun
 from memfit.runtime.state import left_as_it_was
 from memfit.runtime.verify import RunsStep, unplanned_bytes
 from memfit.simulate.overlap import Transfers
-from memfit.system.recorder import Usage, record, taken_bytes
+from memfit.system.recorder import Usage, empty_cache, record, taken_bytes
 from memfit.torch_private.sharding import local
 from memfit.torch_private.tensors import tree_flatten
 
@@ -70,9 +71,7 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
             del runs["eager"]
         for number in range(repeats + 1):
             for name, run in runs.items():
-                if step.optimizer is None:
-                    for parameter in step.model.parameters():
-                        parameter.grad = None
+                _without_gradients(step)
                 # the instrument counts from here on, so that it does not see an arena made before
                 held_bytes = planned.held_bytes if name == "planned" else 0
                 began = time.perf_counter()
@@ -83,21 +82,41 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
                     peaks[name].append(held_bytes + usage.peak_bytes)
                     seconds[name].append(elapsed)
                     transfers += [planned.transfers.since(began)] if name == "planned" else []
+        reserved = _reserved_bytes(planned, batch) if usages["planned"][0].reserved_bytes is not None else None
         resident = resident_bytes(planned, batch)  # while the optimizer's state is there
     ratios = [mine / eager for mine, eager in zip(seconds["planned"], seconds["eager"], strict=False)]
-    reserved = [usage.reserved_bytes for usage in usages["planned"] if usage.reserved_bytes is not None]
+    peak_bytes = resident + max(peaks["planned"])
     return Measured(
         baseline_peak_bytes=resident + max(peaks["eager"]) if ratios else None,
         baseline_step_seconds=statistics.median(seconds["eager"]) if ratios else None,
-        peak_bytes=resident + max(peaks["planned"]),
+        peak_bytes=peak_bytes,
         step_seconds=statistics.median(seconds["planned"]),
         overhead=statistics.median(ratios) - 1.0 if ratios else None,
         resident_bytes=resident,
-        reserved_bytes=max(reserved, default=None),
+        reserved_bytes=peak_bytes if reserved is None else reserved,
         source=usages["planned"][0].source,
         transfers=_of_median(seconds["planned"], transfers),
         note="" if ratios else _NO_ROOM,
     )
+
+
+def _without_gradients(step: TrainingStep) -> None:
+    """Let a step without an optimizer find no gradients that it would add to."""
+    if step.optimizer is None:
+        for parameter in step.model.parameters():
+            parameter.grad = None
+
+
+def _reserved_bytes(planned: MeasurableStep, batch: Any) -> int:
+    """Return the most bytes that torch's allocator holds during two planned steps, without what eager left unused."""
+    empty_cache(planned.device)
+    most = 0
+    for _ in range(STEPS_IN_A_ROW):  # a second step may take more than a first, whose blocks it splits
+        _without_gradients(planned.step)
+        with record(planned.device) as usage:
+            planned(batch)
+        most = max(most, usage.reserved_bytes or 0)
+    return most
 
 
 def _of_median(seconds: Sequence[float], transfers: Sequence[Transfers]) -> Transfers | None:
@@ -156,9 +175,7 @@ def measured_eager_peak(step: TrainingStep, device: torch.device) -> int:
     eager = _Eager(step=step, device=device)
     with left_as_it_was(step):
         step.run_eager(step.batch)  # makes the optimizer's state
-        if step.optimizer is None:
-            for parameter in step.model.parameters():
-                parameter.grad = None
+        _without_gradients(step)
         resident = resident_bytes(eager, step.batch)
         with record(device) as usage:
             step.run_eager(step.batch)

@@ -25,7 +25,9 @@ class Measured:
         overhead: the median of the ratios of planned to baseline seconds, each of two steps one after the other, minus
             one; None without these.
         resident_bytes: parameters, buffers, optimizer state and batch.
-        reserved_bytes: the most that the CUDA allocator held; None on a CPU.
+        reserved_bytes: of the planned step: on CUDA the most that torch's allocator held, with what eager left there
+            returned before; on a CPU, whose allocator keeps nothing for the step, the same as `peak_bytes`. None where
+            that was not measured.
         source: names the instrument that counted the bytes.
         bitwise_equal: whether outputs, gradients and buffers were the same bits as the unplanned step's; None where
             that was not compared.

@@ -12,12 +12,11 @@ import msgspec
 import torch
 
 from memfit.errors import HostMemoryError, NoPlanError
-from memfit.packing.from_schedule import blocks_of
 from memfit.plan import Plan, Status
 from memfit.planning import Settings
 from memfit.runtime.arena.arena import DEFAULT_SOLVER_SECONDS
 from memfit.runtime.arena.devices import ALIGNMENT_BYTES
-from memfit.runtime.arena.places import Places, aligned_as, make_places, requests_of
+from memfit.runtime.arena.places import Places, aligned_as, bytes_beside, make_places, requests_of
 from memfit.runtime.host.layout import host_layout
 from memfit.runtime.host.store import alignment_bytes
 from memfit.schedule import Schedule
@@ -78,17 +77,9 @@ def taken_bytes(plan: Plan, places: Places | None, allocator: AllocatorSettings 
     """
     if allocator is None:
         assert places is not None
-        return _bytes_beside(plan, places) + places.height_bytes
+        return bytes_beside(plan, places) + places.height_bytes
     height_bytes = None if places is None else places.height_bytes
     return reserved(plan.graph, plan.schedule, allocator, arena_bytes=height_bytes).peak_bytes + plan.bytes_outside
-
-
-def _bytes_beside(plan: Plan, places: Places) -> int:
-    """Return the most bytes that a plan takes beside its arena, what is not its own included."""
-    device = aligned_as(plan.device, places.requests.alignment_bytes)
-    residents = sum(device.aligned(storage.bytes) for storage in plan.graph.storages if storage.resident)
-    outside = blocks_of(plan.graph, plan.schedule, device).outside_bytes
-    return residents + int(outside.max(initial=0)) + plan.bytes_outside
 
 
 def places_of(plan: Plan, at: torch.device, seed: int) -> Places:

@@ -92,11 +92,14 @@ class StepState:
             gradient = self.gradients[name]
             parameter.grad = None if gradient is None else with_local(parameter, _on(gradient, parameter.device))
         if step.optimizer is not None:
+            present = dict(step.optimizer.state)
             step.optimizer.state.clear()
             parameters = optimized(step)
             for number, state in self.optimizer.items():
-                copies = {key: _copied(value, self.devices.get((number, key))) for key, value in state.items()}
                 parameter = parameters[number]
+                held = present.get(parameter, {})
+                devices = {key: self.devices.get((number, key)) for key in state}
+                copies = {key: _put_into(held.get(key), value, devices[key]) for key, value in state.items()}
                 step.optimizer.state[parameter] = {
                     key: with_local(parameter, value) if (number, key) in self.sharded else value
                     for key, value in copies.items()
@@ -216,6 +219,21 @@ def _put_back_group(group: dict[str, Any], before: dict[str, Any]) -> None:
             present.copy_(value)
         else:
             group[key] = _copied(value)
+
+
+def _put_into(present: Any, value: Any, device: torch.device | None) -> Any:
+    """Return the present tensor with a copied one's values, so that it keeps its address, or else another copy."""
+    if _form(present) is None or _form(present) != _form(value) or present.device != device:
+        return _copied(value, device)
+    with torch.no_grad():
+        return present.copy_(value)
+
+
+def _form(value: Any) -> tuple[Any, ...] | None:
+    """Return all but the device and the values of a tensor whose values can be replaced; None for anything else."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_inference():
+        return None
+    return type(value), value.dtype, value.shape, value.stride()
 
 
 def _setting(value: Any) -> Any:

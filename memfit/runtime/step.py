@@ -24,6 +24,7 @@ from memfit.errors import (
 from memfit.plan import Plan
 from memfit.planning import FIRM, Settings
 from memfit.runtime.arena.arena import Arena
+from memfit.runtime.cuda_graph import StepGraphs, require_capturable
 from memfit.runtime.distributed.ranks import ranks_of
 from memfit.runtime.first_step import (
     MOST_CORRECTIONS,
@@ -86,6 +87,10 @@ class PlannedStep(Uncopied):
         self._memory, settings = memory_for(
             settings, self.device, step.optimizer, refused=_ON_RANKS if step.across is not None else ""
         )
+        self._graphs: StepGraphs | None = None
+        if settings.cuda_graph:
+            require_capturable(settings, step, self.device, self._memory)
+            self._graphs = StepGraphs(step, self._memory, self.device)
         self._store = HostStore(self.device, settings.host_budget_bytes, settings.host_dir)
         self._variants = Variants()
         self._sizes = NearSizes()
@@ -95,7 +100,7 @@ class PlannedStep(Uncopied):
         self._meter = Meter(self.device)
         self._is_capped = settings.hard
         self._latest: StepProgram | None = None
-        with turn_for(step, self.device, "memfit.fit"):
+        with self._on_stream(), turn_for(step, self.device, "memfit.fit"):
             first = self._maker.make(step.batch, partial(self._beside_bytes, step.batch), plan)
         variant, _ = self._variants.add(self._signature(step.batch), first)
         self._latest = first
@@ -160,8 +165,13 @@ class PlannedStep(Uncopied):
 
     @property
     def held_bytes(self) -> int:
-        """The bytes that the step holds between calls, beside its residents: its arena's."""
-        return self._memory.held_bytes
+        """The bytes that the step holds between calls, beside its residents: of its arena, and its CUDA graph."""
+        return self._memory.held_bytes + (0 if self._graphs is None else self._graphs.held_bytes)
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether there is a CUDA graph that calls replay (see `cuda_graph` of `memfit.fit`)."""
+        return self._graphs is not None and self._graphs.has_graph
 
     def __call__(self, batch: Any) -> Any:
         """Run one step on `batch`; return the loss, detached. The step of a function returns its next state.
@@ -172,8 +182,11 @@ class PlannedStep(Uncopied):
             UnsupportedStepError: the call is inside torch.no_grad or torch.autocast, a changed step cannot be captured,
                 or another thread runs a planned step on the device.
         """
-        with turn_for(self.step, self.device, "the planned step", self):
+        with self._on_stream(), turn_for(self.step, self.device, "the planned step", self):
             return self._call(batch)
+
+    def _on_stream(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._graphs is None else self._graphs.stream()
 
     def _call(self, batch: Any) -> Any:
         variant = self._variant(batch)
@@ -182,6 +195,10 @@ class PlannedStep(Uncopied):
         self._memory.expect(variant.key, variant.program)
         key = self._memory.key(variant.key)
         is_proved = self._kept.get(key, 0) >= STEPS_IN_A_ROW
+        if self._graphs is not None:
+            run = partial(self._run, variant, batch)
+            if self._graphs.prepare(key, variant.program, batch, run, is_proved=is_proved):
+                self._kept[key], is_proved = 0, False  # what a graph takes is proved as well
         is_measured = not is_proved or self._is_capped or records_at_once(self.device)
         if key not in self._resident_bytes:  # before the call, which may make state that the recorder counts
             self._resident_bytes[key] = resident_bytes(self, batch) + self._gradient_bytes(variant)
@@ -340,6 +357,8 @@ class PlannedStep(Uncopied):
     def _forget(self, variant: Variant) -> None:
         """Drop what is known of the memory of a variant's steps."""
         self._memory.forget(variant.key)
+        if self._graphs is not None:
+            self._graphs.forget(variant.program)
         self._resident_bytes = {key: held for key, held in self._resident_bytes.items() if key[0] != variant.key}
         self._kept = {key: count for key, count in self._kept.items() if key[0] != variant.key}
 
@@ -352,6 +371,9 @@ class PlannedStep(Uncopied):
 
     def _run(self, variant: Variant, batch: Any) -> Any:
         parameters = variant.guards.parameters
+        replayed = None if self._graphs is None else self._graphs.outputs()
+        if replayed is not None:
+            return replayed["loss"]
         written = parameters.values(), variant.guards.tensors, self.step.optimizer
         with saying_what_is_left(*written), self._memory.call(variant.key):
             self._ranks.before_step()

@@ -30,6 +30,7 @@ Fetch = Callable[[Sequence[Any]], Any]
 """Given the leaves of a batch, returns one argument of a program."""
 
 _GRADIENT = "grad:"
+_GRAPH_POOL_BYTES = 2 << 20  # a CUDA graph's own results, which are small, take one segment of torch's allocator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +166,7 @@ def make_step_program(
     outputs: list[Value] = list(captured.binding.outputs.values())
     library_bytes = warm(captured.graph, captured.binding) if captured.binding.device.type == "cuda" else 0
     outside = bytes_of_others(step, captured) + library_bytes
+    outside += _bytes_of_graph(captured) if settings.cuda_graph else 0
     arena = InArena(captured.binding.device, settings.seed) if settings.arena else None
     prepared = prepare(
         captured,
@@ -193,6 +195,14 @@ def make_step_program(
         places=places,
         predicted_bytes=(taken_bytes(prepared.plan, places, allocator) if is_placed else 0),
     )
+
+
+def _bytes_of_graph(captured: Captured) -> int:
+    """Return the bytes that a CUDA graph of a step holds beside the step's own: a batch, and its results."""
+    device = captured.binding.device
+    inputs = {resident.value.storage for resident in captured.binding.residents if resident.origin is Origin.INPUT}
+    batch = sum(device_bytes(captured.graph.storages[storage].bytes, device) for storage in inputs)
+    return batch + (_GRAPH_POOL_BYTES if device.type == "cuda" else 0)
 
 
 def _has_others(tensor: torch.Tensor) -> bool:

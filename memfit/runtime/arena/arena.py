@@ -115,6 +115,7 @@ class Arena:
         last_step: the requests of the last step.
         reoptimizations: how often a layout was replaced because a step differed.
         solver_seconds: how long all searches for layouts took together.
+        moves: how often the arena got other memory.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class Arena:
         self._plans: OrderedDict[Hashable, _Numbered] = OrderedDict()
         self._next_number = 0
         self._height_bytes = self._slab_bytes = 0
+        self.moves = 0
         self._key: Hashable = None
         self._runs = False
         self._interrupted = False
@@ -258,6 +260,11 @@ class Arena:
     def held_bytes(self) -> int:
         """The bytes of device memory that the arena holds now; 0 before the first step has ended, and after `close`."""
         return self._slab_bytes
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no tensor lies in the arena's memory."""
+        return not self._library.live_blocks(self._require_open())
 
     @property
     def lower_bound_bytes(self) -> int:
@@ -389,6 +396,7 @@ class Arena:
 
     def _resize(self, needed_bytes: int) -> None:
         self._slab_bytes = 0
+        self.moves += 1
         if not self._library.resize(self._require_open(), needed_bytes):
             raise MemfitError(
                 f"there is no memory for an arena of {needed_bytes} bytes; go without, or use less memory"

@@ -22,6 +22,7 @@ from memfit.graph import Graph
 from memfit.packing import Blocks, Layout, pack
 from memfit.packing.blocks import live_bytes
 from memfit.packing.from_schedule import blocks_of
+from memfit.plan import Plan
 from memfit.runtime.arena.layout import OUTLIVES
 from memfit.runtime.arena.orders import ELSEWHERE, SPARE, Order, Turn, arranged
 from memfit.schedule import Code, Schedule
@@ -284,6 +285,19 @@ def with_orders(
 def aligned_as(device: Device, alignment_bytes: int) -> Device:
     """Return a device's profile with the alignment that its arena has."""
     return msgspec.structs.replace(device, alignment_bytes=alignment_bytes)
+
+
+def bytes_beside(plan: Plan, places: Places) -> int:
+    """Return the most bytes that a plan takes beside its arena, if no allocator keeps more than is live.
+
+    Args:
+        plan: of a step; its bytes outside are included.
+        places: of its schedule.
+    """
+    device = aligned_as(plan.device, places.requests.alignment_bytes)
+    residents = sum(device.aligned(storage.bytes) for storage in plan.graph.storages if storage.resident)
+    outside = blocks_of(plan.graph, plan.schedule, device).outside_bytes
+    return residents + int(outside.max(initial=0)) + plan.bytes_outside
 
 
 def _begins(counts: Iterable[int]) -> list[int]:
