@@ -139,9 +139,12 @@ from memfit.torch_private.tracing import answered_as_eager, checkpoints_inlined,
 
 
 def test_a_stand_in_is_told_from_what_it_stands_for() -> None:
-    with answered_as_eager():
-        stand_in = torch._subclasses.fake_tensor
+    original = torch.nn.functional.one_hot
+    with answered_as_eager(lambda _original, indices, classes: indices * classes):
+        stand_in, one_hot = torch._subclasses.fake_tensor, torch.nn.functional.one_hot
         asked = stand_in.is_fake
+        assert one_hot(torch.ones(1), 3).tolist() == [3.0]
+    assert one_hot is not original and stood_for(one_hot) is original is torch.nn.functional.one_hot
     assert stood_for(stand_in) is torch._subclasses.fake_tensor
     assert asked is not torch._subclasses.fake_tensor.is_fake
     assert stood_for(asked) is torch._subclasses.fake_tensor.is_fake
@@ -176,7 +179,7 @@ def test_code_outside_of_torch_is_told_that_nothing_is_fake() -> None:
     mode = FakeTensorMode()
     fake = mode.from_tensor(torch.ones(3))
     asked = torch._subclasses.FakeTensor, torch._guards, torch._subclasses.fake_tensor
-    with answered_as_eager(), mode:
+    with answered_as_eager(lambda original, *given: original(*given)), mode:
         assert not isinstance(fake, torch._subclasses.FakeTensor)
         assert not torch._subclasses.fake_tensor.is_fake(fake)
         assert torch._guards.detect_fake_mode([fake]) is None and torch._guards.active_fake_mode() is None
