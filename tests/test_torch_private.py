@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from memfit.torch_private.autograd import (
     backward_keeps_graph,
     backward_node,
     default_saved_hooks,
+    hooks_aside_in_transforms,
     in_backward,
     next_sequence_number,
     no_modes,
@@ -121,6 +122,7 @@ from memfit.torch_private.tensors import (
     fake_mode_of,
     fakes_corrected,
     has_kernel,
+    has_own_dispatch,
     is_data_dependent,
     is_fake,
     is_plain_dense,
@@ -841,6 +843,34 @@ def test_the_innermost_hooks_of_saved_tensors() -> None:
 def test_zero_tensors_are_known() -> None:
     assert is_zero_tensor(torch._efficientzerotensor(3))
     assert not is_zero_tensor(torch.zeros(3))
+
+
+def test_tensors_with_dispatch_of_their_own() -> None:
+    assert has_own_dispatch(torch.nested.nested_tensor([torch.zeros(3)], layout=torch.jagged))
+    assert not has_own_dispatch(torch.zeros(3))
+    assert not has_own_dispatch(torch.nn.Parameter(torch.zeros(3)))
+
+
+def test_hooks_of_saved_tensors_are_taken_off_for_transformations() -> None:
+    packed: list[torch.Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor
+    )
+
+    @contextmanager
+    def aside() -> Iterator[None]:
+        hooks.__exit__()
+        try:
+            yield
+        finally:
+            hooks.__enter__()
+
+    x = torch.ones(3, requires_grad=True)
+    with hooks, hooks_aside_in_transforms(aside):
+        assert torch.func.grad(lambda y: y.sin().sum())(torch.zeros(3)).tolist() == [1.0] * 3
+        assert not packed
+        x.sin()
+        assert packed
 
 
 def test_custom_functions_get_saved_leaves_themselves() -> None:
