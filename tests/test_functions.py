@@ -223,6 +223,7 @@ def test_a_number_that_was_frozen_is_found() -> None:
 
 
 ROWS = 4096
+F = torch.nn.functional
 
 
 @pytest.mark.parametrize(
@@ -242,6 +243,8 @@ ROWS = 4096
         ("a triangle", lambda s, b: s + b.exp().tril().sum(1)),
         ("largest so far", lambda s, b: s + b.exp().cummax(0).values.sum(1)),
         ("scaled rows", lambda s, b: s + torch.renorm(b.exp(), 2, 1, 1.0).sum(1)),
+        ("layers of all", lambda s, b: s + F.layer_norm(b.exp(), (ROWS, 64)).sum(1)),
+        ("padded rows", lambda s, b: s + F.pad(b.exp(), (0, 0, 1, 1))[1:-1].sum(1)),
         ("differences of rows", lambda s, b: s + torch.diff(b.exp(), dim=0, prepend=b[:1]).sum(1)),
     ],
 )
@@ -269,6 +272,14 @@ def test_what_mixes_rows_keeps_its_bits(name: str, function: Any) -> None:
         lambda s, b: s + b.sort(1).values[:, 0],
         lambda s, b: s + torch.cdist(b, b[:7]).amin(1),
         lambda s, b: s + (b @ b[:64].T).relu().sum(1),
+        lambda s, b: s + (F.normalize(b) @ F.normalize(b[:64]).T).argmax(1),
+        lambda s, b: s + F.layer_norm(b.exp(), (64,), b[0], b[1]).amax(1),
+        lambda s, b: s + b.exp().sort().values.cumsum(1).amax(1) + b.exp().topk(3).indices.sum(1),
+        lambda s, b: s + b.exp().gather(1, b.argsort(1)).logsumexp(1),
+        lambda s, b: s + F.pad(b.exp(), (1, 2)).view(ROWS, 67).log_softmax(-1).amax(1),
+        lambda s, b: s + torch.bmm(b.exp().view(-1, 8, 8), b.view(-1, 8, 8)).sum((1, 2)),
+        lambda s, b: s + F.max_pool2d(b.exp().view(-1, 1, 8, 8), 2).amax((1, 2, 3)),
+        lambda s, b: s + torch.fft.rfft(b.exp()).abs().amax(1),
     ],
 )
 @pytest.mark.parametrize("count", [2, 16])
@@ -276,6 +287,61 @@ def test_chains_of_rows_are_found(function: Any, count: int) -> None:
     state, batch = torch.zeros(ROWS), torch.randn(ROWS, 64)
     (found,) = _chunked(function, state, batch, count)
     assert found.rows == ROWS and found.count == count
+
+
+@pytest.mark.parametrize("scatter", [torch.scatter, torch.scatter_add])
+def test_rows_are_scattered_in_chunks(scatter: Any) -> None:
+    state, batch = torch.zeros(ROWS), torch.randn(ROWS, 64)
+    found = _chunked(lambda s, b: s + scatter(torch.zeros_like(b), 1, b.argsort(1), b).amax(1), state, batch, 16)
+    assert [[str(part.target) for part in each.parts][-2] for each in found] == ["aten.amax.default"]
+
+
+def test_one_hot_is_planned_and_its_classes_are_checked() -> None:
+    batch = torch.arange(32) % 8
+    planned = memfit.fit_function(lambda s, b: s + F.one_hot(b, num_classes=8).sum(0), batch[:8], batch, budget="100%")
+    assert planned(batch[:8], batch).tolist() == [4 + number for number in range(8)]
+    with pytest.raises(RuntimeError, match=r"test_functions\.py:\d+: Class values must be smaller than num_classes"):
+        planned(batch[:8], batch + 1)
+    with pytest.raises(RuntimeError, match=r"test_functions\.py:\d+: Class values must be non-negative"):
+        planned(batch[:8], batch - 1)
+
+
+def test_counts_are_planned_for_the_size_that_they_are_asked_for() -> None:
+    batch = torch.arange(32) % 8
+    weights = torch.rand(32)
+
+    def counts(state: Any, values: torch.Tensor) -> Any:
+        weighed = torch.bincount(values, weights, 10) + torch.bincount(values, weights.double(), 10)
+        return state[0] + torch.bincount(values, minlength=10), state[1] + weighed
+
+    state = torch.zeros(10, dtype=torch.int64), torch.zeros(10, dtype=torch.float64)
+    planned = memfit.fit_function(counts, state, batch, budget="100%")
+    expected = counts(state, batch)
+    assert all(torch.equal(one, other) for one, other in zip(planned(state, batch), expected, strict=True))
+    with pytest.raises(UnsupportedStepError, match=r"functions\.py:\d+: bincount found the value 16.*minlength=10"):
+        planned(state, batch + 9)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda x: x.to_sparse(), r"a tensor of layout sparse_coo.*to_dense"),
+        (lambda x: x.to_sparse_csr(), r"a tensor of layout sparse_csr.*to_dense"),
+        (lambda x: x.to_mkldnn(), r"a tensor of layout _mkldnn.*to_dense"),
+        (lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged), r"a nested tensor.*padded"),
+        (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), r"a quantized tensor \(qint8\).*dequantize"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:torch.quantize:UserWarning")
+def test_what_is_not_dense_is_refused_by_name(made: Any, words: str) -> None:
+    x = torch.ones(3, 4)
+    with pytest.raises(UnsupportedStepError, match=rf"batch\['x'\] is {words}.*memfit\.eager"):
+        memfit.fit_function(lambda s, _: s, x, {"x": made(x)}, budget="100%")
+    with pytest.raises(UnsupportedStepError, match=rf"memfit\.fit: batch\[0\] is {words}"):
+        memfit.fit(torch.nn.Linear(4, 1), lambda model, batch: model(batch[1]).sum(), (made(x), x), budget="100%")
+    planned = memfit.fit_function(lambda s, b: s + b, x, x, budget="100%", planner="none")
+    with pytest.raises(UnsupportedStepError, match=rf"batch\[1\] is {words}"):
+        planned(x, made(x))
 
 
 def test_two_chains_with_a_sum_over_all_rows_between_them() -> None:

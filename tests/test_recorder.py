@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from memfit.errors import InvalidDeviceError, MemfitError
 from memfit.system import native, recorder
 from memfit.system.native import NativeLibraryError
-from memfit.system.recorder import Usage, allocated_bytes, record, records_at_once, watch
+from memfit.system.recorder import CpuLimit, Usage, allocated_bytes, record, records_at_once, watch
 from memfit.workloads import build
 
 KIB = 1024
@@ -441,3 +442,72 @@ def test_cuda_is_watched_without_setting_its_peak_back(monkeypatch: pytest.Monke
     with watch(device) as usage:
         bytes_now["current"] = 120
     assert (usage.peak_bytes, usage.taken_bytes) == (0, 0)
+
+
+def _sums_of_a_transformation():
+    return torch.func.vmap(lambda row: torch.outer(row, row).sum(0))(torch.ones(8, 64))
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda: torch.full((8 * ONE_KIB_FLOATS,), 2.0),
+        lambda: torch.ones(64, 64) @ torch.ones(64, 64),
+        lambda: torch.ops.aten.sin(torch.ones(8 * ONE_KIB_FLOATS)),
+        lambda: torch.tensor([1.0] * 8 * ONE_KIB_FLOATS),
+        _sums_of_a_transformation,
+    ],
+)
+def test_room_is_asked_for_before_memory_is_taken(take: Any):
+    asked: list[int] = []
+    expected, held = take(), [torch.empty(8 * ONE_KIB_FLOATS)]
+
+    def make_room(need_bytes: int) -> None:
+        asked.append(need_bytes)
+        held.clear()
+        torch.ones(64 * KIB).sum()  # is not asked for
+
+    with record("cpu") as usage, CpuLimit(allocated_bytes("cpu") + 6 * KIB, make_room):
+        assert torch.equal(take(), expected)
+    assert asked and max(asked) >= 8 * KIB
+    assert usage.peak_bytes > 0
+
+
+def test_memory_that_is_refused_is_not_taken():
+    with record("cpu") as usage:
+        with CpuLimit(allocated_bytes("cpu") + KIB, lambda need_bytes: f"no {need_bytes} bytes are left"):
+            with pytest.raises(torch.OutOfMemoryError, match="no 8192 bytes are left"):
+                torch.ops.aten.exp(torch.empty(8 * ONE_KIB_FLOATS))
+            small = torch.empty(ONE_KIB_FLOATS)
+        large = torch.empty(8 * ONE_KIB_FLOATS)
+    assert usage.peak_bytes == small.nbytes + large.nbytes
+
+
+def test_the_innermost_limit_of_a_thread_counts():
+    asked: list[str] = []
+    elsewhere: list[torch.Tensor] = []
+    with CpuLimit(allocated_bytes("cpu"), lambda _: asked.append("outer")):
+        with CpuLimit(allocated_bytes("cpu") + KIB, lambda _: asked.append("inner")):
+            torch.empty(ONE_KIB_FLOATS)
+            torch.empty(2 * ONE_KIB_FLOATS)
+        torch.empty(ONE_KIB_FLOATS)
+        thread = threading.Thread(target=lambda: elsewhere.append(torch.empty(8 * ONE_KIB_FLOATS)))
+        thread.start()
+        thread.join()
+    torch.empty(ONE_KIB_FLOATS)
+    assert asked == ["inner", "outer"]
+
+
+def test_a_worker_that_is_forked_has_no_limit():
+    program = """
+import os, torch
+from memfit.system.recorder import CpuLimit, allocated_bytes
+with CpuLimit(allocated_bytes("cpu"), lambda _: "no"):
+    child = os.fork()
+    if child == 0:
+        torch.empty(1024)
+        os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    assert ran.stdout.strip() == "0"

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from memfit.torch_private.autograd import (
     backward_keeps_graph,
     backward_node,
     default_saved_hooks,
+    hooks_aside_in_transforms,
     in_backward,
     is_on,
     next_sequence_number,
@@ -123,6 +124,7 @@ from memfit.torch_private.tensors import (
     fake_mode_of,
     fakes_corrected,
     has_kernel,
+    has_own_dispatch,
     is_data_dependent,
     is_fake,
     is_plain_dense,
@@ -141,9 +143,12 @@ from memfit.torch_private.tracing import answered_as_eager, checkpoints_inlined,
 
 
 def test_a_stand_in_is_told_from_what_it_stands_for() -> None:
-    with answered_as_eager():
-        stand_in = torch._subclasses.fake_tensor
+    original = torch.nn.functional.one_hot
+    with answered_as_eager(lambda _original, indices, classes: indices * classes):
+        stand_in, one_hot = torch._subclasses.fake_tensor, torch.nn.functional.one_hot
         asked = stand_in.is_fake
+        assert one_hot(torch.ones(1), 3).tolist() == [3.0]
+    assert one_hot is not original and stood_for(one_hot) is original is torch.nn.functional.one_hot
     assert stood_for(stand_in) is torch._subclasses.fake_tensor
     assert asked is not torch._subclasses.fake_tensor.is_fake
     assert stood_for(asked) is torch._subclasses.fake_tensor.is_fake
@@ -178,7 +183,7 @@ def test_code_outside_of_torch_is_told_that_nothing_is_fake() -> None:
     mode = FakeTensorMode()
     fake = mode.from_tensor(torch.ones(3))
     asked = torch._subclasses.FakeTensor, torch._guards, torch._subclasses.fake_tensor
-    with answered_as_eager(), mode:
+    with answered_as_eager(lambda original, *given: original(*given)), mode:
         assert not isinstance(fake, torch._subclasses.FakeTensor)
         assert not torch._subclasses.fake_tensor.is_fake(fake)
         assert torch._guards.detect_fake_mode([fake]) is None and torch._guards.active_fake_mode() is None
@@ -840,6 +845,34 @@ def test_the_innermost_hooks_of_saved_tensors() -> None:
 def test_zero_tensors_are_known() -> None:
     assert is_zero_tensor(torch._efficientzerotensor(3))
     assert not is_zero_tensor(torch.zeros(3))
+
+
+def test_tensors_with_dispatch_of_their_own() -> None:
+    assert has_own_dispatch(torch.nested.nested_tensor([torch.zeros(3)], layout=torch.jagged))
+    assert not has_own_dispatch(torch.zeros(3))
+    assert not has_own_dispatch(torch.nn.Parameter(torch.zeros(3)))
+
+
+def test_hooks_of_saved_tensors_are_taken_off_for_transformations() -> None:
+    packed: list[torch.Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor
+    )
+
+    @contextmanager
+    def aside() -> Iterator[None]:
+        hooks.__exit__()
+        try:
+            yield
+        finally:
+            hooks.__enter__()
+
+    x = torch.ones(3, requires_grad=True)
+    with hooks, hooks_aside_in_transforms(aside):
+        assert torch.func.grad(lambda y: y.sin().sum())(torch.zeros(3)).tolist() == [1.0] * 3
+        assert not packed
+        x.sin()
+        assert packed
 
 
 def test_custom_functions_get_saved_leaves_themselves() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memfit.capture.functionalize import RequireTrue, as_the_real_kernel, corrected, is_pure
+from memfit.capture.functionalize import Counts, RequireClasses, RequireTrue, as_the_real_kernel, corrected, is_pure
 from memfit.capture.generators import without_generator
 from memfit.capture.lines import calling_line
 from memfit.capture.looks import Look, look_at
@@ -55,6 +55,8 @@ class CallRecorder(TorchDispatchMode):
         leaves: of the batch.
         symbols: of sizes; None where all are numbers.
         under_modes: is shown the calls whose gradients differ where modes watch.
+        counts_as_asked: whether bincount is taken to return as many numbers as its `minlength`, which is checked at
+            each call; or its size is data's to decide, around which a training step is planned.
     """
 
     def __init__(
@@ -66,13 +68,14 @@ class CallRecorder(TorchDispatchMode):
         leaves: Sequence[Any],
         symbols: Symbols | None,
         under_modes: UnderModes,
+        counts_as_asked: bool,
     ) -> None:
         super().__init__()
         self.records_stream = symbols is None
         self.fake_of_storage: dict[int, torch.Tensor] = {}
         self.looks: list[Look] = []
         self._trace, self._stream, self._mode, self._leaves = trace, stream, mode, leaves
-        self._symbols, self._under_modes = symbols, under_modes
+        self._symbols, self._under_modes, self._counts_as_asked = symbols, under_modes, counts_as_asked
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _ASKS_FOR_DEVICE:  # most of all calls, and none of the step's
@@ -95,6 +98,26 @@ class CallRecorder(TorchDispatchMode):
             self._stream.add(func, args, kwargs, returned)
         return returned
 
+    def one_hot(self, original: Any, indices: Any, num_classes: int = -1) -> torch.Tensor:
+        """Return what `one_hot` makes of a fake by the calls that it makes for real tensors; its checks are entered.
+
+        Args:
+            original: torch's own, which computes it otherwise for fakes, without checks.
+            indices, num_classes: as for torch's own.
+        """
+        is_checked = is_fake(indices) and indices.device.type == "cpu"
+        if not is_checked or indices.dtype != torch.int64 or num_classes < 1 or indices.numel() == 0:
+            return original(indices, num_classes)
+        ends = torch.aminmax(indices)
+        if self.records_stream:
+            for end in ends:
+                self._stream.add(READS_A_NUMBER, (end,), {}, 0)
+        check = RequireClasses(line=calling_line(), classes=num_classes)
+        self._trace.add_check("check", check, [self._trace.value(end) for end in ends])
+        sizes = [*indices.shape, num_classes]
+        made = _aten.zeros.default(sizes, dtype=indices.dtype, layout=torch.strided, device=indices.device)
+        return made.scatter_(-1, indices.unsqueeze(-1), 1)
+
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._symbols is not None:
             with symbolic_kernels() if not func.is_view else nullcontext():
@@ -102,6 +125,8 @@ class CallRecorder(TorchDispatchMode):
         try:
             return corrected(func, args, func(*args, **without_generator(kwargs)))
         except DATA_DEPENDENT_ERRORS:
+            if func is _aten.bincount.default and self._counts_as_asked and args[2:] > (0,):
+                return Counts(func=func, line="", length=args[2]).fake(*args[:2])
             raise
         except Exception:  # fake kernels raise all kinds of errors
             if not is_pure(func) or not tensors_in((args, kwargs)):

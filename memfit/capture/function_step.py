@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from memfit.capture.placement import require_dense
 from memfit.capture.training_step import TrainingStep
 from memfit.errors import CaptureError, InvalidTargetError
 from memfit.torch_private.tensors import tree_flatten
@@ -40,6 +41,7 @@ class FunctionStep(TrainingStep):
 
         Raises:
             InvalidTargetError: no function, or a state that holds something else than tensors.
+            UnsupportedStepError: sparse, nested or quantized tensors.
         """
         if not callable(function):
             raise InvalidTargetError(f"function is a {type(function).__name__}, expected a function(state, batch)")
@@ -52,6 +54,8 @@ class FunctionStep(TrainingStep):
                 )
         if not leaves:
             raise InvalidTargetError("the state holds no tensor")
+        require_dense(state, "state")
+        require_dense(batch, "batch")
         own = name or getattr(function, "__name__", "") or type(function).__name__
         return FunctionStep(model=torch.nn.Module(), loss=function, batch=(state, batch), name=own)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memfit.errors import UnsupportedStepError
 from memfit.torch_private.tensors import fake_mode_of, real_tensors, tensors_in, tree_map
 
 # In-place calls whose result does not depend on the old content: only their first argument's metadata counts.
@@ -144,6 +145,64 @@ class RequireTrue:
                 f"{self.line}: a check of the arguments of a torch.distributions object failed; an eager step names "
                 "the argument"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequireClasses:
+    """Raises RuntimeError, as one_hot does, unless its arguments, the ends of a range, are numbers of classes.
+
+    Attributes:
+        line: the user's line that calls one_hot.
+        classes: how many there are.
+    """
+
+    line: str
+    classes: int
+    measurable = False
+    workspace_bytes = 0
+
+    @property
+    def __name__(self) -> str:
+        return f"require_classes({self.classes})"
+
+    def __call__(self, least: torch.Tensor, largest: torch.Tensor) -> None:
+        if least.item() < 0:
+            raise RuntimeError(f"{self.line}: Class values must be non-negative.")
+        if largest.item() >= self.classes:
+            raise RuntimeError(f"{self.line}: Class values must be smaller than num_classes.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """A call of bincount whose result is as long as the call asks for; a value beyond raises UnsupportedStepError.
+
+    Attributes:
+        func: the operator overload.
+        line: the user's line that calls it.
+        length: of the result: `minlength`.
+    """
+
+    func: Any
+    line: str
+    length: int
+
+    @property
+    def __name__(self) -> str:
+        return f"{self.length}_counts.{self.func}"
+
+    def fake(self, values: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the fake of its result."""
+        weighted = torch.float32 if weights is not None and weights.dtype == torch.float32 else torch.float64
+        return values.new_empty(self.length, dtype=torch.int64 if weights is None else weighted)
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        made = self.func(*args)
+        if made.numel() != self.length:
+            raise UnsupportedStepError(
+                f"{self.line}: bincount found the value {made.numel() - 1}, and was planned for values below its "
+                f"minlength={self.length}, which decides the size of its result; give a larger minlength"
+            )
+        return made
 
 
 def _rnn_workspace_bytes(args: tuple[Any, ...]) -> int:

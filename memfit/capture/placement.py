@@ -1,4 +1,4 @@
-"""The device of a training step."""
+"""The device of a training step, and what kinds of tensors it can be given."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memfit.errors import InvalidDeviceError
+from memfit.errors import InvalidDeviceError, UnsupportedStepError
 
 
 def step_device(model: torch.nn.Module, batch: Any, where: str = "the step") -> torch.device:
@@ -40,6 +40,39 @@ def step_device(model: torch.nn.Module, batch: Any, where: str = "the step") -> 
                 f"{where}: {place} is on {tensor.device} and the model on {device}; move the batch to {device}"
             )
     return device
+
+
+def require_dense(tree: Any, place: str) -> None:
+    """Refuse sparse, nested and quantized tensors: a plan is made for memory of a known size, element by element.
+
+    Args:
+        tree: tensors in nested tuples, lists and dicts.
+        place: names it in the message.
+
+    Raises:
+        UnsupportedStepError: names the first of them.
+    """
+    for where, tensor in _tensors(tree, place):
+        if not is_dense(tensor):
+            kind, instead = _kind_of(tensor)
+            raise UnsupportedStepError(
+                f"{where} is {kind}, and plans are made for dense tensors: give {instead}, or run the loop in "
+                "memfit.eager"
+            )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is neither sparse nor nested nor quantized."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def _kind_of(tensor: torch.Tensor) -> tuple[str, str]:
+    """Return what kind of tensor one is that is not dense, and what can be given in its place."""
+    if tensor.is_nested:
+        return "a nested tensor", "its values and their lengths, or one padded tensor"
+    if tensor.is_quantized:
+        return f"a quantized tensor ({str(tensor.dtype).removeprefix('torch.')})", "it dequantized (`dequantize()`)"
+    return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}", "it dense (`to_dense()`)"
 
 
 def _tensors(tree: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:

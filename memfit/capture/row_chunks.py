@@ -4,7 +4,8 @@ The distances of a million points to each centre are one large result of which t
 a sixteenth of the points at a time, the chain takes a sixteenth of the memory.
 
 Which operators keep rows apart is known: those that work element by element, those that name other dimensions than the
-first, products with a matrix on the left, and what is picked from a table. All results of a chain have as many rows,
+first, products with a matrix on the left or of a matrix for each row, convolutions and pooling of a batch,
+normalization of each row, and what is picked from a table. All results of a chain have as many rows,
 and so have the arguments that are taken row by row. Kernels may still give other bits for fewer rows, which is tried:
 the chain is run both ways on the same inputs, and stays as it was if one bit differs.
 """
@@ -32,12 +33,21 @@ _WHOLE: dict[Any, tuple[int, ...]] = {
     _aten.mm: (1,),
     _aten.mv: (1,),
     _aten.addmm: (2,),
+    _aten.addmv: (2,),
+    _aten.bmm: (),
+    _aten.baddbmm: (),
+    _aten.convolution: (1, 2),
+    _aten.max_pool2d_with_indices: (),
+    _aten.avg_pool2d: (),
+    _aten._adaptive_avg_pool2d: (),
+    _aten.bucketize: (1,),
     _aten.embedding: (0,),
     _aten.index_select: (0,),
     _aten.index: (0,),
     _aten._cdist_forward: (1,),
     _aten._euclidean_dist: (1,),
 }
+_OF_LAST = (_aten.native_layer_norm, _aten._fused_rms_norm)  # along the last dimensions, whose sizes they are given
 _COPIES = (_aten._to_copy, _aten.clone)
 _MIXES_ROWS = (_aten.renorm, _aten.unique_dim, _aten.unique_consecutive)  # along the dimensions that they do not name
 COUNTS = (2, 4, 8, 16, 32, 64, 128, 256)
@@ -319,18 +329,23 @@ def _keeps_rows_apart(call: Call) -> bool:
     """Return whether each row of an operator's result depends on the same row of what it takes by rows.
 
     Operators that work element by element do; so do those that work along other dimensions than the first, which they
-    name, products with a matrix on the left, and what is picked from a table.
+    name (the last one where they name none), products of matrices, and what is picked from a table.
     """
-    packet = getattr(call.target, "overloadpacket", None)
-    if packet is None or packet in _MIXES_ROWS:
+    packet, first = getattr(call.target, "overloadpacket", None), next(values_in(call.args), None)
+    if packet is None or first is None or packet in _MIXES_ROWS:
         return False
     if packet in _WHOLE or packet in _COPIES or torch.Tag.pointwise in call.target.tags:  # pyright: ignore
         return True
-    given = {argument.name: arg for argument, arg in zip(call.target._schema.arguments, call.args, strict=False)}  # pyright: ignore
+    if packet in _OF_LAST:
+        return len(call.args[1]) < len(first.shape)
+    if packet is _aten.constant_pad_nd:
+        return len(call.args[1]) < 2 * len(first.shape)
+    arguments = call.target._schema.arguments  # pyright: ignore[reportFunctionMemberAccess]
+    given = {argument.name: argument.default_value for argument in arguments}
+    given |= {argument.name: arg for argument, arg in zip(arguments, call.args, strict=False)}
     given |= call.kwargs
-    first = next(values_in(call.args), None)
     along = given.get("dim", given.get("dims"))
-    if first is None or along is None or along == []:
+    if along is None or along == []:
         return False
     dimensions = along if isinstance(along, list | tuple) else [along]
     return all(isinstance(each, int) and each % len(first.shape) != 0 for each in dimensions)

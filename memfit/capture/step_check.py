@@ -8,7 +8,7 @@ import torch
 
 from memfit.capture.across import Across
 from memfit.capture.fully_sharded import FullySharded
-from memfit.capture.placement import step_device
+from memfit.capture.placement import require_dense, step_device
 from memfit.capture.training_step import TrainingStep
 from memfit.errors import InvalidTargetError, UnsupportedStepError
 from memfit.torch_private.autograd import any_autocast
@@ -26,13 +26,15 @@ def check_step(step: TrainingStep, where: str) -> None:
     Raises:
         InvalidTargetError: a part of the wrong kind, or an optimizer of another model's parameters.
         InvalidDeviceError: parameters or batch on several devices.
-        UnsupportedStepError: a model under DDP, FSDP or tensor parallelism, or a script of torch.jit.
+        UnsupportedStepError: a model under DDP, FSDP or tensor parallelism, or a script of torch.jit; a batch with
+            sparse, nested or quantized tensors.
     """
     _check_kinds(step, where)
     check_not_distributed(step.model, where, step.across)
     check_initialized(step.model, where)
     if step.optimizer is not None:
         _check_optimizer(step.model, step.optimizer, where)
+    require_dense(step.batch, f"{where}: batch")
     step_device(step.model, step.batch, where)
 
 

@@ -20,7 +20,15 @@ from typing import Any, NamedTuple
 import torch
 
 from memfit.torch_private.autograd import backward_node
-from memfit.torch_private.tensors import StorageWeakRef, is_fake, real_tensors, storage_key, tensors_in, tree_map
+from memfit.torch_private.tensors import (
+    READS_A_NUMBER,
+    StorageWeakRef,
+    is_fake,
+    real_tensors,
+    storage_key,
+    tensors_in,
+    tree_map,
+)
 
 _MOST_FRAMES = 200
 _CONTENT_BYTES = 1 << 20  # of a tensor from outside of the step: a draw is smaller, a teacher's weights are larger
@@ -66,7 +74,7 @@ class Dispatched:
     Attributes:
         target: the operator overload's name.
         arguments: positional and keyword arguments, with Described in the places of tensors.
-        results: the returned tensors.
+        results: the returned tensors; None for an integer that is read, which a capture only checks.
         frames: the Python frames that led to it, outermost first: code and line.
         in_backward: whether autograd makes the call.
     """
@@ -128,7 +136,7 @@ class Stream:
         call = Dispatched(
             target=str(func),
             arguments=arguments,
-            results=tree_map(self._described_result, returned),
+            results=None if _reads_an_integer(func, returned) else tree_map(self._described_result, returned),
             frames=_frames(),
             in_backward=backward_node() is not None,
         )
@@ -212,6 +220,10 @@ class Stream:
     def _described(self, tensor: torch.Tensor, key: int, place: tuple[int, ...], content: str | None) -> Described:
         number = self._numbers.setdefault(key, len(self._numbers))
         return Described(number, tensor.dtype, tuple(tensor.shape), tensor.device.type, place, content)
+
+
+def _reads_an_integer(func: Any, returned: Any) -> bool:
+    return func is READS_A_NUMBER and isinstance(returned, int) and not isinstance(returned, bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

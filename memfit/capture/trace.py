@@ -27,6 +27,7 @@ from memfit.capture.functionalize import (
     CAST_INSIDE,
     FUNCTIONAL_BATCH_NORMS,
     BatchNorm,
+    Counts,
     UnderAutocast,
     WithGradients,
     functional_variant,
@@ -34,6 +35,7 @@ from memfit.capture.functionalize import (
     without_idle_statistics,
 )
 from memfit.capture.hidden_state import refuse_hidden_state
+from memfit.capture.lines import calling_line
 from memfit.cost.observations import Corrections, RealResult, call_key
 from memfit.errors import CaptureError, UnsupportedStepError
 from memfit.graph import Phase, Role
@@ -452,6 +454,10 @@ class Trace:
         if torch.is_grad_enabled():
             entry.target = WithGradients(entry.func)
 
+    def _counts(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
+        """Check that the result has the size that it was recorded with."""
+        entry.target = Counts(func=entry.func, line=calling_line(), length=entry.outputs[0].shape[0])
+
     def _cast_inside(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
         """Run the kernel inside autocast if it ran there in the step."""
         device_type = self.device.type
@@ -527,6 +533,7 @@ _SPECIAL_CASES: dict[Any, Callable[[Trace, _Entry, dict[str, Any]], None]] = {
     torch.ops.aten.copy: Trace._copy,
     torch.ops.aten.lift_fresh: Trace._lift,
     torch.ops.aten.mkldnn_rnn_layer: Trace._recurrent_layer,
+    torch.ops.aten.bincount: Trace._counts,
     **dict.fromkeys(CAST_INSIDE, Trace._cast_inside),
     **dict.fromkeys(BATCH_NORM_GRADIENTS, Trace._batch_norm_gradient),
     **dict.fromkeys(BATCH_NORMS, Trace._batch_norm),

@@ -229,6 +229,7 @@ class _WholeStepCapture:
             leaves=tree_flatten(batch)[0],
             symbols=symbols,
             under_modes=self._under_modes,
+            counts_as_asked=not step.has_backward,
         )
         self._names = {parameter: name for name, parameter in step.model.named_parameters()}
         self._fakes: dict[torch.Tensor, torch.Tensor] = {}  # of what forward and backward work with
@@ -279,7 +280,7 @@ class _WholeStepCapture:
                 self._enter_parameters()
                 self._gradients.enter_states()
                 recorder, seeding = self._recorder, seeding_refused() if self.inlines else nullcontext()
-                with seeding, self.mode, answered_as_eager(), recorder:
+                with seeding, self.mode, answered_as_eager(recorder.one_hot), recorder:
                     if step.has_backward:
                         self._forward_and_backward(fake_batch)
                     else:

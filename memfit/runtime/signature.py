@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from memfit.capture.placement import is_dense, require_dense
 from memfit.capture.training_step import plain, same_objects
 from memfit.torch_private.tensors import tree_flatten
 
@@ -16,8 +17,13 @@ def batch_signature(batch: Any) -> Hashable:
 
     The batch counts by its structure, the metadata of its tensors, which of them are the same object, and the values
     of everything else. What else a step depends on is held by its guards.
+
+    Raises:
+        UnsupportedStepError: the batch holds sparse, nested or quantized tensors.
     """
     leaves, structure = tree_flatten(batch)
+    if not all(is_dense(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)):
+        require_dense(batch, "batch")
     return structure, tuple(map(_leaf_signature, leaves)), same_objects(leaves)
 
 

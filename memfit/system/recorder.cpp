@@ -3,18 +3,26 @@
 //
 // Sizes are kept in a table beside the memory and not in a header before it, so that addresses stay those of the wrapped
 // allocator, and memory that was handed out before this one was installed can be freed through it without being counted.
+//
+// A thread can have a limit: before it takes memory that would pass the limit, a function of Python is asked to make room.
 
 #include <pthread.h>
 
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <mutex>
+#include <string>
 #include <unordered_map>
 
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
 
-extern "C" void* PyGILState_GetThisThreadState(void);  // of Python's stable ABI, whose headers may not be installed
+// Of Python's stable ABI, whose headers may not be installed.
+extern "C" void* PyGILState_GetThisThreadState(void);
+extern "C" int Py_IsInitialized(void);
 
 namespace {
 
@@ -56,6 +64,20 @@ struct Counts {
   }
 };
 
+// Makes room for memory of so many bytes; not 0 if there is none, and the memory must not be taken.
+using MakeRoom = int (*)(int64_t bytes);
+
+constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
+
+struct Limit {
+  int64_t live_bytes = kNoLimit;  // that the thread may see when it has taken memory
+  MakeRoom make_room = nullptr;
+  bool is_asking = false;  // memory that is taken while room is made is not asked for
+};
+
+thread_local Limit limit;
+thread_local std::string refusal;  // why the memory must not be taken
+
 // Never destroyed: tensors are still freed while the process tears down its statics.
 Counts& counts() {
   static Counts* the_counts = new Counts;
@@ -78,8 +100,36 @@ void add_to_windows(int64_t bytes, Owner owner) {
   }
 }
 
-void count_allocation(void* pointer, int64_t requested_bytes) {
-  const int64_t bytes = (requested_bytes + kAlignment - 1) / kAlignment * kAlignment;
+int64_t aligned(size_t requested_bytes) {
+  return (static_cast<int64_t>(requested_bytes) + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+struct Asking {
+  Asking() {
+    limit.is_asking = true;
+  }
+  ~Asking() {
+    limit.is_asking = false;
+  }
+  // Python calls operators outside of any mode, transformation or kernel, wherever the memory is taken.
+  c10::impl::ForceDispatchKeyGuard outside{c10::default_included_set, c10::default_excluded_set};
+};
+
+void ask_for(int64_t bytes) {
+  if (counts().live_bytes.load() + bytes <= limit.live_bytes || limit.is_asking || !Py_IsInitialized()) {
+    return;
+  }
+  int is_refused = 0;
+  {
+    const Asking asking;
+    is_refused = limit.make_room(bytes);
+  }
+  if (is_refused != 0) {
+    throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, refusal);
+  }
+}
+
+void count_allocation(void* pointer, int64_t bytes) {
   const Owner owner = PyGILState_GetThisThreadState();
   {
     Shard& shard = counts().shard_of(pointer);
@@ -109,6 +159,9 @@ void count_and_free(void* pointer) {
 
 struct RecordingAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
+    if (limit.live_bytes != kNoLimit) {
+      ask_for(aligned(bytes));
+    }
     c10::DataPtr memory = counts().wrapped->allocate(bytes);
     void* pointer = memory.get();
     if (pointer == nullptr) {
@@ -116,7 +169,7 @@ struct RecordingAllocator final : c10::Allocator {
     }
     const c10::Device device = memory.device();
     memory.release_context();
-    count_allocation(pointer, static_cast<int64_t>(bytes));
+    count_allocation(pointer, aligned(bytes));
     return {pointer, pointer, &count_and_free, device};
   }
 
@@ -142,6 +195,12 @@ void unlock_all() {
   }
 }
 
+// A worker that is forked inside of a limit has memory of its own.
+void begin_child() {
+  limit = Limit{};
+  unlock_all();
+}
+
 }  // namespace
 
 extern "C" {
@@ -163,7 +222,7 @@ int memfit_recorder_install() {
     return 2;
   }
   counts().recording = recording;
-  pthread_atfork(&lock_all, &unlock_all, &unlock_all);
+  pthread_atfork(&lock_all, &unlock_all, &begin_child);
   return 0;
 }
 
@@ -205,6 +264,17 @@ int64_t memfit_recorder_close(int number, int64_t* peak_bytes) {
   const int64_t live_bytes = counts().windows[number].live_bytes.load();
   counts().taken_windows.fetch_and(others);
   return live_bytes;
+}
+
+// Sets the limit of the calling thread: the live bytes beyond which `make_room` is asked; nullptr ends it.
+void memfit_recorder_limit(int64_t live_bytes, MakeRoom make_room) {
+  limit.live_bytes = make_room == nullptr ? kNoLimit : live_bytes;
+  limit.make_room = make_room;
+}
+
+// Says why memory must not be taken that the calling thread is asked for.
+void memfit_recorder_refuse(const char* why) {
+  refusal = why;
 }
 
 }  // extern "C"

@@ -5,6 +5,9 @@ bytes, in multiples of 64, of the thread that opens the record, and of the threa
 included; what other threads of Python allocate meanwhile is theirs. On CUDA it reads the counters of the caching
 allocator, or of the arena that has replaced it (`runtime/arena/cuda.py`). If the wrapper cannot be built,
 torch.profiler's memory events are used, and `Usage.source` says so.
+
+On a CPU a thread can have a limit, too: before it takes memory that passes the limit, room is made for it, or it is
+refused.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import ctypes
 import gc
 import json
 import tempfile
+import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,6 +143,70 @@ def taken_bytes(size_bytes: int, device: torch.device) -> int:
     return -(-size_bytes // alignment_bytes) * alignment_bytes
 
 
+class CpuLimit:
+    """The `with` block in which this thread is asked for room before it takes memory on the CPU that passes a limit.
+
+        >>> from memfit.system.recorder import CpuLimit, allocated_bytes
+        >>> asked = []
+        >>> with CpuLimit(allocated_bytes("cpu") + 4096, asked.append):
+        ...     small, large = torch.empty(512), torch.empty(1024)
+        >>> asked
+        [4096]
+
+    It may be asked inside of a kernel: nothing that the kernel has in hand may change. Memory that is taken meanwhile
+    is not asked for. Operators are called as outside of any mode or transformation. Threads without Python that kernels
+    use are not asked. Of blocks in blocks the innermost counts.
+
+    Args:
+        limit_bytes: of all live bytes, as `allocated_bytes` counts them.
+        make_room: called with the bytes that are about to be taken. If it returns a text, they are not taken, and
+            torch raises `torch.OutOfMemoryError` with it. It raises nothing.
+
+    Raises:
+        MemfitError: at the block's entry, the recorder cannot be built.
+    """
+
+    __slots__ = ("_before", "_library", "_limit_bytes", "_make_room")
+
+    def __init__(self, limit_bytes: int, make_room: Callable[[int], str | None]) -> None:
+        self._limit_bytes, self._make_room = limit_bytes, make_room
+
+    def __enter__(self) -> None:
+        instrument = _instrument_of(torch.device("cpu"))
+        if not isinstance(instrument, _Wrapper):
+            raise MemfitError(f"memory of the CPU cannot be limited: {instrument.source}")
+        self._library = instrument.library
+        self._before: CpuLimit | None = getattr(_limits, "innermost", None)
+        _limits.innermost = self
+        self._library.memfit_recorder_limit(self._limit_bytes, _ask)
+
+    def __exit__(self, *raised: object) -> None:
+        before = _limits.innermost = self._before
+        if before is None:
+            self._library.memfit_recorder_limit(0, _MakeRoom())
+        else:
+            self._library.memfit_recorder_limit(before._limit_bytes, _ask)
+
+    def ask(self, need_bytes: int) -> int:
+        """Make room, and return 0; or say why there is none, and return 1."""
+        why = self._make_room(need_bytes)
+        if why is None:
+            return 0
+        self._library.memfit_recorder_refuse(why.encode())
+        return 1
+
+
+_limits = threading.local()  # the innermost block of each thread
+_MakeRoom = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
+
+
+@_MakeRoom
+def _ask(need_bytes: int) -> int:
+    """Make room for memory that a thread is about to take; one function for all limits, which is never freed."""
+    innermost: CpuLimit = _limits.innermost
+    return innermost.ask(need_bytes)
+
+
 def empty_cache(device: torch.device) -> None:
     """Return memory that the allocator of `device` holds unused; from then on it takes only what is needed.
 
@@ -249,6 +318,7 @@ class _Wrapper(Instrument):
     source = "cpu allocator"
 
     def __init__(self, library: ctypes.PyDLL) -> None:
+        self.library = library
         self._open_window = library.memfit_recorder_open
         self._close_window = library.memfit_recorder_close
         self._live_bytes = library.memfit_recorder_live_bytes
@@ -425,6 +495,10 @@ def load_library() -> ctypes.PyDLL:
     library.memfit_recorder_open.argtypes = [pointer]
     library.memfit_recorder_close.argtypes = [ctypes.c_int, pointer]
     library.memfit_recorder_close.restype = ctypes.c_int64
+    library.memfit_recorder_limit.argtypes = [ctypes.c_int64, _MakeRoom]
+    library.memfit_recorder_limit.restype = None
+    library.memfit_recorder_refuse.argtypes = [ctypes.c_char_p]
+    library.memfit_recorder_refuse.restype = None
     failure = library.memfit_recorder_install()
     if failure:
         raise NativeLibraryError(_INSTALL_FAILURES[failure])

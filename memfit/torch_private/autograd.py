@@ -13,6 +13,8 @@ import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from memfit.torch_private.patching import replaced
+
 
 def in_backward() -> bool:
     """Return whether this thread is carrying out a backward pass."""
@@ -54,6 +56,20 @@ class UnwrappedMode(TorchDispatchMode):
 def default_saved_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return the innermost hooks of saved tensors (pack, unpack) that are on in this thread, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+@contextmanager
+def hooks_aside_in_transforms(aside: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter `aside()` around each transformation of torch.func that allows no hooks of saved tensors."""
+    original = torch.autograd.graph.disable_saved_tensors_hooks
+
+    @contextmanager
+    def disabled(error_message: str) -> Iterator[None]:
+        with aside(), original(error_message):
+            yield
+
+    with replaced(torch.autograd.graph, "disable_saved_tensors_hooks", disabled):
+        yield
 
 
 @contextmanager

@@ -59,6 +59,11 @@ def is_plain_dense(value: object) -> bool:
     )
 
 
+def has_own_dispatch(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of a class with dispatch code of its own, such as jagged nested tensors."""
+    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
 def is_zero_tensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is one of autograd's zeros, which have no memory: of a derivative that vanishes."""
     return tensor._is_zerotensor()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]

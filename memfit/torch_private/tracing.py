@@ -96,6 +96,14 @@ def _eager_answer(function: Callable[..., Any], answer: Any) -> Callable[..., An
     return ask
 
 
+def _in_place_of(function: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return stand_in(function, *args, **kwargs)
+
+    called.__dict__[_STANDS_FOR] = function
+    return called
+
+
 def stood_for(value: Any) -> Any:
     """Return what a stand-in of `answered_as_eager` stands for, and any other value as it is."""
     if value is _NobodysTensor:
@@ -106,12 +114,16 @@ def stood_for(value: Any) -> Any:
 
 
 @contextmanager
-def answered_as_eager() -> Iterator[None]:
+def answered_as_eager(one_hot: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Answer code outside of torch, inside the block, that no tensor is fake and that no fake mode runs.
 
     Libraries ask this to leave out what a tracer cannot follow; a captured step must not leave it out. Where a module
     outside of torch has FakeTensor, `is_fake`, `detect_fake_mode` or `active_fake_mode` under a global name, a stand-in
     takes its place. `torch.compiler.is_compiling` and `torch.jit.is_tracing` are False during a capture anyway.
+
+    Args:
+        one_hot: takes the place of `torch.nn.functional.one_hot`, which asks the same inside of torch; it is called
+            with the original, and with the arguments.
     """
     fake_tensor, guards = torch._subclasses.fake_tensor, torch._guards
     stand_ins = {
@@ -119,8 +131,9 @@ def answered_as_eager() -> Iterator[None]:
         id(fake_tensor.is_fake): _eager_answer(fake_tensor.is_fake, False),
         id(guards.detect_fake_mode): _eager_answer(guards.detect_fake_mode, None),
         id(guards.active_fake_mode): _eager_answer(guards.active_fake_mode, None),
+        id(torch.nn.functional.one_hot): _in_place_of(torch.nn.functional.one_hot, one_hot),
     }
-    tables: list[dict[str, Any]] = [vars(torch._subclasses)]
+    tables: list[dict[str, Any]] = [vars(torch._subclasses), vars(torch.nn.functional)]
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in ("torch", "memfit") and isinstance(module, ModuleType):
             tables.append(vars(module))

@@ -30,8 +30,10 @@ from memfit.runtime.eager.sources import (
 )
 from memfit.system.budget import format_bytes
 from memfit.torch_private.autograd import no_modes, without_autocast
+from memfit.torch_private.tensors import has_own_dispatch
 
 LEAST_BYTES = 1 << 12  # smaller contents are never let go
+NO_CALL: tuple[Any, Any, Any] = (None, (), {})
 
 
 class Counts:
@@ -40,6 +42,7 @@ class Counts:
     def __init__(self) -> None:
         self.calls = self.let_go = self.made_again = self.passes = 0
         self.again_seconds = 0.0
+        self.freed_within_bytes = 0  # while calls ran
 
 
 class Contents:
@@ -57,6 +60,9 @@ class Contents:
         policy: what goes first; see `memfit.runtime.eager.policy`.
         made_again: called with contents that were made again.
         is_busy: whether calls are made that are none of the loop's.
+        running: the call (operator, args, kwargs) that runs now, or `NO_CALL` outside of all calls; None while this
+            object and the mode work, when nothing else may let contents go.
+        refusal: why a call that ran was refused memory.
 
     Args:
         budget_bytes, live_bytes: see above.
@@ -84,6 +90,8 @@ class Contents:
         self.made_again: Callable[[Source], None] = _ignored
         self.counts = Counts()
         self.is_busy = False
+        self.running: tuple[Any, Any, Any] | None = NO_CALL
+        self.refusal: BaseException | None = None
         self._gone: dict[Call, list[Kept]] = {}
         self._pinned: set[Source] = set()
         self._held_back: frozenset[Source] = frozenset()  # until a call has written to what they are made of
@@ -169,8 +177,7 @@ class Contents:
 
     def pack(self, tensor: torch.Tensor) -> Saved:
         """Return what autograd holds in the place of a tensor that it saves."""
-        with no_modes():
-            alias = tensor.detach()  # a result that its own node saves would keep itself alive; the version is shared
+        alias = _alias(tensor)  # a result that its own node saves would keep itself alive; the version is shared
         if not is_dense(alias) or alias.is_conj() or alias.is_neg():
             return Saved(None, alias)
         source = self.sources.find(alias.untyped_storage())
@@ -195,8 +202,7 @@ class Contents:
             saved.kept.source.used_at = self.counts.calls
             if not saved.kept.is_there:
                 self._bring_back(saved.kept)
-        with no_modes():
-            return saved.alias.detach()  # one of its own: the alias may be let go while this one is in use
+        return _alias(saved.alias)  # one of its own: the alias may be let go while this one is in use
 
     def _bring_back(self, kept: Kept) -> None:
         """Hold contents again that were let go: their storage, if somebody else still has it, or made again."""
@@ -217,7 +223,7 @@ class Contents:
         except LostContentsError:
             raise _lost() from None
         finally:
-            self.is_busy, self._target = was_busy, target
+            self.is_busy, self._target, self.running = was_busy, target, None
             self._pinned.clear()
         self.counts.again_seconds += time.perf_counter() - began
 
@@ -238,9 +244,11 @@ class Contents:
         if self.upper_bytes + call.need_bytes > self.budget_bytes:
             self.make_room(call.need_bytes, call.function)
         self.upper_bytes += call.need_bytes
+        self.running = call.function, (), {}  # what it is given is pinned
 
     def _done_again(self, call: Call, found: dict[int, torch.Tensor]) -> None:
         """Let autograd have contents that were made again on the way, as long as there is room for them."""
+        self.running = None
         for kept in self._gone.pop(call, []):
             tensor = found.get(kept.source.place)
             is_its = kept.source.call is call and not kept.is_there and kept.alive()
@@ -310,6 +318,37 @@ class Contents:
             f"of the budget of {format_bytes(self.budget_bytes)} are taken by what cannot be let go: "
             f"{self._holding()}; give more, or a smaller batch"
         )
+
+    def make_room_within(self, need_bytes: int) -> str | None:
+        """Let contents go while a call runs, before it takes memory that does not fit: none that it is given.
+
+        Args:
+            need_bytes: that it is about to take.
+
+        Returns:
+            why there is no room, as `refusal` has it; None if there is, and for what this object and the mode take.
+        """
+        running = self.running
+        if running is None:
+            return None
+        self.running, pinned, before_bytes = None, self._pinned, self.live_bytes()
+        function, args, kwargs = running
+        try:
+            self._pinned = pinned | self._given(args, kwargs)
+            self.make_room(need_bytes, "this line" if function is None else function)
+        except BaseException as refusal:  # noqa: BLE001 (it passes through a kernel, which raises another error)
+            self.refusal = refusal
+            return str(refusal)
+        finally:
+            self.counts.freed_within_bytes += max(0, before_bytes - self.live_bytes())
+            self.running, self._pinned = running, pinned
+        return None
+
+    def _given(self, args: Any, kwargs: Any) -> set[Source]:
+        """Return the contents that a call is given."""
+        dense = [tensor for tensor in tensors_given((args, kwargs)) if is_dense(tensor)]
+        found = (self.sources.find(tensor.untyped_storage()) for tensor in dense)
+        return {source for source in found if source is not None}
 
     def _let_go_for(self, need_bytes: int) -> bool:
         """Let contents go, in the policy's order, until there is room for a call; return whether there is."""
@@ -404,6 +443,14 @@ class Contents:
             f"{format_bytes(model_bytes)} by parameters, buffers and gradients, {format_bytes(saved_bytes)} by what "
             f"autograd saved and cannot be made again now, {format_bytes(rest_bytes)} by what code holds"
         )
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return another tensor over the same memory."""
+    if has_own_dispatch(tensor):  # a nested one, say, of which only its own code makes a view
+        return tensor.detach()
+    with no_modes():
+        return tensor.detach()
 
 
 def _ignored(_source: Source) -> None:

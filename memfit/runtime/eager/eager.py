@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,7 @@ from memfit.runtime.eager.passes import Ran, Way
 from memfit.runtime.turns import turn_on
 from memfit.runtime.uncopied import Uncopied
 from memfit.system.budget import format_bytes, parse_budget, parse_host_budget
-from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
+from memfit.system.recorder import CpuLimit, Usage, allocated_bytes, record, taken_bytes
 from memfit.system.spill_file import parse_host_dir, require_host_budget
 from memfit.torch_private.tensors import is_plain_dense
 
@@ -43,6 +42,7 @@ class Report:
         let_go, made_again: how often contents were let go, and how many calls were made again.
         to_host_bytes, to_device_bytes: copied to the host, and back.
         again_seconds: for calls that were made again, and copies to the host and back.
+        freed_within_bytes: let go while a call ran, before it took memory that did not fit; 0 on a GPU.
         bounded, exceeded: first calls of their kind, whose needs were bounded from above, and how many took more.
     """
 
@@ -55,6 +55,7 @@ class Report:
     to_host_bytes: int
     to_device_bytes: int
     again_seconds: float
+    freed_within_bytes: int
     bounded: int
     exceeded: int
     calm: Ran
@@ -78,8 +79,8 @@ class Report:
         return (
             f"{self.passes:,} passes: {how}; peak {format_bytes(self.peak_bytes)} of "
             f"{format_bytes(self.budget_bytes)}; {self.made_again:,} of {self.calls:,} calls made again{copied} in "
-            f"{self.again_seconds:.3f} s; {self.bounded:,} calls were bounded before they were known, "
-            f"{self.exceeded:,} of them too low"
+            f"{self.again_seconds:.3f} s; {format_bytes(self.freed_within_bytes)} let go while calls ran; "
+            f"{self.bounded:,} calls were bounded before they were known, {self.exceeded:,} of them too low"
         )
 
 
@@ -94,6 +95,7 @@ class Eager(Uncopied):
         self._mode: BudgetMode | None = None
         self._ended: Report | None = None
         self._usage: Usage | None = None
+        self._limit: CpuLimit | None = None
 
     def __enter__(self) -> Eager:
         if self._usage is not None:
@@ -118,9 +120,14 @@ class Eager(Uncopied):
         self._usage = self._window.__enter__()
         self._before_bytes = before_bytes
         needs = Needs(self.device)
-        live_bytes = _live(self.device, before_bytes)
+        offset_bytes = 0 if self.device.type == "cuda" else before_bytes - allocated_bytes(self.device)
+        live_bytes = partial(_live, self.device, offset_bytes)
         self._mode = BudgetMode(self.budget_bytes, live_bytes, partial(_model_bytes, self._model), needs, host)
         self._mode.__enter__()
+        contents = self._mode.contents
+        if self.device.type == "cpu":
+            self._limit = CpuLimit(contents.budget_bytes - offset_bytes, contents.make_room_within)
+            self._limit.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         assert self._mode is not None
@@ -129,12 +136,18 @@ class Eager(Uncopied):
                 f"memfit.eager's block is left in thread {threading.current_thread().name!r}, and was entered in "
                 f"thread {self._thread.name!r}, where it is still on: leave it there"
             )
+        if self._limit is not None:
+            self._limit.__exit__(*raised)
+            self._limit = None  # which refers to what autograd still holds
         self._mode.__exit__(*raised)
         self._turn.close()
         if self._freezes:
             gc.unfreeze()
         self._window.__exit__(*raised)
+        refusal = self._mode.contents.refusal
         self._ended, self._mode = self.report(), None  # what autograd still holds has the mode that it needs
+        if refusal is not None and isinstance(raised[1], torch.OutOfMemoryError):
+            raise refusal from None
 
     def report(self) -> Report:
         """Return what was done so far; the peak is known at the end of the block."""
@@ -155,6 +168,7 @@ class Eager(Uncopied):
             to_host_bytes=copies.to_host_bytes,
             to_device_bytes=copies.to_device_bytes,
             again_seconds=counts.again_seconds,
+            freed_within_bytes=counts.freed_within_bytes,
             bounded=needs.bounded,
             exceeded=needs.exceeded,
             calm=ran[Way.CALM],
@@ -240,8 +254,5 @@ def _model_bytes(model: torch.nn.Module) -> int:
     return sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
-def _live(device: torch.device, before_bytes: int) -> Callable[[], int]:
-    if device.type == "cuda":
-        return lambda: allocated_bytes(device)
-    offset_bytes = before_bytes - allocated_bytes(device)
-    return lambda: offset_bytes + allocated_bytes(device)
+def _live(device: torch.device, offset_bytes: int) -> int:
+    return offset_bytes + allocated_bytes(device)

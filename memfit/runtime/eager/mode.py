@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,13 +19,14 @@ from memfit.runtime.eager.again import generator_states
 from memfit.runtime.eager.contents import Contents
 from memfit.runtime.eager.host import Host
 from memfit.runtime.eager.needs import Need, Needs
-from memfit.runtime.eager.operators import FOREIGN, VIEW, WRITES, Operator, require_as_bare
+from memfit.runtime.eager.operators import FOREIGN, ONCE, VIEW, WRITES, Operator, require_as_bare
 from memfit.runtime.eager.passes import Passes
 from memfit.runtime.eager.sources import Call, Sources
 from memfit.runtime.turns import Turn
 from memfit.torch_private.autograd import (
     UnwrappedMode,
     default_saved_hooks,
+    hooks_aside_in_transforms,
     in_backward,
     is_on,
     saved_leaves_themselves,
@@ -59,6 +61,7 @@ class BudgetMode(UnwrappedMode):
         self.contents = Contents(budget_bytes - _RESERVE_BYTES, live_bytes, model_bytes, host)
         self.needs, self.counts = needs, self.contents.counts
         self.passes = Passes(self.contents, needs.device)
+        self._is_limited = needs.device.type == "cpu"  # by `CpuLimit`
         self.contents.made_again = self.passes.hold
         self._operators: dict[int, Operator] = {}
         self._was_backward = False
@@ -80,8 +83,9 @@ class BudgetMode(UnwrappedMode):
         self._thread = threading.current_thread()
         self._outer_hooks = default_saved_hooks()
         self._hooks.__enter__()
-        self._leaves = saved_leaves_themselves()
-        self._leaves.__enter__()
+        self._patches = ExitStack()
+        self._patches.enter_context(saved_leaves_themselves())
+        self._patches.enter_context(hooks_aside_in_transforms(self._hooks_aside))
         self.passes.begin(is_noted=True)
         return self
 
@@ -94,7 +98,7 @@ class BudgetMode(UnwrappedMode):
         self.passes.close()
         if self._is_noting:
             self._hooks.__exit__(*raised)
-        self._leaves.__exit__(*raised)
+        self._patches.close()
         super().__exit__(*raised)
         self.contents.close()
         del self._hooks  # which refer to this object
@@ -104,10 +108,27 @@ class BudgetMode(UnwrappedMode):
         if contents.is_busy:
             return func(*args, **(kwargs or {}))
         operator = self._operators.get(id(func)) or self._first_use(func)
+        if operator.kind == VIEW and not operator.takes_unseen:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        outer, contents.running = contents.running, None
+        try:
+            return self._called(operator, args, kwargs)
+        except torch.OutOfMemoryError:
+            refusal, contents.refusal = contents.refusal, None
+            if refusal is None:
+                raise
+            raise refusal from None
+        finally:
+            contents.running = outer
+
+    def _called(self, operator: Operator, args: Any, kwargs: Any) -> Any:
+        """Make a call of the loop, and what comes before and after it."""
+        contents, func = self.contents, operator.function
         if operator.kind == VIEW:
+            contents.running = func, args, kwargs
             returned = func(*args, **kwargs) if kwargs else func(*args)
-            if operator.takes_unseen:  # memory that was taken where the mode does not look
-                contents.upper_bytes = contents.live_bytes()
+            contents.running = None
+            contents.upper_bytes = contents.live_bytes()  # with what was taken where the mode does not look
             return returned
         if operator.is_looked_at:
             require_as_bare(func, args)
@@ -124,7 +145,9 @@ class BudgetMode(UnwrappedMode):
             return self._first_call(operator, args, kwargs or {}, [])[0]
         if contents.upper_bytes + need.peak_bytes > self._watch_bytes:
             self._look(need.peak_bytes, func)
+        contents.running = func, args, kwargs
         returned = func(*args, **kwargs) if kwargs else func(*args)
+        contents.running = None
         contents.upper_bytes += need.result_bytes
         return returned
 
@@ -141,7 +164,7 @@ class BudgetMode(UnwrappedMode):
         need = operator.need(args, kwargs)
         passes.before_call(need)
         read = None if passes.trace is None else passes.trace.read(args, kwargs)
-        is_remade = (is_forward or torch.is_grad_enabled()) and kind != FOREIGN
+        is_remade = (is_forward or torch.is_grad_enabled()) and kind not in (FOREIGN, ONCE)
         state_bytes = STATE_BYTES["cpu"] if is_remade and operator.draws else 0
         generators = None
         if state_bytes:
@@ -159,12 +182,14 @@ class BudgetMode(UnwrappedMode):
                 self._look(need.peak_bytes, func)
             if written:
                 contents.before_writes(written, need.peak_bytes, func)
+            contents.running = func, args, kwargs
             if contents.copies.host is None:
                 began = time.perf_counter()
                 returned = func(*args, **kwargs)
                 seconds = time.perf_counter() - began
             else:
                 returned, seconds = self.needs.timed(func, args, kwargs, need)
+            contents.running = None
             contents.upper_bytes += need.result_bytes
         if is_remade or written:
             call = Call(number, func, seconds, need.peak_bytes + state_bytes, generators)
@@ -182,18 +207,24 @@ class BudgetMode(UnwrappedMode):
         contents.is_busy = True
         try:
             bound_bytes = self.needs.bound(func, args, kwargs)
-            self._look(bound_bytes, func)
+            self._look(bound_bytes, func, makes_room=not self._is_limited)
             if written:
-                contents.before_writes(written, bound_bytes, func)
-            returned, need = self.needs.learn(func, args, kwargs, bound_bytes)
+                contents.before_writes(written, 0 if self._is_limited else bound_bytes, func)
+            contents.running = func, args, kwargs
+            returned, need = self.needs.learn(func, args, kwargs, bound_bytes, self._freed_within)
         finally:
-            contents.is_busy = False
+            contents.is_busy, contents.running = False, None
             contents.upper_bytes = contents.live_bytes()
         operator.learn(args, kwargs, need)
         return returned, need
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        return self.contents.pack(tensor)
+        contents = self.contents
+        outer, contents.running = contents.running, None
+        try:
+            return contents.pack(tensor)
+        finally:
+            contents.running = outer
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if self._thread not in (None, threading.current_thread()) and not is_on(self):
@@ -202,9 +233,14 @@ class BudgetMode(UnwrappedMode):
                 f"thread {self._thread.name!r}, whose calls alone it keeps within the budget: call backward there, or "
                 "enter the block in the thread that trains"
             )
-        with self._turn.of(saved, "backward after memfit.eager's block", may_nest=True):
-            self._begin_backward()
-            return self.contents.unpack(saved)
+        contents = self.contents
+        outer, contents.running = contents.running, None
+        try:
+            with self._turn.of(saved, "backward after memfit.eager's block", may_nest=True):
+                self._begin_backward()
+                return contents.unpack(saved)
+        finally:
+            contents.running = outer
 
     def _begin_backward(self) -> None:
         if not self._was_backward:
@@ -228,12 +264,16 @@ class BudgetMode(UnwrappedMode):
         live_bytes, budget_bytes = self.contents.live_bytes(), self.contents.budget_bytes
         return min(budget_bytes, live_bytes + (budget_bytes - live_bytes) // _CALM_SHARE)
 
-    def _look(self, need_bytes: int, what: Any) -> None:
+    def _freed_within(self) -> int:
+        return self.counts.freed_within_bytes
+
+    def _look(self, need_bytes: int, what: Any, *, makes_room: bool = True) -> None:
         """Look at what is live, before a call that may not fit; note calls from here on if they have to be noted.
 
         Args:
             need_bytes: that the call takes.
             what: is called.
+            makes_room: whether there has to be room for it now; or it is made while the call runs.
 
         Raises:
             OverBudgetError: there is no room for it.
@@ -245,7 +285,20 @@ class BudgetMode(UnwrappedMode):
         self._quiet_passes = 0
         if in_backward() or self._set_noting(is_wanted=True):
             self._watch_bytes = contents.budget_bytes  # a pass is quiet no more
-        contents.make_room(need_bytes, what)
+        if makes_room:
+            contents.make_room(need_bytes, what)
+
+    @contextmanager
+    def _hooks_aside(self) -> Iterator[None]:
+        """Take the hooks off inside the block, if they are the innermost ones: what is saved there stays."""
+        are_innermost = self._is_noting and default_saved_hooks() == (self._hooks.pack_hook, self._hooks.unpack_hook)
+        if are_innermost:
+            self._hooks.__exit__()
+        try:
+            yield
+        finally:
+            if are_innermost:
+                self._hooks.__enter__()
 
     def _set_noting(self, *, is_wanted: bool) -> bool:
         """Note calls and what autograd saves from here on, or no longer, and return whether it is now as wanted.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -95,21 +95,30 @@ class Needs:
         share = _MARGIN * (self._shares[kind] if kind in self._shares else _never_seen(*kind))
         return results + _SMALL_BYTES + math.ceil(share * (_input_bytes(args, kwargs) + results))
 
-    def learn(self, function: Any, args: Any, kwargs: Any, bound_bytes: int) -> tuple[Any, Need]:
-        """Make a call for the first time; return what it returned, and what it took."""
+    def learn(
+        self, function: Any, args: Any, kwargs: Any, bound_bytes: int, freed_within: Callable[[], int] = lambda: 0
+    ) -> tuple[Any, Need]:
+        """Make a call for the first time; return what it returned, and what it took.
+
+        Args:
+            function, args, kwargs: the call.
+            bound_bytes: what `bound` says of it.
+            freed_within: returns the bytes that were freed so far to make room for calls while they ran.
+        """
+        freed_bytes = -freed_within()
         began = _now(self.device)
         with uncollected(), record(self.device) as usage:
             returned = function(*args, **kwargs)
         seconds = _now(self.device) - began
-        result_bytes = max(0, usage.end_bytes - usage.start_bytes)
-        need = Need(usage.peak_bytes, result_bytes, seconds, self.bounded)
-        share = max(0, usage.peak_bytes - result_bytes - _SMALL_BYTES) / max(
-            1, _input_bytes(args, kwargs) + result_bytes
-        )
+        freed_bytes += freed_within()
+        peak_bytes = usage.peak_bytes + freed_bytes
+        result_bytes = max(0, usage.end_bytes - usage.start_bytes + freed_bytes)
+        need = Need(peak_bytes, result_bytes, seconds, self.bounded)
+        share = max(0, peak_bytes - result_bytes - _SMALL_BYTES) / max(1, _input_bytes(args, kwargs) + result_bytes)
         kind = function, _is_rearranged(args)
         self._shares[kind] = max(share, self._shares.get(kind, 0.0))
         self.bounded += 1
-        self.exceeded += usage.peak_bytes > bound_bytes
+        self.exceeded += peak_bytes > bound_bytes
         return returned, need
 
     def timed(self, function: Any, args: Any, kwargs: Any, need: Need) -> tuple[Any, float]:
@@ -135,6 +144,8 @@ class Needs:
 
         Meta tensors give most of them in some microseconds; fakes, which know the device, take a hundred times as long.
         """
+        if any(tensor.is_nested for tensor in tensors_given((args, kwargs))):
+            return 2 * _nested_bytes(args, kwargs)
         if _POINTWISE in function.tags:
             return taken_bytes(_pointwise_bytes(function, args, kwargs), self.device)
         if function.overloadpacket in SHORTENS:
@@ -290,6 +301,12 @@ def _index_bytes(mask: torch.Tensor) -> int:
 def _input_bytes(args: Any, kwargs: Any) -> int:
     """Return the bytes of the elements that a call is given."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_given((args, kwargs)) if _is_dense(tensor))
+
+
+def _nested_bytes(args: Any, kwargs: Any) -> int:
+    """Return the bytes of the elements of the dense and nested tensors that a call is given."""
+    given = [tensor for tensor in tensors_given((args, kwargs)) if tensor.layout in (torch.strided, torch.jagged)]
+    return sum(int(tensor.numel()) * tensor.element_size() for tensor in given)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

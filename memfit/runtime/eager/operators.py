@@ -17,9 +17,10 @@ from memfit.runtime.eager.needs import Need, key_of
 from memfit.runtime.eager.sources import tensors_given
 from memfit.torch_private.tensors import SHORTENS, is_zero_tensor
 
-VIEW, PLAIN, WRITES, DATA_DECIDES, FOREIGN = range(5)
+VIEW, PLAIN, WRITES, DATA_DECIDES, FOREIGN, ONCE = range(6)
 """Kinds of operators: that move no data; that write to their arguments; whose results' sizes the data decides; of which
-memfit knows nothing; and all others."""
+memfit knows nothing; whose results differ in bytes without a meaning each time that they are made; and all others
+(PLAIN)."""
 
 _aten = torch.ops.aten
 _LIFTED = _aten.lift_fresh.default
@@ -29,6 +30,7 @@ _HIDDEN_STATE = (
     _aten.batch_norm_gather_stats,
     _aten.batch_norm_gather_stats_with_counts,
 )
+_PADDED = (_aten.mkldnn_rnn_layer,)  # parts of its workspace are never written
 _MOST_NEEDS = 1 << 13  # of an operator that are remembered: the shapes of some loops never repeat
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -38,7 +40,7 @@ class Operator:
 
     Attributes:
         function: the overload.
-        kind: VIEW, PLAIN, WRITES, DATA_DECIDES or FOREIGN.
+        kind: VIEW, PLAIN, WRITES, DATA_DECIDES, FOREIGN or ONCE.
         draws: whether it draws random numbers.
         is_looked_at: whether PyTorch may compute it otherwise under a mode.
         takes_unseen: whether it is a view, and may take memory all the same.
@@ -119,6 +121,8 @@ def _kind(func: Any) -> int:
         return WRITES
     if schema.returns and all(returned.alias_info is not None for returned in schema.returns):
         return VIEW
+    if func.overloadpacket in _PADDED:
+        return ONCE
     if torch.Tag.dynamic_output_shape in func.tags or func.overloadpacket in SHORTENS:
         return DATA_DECIDES
     return PLAIN
