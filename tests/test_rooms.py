@@ -57,8 +57,8 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("starts",),
         ("carried", "cpsat", "offloading", "pool"),
         ("annealing", "results"),
-        ("bounds", "peak_reducing_order", "retention"),
-        ("order", "overlapping", "pace", "parts", "solver", "tables"),
+        ("bounds", "overlapping", "peak_reducing_order", "retention"),
+        ("order", "pace", "parts", "solver", "tables"),
     ),
     "packing": (
         ("strategies",),
