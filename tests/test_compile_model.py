@@ -325,6 +325,22 @@ def test_a_backend_that_no_graph_reaches_raises_at_the_first_update(compile_line
     assert words in done.stderr
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_two_calls_before_one_backward_warn_where_a_parameter_is_used_often(
+    is_tied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers = [nn.Linear(8, 8) for _ in range(2)]
+    if is_tied:
+        layers[1].weight = layers[0].weight
+    model = memfit.compile(nn.Sequential(layers[0], nn.Tanh(), layers[1]), budget="256MiB", reserve=0, planner="none")
+    inputs = torch.randn(4, 8)
+    for _ in range(2):
+        model(inputs).sum().backward()
+    assert "summed first" not in caplog.text
+    (model(inputs) + model(inputs)).sum().backward()
+    assert ("summed first" in caplog.text) == is_tied
+
+
 class Numbers(nn.Module):
     """Computes with an attribute that the loop changes, in each of the ways that take a tensor in its place."""
 
