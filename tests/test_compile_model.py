@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import memfit
 from memfit.errors import (
@@ -234,6 +235,60 @@ def test_copies_and_pickles_are_of_the_bare_model() -> None:
         assert list(made.state_dict()) == list(model.state_dict())
 
 
+@pytest.mark.parametrize("is_named", [False, True])
+def test_an_update_whose_closure_calls_the_model_is_checked_after_the_closure(is_named: bool) -> None:
+    model = deep_model()
+    eager = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, eager)]
+    memfit.compile(model, budget="256MiB", optimizer=optimizers[0], planner="none")
+    inputs, losses = torch.randn(8, 64), []
+    for each, optimizer in zip((model, eager), optimizers, strict=True):
+
+        def closure(call: Any = each, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            torch.manual_seed(2)
+            loss = call(inputs).square().mean()
+            loss.backward()
+            return loss
+
+        losses += [optimizer.step(closure=closure) if is_named else optimizer.step(closure) for _ in range(2)]
+    assert losses[:2] == losses[2:]
+    assert torch.equal(model[0][0].weight, eager[0][0].weight)
+    before = model[0][0].weight.clone()
+    with pytest.raises(UnsupportedStepError, match="no call of the model was planned"):
+        optimizers[0].step(lambda: closure(model.forward, optimizers[0]))
+    assert torch.equal(model[0][0].weight, before)
+    optimizers[0].zero_grad()
+    optimizers[0].step()  # changes nothing, so that nothing had to be planned
+
+
+def test_the_state_of_an_optimizer_that_is_followed_is_read_and_written_before_its_first_step() -> None:
+    model = deep_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    memfit.compile(model, budget="256MiB", optimizer=optimizer, planner="none")
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    assert of_optimizer["state"]
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    model.forward(torch.randn(8, 64)).sum().backward()
+    with pytest.raises(UnsupportedStepError, match="no call of the model was planned"):
+        optimizer.step()
+
+
+def test_wrapped_optimizers_are_followed_and_what_is_none_is_refused() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+
+    model = deep_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memfit.compile(model, budget="256MiB", optimizer=Wrapper(Wrapper(optimizer)), planner="none")
+    assert calls_of(model).account._optimizers == (optimizer,)
+    with pytest.raises(InvalidTargetError, match="optimizer is a list, expected"):
+        memfit.compile(deep_model(), budget="256MiB", optimizer=[optimizer])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InvalidTargetError, match="a Wrapper around a SGD, and its own step"):
+        memfit.fit(deep_model(), nn.MSELoss(), torch.zeros(1), optimizer=Wrapper(optimizer), budget="1MiB")
+
+
 _ASKED = """
 import torch
 from torch import nn
@@ -242,8 +297,13 @@ from memfit.runtime.compile.lookup import memfit_backend
 model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 {compile}(backend=memfit_backend, options={{"budget": "1MiB", "reserve": 0, "planner": "none"}})
-model(torch.randn(3, 4)).sum().backward()
-optimizer.step()
+
+def closure():
+    loss = model(torch.randn(3, 4)).sum()
+    loss.backward()
+    return loss
+
+optimizer.step(closure)
 """
 
 
@@ -263,6 +323,22 @@ def test_a_backend_that_no_graph_reaches_raises_at_the_first_update(compile_line
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode == 0) == (not words), done.stderr
     assert words in done.stderr
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_two_calls_before_one_backward_warn_where_a_parameter_is_used_often(
+    is_tied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers = [nn.Linear(8, 8) for _ in range(2)]
+    if is_tied:
+        layers[1].weight = layers[0].weight
+    model = memfit.compile(nn.Sequential(layers[0], nn.Tanh(), layers[1]), budget="256MiB", reserve=0, planner="none")
+    inputs = torch.randn(4, 8)
+    for _ in range(2):
+        model(inputs).sum().backward()
+    assert "summed first" not in caplog.text
+    (model(inputs) + model(inputs)).sum().backward()
+    assert ("summed first" in caplog.text) == is_tied
 
 
 class Numbers(nn.Module):

@@ -247,8 +247,32 @@ def test_what_an_accelerator_would_not_enforce_is_refused() -> None:
     accelerate = pytest.importorskip("accelerate", reason="pip install memfit[accelerate]")
     from memfit.integrations.accelerate import prepare
 
-    with pytest.raises(InvalidTargetError, match="2 models"):
-        prepare(accelerate.Accelerator(cpu=True), dropped_out(), dropped_out(), budget="1GiB")
+    with pytest.raises(InvalidTargetError, match="no model"):
+        prepare(accelerate.Accelerator(cpu=True), [], budget="1GiB")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # or the first one's settings stay
     with pytest.raises(InvalidOptionError, match="dynamo_backend"):
         prepare(accelerate.Accelerator(cpu=True, dynamo_backend="eager"), dropped_out(), budget="1GiB")
+
+
+def test_accelerate_plans_several_models_that_were_prepared_once_and_again() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="pip install memfit[accelerate]")
+    from memfit.integrations.accelerate import prepare
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    models = [dropped_out() for _ in range(4)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    planned = prepare(accelerator, *models[:2], *optimizers[:2], budget="1GiB", planner="none")
+    planned = prepare(accelerator, *planned, budget="1GiB", planner="none")
+    stock = accelerator.prepare(*models[2:], *optimizers[2:])
+    inputs, losses = torch.randn(8, 64), []
+    for one, other, *own in (planned, stock):
+        torch.manual_seed(2)
+        loss = (one(inputs) * other(inputs)).square().mean()
+        accelerator.backward(loss)
+        for optimizer in own:
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+    for mine, theirs, optimizer in zip(planned[:2], stock[:2], optimizers, strict=False):
+        assert_same(mine, theirs)
+        assert mine._compiled_call_impl.account._optimizers == (optimizer,)

@@ -47,7 +47,7 @@ def fit_lightning(*, is_manual: bool, steps: int, callbacks: Any = (), calls_net
 
     module = Module()
     if not is_manual:
-        settings |= {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0}
+        settings = {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0, **settings}
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = lightning.Trainer(
         accelerator="cpu", devices=1, max_epochs=1, callbacks=list(callbacks), **quiet, **settings
@@ -73,6 +73,19 @@ def test_lightning_keeps_its_bits_and_its_budget(steps: int, precision: str, is_
     assert planned.losses == stock.losses
     assert_same(planned, stock)
     assert 0 < callback.most_bytes <= budget
+
+
+def test_lightning_steps_whose_closure_calls_the_module_are_planned() -> None:
+    pytest.importorskip("pytorch_lightning", reason="pip install memfit[lightning]")
+    from memfit.integrations.lightning import MemfitCallback
+
+    settings: Any = {"is_manual": False, "steps": 1, "accumulate_grad_batches": 1, "limit_train_batches": 2}
+    stock = fit_lightning(**settings)
+    callback = MemfitCallback("1GiB", module="net", planner="none")
+    planned = fit_lightning(callbacks=[callback], **settings)
+    assert planned.losses == stock.losses
+    assert_same(planned, stock)
+    assert callback.most_bytes > 0
 
 
 def test_lightning_leaves_a_module_as_it_was_after_an_error() -> None:

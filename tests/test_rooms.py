@@ -152,7 +152,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("backend",),
         ("settings",),
         ("account", "inductor", "inputs"),
-        ("chains", "halves", "node_halves", "occupancy", "rehearse"),
+        ("chains", "halves", "node_halves", "occupancy", "rehearse", "updates"),
     ),
 }
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import checkpoint_steps
 import pytest
 import shard_steps
 import torch
@@ -62,6 +64,21 @@ def test_gradients_of_parts_add_up(two: Results) -> None:
 def test_checkpoints_are_those_of_fully_shard(two: Results) -> None:
     for result in two:
         assert all(result["checkpoints"].values()), result["checkpoints"]
+
+
+@pytest.mark.slow
+def test_checkpoints_of_two_ranks_are_read_on_one_and_on_four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(checkpoint_steps.FOLDER, str(tmp_path))
+    for count, function in (
+        (2, checkpoint_steps.written),
+        (1, checkpoint_steps.read_again),
+        (4, checkpoint_steps.read_again),
+    ):
+        folder = tmp_path / f"{count}"
+        folder.mkdir()
+        for result in on_ranks([function], count, folder):
+            found = result[function.__name__]
+            assert all(found.values()), found
 
 
 def test_what_is_not_carried_out_is_refused(two: Results) -> None:

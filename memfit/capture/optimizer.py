@@ -156,6 +156,17 @@ def overlap(parameters: Sequence[torch.Tensor]) -> bool:
     return False
 
 
+def innermost(optimizer: object) -> object:
+    """Return the optimizer that others are wrapped around, those of Accelerate and Lightning, or what is none as it is.
+
+    Args:
+        optimizer: whatever was given as one.
+    """
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
 def require_supported(optimizer: torch.optim.Optimizer) -> None:
     """Raise UnsupportedStepError for an optimizer that evaluates the loss several times in a step."""
     if isinstance(optimizer, torch.optim.LBFGS):

@@ -8,6 +8,7 @@ import torch
 
 from memfit.capture.across import Across
 from memfit.capture.fully_sharded import FullySharded
+from memfit.capture.optimizer import innermost
 from memfit.capture.placement import require_dense, step_device
 from memfit.capture.training_step import TrainingStep
 from memfit.errors import InvalidTargetError, UnsupportedStepError
@@ -129,6 +130,12 @@ def _check_kinds(step: TrainingStep, where: str) -> None:
     if step.optimizer is not None and not isinstance(step.optimizer, torch.optim.Optimizer):
         raise InvalidTargetError(
             f"{where}: optimizer is a {_kind(step.optimizer)}, expected a torch.optim.Optimizer or None"
+        )
+    inner = innermost(step.optimizer)
+    if inner is not step.optimizer:
+        raise InvalidTargetError(
+            f"{where}: optimizer is a {_kind(step.optimizer)} around a {_kind(inner)}, and its own step would not run; "
+            "give its attribute `optimizer`"
         )
     if step.scaler is not None and not isinstance(step.scaler, torch.amp.GradScaler):
         raise InvalidTargetError(f"{where}: scaler is a {_kind(step.scaler)}, expected a torch.amp.GradScaler or None")

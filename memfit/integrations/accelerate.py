@@ -10,12 +10,13 @@ from accelerate.utils import DistributedType, DynamoBackend
 
 from memfit.errors import InvalidOptionError, InvalidTargetError, UnsupportedStepError
 from memfit.runtime.compile.model import compile_anew
+from memfit.runtime.compile.updates import parameters_of
 
 _WHERE = "memfit.integrations.accelerate.prepare"
 
 
 def prepare(accelerator: Accelerator, *things: Any, budget: str | int, **options: Any) -> Any:
-    """Return what `accelerator.prepare(*things)` does, with the calls of the model inside `budget`.
+    """Return what `accelerator.prepare(*things)` does, with the calls of its models inside `budget`.
 
     The loop stays as it is: `accelerator.accumulate`, `accelerator.backward(loss)`, clipping and saving.
 
@@ -31,13 +32,14 @@ def prepare(accelerator: Accelerator, *things: Any, budget: str | int, **options
 
     Args:
         accelerator: on one process; without a Dynamo backend, whose names are an enumeration without memfit.
-        things: one model, its optimizers, and what else `accelerator.prepare` takes.
+        things: models, their optimizers, and what else `accelerator.prepare` takes. The calls of each model are planned
+            within what the others leave of the budget.
         budget: the bytes for everything on the device: `"6GiB"`, or an integer.
         options: `reserve`, `planner`, `options`, `time_limit_seconds`, `seed`, `host_budget`, `host_dir` as in
             `memfit.compile`.
 
     Raises:
-        InvalidTargetError: no model, or several.
+        InvalidTargetError: no model.
         InvalidOptionError: the accelerator compiles the model itself.
         UnsupportedStepError: several processes or devices.
         MemfitError: as `memfit.compile`.
@@ -52,13 +54,14 @@ def prepare(accelerator: Accelerator, *things: Any, budget: str | int, **options
             f"{_WHERE}: the accelerator compiles the model by backend {accelerator.state.dynamo_plugin.backend}; leave "
             "dynamo_backend and dynamo_plugin out"
         )
-    models = [thing for thing in things if isinstance(thing, torch.nn.Module)]
-    optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)]
-    if len(models) != 1:
-        raise InvalidTargetError(
-            f"{_WHERE}: {len(models)} models, expected one; prepare the others by accelerator.prepare"
-        )
     prepared = accelerator.prepare(*things)
-    model = prepared if len(things) == 1 else prepared[things.index(models[0])]
-    compile_anew(model, {"budget": budget, **options}, _WHERE).account.follow(*optimizers)
+    made = prepared if len(things) > 1 else (prepared,)
+    models = [model for model, thing in zip(made, things, strict=True) if isinstance(thing, torch.nn.Module)]
+    if not models:
+        raise InvalidTargetError(f"{_WHERE}: no model; give the model, its optimizer and the rest to one prepare")
+    optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)]
+    for model in models:
+        own = set(model.parameters())
+        theirs = [each for each in optimizers if len(models) == 1 or not own.isdisjoint(parameters_of(each))]
+        compile_anew(model, {"budget": budget, **options}, _WHERE).account.follow(*theirs)
     return prepared

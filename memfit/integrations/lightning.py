@@ -106,8 +106,6 @@ class MemfitCallback(lightning.Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Leave the module as it was."""
-        if self._calls is not None:
-            self._calls.account.follow()
         if self._module is not None:
             release(self._module)
         self._module = None

@@ -56,8 +56,7 @@ class MemfitCallback(transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
         """Follow the optimizer of this training; a `model_init` has made another model by now."""
         _require_one_device(args)
-        optimizer = given["optimizer"]
-        self._plan(given["model"]).account.follow(getattr(optimizer, "optimizer", optimizer))
+        self._plan(given["model"]).account.follow(given["optimizer"])
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
         """Refuse an evaluation that runs unplanned."""

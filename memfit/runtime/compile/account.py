@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from memfit.capture.optimizer import require_supported, update_cost, without_hooks
-from memfit.errors import InfeasibleBudgetError, MemfitError, OverBudgetError, UnsupportedStepError
+from memfit.capture.optimizer import innermost, require_supported, update_cost, without_hooks
+from memfit.errors import InfeasibleBudgetError, InvalidTargetError, MemfitError, OverBudgetError, UnsupportedStepError
 from memfit.planning import FIRM
 from memfit.runtime.compile.occupancy import bytes_beside
+from memfit.runtime.compile.updates import before_update, parameters_of
 from memfit.runtime.first_step import MOST_CORRECTIONS, STEPS_IN_A_ROW, not_held
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
@@ -74,21 +75,28 @@ class Account:
         """Whether an optimizer was given."""
         return bool(self._optimizers)
 
-    def follow(self, *optimizers: torch.optim.Optimizer) -> None:
+    def follow(self, *optimizers: object) -> None:
         """Count what the state of these optimizers will take, and measure their updates.
 
         Args:
-            optimizers: in place of those before; none lets go of those.
+            optimizers: in place of those before; none lets go of those. Of one that is wrapped (by Accelerate, by
+                Lightning) the innermost is followed.
 
         Raises:
+            InvalidTargetError: one is no optimizer.
             UnsupportedStepError: one evaluates the loss several times in a step.
         """
         for hook in self._hooks:
             hook.remove()
-        self._optimizers, self._hooks, self._ran_before = optimizers, [], {}
-        for optimizer in optimizers:
+        self._optimizers, self._hooks, self._ran_before = (), [], {}
+        for optimizer in map(innermost, optimizers):
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise InvalidTargetError(
+                    f"optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer, or one wrapped"
+                )
             require_supported(optimizer)
-            self._hooks.append(optimizer.register_step_pre_hook(self._require_calls))
+            self._optimizers += (optimizer,)
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._ran_before[id(optimizer)] = self.ran
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._end_update()))
 
@@ -200,8 +208,11 @@ class Account:
                 format_bytes(self.budget_bytes),
             )
 
-    def _require_calls(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self.ran == self._ran_before[id(optimizer)]:
+    def _before_step(self, optimizer: torch.optim.Optimizer, given: Any, named: Any) -> Any:
+        return before_update(lambda: self._require_calls(optimizer), given, named)
+
+    def _require_calls(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.ran == self._ran_before[id(optimizer)] and _changes_parameters(optimizer):
             raise UnsupportedStepError(
                 "the optimizer is about to step, and no call of the model was planned since its last step: the loop "
                 "calls a part of the model, or `model.forward`, in the place of `model(...)`; plan the module that the "
@@ -272,6 +283,12 @@ class Account:
 
     def _total_bytes(self, usage: Usage) -> int:
         return self._beside_bytes + usage.start_bytes + usage.taken_bytes
+
+
+def _changes_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the next update does: not without gradients, nor at a rate of 0, by which states are made."""
+    is_moving = any(group.get("lr", 1.0) != 0 for group in optimizer.param_groups)
+    return is_moving and any(parameter.grad is not None for parameter in parameters_of(optimizer))
 
 
 def _all_measuring() -> list[Account]:

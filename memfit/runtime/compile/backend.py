@@ -112,6 +112,8 @@ class PlannedGraph:
         self.compiled: dict[Any, CompiledGraph] = {}
         self.has_warned = False  # of the bytes that are set aside for the optimizer
         self.has_warned_of_strides = False
+        self.awaiting = 0  # backward passes of calls so far
+        self._has_warned_of_sums = False
         self._read = read
         self._hooks = hooks_on_all_modules()
 
@@ -131,10 +133,26 @@ class PlannedGraph:
             compiled = self.compiled[key] = self.compile(inputs, compiled)
             if account is not None:
                 account.compiled += 1
+        if compiled.plan is not None:
+            self._warn_of_sums(inputs)
+            self.awaiting += 1
         returned = self._run(compiled, inputs)
         for node in {leaf.grad_fn for leaf in returned if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None}:
             node.register_prehook(compiled.check_gradients)
         return returned
+
+    def _warn_of_sums(self, inputs: Sequence[Any]) -> None:
+        """Warn where eager would sum a parameter's gradients use by use, over calls that one backward pass is for."""
+        if not self.awaiting or self._has_warned_of_sums or self.options.is_part:
+            return
+        places = zip(inputs, (node for node in self.module.graph.nodes if node.op == "placeholder"), strict=False)
+        if any(isinstance(given, torch.nn.Parameter) and len(node.users) > 1 for given, node in places):
+            self._has_warned_of_sums = True
+            _log.warning(
+                "memfit: a graph that uses a parameter several times (tied embeddings, say) was called again before "
+                "the backward pass of its last call: if one backward pass is for both, each call's gradients are "
+                "summed first, eager's use by use, and last bits may differ; memfit.fit has eager's"
+            )
 
     def _run(self, compiled: CompiledGraph, inputs: Sequence[Any]) -> Any:
         """Run a compiled graph; one without a backward half has no plan, and is held to the budget by measurement."""
@@ -424,6 +442,7 @@ class CompiledGraph:
 
     def _run_half(self, half: Callable[[list[Any]], list[Any]], arguments: list[Any], is_backward: bool) -> list[Any]:
         if is_backward:
+            self.graph.awaiting -= 1
             with turn_on(self.device).of(self, "the backward pass of a graph that memfit's backend compiled"):
                 self._end_loss()
                 return half(arguments)

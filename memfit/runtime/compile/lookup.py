@@ -9,19 +9,23 @@ on modules could see the same earlier, but the compiler would trace it into ever
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memfit.errors import UnsupportedStepError
 from memfit.runtime.compile.backend import PlannedGraph, memfit_backend
+from memfit.runtime.compile.updates import before_update
 from memfit.torch_private.dynamo import compile_soundly
 
 __all__ = ["memfit_backend"]
 
 
-def _require_graph(*_: object) -> None:
-    _hook.remove()
-    if not PlannedGraph.called:
+def _require_graph() -> None:
+    global _is_checked
+    is_first, _is_checked = not _is_checked, True
+    if is_first and not PlannedGraph.called:
         raise UnsupportedStepError(
             'backend="memfit" was looked up, and no graph had reached it by the first step of an optimizer, so that no '
             "budget is enforced: PyTorch's compiler enters no model under DDP or FSDP, and none where "
@@ -30,5 +34,10 @@ def _require_graph(*_: object) -> None:
         )
 
 
+def _before_step(_optimizer: torch.optim.Optimizer, given: Any, named: Any) -> Any:
+    return None if _is_checked else before_update(_require_graph, given, named)
+
+
 compile_soundly()
-_hook: torch.utils.hooks.RemovableHandle = register_optimizer_step_pre_hook(_require_graph)
+_is_checked = False
+register_optimizer_step_pre_hook(_before_step)

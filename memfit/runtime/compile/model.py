@@ -126,7 +126,10 @@ def compile_anew(model: torch.nn.Module, options: Mapping[str, Any], where: str)
 
 
 def release(model: torch.nn.Module) -> None:
-    """Let the calls of a compiled model run as ever again."""
+    """Let the calls of a compiled model, and the updates of its optimizers, run as ever again."""
+    calls = own_call(model)
+    if isinstance(calls, PlannedCalls):
+        calls.let_go()
     set_call(model, None)
 
 
@@ -174,6 +177,11 @@ class PlannedCalls:
             device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
             self._account = Account(int(self._settings.settings.budget), device, self._settings.settings.budget_is)
         return self._account
+
+    def let_go(self) -> None:
+        """Follow no optimizer any more."""
+        if self._account is not None:
+            self._account.follow()
 
     @property
     def plans(self) -> list[Plan]:
