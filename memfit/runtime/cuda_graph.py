@@ -44,7 +44,7 @@ def require_capturable(settings: Settings, step: TrainingStep, device: torch.dev
     """
     why = _refusal(settings, step, device, memory)
     if why:
-        raise InvalidOptionError(f"cuda_graph=True: {why}; leave it out, or change that")
+        raise InvalidOptionError(f"cuda_graph=True: {why}; leave cuda_graph out, or change that")
 
 
 def _refusal(settings: Settings, step: TrainingStep, device: torch.device, memory: StepMemory) -> str:
@@ -324,7 +324,7 @@ def _require_on_device(program: StepProgram, arguments: Sequence[torch.Tensor]) 
     if program.plan.offloaded_bytes:
         why.append("the plan copies to the host, which the host waits for")
     if why:
-        raise UnsupportedStepError(f"cuda_graph=True: {why[0]}; leave it out, or change that")
+        raise UnsupportedStepError(f"cuda_graph=True: {why[0]}; leave cuda_graph out, or change that")
 
 
 def _made_elsewhere(captured: Captured, device: torch.device) -> Iterator[str]:

@@ -371,13 +371,12 @@ class PlannedStep(Uncopied):
 
     def _run(self, variant: Variant, batch: Any) -> Any:
         parameters = variant.guards.parameters
-        replayed = None if self._graphs is None else self._graphs.outputs()
-        if replayed is not None:
-            return replayed["loss"]
-        written = parameters.values(), variant.guards.tensors, self.step.optimizer
-        with saying_what_is_left(*written), self._memory.call(variant.key):
-            self._ranks.before_step()
-            outputs = variant.program.run(batch)
+        outputs = None if self._graphs is None else self._graphs.outputs()
+        if outputs is None:
+            written = parameters.values(), variant.guards.tensors, self.step.optimizer
+            with saying_what_is_left(*written), self._memory.call(variant.key):
+                self._ranks.before_step()
+                outputs = variant.program.run(batch)
         variant.guards.take_left()
         if not self.step.has_backward:
             return tree_unflatten(list(outputs.values()), tree_flatten(batch[0])[1])
