@@ -1,4 +1,4 @@
-"""The table of docs/figures.md on long graphs: what `planning_time.py` stored."""
+"""The tables of long graphs: what `planning_time.py` and `many_ranks.py` stored."""
 
 from __future__ import annotations
 
@@ -47,5 +47,51 @@ def _best_after(point: dict[str, Any], moment: float) -> str:
     return f"{found[-1]:.3%}" if found and moment <= point["time_limit_seconds"] else ""
 
 
+def many_ranks(stored: dict[str, Payload]) -> Table:
+    """A row for each budget of each number of ranks."""
+    head = ["ranks", "budget", "peak, GiB", "resident, GiB", "ms a step", "overhead", "proved bound", "all-gathers"]
+    head += ["ms a step if all is kept", "its peak, GiB"]
+    payloads = sorted(stored.values(), key=lambda payload: payload["ranks"])
+    rows = [_ranks_row(payload, point) for payload in payloads for point in payload["points"]]
+    model = payloads[0]["model"]
+    limits = sorted({payload["time_limit_seconds"] for payload in payloads})
+    note = (
+        f"All predicted, for one of so many H100s: Llama 3 8B, {model['layers']} layers, {model['batch']} sequences of "
+        f"{model['length']:,} tokens on each rank, {payloads[0]['ops']:,} ops. Resident: parts of parameters and of "
+        "optimizer states. All-gathers: how often a group of parameters is gathered in a step, on average. "
+        f"{' or '.join(f'{limit:.0f}' for limit in limits)} s of search for each plan; capture took at most "
+        f"{max(payload['capture_seconds'] for payload in payloads):.0f} s, and the process "
+        f"{max(payload['process_bytes'] for payload in payloads) / 2**30:.1f} GiB."
+    )
+    return head, rows, note
+
+
+def _ranks_row(payload: Payload, point: dict[str, Any]) -> list[str]:
+    begin = [f"{payload['ranks']}", point["budget"].replace("GiB", " GiB")]
+    if "peak_bytes" not in point:
+        found = point["least_bytes"]
+        reached = "no plan" if found is None else f"no plan; {_gibibytes(found)} were reached"
+        return [*begin, f"{reached}, none is below {_gibibytes(point['bound_bytes'])}"]
+    return [
+        *begin,
+        _gibibytes(point["peak_bytes"]),
+        _gibibytes(payload["resident_bytes"]),
+        f"{point['seconds'] * 1e3:,.0f}",
+        f"{point['overhead']:.1%}",
+        f"{point['bound']:.1%}",
+        f"{point['gathers']:.2f}",
+        f"{point['unplanned_seconds'] * 1e3:,.0f}",
+        _gibibytes(point["unplanned_peak_bytes"]),
+    ]
+
+
+def _gibibytes(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f}"
+
+
+SCALE_SET_TABLES: dict[str, tuple[str, Callable[[dict[str, Payload]], Table]]] = {
+    "many-ranks": ("many_ranks", many_ranks)
+}
+"""The same for tables of all results in a folder."""
 SCALE_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {"planning-time": ("planning_time", planning_time)}
 """Each table by name: the script whose only result it shows, and what makes it."""

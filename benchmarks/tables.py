@@ -25,7 +25,7 @@ from _measure import EIGHT, MIB
 from _offloading_tables import OFFLOADING_SET_TABLES, OFFLOADING_TABLES
 from _paper_tables import PAPER_TABLES
 from _record import RESULTS, load, machine_name
-from _scale_tables import SCALE_TABLES
+from _scale_tables import SCALE_SET_TABLES, SCALE_TABLES
 from _tested_tables import TESTED_SET_TABLES, TESTED_TABLES
 
 from memfit.errors import InvalidOptionError
@@ -178,6 +178,7 @@ def _peaks(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 ONE_RESULT_TABLES = PAPER_TABLES | SCALE_TABLES | ABLATION_TABLES | TESTED_TABLES | OFFLOADING_TABLES | CUDA_TABLES
+SET_TABLES = ARENA_TABLES | TESTED_SET_TABLES | OFFLOADING_SET_TABLES | CUDA_SET_TABLES | SCALE_SET_TABLES
 TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     **{name: (script, _drawn_by(make)) for name, (script, make) in BASELINE_TABLES.items()},
     "sweep": ("sweep", sweep),
@@ -188,10 +189,7 @@ TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     "offloading": ("offloading", offloading),
     "inplace": ("inplace", inplace),
     **{name: (script, _of_one(make)) for name, (script, make) in ONE_RESULT_TABLES.items()},
-    **{
-        name: (script, _drawn_by(make))
-        for name, (script, make) in (ARENA_TABLES | TESTED_SET_TABLES | OFFLOADING_SET_TABLES | CUDA_SET_TABLES).items()
-    },
+    **{name: (script, _drawn_by(make)) for name, (script, make) in SET_TABLES.items()},
 }
 """Each table by name: the script whose results it shows, and what renders it."""
 
@@ -203,6 +201,7 @@ IN_FOLDERS = (
     "versions",
     "page_faults",
     "loop_cost",
+    "many_ranks",
 )
 """The scripts that store each result in a file of its own, by names that are no workloads'."""
 

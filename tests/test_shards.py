@@ -9,10 +9,18 @@ import checkpoint_steps
 import pytest
 import shard_steps
 import torch
+import torch.distributed as dist
 from rank_runs import on_ranks
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from memfit.capture import TrainingStep, capture
+from memfit.capture.fully_sharded import fully_sharded
 from memfit.runtime.distributed.sharding import repeated_blocks
+from memfit.system.recorder import record
 
 ALIKE = ["blocks", "blocks_clipped_in_bfloat16", "mixed_precision", "bare_model", "gathers_repeated"]
 TOGETHER = [*ALIKE, "odd_models", "gradients_added", "checkpoints", "refused"]
@@ -79,6 +87,30 @@ def test_checkpoints_of_two_ranks_are_read_on_one_and_on_four(tmp_path: Path, mo
         for result in on_ranks([function], count, folder):
             found = result[function.__name__]
             assert all(found.values()), found
+
+
+def test_a_step_of_many_ranks_is_captured_before_there_are_any_and_without_their_memory() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=512)
+    try:
+        mesh = init_device_mesh("cpu", (512,))
+        with FakeTensorMode():
+            layers = [nn.Linear(1 << 15, 1 << 15, bias=False) for _ in range(2)]
+            model = fully_shard(nn.Sequential(*[fully_shard(layer, mesh=mesh) for layer in layers]), mesh=mesh)
+            across = fully_sharded(model, None)
+        step = TrainingStep(
+            model=model,
+            loss=lambda model, batch: model(batch).sum(),
+            batch=torch.zeros(1, 1 << 15),
+            optimizer=torch.optim.AdamW(model.parameters()),
+            across=across,
+        )
+        with record("cpu") as usage:
+            graph = capture(step).graph
+    finally:
+        dist.destroy_process_group()
+    assert usage.peak_bytes < 1 << 20
+    assert [graph.storages[op.writes[0]].bytes for op in graph.ops if op.is_gather] == [4 << 30] * 2
+    assert sum(s.bytes for s in graph.storages if s.resident and s.role == "parameter") == 2 * (8 << 20)
 
 
 def test_what_is_not_carried_out_is_refused(two: Results) -> None:
