@@ -219,7 +219,7 @@ class CompiledGraph:
         self.count_bytes()
         self._bytes_at_start = allocated_bytes(self.device)
         self.bytes_outside_seen: int | None = None  # between the halves
-        self.bytes_held_seen = 0  # of these, during the backward half
+        self.bytes_held_seen: int | None = None  # when the backward half begins; less than 0 where results were let go
         self._bytes_after_forward = 0
         self._is_in_autocast = any_autocast()  # while AOTAutograd traces, it is off
         shared = overlapping(inputs)
@@ -248,9 +248,10 @@ class CompiledGraph:
 
     def _by_inductor(self, examples: Sequence[Any]) -> Callable[..., Any]:
         options = self.graph.options
+        held = None if self.before is None else self.before.bytes_held_seen
 
         def plan(graph: Graph, budget_bytes: int | None) -> Plan:
-            outside = self.bytes_outside if self.before is None else self.before.bytes_held_seen
+            outside = self.bytes_outside if held is None else max(0, held)
             settings = settings_of(options, graph).within(budget_bytes) if budget_bytes else _as_it_is(graph, outside)
             return make_plan(graph, linked_device(self.device, 0), settings, outside)
 
@@ -260,6 +261,7 @@ class CompiledGraph:
             between_bytes=lambda: self.bytes_outside,
             plan=plan,
             run=self._run_half,
+            held_bytes=held,
         )
         try:
             compiled = compile_within(self.graph.module, examples, device=self.device, planning=planning)
@@ -460,7 +462,7 @@ class CompiledGraph:
         """Count what user code holds outside of the graph, before the backward half begins."""
         held = allocated_bytes(self.device) - self._bytes_after_forward
         outside = max(held, self._meter.end_loss() - self._bytes_after_forward)
-        self.bytes_held_seen = max(held, self.bytes_held_seen)
+        self.bytes_held_seen = held if self.bytes_held_seen is None else max(held, self.bytes_held_seen)
         if self.graph.options.account is not None:
             known = self.bytes_outside if self.bytes_outside_seen is None else self.bytes_outside_seen
             self.graph.options.account.expect_end(max(0, outside - known))

@@ -32,21 +32,24 @@ class Halves:
         forward_bytes: at the peak of the forward half, without its arguments.
         between_bytes: of what the forward half returned.
         backward_bytes: at the peak of the backward half, without the arguments of the forward half.
+        tangent_bytes: of the gradients that the backward half is given; autograd holds them until it ends.
     """
 
     given_bytes: int
     forward_bytes: int
     between_bytes: int
     backward_bytes: int
+    tangent_bytes: int
 
-    def peak_bytes(self, between_bytes: int, bytes_outside: int) -> int:
+    def peak_bytes(self, between_bytes: int, held_bytes: int) -> int:
         """Return the peak of the step.
 
         Args:
             between_bytes: the most that is outside of the graph between its halves.
-            bytes_outside: what is left of that during the backward half.
+            held_bytes: by how much more was live when the backward half began than when the forward half had ended,
+                the tangents included; less than 0 where results were let go meanwhile.
         """
-        after = max(self.between_bytes + between_bytes, self.backward_bytes + bytes_outside)
+        after = max(self.between_bytes + between_bytes, self.backward_bytes + held_bytes - self.tangent_bytes)
         return self.given_bytes + max(self.forward_bytes, after)
 
 
@@ -77,18 +80,20 @@ def rehearse(
         results = list(forward(list(primals)))
         forward_bytes, between_bytes = tally.peak_bytes, tally.live_bytes
         tally.peak_bytes = 0
-        given = [*results[outputs:], *[_alike(each) for each in tangents]]
-        kept = results[:outputs]
+        seeds = [_alike(each) for each in tangents]
+        kept, given = [*results[:outputs], *seeds], [*results[outputs:], *seeds]
         del results
         gradients = backward(given)
         backward_bytes = tally.peak_bytes
-        del gradients, kept
+        seed_bytes = {storage_key(each): each.untyped_storage().nbytes() for each in tensors_in(seeds)}
+        del gradients, kept, seeds
     storages = {storage_key(each): each.untyped_storage().nbytes() for each in tensors_in(primals)}
     return Halves(
         given_bytes=sum(taken_bytes(size, device) for size in storages.values()),
         forward_bytes=forward_bytes,
         between_bytes=between_bytes,
         backward_bytes=backward_bytes,
+        tangent_bytes=sum(taken_bytes(size, device) for size in seed_bytes.values()),
     )
 
 
