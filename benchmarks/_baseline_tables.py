@@ -112,6 +112,30 @@ def whole_step(stored: Stored) -> Table:
     return head, rows, "Forward, loss, backward and SGD's update as one step."
 
 
+def inductor(payload: dict[str, Any]) -> Table:
+    """A row for each model and setting of torch's activation memory budget; setting 0 is memfit's least budget."""
+    ways = ("eager", "torch", "memfit on inductor", "memfit on eager")
+    head = ["model", "torch's budget", "eager", "torch", "memfit on Inductor", "memfit on eager's kernels"]
+    head += ["memfit on Inductor over torch"]
+    rows: list[list[str]] = []
+    for row in payload["rows"]:
+        found = row["ways"].get("memfit on inductor", {}).get("time_over_torch")
+        setting = f"{row['share']}" if row["share"] else "least"
+        cells = [_peak_and_time(row["ways"].get(way, {})) for way in ways]
+        rows.append([row["model"], setting, *cells, "" if found is None else f"{found:.3f}"])
+    note = (
+        "Peak in MiB, time over eager's, seconds until compiled; memfit's budget is the peak that torch has there. All "
+        f"measured, the times as medians of {payload['turns']} turns."
+    )
+    return head, rows, note
+
+
+def _peak_and_time(found: dict[str, Any]) -> str:
+    if "time_over_eager" not in found:
+        return found.get("status", "")
+    return f"{found['peak_bytes'] / MIB:.1f}, {found['time_over_eager']:.3f}, {found['compile_seconds']:.0f} s"
+
+
 BASELINE_TABLES: dict[str, tuple[str, Callable[[Stored], Table]]] = {
     "compare": ("compare_baselines", compare),
     "targets": ("compare_baselines", targets),
@@ -121,3 +145,5 @@ BASELINE_TABLES: dict[str, tuple[str, Callable[[Stored], Table]]] = {
     "baselines": ("torch_baselines", baselines),
 }
 """Each table by name: the script whose results it shows, and what renders it."""
+BASELINE_RESULT_TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {"inductor": ("inductor", inductor)}
+"""The same for a script that stores one result."""

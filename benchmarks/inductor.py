@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from _measure import MIB
+from _baseline_tables import inductor
 from _process import answer_if_child, fresh_cache, in_fresh_process
 from _record import interleaved_seconds, load, result_path, store
 from torch import nn
@@ -238,24 +238,9 @@ def measure(*, model: str, share: float, small: bool) -> Iterator[dict[str, Any]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return rows as Markdown: MiB, time over eager, seconds to compile."""
-    ways = ("eager", "torch", "memfit on inductor", "memfit on eager")
-    lines = [
-        "| model | torch's budget | " + " | ".join(ways) + " | memfit on Inductor over torch |",
-        "| --- " * 7 + "|",
-    ]
-    for row in rows:
-        cells = [row["model"], "least" if row["share"] == LEAST else f"{row['share']}"]
-        cells += [_cell(row["ways"].get(way, {})) for way in ways]
-        ratio = row["ways"].get("memfit on inductor", {}).get("time_over_torch")
-        lines.append(f"| {' | '.join(cells)} | {'' if ratio is None else f'{ratio:.3f}'} |")
-    return "\n".join(lines)
-
-
-def _cell(found: dict[str, Any]) -> str:
-    if "time_over_eager" not in found:
-        return found.get("status", "")
-    return f"{found['peak_bytes'] / MIB:.1f}, {found['time_over_eager']:.3f}, {found['compile_seconds']:.0f} s"
+    """Return rows as Markdown, as `benchmarks/tables.py` puts them into the docs."""
+    head, lines, _ = inductor({"rows": rows, "turns": TURNS})
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines))
 
 
 def run(model: str, share: float, *, small: bool) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from _ablation_tables import ABLATION_TABLES
 from _arena_tables import ARENA_NAMES, ARENA_TABLES
-from _baseline_tables import BASELINE_TABLES
+from _baseline_tables import BASELINE_RESULT_TABLES, BASELINE_TABLES
 from _cells import memory, overhead, ratio, yes
 from _cuda_tables import CUDA_SET_TABLES, CUDA_TABLES
 from _measure import EIGHT, MIB
@@ -178,6 +178,7 @@ def _peaks(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 ONE_RESULT_TABLES = PAPER_TABLES | SCALE_TABLES | ABLATION_TABLES | TESTED_TABLES | OFFLOADING_TABLES | CUDA_TABLES
+ONE_RESULT_TABLES |= BASELINE_RESULT_TABLES
 SET_TABLES = ARENA_TABLES | TESTED_SET_TABLES | OFFLOADING_SET_TABLES | CUDA_SET_TABLES | SCALE_SET_TABLES
 TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     **{name: (script, _drawn_by(make)) for name, (script, make) in BASELINE_TABLES.items()},
