@@ -220,6 +220,7 @@ class CompiledGraph:
         self._bytes_at_start = allocated_bytes(self.device)
         self.bytes_outside_seen: int | None = None  # between the halves
         self.bytes_held_seen: int | None = None  # when the backward half begins; less than 0 where results were let go
+        self._bytes_departing = 0  # of the graph's outputs
         self._bytes_after_forward = 0
         self._is_in_autocast = any_autocast()  # while AOTAutograd traces, it is off
         shared = overlapping(inputs)
@@ -248,10 +249,9 @@ class CompiledGraph:
 
     def _by_inductor(self, examples: Sequence[Any]) -> Callable[..., Any]:
         options = self.graph.options
-        held = None if self.before is None else self.before.bytes_held_seen
 
         def plan(graph: Graph, budget_bytes: int | None) -> Plan:
-            outside = self.bytes_outside if held is None else max(0, held)
+            outside = self.bytes_outside if self.before is None else max(0, self.before.bytes_held_seen or 0)
             settings = settings_of(options, graph).within(budget_bytes) if budget_bytes else _as_it_is(graph, outside)
             return make_plan(graph, linked_device(self.device, 0), settings, outside)
 
@@ -261,7 +261,7 @@ class CompiledGraph:
             between_bytes=lambda: self.bytes_outside,
             plan=plan,
             run=self._run_half,
-            held_bytes=held,
+            held_bytes=self._held_bytes,
         )
         try:
             compiled = compile_within(self.graph.module, examples, device=self.device, planning=planning)
@@ -291,7 +291,11 @@ class CompiledGraph:
         if self.bytes_outside_seen is None or self.plan is None:
             return False
         account = self.graph.options.account
-        grown = allocated_bytes(self.device) - self._bytes_at_start + self.bytes_outside_seen - self.bytes_outside
+        grown = self.bytes_outside_seen - self.bytes_outside
+        planned = self._held_bytes()
+        if self.bytes_held_seen is not None and planned is not None:
+            grown = max(grown, self.bytes_held_seen - planned)
+        grown += allocated_bytes(self.device) - self._bytes_at_start
         grown += self._still_to_come() - self.bytes_reserved
         if account is not None and account.excess_bytes > self.bytes_exceeded:
             return True
@@ -301,6 +305,17 @@ class CompiledGraph:
             return False
         self.asked_again = True
         return -grown > _WORTH_PLANNING_AGAIN * self.budget_bytes
+
+    def _held_bytes(self) -> int | None:
+        """Return by how much more is live when the backward half begins than at the forward half's end, as was seen.
+
+        None where Inductor's halves were not made for it. A loop that let the outputs go may keep them at any later
+        step, so that these count in any case.
+        """
+        if self.before is None or self.graph.options.kernels != INDUCTOR:
+            return None
+        seen = self.before.bytes_held_seen
+        return None if seen is None else max(seen, self._bytes_departing)
 
     def _still_to_come(self) -> int:
         """Return the bytes of state that a known optimizer has yet to make."""
@@ -390,9 +405,9 @@ class CompiledGraph:
     def _left_bytes(self, graph: Graph) -> int:
         """Return the bytes that the budget leaves for a graph, 1 or more, having counted what is outside of it."""
         before = self.before
-        departing = sum(graph.storages[s].bytes for b in graph.boundaries for s in b.departures)
+        self._bytes_departing = sum(graph.storages[s].bytes for b in graph.boundaries for s in b.departures)
         seen = before.bytes_outside_seen if before is not None else None  # the most so far
-        self.bytes_outside = departing if seen is None else seen
+        self.bytes_outside = self._bytes_departing if seen is None else seen
         self.bytes_exceeded = self.graph.options.account.excess_bytes if self.graph.options.account else 0
         taken = self.bytes_beside + self.bytes_reserved + self.bytes_exceeded + self._headroom_bytes
         return max(1, self.budget_bytes - taken)

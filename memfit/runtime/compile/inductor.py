@@ -70,8 +70,8 @@ class Planning:
         between_bytes: returns the most that is outside of the graph between its halves.
         plan: returns a plan of a graph within some bytes; without bytes, one that leaves the graph as it is.
         run: runs a half, given the compiled half, its arguments, and whether it is the backward half.
-        held_bytes: by how much more was live when the backward half began than when the forward half had ended, as
-            steps have shown it; None before the first.
+        held_bytes: returns by how much more is live when the backward half begins than when the forward half has
+            ended, as steps have shown it; None before the first.
     """
 
     with_costs: Callable[[Captured], Captured]
@@ -79,7 +79,7 @@ class Planning:
     between_bytes: Callable[[], int]
     plan: Callable[[Graph, int | None], Plan]
     run: Callable[[Half, list[Any], bool], Any]
-    held_bytes: int | None
+    held_bytes: Callable[[], int | None]
 
 
 def compile_within(
@@ -230,7 +230,7 @@ class _Attempt:
             device=self.device,
             workspaces=self._workspaces,
         )
-        held_bytes = self.planning.held_bytes
+        held_bytes = self.planning.held_bytes()
         if held_bytes is None:
             held_bytes = self.plan.bytes_outside + halves.tangent_bytes
         return halves.peak_bytes(self.planning.between_bytes(), held_bytes)
