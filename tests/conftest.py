@@ -50,6 +50,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--renew-golden", action="store_true", help="write the golden files anew instead of comparing")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a CUDA device where there is none."""
+    on_device = [item for item in items if item.get_closest_marker("gpu")]
+    if on_device and not _has_cuda():
+        for item in on_device:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 @pytest.fixture(autouse=True)
 def _checks_of_distributions() -> Iterator[None]:
     """Give each test the default of `torch.distributions`: the first use of torch.compile in a process turns it off."""

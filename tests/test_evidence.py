@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -107,6 +108,26 @@ def test_eager_runs_with_saved_tensors_on_the_host_where_the_device_has_no_room(
     assert measured.overhead is measured.baseline_step_seconds is measured.baseline_peak_bytes is None
     assert "not compared" in measured.note
     assert measured.step_seconds > 0
+
+
+def test_garbage_that_python_frees_within_a_step_hides_nothing_of_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eager step leaves a cycle that holds a tensor, and a planned step collects it."""
+    planned = planned_of(make_pair("conv", None)[0])
+    run_eager, run = TrainingStep.run_eager, planned._run
+
+    def leaves_garbage(step: TrainingStep, batch: Any) -> torch.Tensor:
+        cycle: list[Any] = [torch.empty(1 << 20)]
+        cycle.append(cycle)
+        return run_eager(step, batch)
+
+    def collects_garbage(*given: Any) -> Any:
+        gc.collect()
+        return run(*given)
+
+    expected = planned.measure(repeats=1).peak_bytes
+    monkeypatch.setattr(planned, "_run", collects_garbage)
+    monkeypatch.setattr(TrainingStep, "run_eager", leaves_garbage)
+    assert planned.measure(repeats=1).peak_bytes == expected
 
 
 def test_a_device_that_runs_full_in_an_eager_step_is_told_apart_from_a_wrong_step() -> None:

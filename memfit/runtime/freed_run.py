@@ -9,6 +9,7 @@ memory that was never written to reads faster, and neither counts. Whole numbers
 from __future__ import annotations
 
 import bisect
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,6 +89,7 @@ def run_freed(
         beside_bytes = uses.resident_bytes + beside.end_bytes - beside.start_bytes
         run.big_bytes = BIG_BYTES if within_bytes is None else _least_big_bytes(graph, uses, within_bytes, beside_bytes)
         for number in range(runs + 1):
+            gc.collect()
             with record(device) as usage:
                 found = run.once(lambda op, at=number: progress(at + op / len(graph.ops), runs + 1))
             peak_bytes = max(peak_bytes, beside_bytes + usage.peak_bytes)
