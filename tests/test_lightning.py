@@ -15,7 +15,15 @@ from memfit.errors import InvalidTargetError, UnsupportedStepError
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
 
 
-def fit_lightning(*, is_manual: bool, steps: int, callbacks: Any = (), calls_net: bool = True, **settings: Any) -> Any:
+def fit_lightning(
+    *,
+    is_manual: bool,
+    steps: int,
+    callbacks: Any = (),
+    calls_net: bool = True,
+    skips: int | None = None,
+    **settings: Any,
+) -> Any:
     lightning = pytest.importorskip("pytorch_lightning", reason="pip install memfit[lightning]")
 
     class Module(lightning.LightningModule):
@@ -25,6 +33,8 @@ def fit_lightning(*, is_manual: bool, steps: int, callbacks: Any = (), calls_net
             self.automatic_optimization = not is_manual
 
         def training_step(self, batch: Any, number: int) -> Any:
+            if number == skips:
+                return None
             inputs, labels = batch
             outputs = self.net(inputs) if calls_net else self.net.forward(inputs)
             loss = nn.functional.cross_entropy(outputs, labels)
@@ -86,6 +96,18 @@ def test_lightning_steps_whose_closure_calls_the_module_are_planned() -> None:
     assert planned.losses == stock.losses
     assert_same(planned, stock)
     assert callback.most_bytes > 0
+
+
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_a_batch_that_a_lightning_step_skips_is_skipped(accumulated: int) -> None:
+    pytest.importorskip("pytorch_lightning", reason="pip install memfit[lightning]")
+    from memfit.integrations.lightning import MemfitCallback
+
+    settings: Any = {"is_manual": False, "steps": 1, "accumulate_grad_batches": accumulated, "skips": 1}
+    stock = fit_lightning(**settings)
+    planned = fit_lightning(callbacks=[MemfitCallback("1GiB", module="net", planner="none")], **settings)
+    assert planned.losses == stock.losses
+    assert_same(planned, stock)
 
 
 def test_lightning_leaves_a_module_as_it_was_after_an_error() -> None:

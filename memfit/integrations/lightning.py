@@ -98,7 +98,12 @@ class MemfitCallback(lightning.Callback):
             )
 
     on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _begin_batch
-    on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _end_batch
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _end_batch
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *given: Any) -> None:  # noqa: ARG002
+        """As after any batch, but for one that `training_step` skipped by returning None: no backward pass follows."""
+        if outputs or not pl_module.automatic_optimization:
+            self._end_batch()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Leave the module as it was: the Trainer tears nothing down then."""
