@@ -53,7 +53,40 @@ def by_children(own: Layers, values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def counted(own: Layers, values: torch.Tensor) -> torch.Tensor:
+    for number, layer in enumerate(own.layers, start=1):
+        values = torch.tanh(layer(values)) * number
+        values = broken(values) if number == 2 else values
+    return values
+
+
+def beside_each_other(own: Layers, values: torch.Tensor) -> torch.Tensor:
+    for layer, other in zip(own.layers, own.named.values(), strict=True):
+        values = torch.tanh(layer(values)) + other(values)
+        values = broken(values) if layer is own.layers[1] else values
+    return values
+
+
+def with_pairs(own: Layers, values: torch.Tensor) -> torch.Tensor:
+    for number, (name, layer) in enumerate(own.named.items()):
+        values = torch.tanh(layer(values)) * (number + int(name))
+        values = broken(values) if name == "1" else values
+    return values
+
+
+def a_list_that_grows(own: Layers, values: torch.Tensor) -> torch.Tensor:
+    found = [values]
+    for number, each in enumerate(found):
+        if len(found) < 4:
+            found.append(torch.tanh(own.layers[number](each)))
+    return broken(torch.cat(found))
+
+
 WAYS: dict[str, Way] = {
+    "enumerate": counted,
+    "zip": beside_each_other,
+    "enumerate items": with_pairs,
+    "a list that grows": a_list_that_grows,
     "items of a ModuleDict": by_name,
     "values of a ModuleDict": over(lambda own: iter(own.named.values())),
     "keys of a ModuleDict": over(lambda own: iter([own.named[name] for name in own.named])),
@@ -90,3 +123,6 @@ def test_layers_are_planned_with_eagers_bits(name: str) -> None:
         assert mine.grad is None or theirs.grad is None or torch.equal(mine.grad, theirs.grad)
     if name != "a list":  # a generator of the user's
         assert any(op.name.startswith("addmm") for plan in planned.plans for op in plan.graph.ops)
+    if name in ("enumerate", "zip", "enumerate items"):  # with one break: a graph before it, and one behind it
+        layers = [sum(op.name.startswith("addmm") for op in plan.graph.ops) for plan in planned.plans]
+        assert [count for count in layers if count] in ([2, 2], [4, 4])

@@ -20,6 +20,7 @@ from memfit.runtime.state import left_as_it_was
 from memfit.runtime.verify import RunsStep, unplanned_bytes
 from memfit.simulate.overlap import Transfers
 from memfit.system.recorder import Usage, empty_cache, record, taken_bytes
+from memfit.torch_private.modules import own_tensors
 from memfit.torch_private.sharding import local
 from memfit.torch_private.tensors import tree_flatten
 
@@ -144,7 +145,8 @@ def resident_storages(planned: MeasurableStep, batch: Any) -> dict[int, int]:
     """Return the storages on the device before a step: data pointer -> bytes. The arguments are those of
     `resident_bytes`."""
     step, device = planned.step, planned.device
-    tensors = [*step.model.parameters(), *step.model.buffers(), *planned.constants]
+    parameters, buffers = own_tensors(step.model)
+    tensors: list[Any] = [*parameters, *buffers, *planned.constants]
     if step.optimizer is not None:
         tensors += [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
         tensors += [value for state in step.optimizer.state.values() for value in state.values()]

@@ -43,6 +43,7 @@ from memfit.simulate.overlap import Transfers
 from memfit.system.budget import format_bytes, parse_budget
 from memfit.system.recorder import empty_cache
 from memfit.torch_private.dynamo import compiled_around_breaks
+from memfit.torch_private.modules import own_tensors
 
 _log = logging.getLogger("memfit")
 _MOST_AIMS = 4  # plans for less and less, while steps take more than the budget; then the leanest
@@ -219,8 +220,7 @@ class PartlyPlannedStep(Uncopied):
 
     def _call(self, batch: Any) -> torch.Tensor:
         require_training_context("the step was called", self.step)
-        model = self.step.model
-        with saying_what_is_left(model.parameters(), model.buffers(), self.step.optimizer):
+        with saying_what_is_left(*own_tensors(self.step.model), self.step.optimizer):
             seen = self._run(batch)
         if seen.is_new:
             self._plan_new_way(seen.peak_bytes)
