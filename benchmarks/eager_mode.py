@@ -20,7 +20,7 @@ import argparse
 import json
 import statistics
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from _eager_loops import LOOPS
 from _eager_turns import in_turns, largest_bytes
 from _process import answer_if_child, in_fresh_process
 from _record import load, result_path, store
+from torch.utils._python_dispatch import _disable_current_modes
 
 import memfit
 from memfit.torch_private.autograd import TorchDispatchMode
@@ -38,7 +39,8 @@ COSTS: dict[str, dict[str, Any]] = {  # small, so that the operators' own work d
     "gpt2": {"batch": 1, "tokens": 16, "width": 64, "vocabulary": 500},
     "lstm": {"batch": 2, "width": 32},
 }
-ROUNDS = 15
+ROUNDS = 60
+WARM_UP = 5  # rounds: first calls are not what is asked for
 STEPS = 300
 SIZED = ("bare", "checkpoints")  # ways in which a step takes as much as it takes
 KEYS = {"costs": "workload", "loops": "loop"}
@@ -58,45 +60,33 @@ class Empty(TorchDispatchMode):
 
 
 def cost(workload: str) -> dict[str, Any]:
-    """Return microseconds an operator, under an empty mode and under eager mode."""
+    """Return processor time in microseconds an operator, under an empty mode and under eager mode."""
+    calls = 0
     torch.set_num_threads(1)
     step = build(workload, **COSTS[workload])
     empty = Empty()
     seconds: dict[str, list[float]] = {"bare": [], "empty": [], "eager": []}
-    blocks: dict[str, AbstractContextManager[Any]] = {
-        "bare": nullcontext(),
-        "empty": empty,
-        "eager": memfit.eager(step.model, budget=1 << 40),
-    }
-    mode = blocks["eager"].__enter__()  # once: it may be entered only once, and first calls are not what is asked for
-    for _ in range(3):
-        step.run_eager(step.batch)
-        step.model.zero_grad(set_to_none=True)
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        step.run_eager(step.batch)
-        seconds["eager"].append(time.perf_counter() - began)
-        step.model.zero_grad(set_to_none=True)
-    mode.__exit__(None, None, None)
-    for number in range(ROUNDS + 1):
-        for name in ("bare", "empty"):
-            with blocks[name]:
+    with memfit.eager(step.model, budget=1 << 40):
+        for number in range(WARM_UP + ROUNDS):
+            for name in ("eager", "bare", "empty") if number % 2 else ("eager", "empty", "bare"):
                 empty.calls = 0
-                began = time.perf_counter()
-                step.run_eager(step.batch)
-                took = time.perf_counter() - began
-            step.model.zero_grad(set_to_none=True)
-            seconds[name] += [took] if number else []
-    with empty:
-        empty.calls = 0
-        step.run_eager(step.batch)
+                with (
+                    nullcontext() if name == "eager" else _disable_current_modes(),
+                    empty if name == "empty" else nullcontext(),
+                ):
+                    began = time.process_time()
+                    step.run_eager(step.batch)
+                    took = time.process_time() - began
+                calls = empty.calls or calls
+                step.model.zero_grad(set_to_none=True)
+                seconds[name] += [took] if number >= WARM_UP else []
     medians = {name: statistics.median(found) for name, found in seconds.items()}
     return {
         "workload": workload,
         "options": COSTS[workload],
-        "calls": empty.calls,
+        "calls": calls,
         "seconds": medians,
-        "us_a_call": {name: 1e6 * (medians[name] - medians["bare"]) / empty.calls for name in ("empty", "eager")},
+        "us_a_call": {name: 1e6 * (medians[name] - medians["bare"]) / calls for name in ("empty", "eager")},
     }
 
 

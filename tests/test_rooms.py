@@ -142,6 +142,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "torch_private": (
         ("dynamo", "guarding", "inductor"),
+        ("loops",),
         ("aot",),
         ("autograd", "cuda", "modules", "ranks", "sharding", "symbols", "tensors", "tracing"),
         ("patching",),

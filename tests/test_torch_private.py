@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ from memfit.torch_private.guarding import (
     leaf_hooks,
 )
 from memfit.torch_private.inductor import InductorHalf, ModulePair, compiled_by_inductor
+from memfit.torch_private.loops import divide_loops
 from memfit.torch_private.modules import (
     eager_call,
     global_module_hooks,
@@ -80,6 +81,7 @@ from memfit.torch_private.modules import (
     module_tables,
     optimizer_hooks,
     own_call,
+    own_tensors,
     set_call,
 )
 from memfit.torch_private.patching import replaced
@@ -298,6 +300,23 @@ def test_storage_key_is_shared_by_views_only() -> None:
     base = torch.empty(4)
     assert storage_key(base) == storage_key(base[1:].view(3, 1))
     assert storage_key(base) != storage_key(base.clone())
+
+
+def test_a_models_own_tensors_in_their_order() -> None:
+    tied = torch.nn.Linear(2, 2, bias=False)
+    model = torch.nn.Sequential(torch.nn.Sequential(tied, torch.nn.BatchNorm1d(2)), torch.nn.Linear(2, 2), tied)
+    model[1].weight = tied.weight
+    parameters, buffers = own_tensors(model)
+    for mine, theirs in ((parameters, model.parameters()), (buffers, model.buffers())):
+        assert [id(each) for each in mine] == [id(each) for each in theirs]
+
+
+def test_loops_are_divided_inside_a_block() -> None:
+    layers = torch.nn.ModuleDict({"first": torch.nn.Identity()})
+    with ExitStack() as patches:
+        divide_loops(patches)
+        assert isinstance(layers.items(), tuple)
+    assert not isinstance(layers.items(), tuple)
 
 
 def test_tables_of_a_module_and_hooks_of_its_parameters() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import CodeType, FunctionType
 from typing import Any
@@ -19,6 +19,7 @@ from torch._functorch._activation_checkpointing.knapsack import greedy_knapsack 
 from torch._functorch._activation_checkpointing.knapsack import ilp_knapsack as ilp_knapsack
 
 from memfit.torch_private.aot import boxed
+from memfit.torch_private.loops import divide_loops
 from memfit.torch_private.modules import hooks_on_all_modules
 from memfit.torch_private.patching import replaced
 
@@ -74,34 +75,6 @@ class _Inside:
                 self._patches.close()
 
 
-def _divide_loops(patches: ExitStack) -> None:
-    """Let Dynamo compile the graphs around a break in a loop, over modules too.
-
-    Dynamo cannot take up an iterator of a dict, of a generator or of `zip` behind a break, but one of a tuple.
-    (`enumerate` it turns into a generator itself.) The integers that such an iterator gives are constants of the
-    graphs. Where Dynamo has to leave a function to eager, it compiles the functions that are called there, but none of
-    torch's own: so `Sequential` is not.
-    """
-    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-    from torch._dynamo.variables import BuiltinVariable, PolyfilledFunctionVariable, builder
-
-    enter = patches.enter_context
-    enter(replaced(InstructionTranslatorBase, "maybe_has_backedge", lambda _self: False))
-    traced, name = PolyfilledFunctionVariable._get_polyfill_handlers()[enumerate], "__torch_dynamo_polyfill__"
-    enter(replaced(traced, name, _enumerate_unchanging(getattr(traced, name))))
-    enter(replaced(BuiltinVariable, "call_zip", _zip_unchanging(BuiltinVariable.call_zip)))
-    enter(replaced(BuiltinVariable, "call_function_handler_cache", {}))  # it holds `call_zip`
-    enter(replaced(builder, "is_int_specialization_case", _or_of_iterator(builder.is_int_specialization_case)))
-    for kind in (torch.nn.ModuleList, torch.nn.Sequential):
-        enter(replaced(kind, "__iter__", _iterate_as_list))
-    enter(replaced(torch.nn.Sequential, "forward", _forward_in_turn))
-    enter(replaced(torch.nn.ModuleDict, "__iter__", lambda self: iter(tuple(self._modules))))
-    enter(replaced(torch.nn.ModuleDict, "items", lambda self: tuple(self._modules.items())))
-    enter(replaced(torch.nn.ModuleDict, "values", lambda self: tuple(self._modules.values())))
-    enter(replaced(torch.nn.Module, "children", lambda self: iter([m for _, m in _named_children(self)])))
-    enter(replaced(torch.nn.Module, "named_children", lambda self: iter(_named_children(self))))
-
-
 def _note_questions(patches: ExitStack) -> None:
     """Say where the code that Dynamo captures asks whether it is being compiled, and may take another way then."""
     from torch._dynamo.variables import torch as handlers
@@ -139,71 +112,7 @@ def _name_questions() -> None:
         )
 
 
-_loops_divided, _questions_noted = _Inside(_divide_loops), _Inside(_note_questions)
-
-
-_UNCHANGING = (tuple, range, torch.nn.ModuleList, torch.nn.Sequential)  # while a loop goes over them
-
-
-def _enumerate_unchanging(others: Callable[[Iterable[Any], int], Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Let Dynamo trace a tuple's iterator for `enumerate`, and `others` where a loop goes over what may change."""
-
-    def enumerates(iterable: Any, start: int = 0) -> Iterator[Any]:
-        if type(iterable) in _UNCHANGING:
-            return iter(tuple([(start + number, iterable[number]) for number in range(len(iterable))]))
-        return others(iterable, start)
-
-    return enumerates
-
-
-def _zip(*sequences: Sequence[Any], strict: bool = False) -> Iterator[Any]:
-    lengths = [len(each) for each in sequences]
-    if strict and min(lengths) < max(lengths):
-        return zip(*[iter(each) for each in sequences], strict=True)  # raises an error at the end of the shortest
-    return iter(tuple([tuple([each[number] for each in sequences]) for number in range(min(lengths))]))
-
-
-def _zip_unchanging(others: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Dynamo trace a tuple's iterator for `zip`, and what `others` makes where a loop goes over what may change."""
-    from torch._dynamo.variables.base import VariableTracker
-
-    def call_zip(own: Any, tracer: Any, *iterables: Any, **options: Any) -> Any:
-        if not iterables or any(each.python_type() not in _UNCHANGING for each in iterables):
-            return others(own, tracer, *iterables, **options)
-        return tracer.inline_user_function_return(VariableTracker.build(tracer, _zip), list(iterables), options)
-
-    return call_zip
-
-
-def _or_of_iterator(is_constant: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """Let Dynamo take an integer for a constant if `is_constant` says so, or if the iterator of a tuple gave it."""
-    from torch._dynamo.source import TupleIteratorGetItemSource
-
-    def answer(value: Any, source: Any) -> bool:
-        origin = source
-        while origin is not None and not isinstance(origin, TupleIteratorGetItemSource):
-            origin = getattr(origin, "base", None)
-        return origin is not None or is_constant(value, source)
-
-    return answer
-
-
-def _iterate_as_list(modules: Any) -> Iterator[torch.nn.Module]:
-    return iter(list(modules._modules.values()))
-
-
-def _named_children(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    found: list[tuple[str, torch.nn.Module]] = []
-    for name, child in module._modules.items():
-        if child is not None and all(child is not other for _, other in found):
-            found.append((name, child))
-    return found
-
-
-def _forward_in_turn(self: torch.nn.Sequential, input: Any) -> Any:
-    for module in self:
-        input = module(input)
-    return input
+_loops_divided, _questions_noted = _Inside(divide_loops), _Inside(_note_questions)
 
 
 def compiled_calls(

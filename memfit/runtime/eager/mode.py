@@ -140,6 +140,13 @@ class BudgetMode(UnwrappedMode):
             self._end_pass()
         if self._is_noting:
             return self._noted(operator, args, kwargs or {}, is_forward=is_forward)
+        if self._is_limited:  # what the call takes need not be known before
+            contents.running = func, args, kwargs
+            returned = func(*args, **kwargs) if kwargs else func(*args)
+            contents.running = None
+            if contents.live_bytes() > self._watch_bytes:
+                self._look(0, func)
+            return returned
         need = operator.need(args, kwargs)
         if need is None:
             return self._first_call(operator, args, kwargs or {}, [])[0]
