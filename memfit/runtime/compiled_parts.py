@@ -38,6 +38,10 @@ class PartGraph(PlannedGraph):
         self.residents = residents
         self.has_warned_of_sizes = False
 
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the graph: the step that it is a part of has the device's turn, and is compiled anew for other hooks."""
+        return self._call(inputs)
+
     def compile(self, inputs: Sequence[Any], before: CompiledGraph | None) -> CompiledGraph:
         """As `PlannedGraph.compile`. A graph that reads a number of Python's, which changes, runs as eager does.
 

@@ -49,14 +49,14 @@ def is_fake(tensor: object) -> bool:
 
 def is_plain_dense(value: object) -> bool:
     """Return whether `value` is a real tensor with a storage: not fake, sparse, nested, meta or a wrapper."""
-    return (
-        isinstance(value, torch.Tensor)
-        and not isinstance(value, FakeTensor)
-        and not hasattr(value, "__tensor_flatten__")
-        and value.layout is torch.strided
-        and not value.is_nested
-        and value.device.type != "meta"
-    )
+    if type(value) not in _ORDINARY and (
+        not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or hasattr(value, "__tensor_flatten__")
+    ):
+        return False
+    return value.layout is torch.strided and not value.is_nested and not value.is_meta  # pyright: ignore
+
+
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 def has_own_dispatch(tensor: torch.Tensor) -> bool:

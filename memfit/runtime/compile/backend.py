@@ -351,6 +351,8 @@ class CompiledGraph:
         )
         with real_tensors():
             self.prepared = self.prepare(capture)
+        residents = self.prepared.captured.binding.residents
+        self._assumed = [resident.value for resident in residents if resident.origin is Origin.TANGENT]
         self.plan = self.prepared.plan
         self.room_bytes = self.plan.budget_bytes - self.plan.predicted.peak_bytes
         self.halves = partitioned(capture, self.prepared.program, joint, mode)
@@ -372,10 +374,8 @@ class CompiledGraph:
             refuse_other_autocast(self._is_in_autocast and self.graph.options.backward_autocast)
         if self.prepared is None or self.graph.has_warned_of_strides:
             return
-        residents = self.prepared.captured.binding.residents
-        assumed = [resident.value for resident in residents if resident.origin is Origin.TANGENT]
         given = [gradient for gradient in gradients if isinstance(gradient, torch.Tensor)]
-        if any(_differ_in_strides(*pair) for pair in zip(given, assumed, strict=False) if len(given) == len(assumed)):
+        if len(given) == len(self._assumed) and any(map(_differ_in_strides, given, self._assumed)):
             self.graph.has_warned_of_strides = True
             _log.warning(
                 "memfit: a gradient at a graph break has other strides than PyTorch assumed when it compiled the %s, "

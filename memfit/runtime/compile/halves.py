@@ -96,10 +96,12 @@ def _forward(
     primals_saved: Sequence[int],
     rebased: Collection[int],
 ) -> Callable[[list[Any]], list[Any]]:
+    take = _taking(half.takes, primal_of, constants, rebased)
+    places_kept = [primal_of[storage] for storage in primals_saved]
+
     def forward(arguments: list[Any]) -> list[Any]:
-        kept = [arguments[primal_of[storage]] for storage in primals_saved]
-        taken = [constants[s] if s in constants else arguments[primal_of[s]] for s in half.takes]
-        taken = [at_offset_zero(each) if s in rebased else each for s, each in zip(half.takes, taken, strict=True)]
+        kept = [arguments[place] for place in places_kept]
+        taken = take(arguments)
         arguments.clear()
         addresses = _addresses(kept) if default_saved_hooks() is None else []  # hooks may give copies back
         numbers = torch.from_numpy(np.array(addresses, dtype=np.int64))  # no memory of torch's allocators
@@ -118,15 +120,31 @@ def _backward(
 ) -> Callable[[list[Any]], list[Any]]:
     place = {storage: number for number, storage in enumerate(saved)}
     place |= {storage: len(saved) + 1 + number for storage, number in tangent_of.items()}
+    take = _taking(half.takes, place, constants, rebased)
 
     def backward(arguments: list[Any]) -> list[Any]:
         _require_unmoved(arguments[len(saved) - primals : len(saved)], arguments[len(saved)])
-        taken = [constants[s] if s in constants else arguments[place[s]] for s in half.takes]
-        taken = [at_offset_zero(each) if s in rebased else each for s, each in zip(half.takes, taken, strict=True)]
+        taken = take(arguments)
         arguments.clear()
         return half.function(taken)
 
     return backward
+
+
+def _taking(
+    takes: Sequence[int], place: dict[int, int], constants: dict[int, Any], rebased: Collection[int]
+) -> Callable[[list[Any]], list[Any]]:
+    """Return what gives a half the storages that it takes, from the arguments in their places and from constants."""
+    sources = [(None, constants[storage]) if storage in constants else (place[storage], None) for storage in takes]
+    moved = [number for number, storage in enumerate(takes) if storage in rebased]
+
+    def take(arguments: list[Any]) -> list[Any]:
+        taken = [constant if place is None else arguments[place] for place, constant in sources]
+        for number in moved:
+            taken[number] = at_offset_zero(taken[number])
+        return taken
+
+    return take
 
 
 def _fake(value: Value, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
