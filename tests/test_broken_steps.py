@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import json
 import logging
@@ -214,6 +215,29 @@ def test_models_that_are_gone_are_let_go_and_none_falls_back_to_eager(monkeypatc
         del step
     gc.collect()
     assert [reference() for reference in gone] == [None] * 10
+
+
+WARNS = logging.getLogger("warns")
+
+
+class Warns(nn.Module):
+    """Logs a warning once, as transformers' models do where they compute the loss."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        WARNS.warning_once("no type of loss is set")  # type: ignore[attr-defined]
+        return values
+
+
+def test_what_a_model_logs_once_breaks_no_graph(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    once = functools.lru_cache(None)(logging.Logger.warning)
+    monkeypatch.setattr(logging.Logger, "warning_once", once, raising=False)
+    warning = Looking()
+    warning.second.insert(4, Warns())
+    plans, others = (planned_within(step_of(model, batch_of(64)), "1MiB").plans for model in (warning, Looking()))
+    assert len(plans) == len(others)
+    assert caplog.text.count("no type of loss is set") == 1
 
 
 class Nothing(nn.Module):

@@ -1150,8 +1150,8 @@ def test_inductor_compiles_the_halves_of_a_partition_and_rehearses_them() -> Non
         halves.append(half)
         return call
 
-    def as_it_is(_joint: Any, _outputs: int, as_inductor: Callable[[], ModulePair]) -> ModulePair:
-        return as_inductor()
+    def as_it_is(_joint: Any, _outputs: int, as_inductor: Callable[[bool], ModulePair]) -> ModulePair:
+        return as_inductor(False)
 
     values = torch.ones(3, 2, requires_grad=True)
     module = torch.fx.symbolic_trace(lambda x: (torch.tanh(x @ x.t()),))

@@ -29,7 +29,8 @@ def compiled_around_breaks(model: torch.nn.Module, backend: Callable[..., Any]) 
 
     However many models of a class are compiled, and at however many shapes, none falls back to eager silently. A break
     in a loop divides the loop, where Dynamo would leave the whole function to eager (its code stays valid, says
-    `maybe_has_backedge`). NumPy's calls are breaks: Dynamo would have torch compute them, to other bits.
+    `maybe_has_backedge`). NumPy's calls are breaks: Dynamo would have torch compute them, to other bits. What libraries
+    log once (`warning_once`) breaks no graph: an eager step has logged it.
 
     Args:
         model: any module.
@@ -39,7 +40,7 @@ def compiled_around_breaks(model: torch.nn.Module, backend: Callable[..., Any]) 
 
     _patch_torch_for_dynamo()
     compiled, code = torch.compile(model, backend=backend), _CodeOfModules(model)
-    settings = {**_SOUND, "trace_numpy": False}
+    settings = {**_SOUND, "trace_numpy": False, "ignore_logger_methods": _logging_methods("_once")}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal compiled
@@ -139,8 +140,7 @@ def compiled_calls(
 
     _patch_torch_for_dynamo()
     compiled, code = compile_anew(), _CodeOfModules(model)
-    logs = {call for name, call in vars(logging.Logger).items() if name.removesuffix("_once") in _LOGGING}
-    settings = {**_SOUND, "ignore_logger_methods": _Functions(logs)}
+    settings = {**_SOUND, "ignore_logger_methods": _logging_methods("", "_once")}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal compiled
@@ -153,6 +153,12 @@ def compiled_calls(
             _name_questions()
 
     return run
+
+
+def _logging_methods(*suffixes: str) -> _Functions:
+    """Return the methods of loggers whose names are those that write, with one of some suffixes."""
+    names = {f"{name}{suffix}" for name in _LOGGING for suffix in suffixes}
+    return _Functions(method for name, method in vars(logging.Logger).items() if name in names)
 
 
 class _Functions(set[Any]):

@@ -262,6 +262,7 @@ class CompiledGraph:
             plan=plan,
             run=self._run_half,
             held_bytes=self._held_bytes,
+            headroom_bytes=self._headroom_bytes,
         )
         try:
             compiled = compile_within(self.graph.module, examples, device=self.device, planning=planning)

@@ -1,9 +1,10 @@
 """Inductor's kernels within a budget: the schedule of a plan becomes the two halves that Inductor compiles.
 
 What Inductor takes is seen in the code that it generates, before any of it is built or runs
-(`memfit.runtime.compile.rehearse`). If its own halves fit, they are used. Else the halves are made from a plan, which
-counts chains of ops that Inductor makes one kernel of as one op: plans are made for more or fewer bytes, until their
-code takes nearly what is left of the budget, and never more.
+(`memfit.runtime.compile.rehearse`). If its own halves fit, they are used; else its lean halves if they do, in which the
+backward half computes anew all that takes no kernel of its own there. Else the halves are made from a plan of the lean
+halves together, which counts chains of ops that Inductor makes one kernel of as one op: plans are made for more or
+fewer bytes, until their code takes nearly what is left of the budget, and never more.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from memfit.errors import MemfitError, NoPlanError, TimeLimitError, UnsupportedS
 from memfit.graph import Graph
 from memfit.plan import Plan
 from memfit.runtime.compile.chains import with_chains
-from memfit.runtime.compile.node_halves import node_halves
+from memfit.runtime.compile.node_halves import node_halves, rejoined
 from memfit.runtime.compile.rehearse import CallShape, call_shape, rehearse
 from memfit.system.budget import format_bytes
 from memfit.system.version import __version__
@@ -72,6 +73,8 @@ class Planning:
         run: runs a half, given the compiled half, its arguments, and whether it is the backward half.
         held_bytes: returns by how much more is live when the backward half begins than when the forward half has
             ended, as steps have shown it; None before the first.
+        headroom_bytes: of the budget besides `left_bytes`, for what comes and goes between steps. Inductor's own
+            halves may take it, and those from a plan half of it.
     """
 
     with_costs: Callable[[Captured], Captured]
@@ -80,6 +83,11 @@ class Planning:
     plan: Callable[[Graph, int | None], Plan]
     run: Callable[[Half, list[Any], bool], Any]
     held_bytes: Callable[[], int | None]
+    headroom_bytes: int
+
+    def fits(self, own: Compiled) -> bool:
+        """Return whether halves of Inductor's own fit."""
+        return own.peak_bytes <= own.left_bytes + self.headroom_bytes
 
 
 def compile_within(
@@ -104,10 +112,13 @@ def compile_within(
     if own.plan is None:
         return function
     compiled = own.compiled(function)
-    if compiled.peak_bytes > compiled.left_bytes:
-        aim = _Aim()
+    if not planning.fits(compiled):
+        lean = _Attempt(device=device, planning=planning, is_lean=True)
+        compiled = lean.compiled(lean.compile(module, inputs))
+    if not planning.fits(compiled):
+        aim = _Aim(spare_bytes=planning.headroom_bytes // 2)
         while not aim.is_last(compiled):
-            attempt = _Attempt(device=device, planning=planning, aim_bytes=aim.next_bytes)
+            attempt = _Attempt(device=device, planning=planning, is_lean=True, aim_bytes=aim.next_bytes)
             compiled = attempt.compiled(attempt.compile(module, inputs))
         compiled = aim.best()
     with _as_memfits_errors():
@@ -120,10 +131,14 @@ def compile_within(
 class _Aim:
     """The bytes that the next plan is made for.
 
+    Args:
+        spare_bytes: that code may take beside what the budget leaves.
+
     Attributes:
         next_bytes: 0 before the first plan, which is made for what the budget leaves.
     """
 
+    spare_bytes: int = 0
     next_bytes: int = 0
     _fits: Compiled | None = None
     _too_large: int | None = None
@@ -132,7 +147,7 @@ class _Aim:
 
     def is_last(self, compiled: Compiled) -> bool:
         """Set the next aim after code was rehearsed, at first Inductor's own; return whether there is none."""
-        peak, left_bytes = compiled.peak_bytes, compiled.left_bytes
+        peak, left_bytes = compiled.peak_bytes, compiled.left_bytes + self.spare_bytes
         self._least_bytes = min(peak, self._least_bytes or peak)
         if not self.next_bytes:
             self.next_bytes = left_bytes
@@ -179,11 +194,14 @@ class _Attempt:
     Args:
         device: of the graph.
         planning: what the caller knows.
+        is_lean: whether all is computed anew in the backward half that takes no kernel of its own there. Else Inductor
+            decides.
         aim_bytes: the bytes that it is planned for; None stands for Inductor's own halves.
     """
 
     device: torch.device
     planning: Planning
+    is_lean: bool = False
     aim_bytes: int | None = None
     plan: Plan | None = None
     left_bytes: int = 0
@@ -202,7 +220,8 @@ class _Attempt:
         """Return the compiled function with what is known of it."""
         assert self.plan is not None
         peak_bytes = self.peak_bytes()
-        whose = "Inductor's own code" if self.aim_bytes is None else f"code planned for {format_bytes(self.aim_bytes)}"
+        whose = "Inductor's lean code" if self.is_lean else "Inductor's own code"
+        whose = whose if self.aim_bytes is None else f"code planned for {format_bytes(self.aim_bytes)}"
         _log.info("memfit: %s takes %s of %s", whose, format_bytes(peak_bytes), format_bytes(self.left_bytes))
         return Compiled(
             function=function,
@@ -243,8 +262,12 @@ class _Attempt:
         schedule = hashlib.sha256(plan.schedule.text().encode()).hexdigest()
         return f"memfit {__version__} {plan.budget_bytes} {plan.fingerprint} {schedule}"
 
-    def _partition(self, joint: GraphModule, forward_outputs: int, as_inductor: Callable[[], ModulePair]) -> ModulePair:
+    def _partition(
+        self, joint: GraphModule, forward_outputs: int, as_inductor: Callable[[bool], ModulePair]
+    ) -> ModulePair:
         _refuse_unplannable(joint)
+        own = as_inductor(self.is_lean)
+        joint = rejoined(joint, own, forward_outputs)
         if self.aim_bytes is not None:
             _leave_out_overwritten(joint)
         self._forward_outputs = forward_outputs
@@ -274,7 +297,7 @@ class _Attempt:
         with real_tensors():
             self.plan = self._planned(graph)
         if self.aim_bytes is None:
-            return as_inductor()
+            return own
         sources = [[node for op in chain for node in capture.sources[op]] for chain in members]
         return node_halves(joint, sources, self.plan.schedule, forward_outputs)
 

@@ -11,11 +11,56 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from memfit.capture.joint import is_tangent
 from memfit.schedule import Code, Schedule
 from memfit.torch_private.inductor import CHAIN, HELD
+from memfit.torch_private.tensors import fake_mode_of, tensors_in
+
+
+def rejoined(joint: GraphModule, halves: tuple[GraphModule, GraphModule], forward_outputs: int) -> GraphModule:
+    """Return two halves of a joint graph as one graph again: what the second computes anew is there twice.
+
+    So what a compiler computes again at no cost, in the kernel that reads it, need not be planned.
+
+    Args:
+        joint: the module that AOTAutograd made.
+        halves: as a partitioner of torch's divided it.
+        forward_outputs: how many of the forward half's outputs belong to the forward pass; these are the first.
+    """
+    forward, backward = (half.graph for half in halves)
+    (first,), (second,) = (next(iter(graph.find_nodes(op="output"))).args for graph in (forward, backward))
+    graph, copies = Graph(), dict[Node, Node]()
+    tangents = [node for node in backward.find_nodes(op="placeholder") if is_tangent(node)]
+    for node in [*forward.find_nodes(op="placeholder"), *tangents]:
+        copies[node] = graph.node_copy(node)
+    saved = {node.name: node for node in first[forward_outputs:] if isinstance(node, Node)}
+    for node in forward.nodes:
+        if node.op not in ("placeholder", "output"):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    for node in backward.nodes:
+        if node.op == "placeholder" and not is_tangent(node):
+            copies[node] = copies[saved[node.name]]
+        elif node.op not in ("placeholder", "output"):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            _describe_anew(copies[node])
+    outputs = [*first[:forward_outputs], *second]
+    graph.output([copies[output] if isinstance(output, Node) else output for output in outputs])
+    graph.lint()
+    return GraphModule(joint, graph)
+
+
+def _describe_anew(node: Node) -> None:
+    """Give a node a fake result of its own: a second computation has that of the first."""
+    if node.op != "call_function" or not tensors_in(node.meta.get("val")):
+        return
+    args, kwargs = map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
+    assert callable(node.target)
+    with torch.no_grad(), fake_mode_of(tensors_in(node.meta["val"])[0]):
+        node.meta = {**node.meta, "val": node.target(*args, **kwargs)}
 
 
 def node_halves(
