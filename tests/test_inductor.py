@@ -22,7 +22,7 @@ from memfit.runtime.compile import inductor
 from memfit.runtime.compile.chains import with_chains
 from memfit.runtime.compile.inductor import _Aim, _leave_out_overwritten  # pyright: ignore[reportPrivateUsage]
 from memfit.runtime.compile.model import PlannedCalls
-from memfit.runtime.compile.node_halves import node_halves
+from memfit.runtime.compile.node_halves import node_halves, rejoined
 from memfit.runtime.compile.occupancy import bytes_beside
 from memfit.runtime.inductor_step import InductorStep
 from memfit.schedule import Schedule
@@ -124,6 +124,38 @@ def test_a_budget_holds_with_the_gradients_and_masks_of_inductor(made: Any, shar
     assert torch.equal(planned.masks, plain.masks) and planned.masks.any()
     assert_close([planned.total, *planned.gradients], [plain.total, *plain.gradients])
     assert_close(planned.buffers, plain.buffers)
+
+
+@pytest.mark.parametrize(("share", "whose"), [(1.0, "own"), (0.9, "lean")])
+def test_halves_of_inductors_own_are_used_where_they_fit(
+    share: float, whose: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = Trained(dense)
+    budget = plain.of_activations(share)
+    torch.compiler.reset()
+    caplog.set_level("INFO", "memfit")
+    planned = Trained(dense, budget=budget)
+    assert planned.peak_bytes <= budget
+    assert f"Inductor's {whose} code takes" in caplog.text and "code planned for" not in caplog.text
+    assert_close(planned.gradients, plain.gradients, 1e-6 if whose == "lean" else 0.0)
+
+
+def test_rejoined_halves_have_what_is_computed_anew_twice() -> None:
+    def function(primals: Any, tangents: Any) -> Any:
+        return torch.exp(torch.tanh(primals)), tangents * torch.tanh(primals)
+
+    joint = make_fx(function, tracing_mode="fake")(torch.randn(3, 2), torch.randn(3, 2))
+    for node, name in zip(joint.graph.find_nodes(op="placeholder"), ("primals_1", "tangents_1"), strict=True):
+        node.target = node.name = name
+    first, again = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
+    again.meta["val"] = first.meta["val"]  # as in halves that a partitioner has made
+    schedule = Schedule.parse("compute 0\ncompute 1\nboundary 0\ncompute 2\ncompute 3")
+    sources = [[node] for node in joint.graph.nodes if node.op == "call_function"]
+    whole = rejoined(joint, node_halves(joint, sources, schedule, 1), 1)
+    values = torch.randn(3, 2), torch.randn(3, 2)
+    assert all(map(torch.equal, whole(*values), function(*values)))
+    results = [node.meta["val"] for node in whole.graph.find_nodes(op="call_function", target=first.target)]
+    assert len(results) == 2 and results[0] is not results[1]
 
 
 @pytest.mark.slow
