@@ -198,18 +198,17 @@ class Ways:
 
     def add_planned(self, kernels: str, budget_bytes: int) -> None:
         """Add memfit's step within a budget, as if its model were alone on the device."""
-        others_bytes = self._others_bytes
         options = {"reserve": 0, "time_limit_seconds": SEARCH_SECONDS, "kernels": kernels}
         try:
             self.add(
                 f"memfit on {kernels}",
                 lambda model: torch.compile(
-                    model, backend="memfit", options=options | {"budget": budget_bytes + others_bytes}
+                    model, backend="memfit", options=options | {"budget": budget_bytes + self._others_bytes}
                 ),
             )
         except NoPlanError as error:
             least_bytes = error.least_budget_found_bytes
-            least = None if least_bytes is None else least_bytes - others_bytes
+            least = None if least_bytes is None else least_bytes - self._others_bytes
             self.found[f"memfit on {kernels}"] = {"status": "no plan", "least_bytes": least}
 
     def time(self, turns: int) -> None:

@@ -220,8 +220,9 @@ class _Attempt:
         """Return the compiled function with what is known of it."""
         assert self.plan is not None
         peak_bytes = self.peak_bytes()
-        whose = "Inductor's lean code" if self.is_lean else "Inductor's own code"
-        whose = whose if self.aim_bytes is None else f"code planned for {format_bytes(self.aim_bytes)}"
+        whose = f"Inductor's {'lean' if self.is_lean else 'own'} code"
+        if self.aim_bytes is not None:
+            whose = f"code planned for {format_bytes(self.aim_bytes)}"
         _log.info("memfit: %s takes %s of %s", whose, format_bytes(peak_bytes), format_bytes(self.left_bytes))
         return Compiled(
             function=function,
@@ -266,8 +267,9 @@ class _Attempt:
         self, joint: GraphModule, forward_outputs: int, as_inductor: Callable[[bool], ModulePair]
     ) -> ModulePair:
         _refuse_unplannable(joint)
-        own = as_inductor(self.is_lean)
-        joint = rejoined(joint, own, forward_outputs)
+        lean = as_inductor(True) if self.is_lean else None
+        if lean is not None:
+            joint = rejoined(joint, lean, forward_outputs)
         if self.aim_bytes is not None:
             _leave_out_overwritten(joint)
         self._forward_outputs = forward_outputs
@@ -297,7 +299,7 @@ class _Attempt:
         with real_tensors():
             self.plan = self._planned(graph)
         if self.aim_bytes is None:
-            return own
+            return lean or as_inductor(False)
         sources = [[node for op in chain for node in capture.sources[op]] for chain in members]
         return node_halves(joint, sources, self.plan.schedule, forward_outputs)
 

@@ -24,7 +24,8 @@ from memfit.torch_private.tensors import fake_mode_of, tensors_in
 def rejoined(joint: GraphModule, halves: tuple[GraphModule, GraphModule], forward_outputs: int) -> GraphModule:
     """Return two halves of a joint graph as one graph again: what the second computes anew is there twice.
 
-    So what a compiler computes again at no cost, in the kernel that reads it, need not be planned.
+    So what a compiler computes again at no cost, in the kernel that reads it, need not be planned. Where the second is
+    given what the first has not saved (states of random ops that are computed again), the joint graph is returned.
 
     Args:
         joint: the module that AOTAutograd made.
@@ -33,11 +34,14 @@ def rejoined(joint: GraphModule, halves: tuple[GraphModule, GraphModule], forwar
     """
     forward, backward = (half.graph for half in halves)
     (first,), (second,) = (next(iter(graph.find_nodes(op="output"))).args for graph in (forward, backward))
+    saved = {node.name: node for node in first[forward_outputs:] if isinstance(node, Node)}
+    given = backward.find_nodes(op="placeholder")
+    tangents = [node for node in given if is_tangent(node)]
+    if not saved.keys() >= {node.name for node in given if not is_tangent(node)}:
+        return joint
     graph, copies = Graph(), dict[Node, Node]()
-    tangents = [node for node in backward.find_nodes(op="placeholder") if is_tangent(node)]
     for node in [*forward.find_nodes(op="placeholder"), *tangents]:
         copies[node] = graph.node_copy(node)
-    saved = {node.name: node for node in first[forward_outputs:] if isinstance(node, Node)}
     for node in forward.nodes:
         if node.op not in ("placeholder", "output"):
             copies[node] = graph.node_copy(node, copies.__getitem__)
