@@ -62,7 +62,8 @@ def partitioned(capture: JointCapture, program: Program, joint: GraphModule, mod
     tangent_of = {r.value.storage: int(r.key) for r in reversed(binding.residents) if r.origin is Origin.TANGENT}
     primals_saved = tuple(s for s in second.takes if s in primal_of)
     saved = (*first.saved, *primals_saved)
-    forward = _forward(first, primal_of, constants, primals_saved, rebased)
+    read = {storage for op in capture.captured.graph.ops for storage in op.reads}
+    forward = _forward(first, primal_of, constants, primals_saved, rebased, read)
     backward = _backward(second, saved, len(primals_saved), tangent_of, constants, rebased)
     bases = binding.bases()
     placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
@@ -95,12 +96,15 @@ def _forward(
     constants: dict[int, Any],
     primals_saved: Sequence[int],
     rebased: Collection[int],
+    read: Collection[int],
 ) -> Callable[[list[Any]], list[Any]]:
     take = _taking(half.takes, primal_of, constants, rebased)
-    places_kept = [primal_of[storage] for storage in primals_saved]
+    places_kept = [(primal_of[storage], storage in read) for storage in primals_saved]
 
     def forward(arguments: list[Any]) -> list[Any]:
-        kept = [arguments[place] for place in places_kept]
+        # Running statistics are handed to a normalization in training and not read, so that anybody may write to them:
+        # `data` has no part in autograd's count of writes.
+        kept = [arguments[place] if is_read else arguments[place].data for place, is_read in places_kept]
         taken = take(arguments)
         arguments.clear()
         addresses = _addresses(kept) if default_saved_hooks() is None else []  # hooks may give copies back
