@@ -14,15 +14,15 @@ _aten = torch.ops.aten
 def with_eagers_dropout(joint: GraphModule) -> None:
     """Replace dropout and its gradient in a joint graph by what eager computes.
 
-    Eager on a CPU multiplies input and gradient by one tensor, the mask divided by the probability of keeping, in the
-    dtype of the input. `native_dropout` and its backward multiply by the mask and by the inverse of the probability,
-    which takes longer, and rounds otherwise where the inverse is not the quotient. Here the mask is drawn in bytes, so
-    that a plan may keep those and divide again. On a GPU eager runs the same kernels as the graph.
+    Eager on a CPU multiplies input and gradient by the mask divided by the probability of keeping, in the dtype of the
+    input. `native_dropout` and its backward multiply by the mask and by the inverse of the probability, which takes
+    longer, and rounds otherwise where the inverse is not the quotient. Here the mask is drawn in bytes, which are what
+    backward keeps, and divided in each half. On a GPU eager runs the same kernels as the graph.
 
     Args:
         joint: made by AOTAutograd; changed in place.
     """
-    noises: dict[Node, Node] = {}
+    kept_of_mask: dict[Node, float] = {}
     for node in joint.graph.find_nodes(op="call_function", target=_aten.native_dropout.default):
         factor, kept = node.args[0], 1.0 - float(node.args[1])
         found = {user.args[1]: user for user in node.users if user.target is operator.getitem}
@@ -31,22 +31,27 @@ def with_eagers_dropout(joint: GraphModule) -> None:
         with joint.graph.inserting_before(node):
             empty = _call(joint, _aten.empty_like.default, factor, dtype=torch.bool)
             mask = _call(joint, _aten.bernoulli_.float, empty, kept)  # in the order of the input's strides, as eager
-            bytes_ = _call(joint, _aten.view.dtype, mask, torch.uint8)  # torch converts bytes far faster than booleans
-            ones = _call(joint, _aten._to_copy.default, bytes_, dtype=factor.meta["val"].dtype)
-            noises[mask] = _call(joint, _aten.div.Tensor, ones, kept)
-            result = _call(joint, _aten.mul.Tensor, factor, noises[mask])
+            result = _masked(joint, factor, mask, kept)
+        kept_of_mask[mask] = kept
         for old, new in ((found[0], result), (found[1], mask)):
             old.replace_all_uses_with(new)
             joint.graph.erase_node(old)
         joint.graph.erase_node(node)
     for node in joint.graph.find_nodes(op="call_function", target=_aten.native_dropout_backward.default):
         gradient, mask, _ = node.args
-        if mask in noises:
+        if mask in kept_of_mask:
             with joint.graph.inserting_before(node):
-                product = _call(joint, _aten.mul.Tensor, gradient, noises[mask])
+                product = _masked(joint, gradient, mask, kept_of_mask[mask])
             node.replace_all_uses_with(product)
             joint.graph.erase_node(node)
     joint.recompile()
+
+
+def _masked(joint: GraphModule, factor: Node, mask: Node, kept: float) -> Node:
+    """Return `factor * (mask / kept)`."""
+    bytes_ = _call(joint, _aten.view.dtype, mask, torch.uint8)  # torch converts bytes far faster than booleans
+    ones = _call(joint, _aten._to_copy.default, bytes_, dtype=factor.meta["val"].dtype)
+    return _call(joint, _aten.mul.Tensor, factor, _call(joint, _aten.div.Tensor, ones, kept))
 
 
 def _call(joint: GraphModule, target: Any, *args: Any, **kwargs: Any) -> Node:
