@@ -131,7 +131,7 @@ def measure(case: str, repeats: int) -> dict[str, Any]:
 def main() -> None:
     """Measure the cases named on the command line, or all; print and store them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE")
+    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)}")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="turns that count (%(default)s)")
     asked = parser.parse_args()
     torch.set_num_threads(1)
