@@ -105,8 +105,11 @@ def test_dropout_in_low_precision_has_eagers_gradients(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dropout", [0.15, 0.45, 1.0])
-def test_dropout_rounds_as_eagers(dropout: float) -> None:
+@pytest.mark.parametrize("is_first", [False, True])
+def test_dropout_rounds_as_eagers(dropout: float, is_first: bool) -> None:
     model = deep_model(dropout)
+    if is_first:  # the batch needs no gradient, and no mask is kept
+        model = nn.Sequential(nn.Dropout(dropout), model)
     eager = copy.deepcopy(model)
     memfit.compile(model, budget="256MiB", reserve=0, planner="none")
     inputs = torch.randn(64, 64)
@@ -118,6 +121,19 @@ def test_dropout_rounds_as_eagers(dropout: float) -> None:
     assert torch.equal(*losses)
     for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_dropout_without_gradients_rounds_as_eagers() -> None:
+    """As of a teacher that is left in training mode."""
+    model = deep_model(0.45)
+    eager = copy.deepcopy(model)
+    memfit.compile(model, budget="256MiB", reserve=0, planner="none")
+    results: list[torch.Tensor] = []
+    for each in (model, eager):
+        torch.manual_seed(2)
+        with torch.no_grad():
+            results.append(each(torch.ones(64, 64)))
+    assert torch.equal(*results)
 
 
 def test_a_backward_pass_that_takes_more_than_planned_is_planned_for_less(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,8 +11,8 @@ from torch.fx import GraphModule, Node
 _aten = torch.ops.aten
 
 
-def with_eagers_dropout(joint: GraphModule) -> None:
-    """Replace dropout and its gradient in a joint graph by what eager computes.
+def with_eagers_dropout(joint: GraphModule) -> GraphModule:
+    """Replace dropout and its gradient in a graph by what eager computes; return the graph.
 
     Eager on a CPU multiplies input and gradient by the mask divided by the probability of keeping, in the dtype of the
     input. `native_dropout` and its backward multiply by the mask and by the inverse of the probability, which takes
@@ -20,45 +20,45 @@ def with_eagers_dropout(joint: GraphModule) -> None:
     backward keeps, and divided in each half. On a GPU eager runs the same kernels as the graph.
 
     Args:
-        joint: made by AOTAutograd; changed in place.
+        joint: made by AOTAutograd, of both halves or without gradients; changed in place.
     """
     kept_of_mask: dict[Node, float] = {}
     for node in joint.graph.find_nodes(op="call_function", target=_aten.native_dropout.default):
         factor, kept = node.args[0], 1.0 - float(node.args[1])
         found = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-        if kept in (0.0, 1.0) or len(found) < 2 or factor.meta["val"].device.type != "cpu":
+        if kept in (0.0, 1.0) or 0 not in found or factor.meta["val"].device.type != "cpu":
             continue
         with joint.graph.inserting_before(node):
-            empty = _call(joint, _aten.empty_like.default, factor, dtype=torch.bool)
-            mask = _call(joint, _aten.bernoulli_.float, empty, kept)  # in the order of the input's strides, as eager
-            result = _masked(joint, factor, mask, kept)
+            empty = _call(node, _aten.empty_like.default, factor, dtype=torch.bool)
+            mask = _call(node, _aten.bernoulli_.float, empty, kept)  # in the order of the input's strides, as eager
+            result = _masked(node, factor, mask, kept)
         kept_of_mask[mask] = kept
-        for old, new in ((found[0], result), (found[1], mask)):
-            old.replace_all_uses_with(new)
+        for place, old in found.items():  # of a batch's own dropout nobody needs the mask
+            old.replace_all_uses_with((result, mask)[place])
             joint.graph.erase_node(old)
         joint.graph.erase_node(node)
     for node in joint.graph.find_nodes(op="call_function", target=_aten.native_dropout_backward.default):
         gradient, mask, _ = node.args
         if mask in kept_of_mask:
             with joint.graph.inserting_before(node):
-                product = _masked(joint, gradient, mask, kept_of_mask[mask])
+                product = _masked(node, gradient, mask, kept_of_mask[mask])
             node.replace_all_uses_with(product)
             joint.graph.erase_node(node)
     joint.recompile()
+    return joint
 
 
-def _masked(joint: GraphModule, factor: Node, mask: Node, kept: float) -> Node:
-    """Return `factor * (mask / kept)`."""
-    bytes_ = _call(joint, _aten.view.dtype, mask, torch.uint8)  # torch converts bytes far faster than booleans
-    ones = _call(joint, _aten._to_copy.default, bytes_, dtype=factor.meta["val"].dtype)
-    return _call(joint, _aten.mul.Tensor, factor, _call(joint, _aten.div.Tensor, ones, kept))
+def _masked(node: Node, factor: Node, mask: Node, kept: float) -> Node:
+    """Return `factor * (mask / kept)`, which stands for `node`."""
+    bytes_ = _call(node, _aten.view.dtype, mask, torch.uint8)  # torch converts bytes far faster than booleans
+    ones = _call(node, _aten._to_copy.default, bytes_, dtype=factor.meta["val"].dtype)
+    return _call(node, _aten.mul.Tensor, factor, _call(node, _aten.div.Tensor, ones, kept))
 
 
-def _call(joint: GraphModule, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """Return a new call, with a fake result of its own."""
-    node = joint.graph.call_function(target, args, kwargs)
-    first = args[0].meta
+def _call(node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """Return a new call in the place of `node`, with a fake result of its own."""
+    call = node.graph.call_function(target, args, kwargs)
     given = [each.meta["val"] if isinstance(each, Node) else each for each in args]
-    with first["val"].fake_mode:
-        node.meta = {**first, "val": target(*given, **kwargs)}
-    return node
+    with given[0].fake_mode:
+        call.meta = {**node.meta, "val": target(*given, **kwargs)}
+    return call

@@ -241,7 +241,7 @@ class CompiledGraph:
                     partition=partial(self._partition, corrections),
                     forward_compiler=lambda _module, _inputs: boxed(self.run_forward),
                     backward_compiler=lambda _module, _inputs: boxed(self.run_backward),
-                    inference_compiler=lambda module, _inputs: make_boxed_func(module.forward),
+                    inference_compiler=lambda module, _inputs: make_boxed_func(with_eagers_dropout(module).forward),
                     backward_autocast=self.graph.options.backward_autocast,
                 )
 
