@@ -22,7 +22,7 @@ def with_eagers_dropout(joint: GraphModule) -> GraphModule:
     Args:
         joint: made by AOTAutograd, of both halves or without gradients; changed in place.
     """
-    kept_of_mask: dict[Node, float] = {}
+    kept_of_scale: dict[float, float] = {}
     for node in joint.graph.find_nodes(op="call_function", target=_aten.native_dropout.default):
         factor, kept = node.args[0], 1.0 - float(node.args[1])
         found = {user.args[1]: user for user in node.users if user.target is operator.getitem}
@@ -32,16 +32,16 @@ def with_eagers_dropout(joint: GraphModule) -> GraphModule:
             empty = _call(node, _aten.empty_like.default, factor, dtype=torch.bool)
             mask = _call(node, _aten.bernoulli_.float, empty, kept)  # in the order of the input's strides, as eager
             result = _masked(node, factor, mask, kept)
-        kept_of_mask[mask] = kept
+        kept_of_scale[1.0 / kept] = kept
         for place, old in found.items():  # of a batch's own dropout nobody needs the mask
             old.replace_all_uses_with((result, mask)[place])
             joint.graph.erase_node(old)
         joint.graph.erase_node(node)
     for node in joint.graph.find_nodes(op="call_function", target=_aten.native_dropout_backward.default):
-        gradient, mask, _ = node.args
-        if mask in kept_of_mask:
+        gradient, mask, scale = node.args  # the mask may come by way of a detached one
+        if scale in kept_of_scale and gradient.meta["val"].device.type == "cpu":
             with joint.graph.inserting_before(node):
-                product = _masked(node, gradient, mask, kept_of_mask[mask])
+                product = _masked(node, gradient, mask, kept_of_scale[scale])
             node.replace_all_uses_with(product)
             joint.graph.erase_node(node)
     joint.recompile()
