@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -260,8 +261,12 @@ def _binding(
     renumbered: dict[int, int],
     outputs: Mapping[str, Value],
 ) -> Binding:
+    @cache  # most Values are those of several calls
+    def renumbered_value(value: Value) -> Value:
+        return replace(value, storage=renumbered[value.storage])
+
     def renumber(tree: Any) -> Any:
-        return map_values(tree, lambda value: replace(value, storage=renumbered[value.storage]))
+        return map_values(tree, renumbered_value)
 
     return Binding(
         device=trace.device,

@@ -10,7 +10,7 @@ graph is still run by itself on its device, where its results are compared with 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from memfit.binding import Call, Resident
 from memfit.capture.build import Captured
 from memfit.capture.guards import Guards
-from memfit.capture.symbols import Formulas, Shapes, Symbols, map_sizes
+from memfit.capture.symbols import Formulas, Shapes, Symbols, Template
 from memfit.capture.trace import Trace
 from memfit.capture.training_step import TrainingStep, plain, same_objects
 from memfit.capture.update_trial import is_update
@@ -85,6 +85,7 @@ class _AllSizes:
     Attributes:
         guards: on what it read.
         recorded: with a `Size` in the place of each expression.
+        parts: of `recorded`.
         formulas: give the sizes.
         constants: tensors that it read, and that the guards know.
         proofs: how many graphs made from it were equal to captures.
@@ -92,6 +93,7 @@ class _AllSizes:
 
     guards: Guards
     recorded: Recorded
+    parts: Template
     formulas: Formulas
     constants: Sequence[torch.Tensor]
     proofs: int = 0
@@ -112,10 +114,12 @@ class _AllSizes:
         recorded, guards = record_at_all_sizes(step, batch, symbols)
         guards.arm()
         constants = [r.constant for r in recorded.trace.residents if r.constant is not None]
+        parts, formulas = symbols.without_symbols(_parts(recorded)), symbols.formulas()
         return _AllSizes(
             guards=guards,
-            recorded=_mapped(recorded, symbols.without_symbols),
-            formulas=symbols.formulas(),
+            recorded=_with_parts(recorded, parts),
+            parts=Template(parts, len(formulas.expressions)),
+            formulas=formulas,
             constants=[constant for constant in constants if guards.number_of(constant) is not None],
         )
 
@@ -131,7 +135,7 @@ class _AllSizes:
             return None
         if any(self.guards.number_of(constant) is None for constant in self.constants):  # another took its place
             return None
-        captured = _mapped(self.recorded, lambda tree: map_sizes(tree, lambda size: values[size.number])).captured()
+        captured = _with_parts(self.recorded, self.parts.at(values)).captured()
         return replace(captured, guards=self.guards) if captured.answers(batch) else None
 
 
@@ -220,12 +224,16 @@ def _leaf_layout(leaf: Any) -> Hashable:
     return *kind, leaf.shape, leaf.stride() if leaf.layout is torch.strided else None
 
 
-def _mapped(recorded: Recorded, function: Callable[[Any], Any]) -> Recorded:
-    """Return a recorded step after `function` of what may hold sizes."""
+def _parts(recorded: Recorded) -> tuple[Any, ...]:
+    """Return what may hold sizes of a recorded step."""
     trace = recorded.trace
-    storages, calls, residents, outputs, looks = function(
-        (trace.storages, trace.calls, trace.residents, recorded.outputs, recorded.looks)
-    )
+    return trace.storages, trace.calls, trace.residents, recorded.outputs, recorded.looks
+
+
+def _with_parts(recorded: Recorded, parts: tuple[Any, ...]) -> Recorded:
+    """Return a recorded step with other parts (see `_parts`)."""
+    storages, calls, residents, outputs, looks = parts
+    trace = recorded.trace
     own = Trace(device=trace.device, scope=trace.scope, storages=storages, calls=calls, residents=residents)
     return replace(recorded, trace=own, outputs=outputs, looks=looks)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from memfit.binding import Value
 from memfit.torch_private.symbols import guesses_noted, make_size_environment, make_size_symbol
 from memfit.torch_private.tensors import FakeTensorMode
 
@@ -174,6 +175,66 @@ def map_sizes(tree: Any, function: Callable[[Any], Any]) -> Any:
         return tree
     changed = {name: new for name in names if (new := map_sizes(old := getattr(tree, name), function)) is not old}
     return replace(tree, **changed) if changed else tree
+
+
+class Template:
+    """A tree with a `Size` in the place of each expression, from which the trees of other sizes are made.
+
+    What has no size in it is the same in all of them, and equal `Value`s are one object.
+
+    Args:
+        tree: as for `map_sizes`.
+        sizes: how many numbers the `Size`s in it have.
+    """
+
+    def __init__(self, tree: Any, sizes: int) -> None:
+        self._makers: list[Callable[[list[Any]], Any]] = []  # each is given the sizes, and what those before it made
+        self._places: dict[Value, int] = {}
+        self._sizes = sizes
+        self._tree, self._place = tree, self._add(tree)
+
+    def at(self, values: Sequence[int]) -> Any:
+        """Return the tree with these values of the sizes, by their numbers."""
+        made: list[Any] = list(values)
+        for make in self._makers:
+            made.append(make(made))
+        return self._tree if self._place is None else made[self._place]
+
+    def _add(self, tree: Any) -> int | None:
+        """Return where a branch will be among what is made, or None if it has no size in it."""
+        if isinstance(tree, Size):
+            return tree.number
+        if isinstance(tree, Value):
+            if tree not in self._places and (place := self._made_of(tree)) is not None:
+                self._places[tree] = place
+            return self._places.get(tree)
+        return self._made_of(tree)
+
+    def _made_of(self, tree: Any) -> int | None:
+        names: Sequence[Any] = ()
+        if isinstance(tree, dict):
+            names, branches = tuple(cast("dict[Any, Any]", tree)), list(cast("dict[Any, Any]", tree).values())
+        elif isinstance(tree, tuple | list):
+            branches = list(cast("tuple[Any, ...]", tree))
+        else:
+            names = _fields_of(type(tree))
+            branches = [getattr(tree, name) for name in names]
+        kind: Callable[..., Any] = type(tree)
+        places = [(number, place) for number, each in enumerate(branches) if (place := self._add(each)) is not None]
+        if not places:
+            return None
+
+        def make(made: list[Any]) -> Any:
+            filled = branches.copy()
+            for number, place in places:
+                filled[number] = made[place]
+            if not names:
+                return filled if kind is list else tuple(filled)
+            fields = dict(zip(names, filled, strict=True))
+            return fields if kind is dict else kind(**fields)
+
+        self._makers.append(make)
+        return self._sizes + len(self._makers) - 1
 
 
 @cache

@@ -11,8 +11,8 @@ import msgspec
 import torch
 
 from memfit.binding import Binding
-from memfit.cost.environment import environment
-from memfit.cost.in_place_trials import forms_to_try, gives_same_bits
+from memfit.cost.environment import environment, free_bytes
+from memfit.cost.in_place_trials import RUNS, forms_to_try, gives_same_bits
 from memfit.cost.observations import PRIVATE, Observation, Observations, RealResult, call_key
 from memfit.cost.op_inputs import InputMaker
 from memfit.cost.result_check import differs
@@ -82,7 +82,8 @@ def observe_once(
         graph: a captured graph.
         binding: its calls.
         samples: of graphs of the same structure; seconds of ops without a near sample are added.
-        tried: of the number of an op: whether its unpromised in-place forms are worth a trial.
+        tried: of the number of an op: whether its unpromised in-place forms are worth a trial, of one run: another size
+            has shown that they do not depend on the order of threads.
         clock: as for `observe`.
 
     Raises:
@@ -91,12 +92,15 @@ def observe_once(
     device: torch.device = binding.device
     known = Observations.load(environment(device), is_lasting=False)
     exact = set(known.by_key)
-    measurer = Measurer(graph=graph, device=device, inputs=InputMaker(device), clock=clock, most_runs=1)
+    free = free_bytes(device)  # asked once: to read it takes longer than most ops
+    measurer = Measurer(
+        graph=graph, device=device, inputs=InputMaker(device), clock=clock, most_runs=1, free_bytes=free
+    )
     keys = [call_key(call) or f"{PRIVATE}{call.op}" for call in binding.calls]
     skipped = _measure_missing(measurer, binding, keys, known, None)
     _require_real_results(graph, binding, keys, known)
     _warn_of(skipped)
-    _try_missing_forms(measurer, binding, keys, known, tried)
+    _try_missing_forms(measurer, binding, keys, known, tried, runs=1)
     estimated: dict[str, Observation] = {}
     for op, call, key in zip(graph.ops, binding.calls, keys, strict=True):
         seen = known.by_key.get(key)
@@ -168,6 +172,8 @@ def _try_missing_forms(
     keys: Sequence[str],
     known: Observations,
     tried: Callable[[int], bool] = lambda _op: True,
+    *,
+    runs: int = RUNS,
 ) -> None:
     """Try each unpromised form that `known` lacks, of calls that were observed, have room and are worth a trial."""
     storages = measurer.graph.storages
@@ -178,7 +184,8 @@ def _try_missing_forms(
                 continue
             missing = {read: place for read, place in forms_to_try(call).items() if place not in seen.overwrites}
             if missing and measurer.has_room(op, call):
-                bits = {p: gives_same_bits(call, read, measurer.inputs, storages) for read, p in missing.items()}
+                inputs = measurer.inputs
+                bits = {p: gives_same_bits(call, read, inputs, storages, runs) for read, p in missing.items()}
                 new[key] = msgspec.structs.replace(seen, overwrites={**seen.overwrites, **bits})
 
 

@@ -60,6 +60,7 @@ class Measurer:
         inputs: makes their inputs.
         clock: gives seconds; CUDA devices are timed by events.
         most_runs: how often an op is run at most; 1 gives its workspace and results, and rough seconds.
+        free_bytes: free on the device; None to ask before each op.
     """
 
     graph: Graph
@@ -67,6 +68,7 @@ class Measurer:
     inputs: InputMaker
     clock: Clock
     most_runs: int = _MOST_RUNS
+    free_bytes: int | None = None
 
     def measure(self, op: Op, call: Call) -> Observation | str:
         """Return the observation of `op`, or the reason why it cannot be run by itself.
@@ -114,7 +116,7 @@ class Measurer:
             op: of the graph; gives the storages that are written.
             call: its call; gives the inputs.
         """
-        free = free_bytes(self.device)
+        free = free_bytes(self.device) if self.free_bytes is None else self.free_bytes
         return free is None or self._needed_bytes(op, call) <= free
 
     def _needed_bytes(self, op: Op, call: Call) -> int:
