@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import subprocess
 import sys
@@ -53,6 +54,7 @@ from memfit.torch_private.dynamo import (
     compile_with_budget,
     compiled_around_breaks,
     compiled_calls,
+    divides_calls,
     dp_knapsack,
     graph_breaks,
     greedy_knapsack,
@@ -370,6 +372,15 @@ def test_no_model_compiled_around_breaks_falls_back() -> None:
         assert torch.equal(run(torch.ones(3)), torch.ones(3).cos())
     assert graphs == [number for number in range(12) for _ in range(2)]
     torch.compiler.reset()
+
+
+def test_which_torch_divides_calls() -> None:
+    """What `nested_graph_breaks` turns on; the switch itself is older than what it takes."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+    inlines = inspect.signature(InstructionTranslatorBase.inline_user_function_return)
+    assert divides_calls() == ("allow_nested_graph_breaks" in inlines.parameters)
+    assert hasattr(torch._dynamo.config, "nested_graph_breaks")
 
 
 class Looping(torch.nn.Module):

@@ -42,13 +42,17 @@ from memfit.runtime.what_is_left import saying_what_is_left
 from memfit.simulate.overlap import Transfers
 from memfit.system.budget import format_bytes, parse_budget
 from memfit.system.recorder import empty_cache
-from memfit.torch_private.dynamo import compiled_around_breaks
+from memfit.torch_private.dynamo import compiled_around_breaks, divides_calls, is_compilers
 from memfit.torch_private.modules import own_tensors
 
 _log = logging.getLogger("memfit")
 _MOST_AIMS = 4  # plans for less and less, while steps take more than the budget; then the leanest
 _MOST_STEPS = 6  # until nothing is compiled any more; the first makes the optimizer's state, too
 _MOST_UPDATED_STEPS = 4  # of these, with the values that the steps before left
+
+
+class _OtherBitsError(UnsupportedStepError):
+    """The graphs give other bits than eager."""
 
 
 class PartlyPlannedStep(Uncopied):
@@ -93,12 +97,37 @@ class PartlyPlannedStep(Uncopied):
         self.device = step_device(step.model, step.batch)
         eager_bytes = 0 if settings.is_in_bytes else measured_eager_peak(step, self.device)
         self.settings = settings.within(parse_budget(settings.budget, eager_bytes))
-        self._aim_bytes = int(self.settings.budget)  # less what steps took beyond what their plans say
-        self._told_bytes = self._aim_bytes
+        self._told_bytes = int(self.settings.budget)
         self._kept = self._corrections = 0  # steps in a row that kept the budget; corrections since there were two
         self._batches: set[Hashable] = set()  # the signatures of those that ran
-        memory, settings = memory_for(settings, self.device, None, refused=f"{broken.line} breaks the step up")
-        self._ledger = ledger = Ledger(self.device, memory, settings.host_budget_bytes)
+        self._memory, settings = memory_for(settings, self.device, None, refused=f"{broken.line} breaks the step up")
+        self._host_budget_bytes = settings.host_budget_bytes
+        python = PythonState(step)
+        self.generators = python.handed
+        self._compile(nested=divides_calls())
+        try:
+            self._make_plans(python)
+        except (CaptureError, _OtherBitsError) as error:
+            if not self._is_nested:
+                raise
+            _log.info("memfit: the graphs are captured once more, each function by itself: %s", error)
+            self._compile(nested=False)
+            self._make_plans(python)
+        gradients = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
+        together = f", and the gradients ({format_bytes(gradients)}) are held together to the end of backward"
+        _log.warning(
+            "memfit: %s: the step depends on the value of a tensor, so that %d graphs around that line are planned; "
+            "what is outside of the model runs unplanned%s",
+            self.line,
+            len(self._ledger.parts),
+            "" if updates_in_backward(step) else together,
+        )
+
+    def _compile(self, *, nested: bool) -> None:
+        """Compile the model (see `compiled_around_breaks`), and forget all graphs so far."""
+        step, self._is_nested = self.step, nested
+        self._aim_bytes = int(self.settings.budget)  # less what steps took beyond what their plans say
+        self._ledger = ledger = Ledger(self.device, self._memory, self._host_budget_bytes)
         residents = resident_storages(self, step.batch)
         options = GraphSettings(settings=self.settings, reserve_bytes=0, is_part=True)
         # The backend must not hold the step: Dynamo keeps it with the code of the model's class.
@@ -108,9 +137,15 @@ class PartlyPlannedStep(Uncopied):
             graphs.append(PartGraph(module, options, ledger, residents))
             return graphs[-1]
 
-        self._model: Any = compiled_around_breaks(step.model, part_graph)
-        python = PythonState(step)
-        self.generators = python.handed
+        self._model: Any = compiled_around_breaks(step.model, part_graph, nested=nested)
+
+    def _make_plans(self, python: PythonState) -> None:
+        """Plan the graphs; leave the step as it was.
+
+        Raises:
+            CaptureError, UnsupportedStepError: as the class; the first also of a compiler that fails.
+        """
+        step = self.step
         before = StepState.take(step, self.generators)
         try:
             with turn_for(step, self.device, "memfit.fit"):
@@ -132,15 +167,6 @@ class PartlyPlannedStep(Uncopied):
                 "cannot be undone: register it as a buffer, or write to it outside of the step"
             )
         self._require_eagers_bits()
-        gradients = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
-        together = f", and the gradients ({format_bytes(gradients)}) are held together to the end of backward"
-        _log.warning(
-            "memfit: %s: the step depends on the value of a tensor, so that %d graphs around that line are planned; "
-            "what is outside of the model runs unplanned%s",
-            self.line,
-            len(ledger.parts),
-            "" if updates_in_backward(step) else together,
-        )
 
     def _require_eagers_bits(self) -> None:
         """Refuse a step whose graphs give other bits than eager, as far as the device has room to look.
@@ -159,7 +185,7 @@ class PartlyPlannedStep(Uncopied):
         if eager_difference is not None:
             _log.warning("memfit: two eager steps differ in %s, so that nothing can be compared", eager_difference)
             return
-        raise UnsupportedStepError(
+        raise _OtherBitsError(
             f"{self.line}: the step depends on the value of a tensor, and the graphs that PyTorch compiles around that "
             f"line give other bits than eager, first in {difference}: a parameter that is used on both sides of the "
             "line, or code that asks whether it is compiled; move that line out of the model, or run without memfit"
@@ -221,7 +247,13 @@ class PartlyPlannedStep(Uncopied):
     def _call(self, batch: Any) -> torch.Tensor:
         require_training_context("the step was called", self.step)
         with saying_what_is_left(*own_tensors(self.step.model), self.step.optimizer):
-            seen = self._run(batch)
+            try:
+                seen = self._run(batch)
+            except Exception as error:
+                if self._is_nested and is_compilers(error):
+                    self._compile(nested=False)
+                    error.add_note("memfit: later calls of the step are compiled in a simpler way")
+                raise
         if seen.is_new:
             self._plan_new_way(seen.peak_bytes)
         elif seen.peak_bytes is not None:

@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 from torch._functorch._activation_checkpointing.knapsack import dp_knapsack as dp_knapsack
 from torch._functorch._activation_checkpointing.knapsack import greedy_knapsack as greedy_knapsack
 from torch._functorch._activation_checkpointing.knapsack import ilp_knapsack as ilp_knapsack
+from torch.torch_version import TorchVersion
 
 from memfit.torch_private.aot import boxed
 from memfit.torch_private.loops import divide_loops
@@ -24,7 +25,9 @@ from memfit.torch_private.modules import hooks_on_all_modules
 from memfit.torch_private.patching import replaced
 
 
-def compiled_around_breaks(model: torch.nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_around_breaks(
+    model: torch.nn.Module, backend: Callable[..., Any], *, nested: bool = False
+) -> Callable[..., Any]:
     """Return `model` compiled by `backend`, which is given each graph between graph breaks.
 
     However many models of a class are compiled, and at however many shapes, none falls back to eager silently. A break
@@ -35,12 +38,15 @@ def compiled_around_breaks(model: torch.nn.Module, backend: Callable[..., Any]) 
     Args:
         model: any module.
         backend: as torch.compile takes it.
+        nested: whether a function that a break is in is taken up behind it, and so are its callers: one graph more for
+            each break. Else what runs before its call and behind it are graphs of their own. See `divides_calls`.
     """
     import torch._dynamo  # takes seconds to import
 
     _patch_torch_for_dynamo()
     compiled, code = torch.compile(model, backend=backend), _CodeOfModules(model)
     settings = {**_SOUND, "trace_numpy": False, "ignore_logger_methods": _logging_methods("_once")}
+    settings["nested_graph_breaks"] = nested
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal compiled
@@ -50,6 +56,11 @@ def compiled_around_breaks(model: torch.nn.Module, backend: Callable[..., Any]) 
             return compiled.forward(*args, **kwargs)  # the wrapper is a module, too, whose hooks run beside the model's
 
     return _CompiledModel(model, run)
+
+
+def divides_calls() -> bool:
+    """Return whether Dynamo takes up functions behind breaks in them well enough: it does so for torch's own tests."""
+    return TorchVersion(torch.__version__) >= "2.13"
 
 
 class _Inside:
