@@ -153,7 +153,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("backend",),
         ("settings",),
         ("account", "inductor", "inputs"),
-        ("chains", "halves", "node_halves", "occupancy", "rehearse", "updates"),
+        ("chains", "halves", "node_halves", "occupancy", "race", "rehearse", "updates"),
     ),
 }
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

@@ -70,7 +70,7 @@ from memfit.torch_private.guarding import (
     dict_version,
     leaf_hooks,
 )
-from memfit.torch_private.inductor import InductorHalf, ModulePair, compiled_by_inductor
+from memfit.torch_private.inductor import LEAN, InductorHalf, ModulePair, compiled_by_inductor
 from memfit.torch_private.loops import divide_loops
 from memfit.torch_private.modules import (
     eager_call,
@@ -1154,15 +1154,16 @@ def test_a_group_tells_its_timeout() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own modules, which Inductor imports
-def test_inductor_compiles_the_halves_of_a_partition_and_rehearses_them() -> None:
+@pytest.mark.parametrize("share", [None, LEAN])
+def test_inductor_compiles_the_halves_of_a_partition_and_rehearses_them(share: float | None) -> None:
     halves: list[InductorHalf] = []
 
     def around(half: InductorHalf, call: Any) -> Any:
         halves.append(half)
         return call
 
-    def as_it_is(_joint: Any, _outputs: int, as_inductor: Callable[[bool], ModulePair]) -> ModulePair:
-        return as_inductor(False)
+    def as_it_is(_joint: Any, _outputs: int, as_inductor: Callable[[float | None], ModulePair]) -> ModulePair:
+        return as_inductor(share)
 
     values = torch.ones(3, 2, requires_grad=True)
     module = torch.fx.symbolic_trace(lambda x: (torch.tanh(x @ x.t()),))

@@ -39,7 +39,8 @@ class InductorHalf:
 
 
 _MUCH_LESS = 8  # times fewer bytes than another result: what may live longer at no cost, as sums over a batch
-_LEAN = 0.999  # of torch's activation memory budget; it then looks for what is fused into kernels of the backward half
+LEAN = 0.999
+"""Of torch's activation memory budget: it then looks only for what is fused into kernels of the backward half."""
 ModulePair = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
 HELD, CHAIN = "memfit_held", "memfit_chain"
 """In the `meta` of a node: whether its result is kept in memory, and not computed anew in each kernel that reads it; a
@@ -50,7 +51,7 @@ def compiled_by_inductor(
     module: torch.fx.GraphModule,
     inputs: Sequence[Any],
     *,
-    partition: Callable[[torch.fx.GraphModule, int, Callable[[bool], ModulePair]], ModulePair],
+    partition: Callable[[torch.fx.GraphModule, int, Callable[[float | None], ModulePair]], ModulePair],
     around: Callable[[InductorHalf, Callable[[list[Any]], Any]], Callable[[list[Any]], Any]],
     plan_name: Callable[[], str | None],
 ) -> Callable[..., Any]:
@@ -63,8 +64,8 @@ def compiled_by_inductor(
         module: captured by Dynamo.
         inputs: with concrete sizes.
         partition: divides the joint graph, given with the number of the forward pass's outputs, into its halves; it is
-            also given a function that does so as Inductor would, or if its argument is True, with all computed anew in
-            the backward half that takes no kernel of its own there.
+            also given a function that does so as Inductor would: within a share of the activations, which is torch's
+            `activation_memory_budget`, or as it does by itself.
         around: returns what is called in the place of a compiled half; both take a list, and empty it.
         plan_name: asked for each half: names the plan whose order of nodes Inductor keeps, and the results of the nodes
             marked `HELD`. None leaves both to Inductor.
@@ -111,10 +112,11 @@ def _partitioner(partition: Callable[..., Any], name: str) -> Any:
         def __call__(self, gm: Any, joint_inputs: Any, *, num_fwd_outputs: int, **given: Any) -> Any:
             given |= {"compiler": "inductor", "num_fwd_outputs": num_fwd_outputs}
 
-            def own(is_lean: bool) -> ModulePair:
+            def own(share: float | None) -> ModulePair:
                 budget = torch._functorch.config.activation_memory_budget
-                with torch._functorch.config.patch(activation_memory_budget=min(budget, _LEAN) if is_lean else budget):
-                    return min_cut_rematerialization_partition(gm, joint_inputs, **given)
+                budget = budget if share is None else min(budget, share)
+                with torch._functorch.config.patch(activation_memory_budget=budget):
+                    return min_cut_rematerialization_partition(_copied(gm), joint_inputs, **given)
 
             return partition(gm, num_fwd_outputs, own)
 
@@ -125,6 +127,16 @@ def _partitioner(partition: Callable[..., Any], name: str) -> Any:
             return str, (name,)
 
     return Partition()
+
+
+def _copied(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Return a copy of a joint graph, for a partitioner, which changes it."""
+    graph, copies = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
+    for node in joint.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    copied = torch.fx.GraphModule(joint, graph)
+    copied.meta = joint.meta
+    return copied
 
 
 @contextmanager

@@ -263,6 +263,7 @@ class CompiledGraph:
             run=self._run_half,
             held_bytes=self._held_bytes,
             headroom_bytes=self._headroom_bytes,
+            decided=self._take_plan,
         )
         try:
             compiled = compile_within(self.graph.module, examples, device=self.device, planning=planning)
@@ -270,8 +271,11 @@ class CompiledGraph:
             raise self._of_whole_budget(error) from error
         if not isinstance(compiled, Compiled):
             return compiled
-        self.plan, self.room_bytes = compiled.plan, compiled.left_bytes - compiled.peak_bytes
+        self._take_plan(compiled)
         return compiled.function
+
+    def _take_plan(self, compiled: Compiled) -> None:
+        self.plan, self.room_bytes = compiled.plan, compiled.left_bytes - compiled.peak_bytes
 
     def count_bytes(self) -> None:
         """Count what is on the device beside the graph's inputs."""

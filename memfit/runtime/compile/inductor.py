@@ -4,7 +4,8 @@ What Inductor takes is seen in the code that it generates, before any of it is b
 (`memfit.runtime.compile.rehearse`). If its own halves fit, they are used; else its lean halves if they do, in which the
 backward half computes anew all that takes no kernel of its own there. Else the halves are made from a plan of the lean
 halves together, which counts chains of ops that Inductor makes one kernel of as one op: plans are made for more or
-fewer bytes, until their code takes nearly what is left of the budget, and never more.
+fewer bytes, until their code takes nearly what is left of the budget, and never more. Those halves then race in the
+first steps against the largest that torch's own activation memory budget makes and that fit.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,16 +30,20 @@ from memfit.graph import Graph
 from memfit.plan import Plan
 from memfit.runtime.compile.chains import with_chains
 from memfit.runtime.compile.node_halves import node_halves, rejoined
+from memfit.runtime.compile.race import Clock, Race
 from memfit.runtime.compile.rehearse import CallShape, call_shape, rehearse
 from memfit.system.budget import format_bytes
 from memfit.system.version import __version__
-from memfit.torch_private.inductor import InductorHalf, ModulePair, compiled_by_inductor
+from memfit.torch_private.inductor import LEAN, InductorHalf, ModulePair, compiled_by_inductor
 from memfit.torch_private.tensors import bare_overload, fake_mode_of, real_tensors, tensors_in
 
 _log = logging.getLogger("memfit")
 _MOST_COMPILATIONS = 4  # of one graph at one size
 _CLOSE_ENOUGH = 0.02  # of the budget: no further plan is made for less
 _MARGIN = 0.005  # of the bytes left: where the next plan is aimed below them
+_SHARES = tuple(number / 10 for number in range(9, 0, -1))  # of torch's activation memory budget
+_NEAR = 0.03  # of the budget: what is expected to take as much more may still fit
+_MOST_TORCHS = 2  # compilations of torch's halves
 Half = Callable[[list[Any]], Any]
 
 
@@ -52,6 +57,7 @@ class Compiled:
         left_bytes: what the budget leaves for the graph.
         peak_bytes: of its generated code, residents and what is outside of the graph included.
         halves: as Inductor generated them.
+        clock: times them.
     """
 
     function: Callable[..., Any]
@@ -59,6 +65,7 @@ class Compiled:
     left_bytes: int
     peak_bytes: int
     halves: tuple[InductorHalf, ...] = ()
+    clock: Clock = field(default_factory=lambda: Clock(torch.device("cpu")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +82,7 @@ class Planning:
             ended, as steps have shown it; None before the first.
         headroom_bytes: of the budget besides `left_bytes`, for what comes and goes between steps. Inductor's own
             halves may take it, and those from a plan half of it.
+        decided: called with what has won the race, if there is one.
     """
 
     with_costs: Callable[[Captured], Captured]
@@ -84,6 +92,7 @@ class Planning:
     run: Callable[[Half, list[Any], bool], Any]
     held_bytes: Callable[[], int | None]
     headroom_bytes: int
+    decided: Callable[[Compiled], None]
 
     def fits(self, own: Compiled) -> bool:
         """Return whether halves of Inductor's own fit."""
@@ -113,18 +122,42 @@ def compile_within(
         return function
     compiled = own.compiled(function)
     if not planning.fits(compiled):
-        lean = _Attempt(device=device, planning=planning, is_lean=True)
+        lean = _Attempt(device=device, planning=planning, share=LEAN)
         compiled = lean.compiled(lean.compile(module, inputs))
-    if not planning.fits(compiled):
-        aim = _Aim(spare_bytes=planning.headroom_bytes // 2)
-        while not aim.is_last(compiled):
-            attempt = _Attempt(device=device, planning=planning, is_lean=True, aim_bytes=aim.next_bytes)
-            compiled = attempt.compiled(attempt.compile(module, inputs))
-        compiled = aim.best()
+    entrants = [compiled] if planning.fits(compiled) else _entrants(module, inputs, compiled, device, planning)
     with _as_memfits_errors():
-        for half in compiled.halves:
-            half.build()
-    return compiled
+        for entrant in entrants:
+            for half in entrant.halves:
+                half.build()
+    if len(entrants) == 1:
+        return entrants[0]
+    peak_bytes = max(entrant.peak_bytes for entrant in entrants)
+    return replace(entrants[0], function=Race(entrants, planning.decided), peak_bytes=peak_bytes)
+
+
+def _entrants(
+    module: GraphModule, inputs: Sequence[Any], lean: Compiled, device: torch.device, planning: Planning
+) -> list[Compiled]:
+    """Return code that fits where Inductor's own and its lean code do not: of a plan, and of torch's own halves.
+
+    Raises:
+        InfeasibleBudgetError, TimeLimitError: there is none.
+    """
+    aim, compiled = _Aim(spare_bytes=planning.headroom_bytes // 2), lean
+    saved_bytes: dict[float, int] = {}
+    while not aim.is_last(compiled):
+        attempt = _Attempt(device=device, planning=planning, share=LEAN, aim_bytes=aim.next_bytes)
+        attempt.surveys = not saved_bytes
+        compiled = attempt.compiled(attempt.compile(module, inputs))
+        saved_bytes = saved_bytes or attempt.saved_bytes
+    most_bytes = (1 + _NEAR) * (compiled.left_bytes + planning.headroom_bytes) - lean.peak_bytes + saved_bytes[LEAN]
+    shares = {size: share for share, size in saved_bytes.items() if size < min(saved_bytes[LEAN], most_bytes)}
+    for size in sorted(shares, reverse=True)[:_MOST_TORCHS]:
+        attempt = _Attempt(device=device, planning=planning, share=shares[size])
+        torchs = attempt.compiled(attempt.compile(module, inputs))
+        if planning.fits(torchs):
+            return [torchs] if aim.fits is None else [aim.fits, torchs]
+    return [aim.best()]
 
 
 @dataclass(kw_only=True)
@@ -136,11 +169,12 @@ class _Aim:
 
     Attributes:
         next_bytes: 0 before the first plan, which is made for what the budget leaves.
+        fits: the code of the largest plan that fits so far.
     """
 
     spare_bytes: int = 0
     next_bytes: int = 0
-    _fits: Compiled | None = None
+    fits: Compiled | None = None
     _too_large: int | None = None
     _least_bytes: int | None = None
     _compilations: int = 0
@@ -157,11 +191,11 @@ class _Aim:
         is_leanest = predicted > self.next_bytes
         if peak > left_bytes:
             self._too_large = min(predicted, self._too_large or predicted)  # a plan for as much is the same one
-        elif self._fits is None or compiled.plan.budget_bytes > self._fits.plan.budget_bytes:
-            self._fits = compiled
+        elif self.fits is None or compiled.plan.budget_bytes > self.fits.plan.budget_bytes:
+            self.fits = compiled
         if peak <= left_bytes and (peak >= (1 - _CLOSE_ENOUGH) * left_bytes or compiled.plan.overhead <= 0):
             return True
-        low = self._fits.plan.budget_bytes if self._fits else 0
+        low = self.fits.plan.budget_bytes if self.fits else 0
         high = self._too_large
         self.next_bytes = int(predicted * left_bytes / max(peak, 1) * (1 - _MARGIN))
         if high is not None and not low < self.next_bytes < high:
@@ -175,8 +209,8 @@ class _Aim:
         Raises:
             TimeLimitError: none does.
         """
-        if self._fits is not None:
-            return self._fits
+        if self.fits is not None:
+            return self.fits
         found = self._least_bytes
         assert found is not None
         raise TimeLimitError(
@@ -194,20 +228,29 @@ class _Attempt:
     Args:
         device: of the graph.
         planning: what the caller knows.
-        is_lean: whether all is computed anew in the backward half that takes no kernel of its own there. Else Inductor
-            decides.
-        aim_bytes: the bytes that it is planned for; None stands for Inductor's own halves.
+        share: of the activations, within which torch divides the joint graph; `LEAN`, or None for its default.
+        aim_bytes: the bytes that those halves are planned for, taken together; None leaves them as they are.
+
+    Attributes:
+        surveys: whether `saved_bytes` is wanted.
+        saved_bytes: by share of the activations, what torch's halves keep between them.
     """
 
     device: torch.device
     planning: Planning
-    is_lean: bool = False
+    share: float | None = None
     aim_bytes: int | None = None
+    surveys: bool = False
+    saved_bytes: dict[float, int] = field(default_factory=dict[float, int])
     plan: Plan | None = None
     left_bytes: int = 0
     _forward_outputs: int = 0
+    _clock: Clock = field(init=False)
     _workspaces: dict[CallShape, int] = field(default_factory=dict[CallShape, int])
     _halves: dict[bool, InductorHalf] = field(default_factory=dict[bool, InductorHalf])
+
+    def __post_init__(self) -> None:
+        self._clock = Clock(self.device)
 
     def compile(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return the compiled function."""
@@ -220,7 +263,8 @@ class _Attempt:
         """Return the compiled function with what is known of it."""
         assert self.plan is not None
         peak_bytes = self.peak_bytes()
-        whose = f"Inductor's {'lean' if self.is_lean else 'own'} code"
+        share = "own" if self.share is None else "lean" if self.share == LEAN else f"{self.share:.0%}"
+        whose = f"Inductor's {share} code"
         if self.aim_bytes is not None:
             whose = f"code planned for {format_bytes(self.aim_bytes)}"
         _log.info("memfit: %s takes %s of %s", whose, format_bytes(peak_bytes), format_bytes(self.left_bytes))
@@ -230,6 +274,7 @@ class _Attempt:
             left_bytes=self.left_bytes,
             peak_bytes=peak_bytes,
             halves=tuple(self._halves.values()),
+            clock=self._clock,
         )
 
     def peak_bytes(self) -> int:
@@ -264,12 +309,15 @@ class _Attempt:
         return f"memfit {__version__} {plan.budget_bytes} {plan.fingerprint} {schedule}"
 
     def _partition(
-        self, joint: GraphModule, forward_outputs: int, as_inductor: Callable[[bool], ModulePair]
+        self, joint: GraphModule, forward_outputs: int, as_inductor: Callable[[float | None], ModulePair]
     ) -> ModulePair:
         _refuse_unplannable(joint)
-        lean = as_inductor(True) if self.is_lean else None
-        if lean is not None:
-            joint = rejoined(joint, lean, forward_outputs)
+        divided = None if self.share is None else as_inductor(self.share)
+        if self.surveys:
+            pairs = {share: as_inductor(share) for share in (LEAN, *_SHARES)}
+            self.saved_bytes = {share: _saved_bytes(pair[0], forward_outputs) for share, pair in pairs.items()}
+        if divided is not None:
+            joint = rejoined(joint, divided, forward_outputs)
         if self.aim_bytes is not None:
             _leave_out_overwritten(joint)
         self._forward_outputs = forward_outputs
@@ -299,7 +347,7 @@ class _Attempt:
         with real_tensors():
             self.plan = self._planned(graph)
         if self.aim_bytes is None:
-            return lean or as_inductor(False)
+            return divided or as_inductor(None)
         sources = [[node for op in chain for node in capture.sources[op]] for chain in members]
         return node_halves(joint, sources, self.plan.schedule, forward_outputs)
 
@@ -314,8 +362,16 @@ class _Attempt:
 
     def _around(self, half: InductorHalf, call: Half) -> Half:
         self._halves[half.is_backward] = half
-        run, is_backward = self.planning.run, half.is_backward
-        return lambda arguments: run(call, arguments, is_backward)
+        run, timed, is_backward = self.planning.run, self._clock.timed, half.is_backward
+        return lambda arguments: timed(lambda: run(call, arguments, is_backward), is_backward=is_backward)
+
+
+def _saved_bytes(forward: GraphModule, forward_outputs: int) -> int:
+    """Return the bytes that a forward half keeps for the backward half, beside its arguments."""
+    (returned,) = next(iter(forward.graph.find_nodes(op="output"))).args
+    kept = (node for node in returned[forward_outputs:] if isinstance(node, Node) and node.op != "placeholder")
+    storages = [tensor.untyped_storage() for node in kept for tensor in tensors_in(node.meta.get("val"))]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 @contextmanager

@@ -1,0 +1,116 @@
+"""A race: compiled code of one graph that takes turns in the first steps of training, until the fastest is known.
+
+What generated code takes is known before it runs, how long it runs is not. So code that fits the budget is timed where
+it is used, and no step more is run than training asks for.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+_log = logging.getLogger("memfit")
+RUNS = 6
+"""Of each entrant's halves; the first of each does not count."""
+_MOST_CALLS = 10 * RUNS  # of one entrant: forward passes without a backward pass end no race
+
+
+class Clock:
+    """Times the halves of compiled code while it races.
+
+    Args:
+        device: that the code runs on; a GPU is waited for before and after a half.
+
+    Attributes:
+        is_on: whether halves are timed.
+        seconds: of the halves so far; those of the backward half are under True.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_on = False
+        self.seconds: dict[bool, list[float]] = {False: [], True: []}
+        self._device = device
+
+    def timed(self, half: Callable[[], Any], *, is_backward: bool) -> Any:
+        """Return what a half returns.
+
+        Args:
+            half: runs it.
+            is_backward: which one it is.
+        """
+        if not self.is_on:
+            return half()
+        began = self._now()
+        returned = half()
+        self.seconds[is_backward].append(self._now() - began)
+        return returned
+
+    @property
+    def median_seconds(self) -> float | None:
+        """The time of both halves; None before each has run often enough."""
+        if min(map(len, self.seconds.values())) < RUNS:
+            return None
+        return sum(statistics.median(seconds[1:]) for seconds in self.seconds.values())
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+class Entrant(Protocol):
+    """Code that races."""
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What runs it."""
+        ...
+
+    @property
+    def clock(self) -> Clock:
+        """Times its halves."""
+        ...
+
+
+_Runner = TypeVar("_Runner", bound=Entrant)
+
+
+class Race(Generic[_Runner]):
+    """Calls entrants in turns, and the fastest from then on.
+
+    Args:
+        entrants: all fit the budget; the first one wins if no backward pass comes.
+        decided: called with the one that has won.
+    """
+
+    def __init__(self, entrants: Sequence[_Runner], decided: Callable[[_Runner], None]) -> None:
+        self._entrants = list(entrants)
+        self._calls = [0] * len(entrants)
+        self._decided = decided
+        for entrant in entrants:
+            entrant.clock.is_on = True
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Call the entrant whose turn it is."""
+        if len(self._entrants) > 1:
+            self._decide()
+        turn = min(range(len(self._entrants)), key=self._calls.__getitem__)
+        self._calls[turn] += 1
+        return self._entrants[turn].function(*inputs)
+
+    def _decide(self) -> None:
+        seconds = [entrant.clock.median_seconds for entrant in self._entrants]
+        found = [each for each in seconds if each is not None]
+        if len(found) < len(seconds) and min(self._calls) < _MOST_CALLS:
+            return
+        winner = self._entrants[seconds.index(min(found)) if len(found) == len(seconds) else 0]
+        _log.info("memfit: of %d compiled graphs that fit, with %s s, the fastest is kept", len(seconds), seconds)
+        for entrant in self._entrants:
+            entrant.clock.is_on = False
+        self._entrants, self._calls = [winner], [0]
+        self._decided(winner)

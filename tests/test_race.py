@@ -1,0 +1,107 @@
+"""The race of compiled graphs: turns until each has run often enough, then the fastest alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from memfit.runtime.compile import race
+from memfit.runtime.compile.race import RUNS, Clock, Race
+
+
+@dataclass
+class Hand:
+    """Moves the clock that races read."""
+
+    now: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
+    hand = Hand()
+    monkeypatch.setattr(race, "time", SimpleNamespace(perf_counter=hand.perf_counter))
+    return hand
+
+
+@dataclass
+class Runner:
+    """Code whose halves take so many seconds."""
+
+    hand: Hand
+    forward: float
+    backward: float
+    first: float = 0.0  # of the first forward pass, beside
+    calls: int = 0
+    clock: Clock = field(default_factory=lambda: Clock(torch.device("cpu")))
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        def run(number: int) -> Any:
+            self.calls += 1
+            self._timed(self.forward + (self.first if self.calls == 1 else 0.0), is_backward=False)
+            return number, lambda: self._timed(self.backward, is_backward=True)
+
+        return run
+
+    def _timed(self, seconds: float, *, is_backward: bool) -> None:
+        def half() -> None:
+            self.hand.now += seconds
+
+        self.clock.timed(half, is_backward=is_backward)
+
+
+def test_the_fastest_in_both_halves_is_kept(hand: Hand) -> None:
+    slow, fast = Runner(hand, 1.0, 3.0), Runner(hand, 2.0, 1.5, first=100.0)
+    won: list[Runner] = []
+    run = Race([slow, fast], won.append)
+    for number in range(2 * RUNS):
+        result, backward = run(number)
+        assert result == number
+        backward()
+        assert not won
+    assert slow.calls == fast.calls == RUNS
+    for number in range(5):
+        run(number)[1]()
+    assert won == [fast]
+    assert (slow.calls, fast.calls) == (RUNS, RUNS + 5)
+    assert not fast.clock.is_on and len(fast.clock.seconds[False]) == RUNS
+
+
+def test_calls_without_backward_passes_go_to_the_first_in_the_end(hand: Hand) -> None:
+    first, second = Runner(hand, 2.0, 1.0), Runner(hand, 1.0, 1.0)
+    won: list[Runner] = []
+    run = Race([first, second], won.append)
+    for number in range(30 * RUNS):
+        run(number)
+    assert won == [first]
+
+
+def test_several_calls_before_their_backward_passes_are_timed(hand: Hand) -> None:
+    first, second = Runner(hand, 2.0, 1.0), Runner(hand, 1.0, 1.0)
+    won: list[Runner] = []
+    run = Race([first, second], won.append)
+    while not won:
+        for _, backward in [run(number) for number in range(4)]:
+            backward()
+    assert won == [second]
+
+
+def test_a_half_that_fails_is_not_counted(hand: Hand) -> None:
+    clock = Clock(torch.device("cpu"))
+    clock.is_on = True
+
+    def fails() -> None:
+        hand.now += 1.0
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        clock.timed(fails, is_backward=False)
+    assert clock.seconds == {False: [], True: []} and clock.median_seconds is None
