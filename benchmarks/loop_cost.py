@@ -3,11 +3,11 @@
 Counted are the processor seconds of one thread, so that other processes disturb little. The columns:
 
     eager       plain PyTorch: forward, loss and backward
-    planned     planner `none`, with all that a call does: guards, recorder, arguments, views, frees
+    planned     planner `none`, with all that a call does: guards, recorder, arguments, views, frees, gradients set
     overloads   the calls of the planned step in its order, by the operators' overloads, on tensors that are ready
     functions   the same by the functions that the planned step calls (`memfit.runtime.direct_calls`)
 
-The last two keep no result, and their arguments all stay alive. What the loop costs is `planned` less one of them.
+Gradients are dropped between steps. The last two columns keep no result, and their arguments all stay alive. What the loop costs is `planned` less one of them.
 
     python benchmarks/loop_cost.py
     python benchmarks/loop_cost.py lstm --repeats 5
@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from _planned import NO_BUDGET_BYTES, build_for_measurement, eager_run, planned_run
+from _planned import NO_BUDGET_BYTES, build_for_measurement
 from _record import store
 
 from memfit import PlannedStep
@@ -110,14 +110,15 @@ def measure(case: str, repeats: int) -> dict[str, Any]:
     planned.verify()
     overloads, functions = ready_calls(planned)
     runs = {
-        "eager": eager_run(step),
-        "planned": planned_run(planned),
+        "eager": lambda: step.run_eager(step.batch),
+        "planned": lambda: planned(step.batch),
         "overloads": replay(overloads),
         "functions": replay(functions),
     }
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + 1):
         for name in list(runs)[:: 1 if repeat % 2 else -1]:
+            step.model.zero_grad(set_to_none=True)
             started = time.process_time()
             runs[name]()
             if repeat:

@@ -99,18 +99,31 @@ def compiled_by_inductor(
             torch.fx.GraphModule(module, copy.deepcopy(module.graph)),
             list(inputs),
             inner_compile=compile_half,
-            config_patches={"custom_partitioner_fn": _partitioner(partition, "memfit")},
+            config_patches={"custom_partitioner_fn": _partitioner(partition, "memfit", _is_kept_anyway(module))},
         )
 
 
-def _partitioner(partition: Callable[..., Any], name: str) -> Any:
-    """Return a partitioner for Inductor's settings; the keys of its cache have `name`."""
+def _is_kept_anyway(module: torch.fx.GraphModule) -> list[bool]:
+    """Return for each input of a module that Dynamo captured whether it is a parameter or a buffer."""
+    inputs = module.graph.find_nodes(op="placeholder")
+    return ["_dynamo_static_input_type" in node.meta.get("tensor_dict", {}) for node in inputs]
+
+
+def _partitioner(partition: Callable[..., Any], name: str, is_kept_anyway: Sequence[bool] = ()) -> Any:
+    """Return a partitioner for Inductor's settings; the keys of its cache have `name`.
+
+    To save a parameter or a buffer costs a partition no memory. AOTAutograd knows which inputs these are only while
+    Dynamo captures.
+    """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partition(CustomPartitionerFn):
         def __call__(self, gm: Any, joint_inputs: Any, *, num_fwd_outputs: int, **given: Any) -> Any:
             given |= {"compiler": "inductor", "num_fwd_outputs": num_fwd_outputs}
+            if len(is_kept_anyway) == len(joint_inputs[0]):  # else AOTAutograd has divided or joined some
+                kept = [place for place, is_kept in enumerate(is_kept_anyway) if is_kept]
+                given["static_lifetime_input_indices"] = kept
 
             def own(share: float | None) -> ModulePair:
                 budget = torch._functorch.config.activation_memory_budget
