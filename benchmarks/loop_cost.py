@@ -7,7 +7,8 @@ Counted are the processor seconds of one thread, so that other processes disturb
     overloads   the calls of the planned step in its order, by the operators' overloads, on tensors that are ready
     functions   the same by the functions that the planned step calls (`memfit.runtime.direct_calls`)
 
-Gradients are dropped between steps. The last two columns keep no result, and their arguments all stay alive. What the loop costs is `planned` less one of them.
+The last two columns keep no result, and their arguments all stay alive. Gradients are dropped between steps, which
+counts for nobody. What the loop costs is `planned` less one of the last two.
 
     python benchmarks/loop_cost.py
     python benchmarks/loop_cost.py lstm --repeats 5

@@ -63,6 +63,7 @@ from memfit.torch_private.tensors import (
 _log = logging.getLogger("memfit")
 _ADAM_STATES = 2  # per parameter: exp_avg and exp_avg_sq
 _HEADROOM = 0.005  # of the budget: logged losses and the like, which come and go between steps
+_NUMBER_BYTES = 8  # an output of no more is the loss itself, from which user code computes nothing large
 _WORTH_PLANNING_AGAIN = 0.01  # of the budget: a smaller change of the bytes outside is not worth a second search
 
 
@@ -410,7 +411,8 @@ class CompiledGraph:
     def _left_bytes(self, graph: Graph) -> int:
         """Return the bytes that the budget leaves for a graph, 1 or more, having counted what is outside of it."""
         before = self.before
-        self._bytes_departing = sum(graph.storages[s].bytes for b in graph.boundaries for s in b.departures)
+        departing = (graph.storages[storage].bytes for each in graph.boundaries for storage in each.departures)
+        self._bytes_departing = sum(size for size in departing if size > _NUMBER_BYTES)
         seen = before.bytes_outside_seen if before is not None else None  # the most so far
         self.bytes_outside = self._bytes_departing if seen is None else seen
         self.bytes_exceeded = self.graph.options.account.excess_bytes if self.graph.options.account else 0

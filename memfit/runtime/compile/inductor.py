@@ -140,6 +140,8 @@ def _entrants(
 ) -> list[Compiled]:
     """Return code that fits where Inductor's own and its lean code do not: of a plan, and of torch's own halves.
 
+    Under deterministic algorithms there is one, of a plan if that fits: which is faster may change from run to run.
+
     Raises:
         InfeasibleBudgetError, TimeLimitError: there is none.
     """
@@ -150,6 +152,8 @@ def _entrants(
         attempt.surveys = not saved_bytes
         compiled = attempt.compiled(attempt.compile(module, inputs))
         saved_bytes = saved_bytes or attempt.saved_bytes
+    if aim.fits is not None and torch.are_deterministic_algorithms_enabled():
+        return [aim.fits]
     most_bytes = (1 + _NEAR) * (compiled.left_bytes + planning.headroom_bytes) - lean.peak_bytes + saved_bytes[LEAN]
     shares = {size: share for share, size in saved_bytes.items() if size < min(saved_bytes[LEAN], most_bytes)}
     for size in sorted(shares, reverse=True)[:_MOST_TORCHS]:
