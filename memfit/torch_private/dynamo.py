@@ -46,7 +46,8 @@ def compiled_around_breaks(
     _patch_torch_for_dynamo()
     compiled, code = torch.compile(model, backend=backend), _CodeOfModules(model)
     settings = {**_SOUND, "trace_numpy": False, "ignore_logger_methods": _logging_methods("_once")}
-    settings["nested_graph_breaks"] = nested
+    if hasattr(torch._dynamo.config, "nested_graph_breaks"):  # younger than the oldest torch that is supported
+        settings["nested_graph_breaks"] = nested
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal compiled
