@@ -111,7 +111,7 @@ class PartlyPlannedStep(Uncopied):
             if not self._is_nested:
                 raise
             _log.info("memfit: the graphs are captured once more, each function by itself: %s", error)
-            self._compile(nested=False)
+            self._compile_by_function()
             self._make_plans(python)
         gradients = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
         together = f", and the gradients ({format_bytes(gradients)}) are held together to the end of backward"
@@ -138,6 +138,13 @@ class PartlyPlannedStep(Uncopied):
             return graphs[-1]
 
         self._model: Any = compiled_around_breaks(step.model, part_graph, nested=nested)
+
+    def _compile_by_function(self) -> None:
+        """Compile the model anew, each function by itself."""
+        for part in self._ledger.used:
+            for is_forward in (True, False):
+                self._memory.forget((part, is_forward))
+        self._compile(nested=False)
 
     def _make_plans(self, python: PythonState) -> None:
         """Plan the graphs; leave the step as it was.
@@ -251,7 +258,7 @@ class PartlyPlannedStep(Uncopied):
                 seen = self._run(batch)
             except Exception as error:
                 if self._is_nested and is_compilers(error):
-                    self._compile(nested=False)
+                    self._compile_by_function()
                     error.add_note("memfit: later calls of the step are compiled in a simpler way")
                 raise
         if seen.is_new:
