@@ -154,11 +154,16 @@ def _entrants(
         saved_bytes = saved_bytes or attempt.saved_bytes
     if aim.fits is not None and torch.are_deterministic_algorithms_enabled():
         return [aim.fits]
-    most_bytes = (1 + _NEAR) * (compiled.left_bytes + planning.headroom_bytes) - lean.peak_bytes + saved_bytes[LEAN]
-    shares = {size: share for share, size in saved_bytes.items() if size < min(saved_bytes[LEAN], most_bytes)}
+    lean_bytes = saved_bytes.get(LEAN, 0)
+    most_bytes = (1 + _NEAR) * (compiled.left_bytes + planning.headroom_bytes) - lean.peak_bytes + lean_bytes
+    shares = {size: share for share, size in saved_bytes.items() if size < min(lean_bytes, most_bytes)}
     for size in sorted(shares, reverse=True)[:_MOST_TORCHS]:
         attempt = _Attempt(device=device, planning=planning, share=shares[size])
-        torchs = attempt.compiled(attempt.compile(module, inputs))
+        try:
+            torchs = attempt.compiled(attempt.compile(module, inputs))
+        except MemfitError as error:  # code of a plan may do all the same
+            _log.info("memfit: torch's halves for %s of the activations are left out: %s", shares[size], error)
+            continue
         if planning.fits(torchs):
             return [torchs] if aim.fits is None else [aim.fits, torchs]
     return [aim.best()]
@@ -318,8 +323,7 @@ class _Attempt:
         _refuse_unplannable(joint)
         divided = None if self.share is None else as_inductor(self.share)
         if self.surveys:
-            pairs = {share: as_inductor(share) for share in (LEAN, *_SHARES)}
-            self.saved_bytes = {share: _saved_bytes(pair[0], forward_outputs) for share, pair in pairs.items()}
+            self.saved_bytes = _survey(as_inductor, forward_outputs)
         if divided is not None:
             joint = rejoined(joint, divided, forward_outputs)
         if self.aim_bytes is not None:
@@ -368,6 +372,19 @@ class _Attempt:
         self._halves[half.is_backward] = half
         run, timed, is_backward = self.planning.run, self._clock.timed, half.is_backward
         return lambda arguments: timed(lambda: run(call, arguments, is_backward), is_backward=is_backward)
+
+
+def _survey(as_inductor: Callable[[float | None], ModulePair], forward_outputs: int) -> dict[float, int]:
+    """Return by share of the activations what torch's halves keep between them, as far as torch can make them."""
+    found: dict[float, int] = {}
+    for share in (LEAN, *_SHARES):
+        try:
+            forward, _ = as_inductor(share)
+        except Exception as error:  # noqa: BLE001 (solvers of torch's, for what is an addition to a plan)
+            _log.info("memfit: torch cannot keep %s of the activations: %s", share, error)
+            continue
+        found[share] = _saved_bytes(forward, forward_outputs)
+    return found
 
 
 def _saved_bytes(forward: GraphModule, forward_outputs: int) -> int:
