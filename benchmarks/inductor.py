@@ -74,6 +74,7 @@ def bert(*, small: bool) -> tuple[nn.Module, Any]:
         intermediate_size=4 * width,
         vocab_size=1000,
         max_position_embeddings=tokens,
+        problem_type="single_label_classification",  # else the first call writes it, and the second compiles anew
     )
     words = torch.randint(0, 1000, (8, tokens))
     return BertForSequenceClassification(config), {"input_ids": words, "labels": torch.randint(0, 2, (8,))}
@@ -92,6 +93,7 @@ def vit(*, small: bool) -> tuple[nn.Module, Any]:
         image_size=side,
         patch_size=8,
         num_labels=10,
+        problem_type="single_label_classification",
     )
     return ViTForImageClassification(config), {
         "pixel_values": torch.randn(8, 3, side, side),

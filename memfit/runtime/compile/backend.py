@@ -215,6 +215,7 @@ class CompiledGraph:
         self.prepared: Prepared | None = None
         self.plan: Plan | None = None
         self.room_bytes = 0  # that the plan leaves of its budget
+        self._by_inductors: Compiled | None = None
         self.budget_bytes = int(graph.options.settings.budget)
         self.bytes_beside = self.bytes_reserved = self.bytes_outside = self.bytes_exceeded = 0
         self.count_bytes()
@@ -277,6 +278,7 @@ class CompiledGraph:
 
     def _take_plan(self, compiled: Compiled) -> None:
         self.plan, self.room_bytes = compiled.plan, compiled.left_bytes - compiled.peak_bytes
+        self._by_inductors = compiled
 
     def count_bytes(self) -> None:
         """Count what is on the device beside the graph's inputs."""
@@ -297,10 +299,7 @@ class CompiledGraph:
         if self.bytes_outside_seen is None or self.plan is None:
             return False
         account = self.graph.options.account
-        grown = self.bytes_outside_seen - self.bytes_outside
-        planned = self._held_bytes()
-        if self.bytes_held_seen is not None and planned is not None:
-            grown = max(grown, self.bytes_held_seen - planned)
+        grown = self._grown_between()
         grown += allocated_bytes(self.device) - self._bytes_at_start
         grown += self._still_to_come() - self.bytes_reserved
         if account is not None and account.excess_bytes > self.bytes_exceeded:
@@ -312,15 +311,20 @@ class CompiledGraph:
         self.asked_again = True
         return -grown > _WORTH_PLANNING_AGAIN * self.budget_bytes
 
+    def _grown_between(self) -> int:
+        """Return by how much more the step takes than was planned for, with what was seen between the halves."""
+        seen, code = self.bytes_outside_seen or 0, self._by_inductors
+        if code is None:
+            return seen - self.bytes_outside
+        held = self.bytes_held_seen
+        return code.peak_with(seen, None if held is None else max(held, self._bytes_departing)) - code.peak_bytes
+
     def _held_bytes(self) -> int | None:
         """Return by how much more is live when the backward half begins than at the forward half's end, as was seen.
 
-        None where Inductor's halves were not made for it. A loop that let the outputs go may keep them at any later
-        step, so that these count in any case.
+        A loop that let the outputs go may keep them at any later step, so that these count in any case.
         """
-        if self.before is None or self.graph.options.kernels != INDUCTOR:
-            return None
-        seen = self.before.bytes_held_seen
+        seen = None if self.before is None else self.before.bytes_held_seen
         return None if seen is None else max(seen, self._bytes_departing)
 
     def _still_to_come(self) -> int:

@@ -4,8 +4,8 @@ What Inductor takes is seen in the code that it generates, before any of it is b
 (`memfit.runtime.compile.rehearse`). If its own halves fit, they are used; else its lean halves if they do, in which the
 backward half computes anew all that takes no kernel of its own there. Else the halves are made from a plan of the lean
 halves together, which counts chains of ops that Inductor makes one kernel of as one op: plans are made for more or
-fewer bytes, until their code takes nearly what is left of the budget, and never more. Those halves then race in the
-first steps against the largest that torch's own activation memory budget makes and that fit.
+fewer bytes, until their code takes nearly what is left of the budget, and never more. Lean or planned, they then race
+in the first steps against the largest halves that torch's own activation memory budget makes, that keep less, and fit.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class Compiled:
         plan: its plan.
         left_bytes: what the budget leaves for the graph.
         peak_bytes: of its generated code, residents and what is outside of the graph included.
+        peak_with: returns that peak, given the most that is outside of the graph between its halves, and by how much
+            more is live when the backward half begins than when the forward half has ended (None: as planned).
         halves: as Inductor generated them.
         clock: times them.
     """
@@ -64,6 +66,7 @@ class Compiled:
     plan: Plan
     left_bytes: int
     peak_bytes: int
+    peak_with: Callable[[int, int | None], int]
     halves: tuple[InductorHalf, ...] = ()
     clock: Clock = field(default_factory=lambda: Clock(torch.device("cpu")))
 
@@ -121,52 +124,55 @@ def compile_within(
     if own.plan is None:
         return function
     compiled = own.compiled(function)
-    if not planning.fits(compiled):
-        lean = _Attempt(device=device, planning=planning, share=LEAN)
-        compiled = lean.compiled(lean.compile(module, inputs))
-    entrants = [compiled] if planning.fits(compiled) else _entrants(module, inputs, compiled, device, planning)
+    entrants = [compiled] if planning.fits(compiled) else _entrants(module, inputs, device, planning)
     with _as_memfits_errors():
         for entrant in entrants:
             for half in entrant.halves:
                 half.build()
     if len(entrants) == 1:
         return entrants[0]
-    peak_bytes = max(entrant.peak_bytes for entrant in entrants)
-    return replace(entrants[0], function=Race(entrants, planning.decided), peak_bytes=peak_bytes)
+    return replace(
+        entrants[0],
+        function=Race(entrants, planning.decided),
+        peak_bytes=max(entrant.peak_bytes for entrant in entrants),
+        peak_with=lambda between, held: max(entrant.peak_with(between, held) for entrant in entrants),
+    )
 
 
-def _entrants(
-    module: GraphModule, inputs: Sequence[Any], lean: Compiled, device: torch.device, planning: Planning
-) -> list[Compiled]:
-    """Return code that fits where Inductor's own and its lean code do not: of a plan, and of torch's own halves.
+def _entrants(module: GraphModule, inputs: Sequence[Any], device: torch.device, planning: Planning) -> list[Compiled]:
+    """Return code that fits where Inductor's own does not: its lean code or that of a plan, and of torch's own halves.
 
-    Under deterministic algorithms there is one, of a plan if that fits: which is faster may change from run to run.
+    Under deterministic algorithms there is one, torch's only where no other fits: which is faster may change from run
+    to run.
 
     Raises:
         InfeasibleBudgetError, TimeLimitError: there is none.
     """
-    aim, compiled = _Aim(spare_bytes=planning.headroom_bytes // 2), lean
-    saved_bytes: dict[float, int] = {}
-    while not aim.is_last(compiled):
-        attempt = _Attempt(device=device, planning=planning, share=LEAN, aim_bytes=aim.next_bytes)
-        attempt.surveys = not saved_bytes
-        compiled = attempt.compiled(attempt.compile(module, inputs))
-        saved_bytes = saved_bytes or attempt.saved_bytes
-    if aim.fits is not None and torch.are_deterministic_algorithms_enabled():
-        return [aim.fits]
-    lean_bytes = saved_bytes.get(LEAN, 0)
-    most_bytes = (1 + _NEAR) * (compiled.left_bytes + planning.headroom_bytes) - lean.peak_bytes + lean_bytes
-    shares = {size: share for share, size in saved_bytes.items() if size < min(lean_bytes, most_bytes)}
+    attempt = _Attempt(device=device, planning=planning, share=LEAN)
+    attempt.surveys = True
+    lean = compiled = attempt.compiled(attempt.compile(module, inputs))
+    aim = _Aim(spare_bytes=planning.headroom_bytes // 2)
+    found = lean if planning.fits(lean) else None
+    if found is None:
+        while not aim.is_last(compiled):
+            planned = _Attempt(device=device, planning=planning, share=LEAN, aim_bytes=aim.next_bytes)
+            compiled = planned.compiled(planned.compile(module, inputs))
+        found = aim.fits
+    if found is not None and torch.are_deterministic_algorithms_enabled():
+        return [found]
+    lean_bytes = attempt.saved_bytes[LEAN]
+    most_bytes = (1 + _NEAR) * (lean.left_bytes + planning.headroom_bytes) - lean.peak_bytes + lean_bytes
+    shares = {size: share for share, size in attempt.saved_bytes.items() if size < min(lean_bytes, most_bytes)}
     for size in sorted(shares, reverse=True)[:_MOST_TORCHS]:
-        attempt = _Attempt(device=device, planning=planning, share=shares[size])
+        rival = _Attempt(device=device, planning=planning, share=shares[size])
         try:
-            torchs = attempt.compiled(attempt.compile(module, inputs))
-        except MemfitError as error:  # code of a plan may do all the same
+            torchs = rival.compiled(rival.compile(module, inputs))
+        except MemfitError as error:  # other code may do all the same
             _log.info("memfit: torch's halves for %s of the activations are left out: %s", shares[size], error)
             continue
         if planning.fits(torchs):
-            return [torchs] if aim.fits is None else [aim.fits, torchs]
-    return [aim.best()]
+            return [torchs] if found is None else [found, torchs]
+    return [found or aim.best()]
 
 
 @dataclass(kw_only=True)
@@ -271,7 +277,8 @@ class _Attempt:
     def compiled(self, function: Callable[..., Any]) -> Compiled:
         """Return the compiled function with what is known of it."""
         assert self.plan is not None
-        peak_bytes = self.peak_bytes()
+        peak_with = self._peak()
+        peak_bytes = peak_with(self.planning.between_bytes(), self.planning.held_bytes())
         share = "own" if self.share is None else "lean" if self.share == LEAN else f"{self.share:.0%}"
         whose = f"Inductor's {share} code"
         if self.aim_bytes is not None:
@@ -282,16 +289,17 @@ class _Attempt:
             plan=self.plan,
             left_bytes=self.left_bytes,
             peak_bytes=peak_bytes,
+            peak_with=peak_with,
             halves=tuple(self._halves.values()),
             clock=self._clock,
         )
 
-    def peak_bytes(self) -> int:
-        """Return the peak of the generated code; the plan's own where that cannot be rehearsed."""
-        assert self.plan is not None
-        forward, backward = self._halves[False], self._halves[True]
+    def _peak(self) -> Callable[[int, int | None], int]:
+        """Return `Compiled.peak_with` of the generated code; of the plan where that cannot be rehearsed."""
+        plan, forward, backward = self.plan, self._halves[False], self._halves[True]
+        assert plan is not None
         if forward.rehearsed is None or backward.rehearsed is None:
-            return self.plan.predicted.peak_bytes
+            return lambda between, _: plan.predicted.peak_bytes + max(0, between - plan.bytes_outside)
         placeholders = backward.module.graph.find_nodes(op="placeholder")
         tangents = [a for a, node in zip(backward.arguments, placeholders, strict=True) if is_tangent(node)]
         halves = rehearse(
@@ -304,10 +312,8 @@ class _Attempt:
             device=self.device,
             workspaces=self._workspaces,
         )
-        held_bytes = self.planning.held_bytes()
-        if held_bytes is None:
-            held_bytes = self.plan.bytes_outside + halves.tangent_bytes
-        return halves.peak_bytes(self.planning.between_bytes(), held_bytes)
+        assumed = plan.bytes_outside + halves.tangent_bytes
+        return lambda between, held: halves.peak_bytes(between, assumed if held is None else held)
 
     def _plan_name(self) -> str | None:
         """Return a name of the plan, whose order counts; None leaves Inductor its own."""
