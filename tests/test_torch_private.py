@@ -124,6 +124,7 @@ from memfit.torch_private.tensors import (
     StorageWeakRef,
     as_fake,
     bare_overload,
+    draws,
     failing_fakes_unlogged,
     fake_mode_of,
     fakes_corrected,
@@ -144,6 +145,15 @@ from memfit.torch_private.tensors import (
     tree_unflatten,
 )
 from memfit.torch_private.tracing import answered_as_eager, checkpoints_inlined, stood_for
+
+
+def test_calls_that_draw_are_told_by_their_tag_and_their_dropout() -> None:
+    aten = torch.ops.aten
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert draws(aten.rand.default, ([3],), {}) and not draws(aten.mul.Tensor, (1, 2), {})
+    assert not draws(torch.add, (1, 2), {})
+    assert draws(attention, (1, 2, 3, 0.5), {}) and draws(attention, (1, 2, 3), {"dropout_p": 0.5})
+    assert not draws(attention, (1, 2, 3), {})
 
 
 def test_a_stand_in_is_told_from_what_it_stands_for() -> None:
@@ -1151,6 +1161,32 @@ def test_ddp_tells_its_hook_and_its_buckets() -> None:
 def test_a_group_tells_its_timeout() -> None:
     assert group_timeout(torch.distributed.group.WORLD) == timedelta(seconds=50)
     assert is_gloo(torch.distributed.group.WORLD, torch.device("cpu"))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own modules, which Inductor imports
+def test_halves_for_a_budget_of_torchs_draw_each_mask_once() -> None:
+    def function(values: torch.Tensor) -> tuple[torch.Tensor]:
+        for _ in range(3):
+            values = torch.nn.functional.dropout(torch.tanh(values @ values), 0.5)
+        return (values,)
+
+    def gradient(share: float | None) -> torch.Tensor:
+        compiled = compiled_by_inductor(
+            torch.fx.symbolic_trace(function),
+            [values := torch.full((8, 8), 0.1, requires_grad=True)],
+            partition=lambda _joint, _outputs, as_inductor: as_inductor(share),
+            around=lambda _half, call: call,
+            plan_name=lambda: None,
+        )
+        torch.manual_seed(0)
+        compiled(values)[0].sum().backward()
+        assert values.grad is not None
+        return values.grad
+
+    expected = gradient(None)
+    assert expected.any() and gradient(0.3).allclose(expected)
+    with pytest.raises(Exception, match="draws the random numbers of inductor_seeds_default twice"):
+        gradient(0.0)  # computes everything anew
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own modules, which Inductor imports

@@ -39,7 +39,7 @@ from memfit.capture.lines import calling_line
 from memfit.cost.observations import Corrections, RealResult, call_key
 from memfit.errors import CaptureError, UnsupportedStepError
 from memfit.graph import Phase, Role
-from memfit.torch_private.tensors import is_fake, storage_key, tensors_in, tree_flatten, tree_map
+from memfit.torch_private.tensors import draws, is_fake, storage_key, tensors_in, tree_flatten, tree_map
 
 
 @dataclass(slots=True, kw_only=True)
@@ -580,16 +580,9 @@ def mutated_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _generator_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> str | None:
-    """Return the generator that a call draws from, or None. Attention with dropout_p = 0 draws nothing, against its
-    tag.
-    """
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    """Return the generator that a call draws from, or None."""
+    if not draws(func, args, kwargs):
         return None
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name in ("dropout_p", "dropout"):
-            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-            if given == 0:
-                return None
     if kwargs.get("generator") is not None:
         return "the user's"
     return "cpu" if device.type == "cpu" else str(device)

@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 
 from memfit.torch_private.aot import boxed
 from memfit.torch_private.patching import replaced
+from memfit.torch_private.tensors import draws
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +130,9 @@ def _partitioner(partition: Callable[..., Any], name: str, is_kept_anyway: Seque
                 budget = torch._functorch.config.activation_memory_budget
                 budget = budget if share is None else min(budget, share)
                 with torch._functorch.config.patch(activation_memory_budget=budget):
-                    return min_cut_rematerialization_partition(_copied(gm), joint_inputs, **given)
+                    divided = min_cut_rematerialization_partition(_drawing_once(gm), joint_inputs, **given)
+                _require_drawn_once(divided)
+                return divided
 
             return partition(gm, num_fwd_outputs, own)
 
@@ -142,14 +145,37 @@ def _partitioner(partition: Callable[..., Any], name: str, is_kept_anyway: Seque
     return Partition()
 
 
-def _copied(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Return a copy of a joint graph, for a partitioner, which changes it."""
+def _drawing_once(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Return a copy of a joint graph for torch's partitioner, in which random draws are to be kept.
+
+    The partitioner changes the graph that it is given. For an activation memory budget it also computes draws anew,
+    and with them Inductor's seeds (torch 2.11 to 2.13): the backward half then has other dropout masks than the
+    forward half. What a checkpoint of the user's draws, torch draws anew from the state that it had.
+    """
+    from torch._functorch.partitioners import must_recompute
+
     graph, copies = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
     for node in joint.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     copied = torch.fx.GraphModule(joint, graph)
     copied.meta = joint.meta
+    for node in _draws(copied):
+        if not must_recompute(node):
+            node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
     return copied
+
+
+def _draws(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    return [node for node in module.graph.nodes if draws(node.target, node.args, node.kwargs)]
+
+
+def _require_drawn_once(halves: ModulePair) -> None:
+    forward, backward = [{node.name for node in _draws(half)} for half in halves]
+    if forward & backward:
+        raise RuntimeError(
+            f"torch's partitioner draws the random numbers of {min(forward & backward)} twice; set "
+            "torch._functorch.config.activation_memory_budget above 0"
+        )
 
 
 @contextmanager

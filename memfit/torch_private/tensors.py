@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,6 +106,22 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
 def bare_overload(target: object) -> Callable[..., Any] | None:
     """Return what an operator's overload calls, without the Python function around it; None for anything else."""
     return target._op if isinstance(target, torch._ops.OpOverload) else None
+
+
+def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call draws random numbers; attention with dropout_p = 0 does not, against its tag.
+
+    Args:
+        operator: what is called.
+        args: its positional arguments.
+        kwargs: its named ones.
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
+        return False
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            return (args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)) != 0
+    return True
 
 
 def storage_key(tensor: torch.Tensor) -> int:

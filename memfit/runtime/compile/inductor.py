@@ -16,22 +16,23 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from memfit.binding import values_in
 from memfit.capture import Captured, with_real_results
 from memfit.capture.joint import capture_joint, is_tangent
 from memfit.cost.observations import Corrections
+from memfit.cost.workspaces import Workspaces
 from memfit.errors import MemfitError, NoPlanError, TimeLimitError, UnsupportedStepError
 from memfit.graph import Graph
 from memfit.plan import Plan
 from memfit.runtime.compile.chains import with_chains
 from memfit.runtime.compile.node_halves import node_halves, rejoined
 from memfit.runtime.compile.race import Clock, Race
-from memfit.runtime.compile.rehearse import CallShape, call_shape, rehearse
+from memfit.runtime.compile.rehearse import rehearse
 from memfit.system.budget import format_bytes
 from memfit.system.version import __version__
 from memfit.torch_private.inductor import LEAN, InductorHalf, ModulePair, compiled_by_inductor
@@ -261,7 +262,6 @@ class _Attempt:
     left_bytes: int = 0
     _forward_outputs: int = 0
     _clock: Clock = field(init=False)
-    _workspaces: dict[CallShape, int] = field(default_factory=dict[CallShape, int])
     _halves: dict[bool, InductorHalf] = field(default_factory=dict[bool, InductorHalf])
 
     def __post_init__(self) -> None:
@@ -310,7 +310,7 @@ class _Attempt:
             outputs=self._forward_outputs,
             mode=fake_mode_of(tensors_in(forward.arguments)[0]),
             device=self.device,
-            workspaces=self._workspaces,
+            workspaces=_workspaces(self.device, torch.get_num_threads()),
         )
         assumed = plan.bytes_outside + halves.tangent_bytes
         return lambda between, held: halves.peak_bytes(between, assumed if held is None else held)
@@ -349,9 +349,6 @@ class _Attempt:
                 return self.planning.with_costs(capture.captured)
 
         capture = with_real_results(captured)
-        for op, call in zip(capture.graph.ops, capture.binding.calls, strict=True):
-            shape = call_shape(call.target, values_in((call.args, call.kwargs)))
-            self._workspaces[shape] = max(op.workspace_bytes or 0, self._workspaces.get(shape, 0))
         fusible = [
             not op.computed_once and _is_fusible(nodes)
             for op, nodes in zip(capture.graph.ops, capture.sources, strict=True)
@@ -378,6 +375,11 @@ class _Attempt:
         self._halves[half.is_backward] = half
         run, timed, is_backward = self.planning.run, self._clock.timed, half.is_backward
         return lambda arguments: timed(lambda: run(call, arguments, is_backward), is_backward=is_backward)
+
+
+@cache
+def _workspaces(device: torch.device, _threads: int) -> Workspaces:
+    return Workspaces(device)
 
 
 def _survey(as_inductor: Callable[[float | None], ModulePair], forward_outputs: int) -> dict[float, int]:

@@ -2,25 +2,24 @@
 
 What a compiler fused never exists, and what it reordered lives longer than planned. The code that it generated says
 which tensors are allocated, and where each is let go, so that a rehearsal on fakes has the peak of the real run. What
-kernels allocate for themselves is what `memfit.cost` has measured.
+the libraries that it calls allocate for themselves is measured, in the layouts of these calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from memfit.cost.workspaces import Workspaces
 from memfit.system.recorder import taken_bytes
 from memfit.torch_private.autograd import TorchDispatchMode
 from memfit.torch_private.tensors import FakeTensorMode, StorageWeakRef, storage_key, tensors_in
 
 Generated = Callable[[list[Any]], Sequence[Any]]
 """Generated code whose kernels do nothing; it empties its list of arguments."""
-CallShape = tuple[Any, tuple[tuple[int, ...], ...]]
-"""An operator, and the sizes of its tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,7 @@ def rehearse(
     outputs: int,
     mode: FakeTensorMode,
     device: torch.device,
-    workspaces: Mapping[CallShape, int],
+    workspaces: Workspaces,
 ) -> Halves:
     """Return what two halves take.
 
@@ -73,7 +72,7 @@ def rehearse(
         outputs: how many of the forward half's results are not saved only; these are the first.
         mode: of the fakes.
         device: of the step.
-        workspaces: the bytes that operators take for themselves.
+        workspaces: what operators take for themselves.
     """
     tally = _Tally(device, workspaces, {storage_key(each) for each in tensors_in(primals)})
     with torch.no_grad(), mode, tally:
@@ -97,16 +96,6 @@ def rehearse(
     )
 
 
-def call_shape(operator: Any, arguments: Any) -> CallShape:
-    """Return the key of a call in a table of workspaces.
-
-    Args:
-        operator: an overload.
-        arguments: its tensors, or what has their shapes.
-    """
-    return operator, tuple(tuple(each.shape) for each in arguments)
-
-
 def _alike(tangent: Any) -> Any:
     if not isinstance(tangent, torch.Tensor):
         return tangent
@@ -118,7 +107,7 @@ class _Tally(TorchDispatchMode):
     """Adds up the bytes of the storages that calls make, for as long as these live."""
 
     device: torch.device
-    workspaces: Mapping[CallShape, int]
+    workspaces: Workspaces
     outside: set[int]
     peak_bytes: int = 0
     _alive: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict[int, tuple[StorageWeakRef, int]])
@@ -138,6 +127,6 @@ class _Tally(TorchDispatchMode):
             if made.device.type == self.device.type and key not in self.outside:
                 storage = made.untyped_storage()
                 self._alive[key] = StorageWeakRef(storage), taken_bytes(storage.nbytes(), self.device)
-        workspace = self.workspaces.get(call_shape(func, tensors_in((args, kwargs))), 0)
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace)
+        workspace_bytes = self.workspaces.bytes_of(func, args, kwargs or {})
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes)
         return returned
