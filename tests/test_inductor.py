@@ -51,7 +51,7 @@ def dense() -> tuple[nn.Module, torch.Tensor]:
 
 def conv() -> tuple[nn.Module, torch.Tensor]:
     layers: list[nn.Module] = []
-    for channels in (3, 8, 8, 8):
+    for channels in (3, 8, 8):
         layers += [nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2)]
     return nn.Sequential(*layers), torch.randn(8, 3, 32, 32)
 
