@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -104,6 +105,8 @@ def beside_ddp(
     ops = step.plan.graph.ops
     return {
         "is_same": losses == expected and same(mine, twin),
+        "difference": furthest(mine.state_dict(), twin.state_dict()),
+        "digest": digest(mine.state_dict()),
         "budget": step.plan.budget_bytes,
         "predicted": step.plan.predicted.peak_bytes,
         "measured": measured.peak_bytes,
@@ -116,6 +119,20 @@ def beside_ddp(
 def same(one: nn.Module, other: nn.Module) -> bool:
     pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of an element."""
+    pairs = [(mine.double(), other[name].double()) for name, mine in one.items() if mine.numel()]
+    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    """Return a hash of all bits."""
+    found = hashlib.sha256()
+    for name, tensor in tensors.items():
+        found.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def _times(plan: Plan, op: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_steps import SEARCH, loss, loss_in_bfloat16, message
+from rank_steps import SEARCH, digest, furthest, loss, loss_in_bfloat16, message
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -174,6 +174,8 @@ def beside_stock(
     measured = step.measure(repeats=1)
     return {
         "is_same": losses == expected and same(mine.state_dict(), twin.state_dict()) and same_states(one, other),
+        "difference": furthest(parts(mine.state_dict()), parts(twin.state_dict())),
+        "digest": digest(parts(mine.state_dict())),
         "budget": step.plan.budget_bytes,
         "predicted": step.plan.predicted.peak_bytes,
         "measured": measured.peak_bytes,
