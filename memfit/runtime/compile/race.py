@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 _log = logging.getLogger("memfit")
-RUNS = 6
+RUNS = 12
 """Of each entrant's halves; the first of each does not count."""
 _MOST_CALLS = 10 * RUNS  # of one entrant: forward passes without a backward pass end no race
 
