@@ -99,12 +99,18 @@ def _sft_trainer(path: Path, callbacks: Any = (), *, adapters: bool, **settings:
     )
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["all", "adapters"])
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_an_sft_trainer_keeps_its_bits_and_its_budget(tmp_path: Path, adapters: bool, precision: str) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"adapters": False}, id="all"),
+        pytest.param({"adapters": False, "packing": True, "max_length": 32, "bf16": True}, id="packed-bf16"),
+        pytest.param({"adapters": True}, id="adapters"),
+        pytest.param({"adapters": True, "bf16": True}, id="adapters-bf16"),
+    ],
+)
+def test_an_sft_trainer_keeps_its_bits_and_its_budget(tmp_path: Path, settings: Any) -> None:
     from memfit.integrations.transformers import MemfitCallback
 
-    settings = {"adapters": adapters, "bf16": precision == "bf16"}
     stock, peak = _sft_trainer(tmp_path, **settings), Peak()
     peak.run(stock.train)
     budget = bytes_beside((), CPU) + peak.above_bytes * 11 // 10  # most is a buffer for logits, outside of the model
