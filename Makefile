@@ -34,7 +34,7 @@ test: $(INSTALLED)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu and not slow"
 
 test-all: $(INSTALLED)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu"
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu and not short"
 
 # The same on another torch, and on another Python if PYTHON names one: `make test-torch TORCH=2.15.0 PYTHON=python3.13`.
 test-torch:

@@ -130,6 +130,18 @@ def inductor(payload: dict[str, Any]) -> Table:
     return head, rows, note
 
 
+def inductor_masks(payload: dict[str, Any]) -> Table:
+    """A row for each model, and a column for each setting of torch's activation memory budget."""
+    shares = sorted({row["share"] for row in payload["rows"]}, reverse=True)
+    rows: list[list[str]] = []
+    for model in dict.fromkeys(row["model"] for row in payload["rows"]):
+        for whose in ("torch", "memfit"):
+            found = {row["share"]: row[whose] for row in payload["rows"] if row["model"] == model}
+            rows.append([model, whose, *(f"{found[share]:.0e}" if found[share] else "0" for share in shares)])
+    note = "How far gradients are from those without a budget, over the same seed: a share of their norm. All measured."
+    return ["model", "halves", *map(str, shares)], rows, note
+
+
 def _peak_and_time(found: dict[str, Any]) -> str:
     if "time_over_eager" not in found:
         return found.get("status", "")
@@ -145,5 +157,8 @@ BASELINE_TABLES: dict[str, tuple[str, Callable[[Stored], Table]]] = {
     "baselines": ("torch_baselines", baselines),
 }
 """Each table by name: the script whose results it shows, and what renders it."""
-BASELINE_RESULT_TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {"inductor": ("inductor", inductor)}
+BASELINE_RESULT_TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
+    "inductor": ("inductor", inductor),
+    "inductor-masks": ("inductor_masks", inductor_masks),
+}
 """The same for a script that stores one result."""

@@ -89,7 +89,7 @@ def main() -> None:
         path = os.pathsep.join([str(inside.parent), os.environ.get("PATH", "")])
         entries = os.environ | {INSIDE: "1", "PATH": path, "PYTHONPATH": str(ROOT)}
         sys.exit(subprocess.run([inside, __file__, *sys.argv[1:]], env=entries, check=False).returncode)
-    sys.exit(run_tests(options.workers, "not gpu and not slow" if options.fast else "not gpu", more))
+    sys.exit(run_tests(options.workers, "not gpu and not slow" if options.fast else "not gpu and not short", more))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,15 @@ MODULES = sorted(
     for info in pkgutil.walk_packages(memfit.__path__, "memfit.")
     if not info.name.startswith("memfit.workloads.") or info.name.endswith("target")
 )
+_BRIEFLY = """
+from memfit.planning import Settings
+_checked = Settings.__post_init__
+def _searching_briefly(self):
+    _checked(self)
+    object.__setattr__(self, "time_limit_seconds", min(1.0, self.time_limit_seconds))
+Settings.__post_init__ = _searching_briefly
+"""
+"""Comes before a block: its searches end after a second."""
 _MOST_SECONDS = 600  # of one example, on a machine busy with others; it ends an example that hangs
 _FENCE = re.compile(r"^```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -57,7 +66,12 @@ def test_python_block_runs(where: str, code: str, tmp_path: Path) -> None:
     """In a process of its own, as a reader would: what other tests hold would count towards its budgets."""
     assert code.strip(), where
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=_MOST_SECONDS, check=False
+        [sys.executable, "-c", _BRIEFLY + code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=_MOST_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 

@@ -21,7 +21,7 @@ from memfit.system.recorder import record
 pytestmark = pytest.mark.filterwarnings("ignore")  # these libraries' own
 OPTIONS = {"iterations": 3_000}
 CPU = torch.device("cpu")
-STEPS = [3, pytest.param(50, marks=pytest.mark.slow)]
+STEPS = [pytest.param(3, marks=pytest.mark.short), pytest.param(50, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(autouse=True)
