@@ -124,8 +124,8 @@ def inductor(payload: dict[str, Any]) -> Table:
         cells = [_peak_and_time(row["ways"].get(way, {})) for way in ways]
         rows.append([row["model"], setting, *cells, "" if found is None else f"{found:.3f}"])
     note = (
-        "Peak in MiB, time over eager's, seconds until compiled; memfit's budget is the peak that torch has there, in whole pages. All "
-        f"measured, the times as medians of {payload['turns']} turns."
+        "Peak in MiB, time over eager's, seconds until compiled; memfit's budget is the peak that torch has there, in "
+        f"whole pages. All measured, the times as medians of {payload['turns']} turns."
     )
     return head, rows, note
 
