@@ -37,7 +37,7 @@ def run(name: str, options: dict[str, Any]) -> dict[str, Any]:
     settings = Settings(
         budget="97%",
         planner="offload",
-        options={"iterations": 300, "threads": 1},
+        options={"iterations": 1000, "threads": 1},
         time_limit_seconds=60.0,
         host_budget_bytes=1 << 28,
         arena=True,

@@ -63,7 +63,9 @@ def _command_lines() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("where", "code"), _blocks("python"), ids=lambda value: value if ":" in value[:40] else "")
 def test_python_block_runs(where: str, code: str, tmp_path: Path) -> None:
-    """In a process of its own, as a reader would: what other tests hold would count towards its budgets."""
+    """In a process of its own, as a reader would, with shorter searches: what other tests hold would count towards its
+    budgets.
+    """
     assert code.strip(), where
     done = subprocess.run(
         [sys.executable, "-c", _BRIEFLY + code],

@@ -1,7 +1,7 @@
 """Workspaces of calls in the very layouts in which compiled code makes them.
 
-Libraries take other workspaces for tensors of other strides: a convolution's backward pass over channels that are last
-takes twice its weights on a CPU, with channels first once.
+Libraries take other workspaces for tensors of other strides: a convolution's backward pass, say, for channels that are
+last.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Workspaces:
         sizes = {storage_key(fake): fake.untyped_storage().nbytes() for fake in tensors_in((args, kwargs))}
         free = free_bytes(self._device)
         if free is not None and sum(sizes.values()) > free:
+            _log.warning("memfit: the workspace of %s is not known, for which %s has no room", operator, self._device)
             return 0
         storages: dict[int, torch.Tensor] = {}
 
@@ -76,5 +77,6 @@ class Workspaces:
                 returned = operator(*given, **named)
             return max(0, usage.peak_bytes - result_bytes(returned, given, named, self._device))
         except (RuntimeError, ValueError, IndexError) as error:
-            _log.info("memfit: the workspace of %s is not known: %s", operator, str(error).strip().partition("\n")[0])
+            why = str(error).strip().partition("\n")[0]
+            _log.warning("memfit: the workspace of %s is not known, it refuses inputs of zeros: %s", operator, why)
             return 0

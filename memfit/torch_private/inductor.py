@@ -149,7 +149,7 @@ def _drawing_once(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Return a copy of a joint graph for torch's partitioner, in which random draws are to be kept.
 
     The partitioner changes the graph that it is given. For an activation memory budget it also computes draws anew,
-    and with them Inductor's seeds (torch 2.11 to 2.13): the backward half then has other dropout masks than the
+    and with them Inductor's seeds (torch 2.13): the backward half then has other dropout masks than the
     forward half. What a checkpoint of the user's draws, torch draws anew from the state that it had.
     """
     from torch._functorch.partitioners import must_recompute

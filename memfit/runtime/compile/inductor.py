@@ -149,8 +149,7 @@ def _entrants(module: GraphModule, inputs: Sequence[Any], device: torch.device, 
     Raises:
         InfeasibleBudgetError, TimeLimitError: there is none.
     """
-    attempt = _Attempt(device=device, planning=planning, share=LEAN)
-    attempt.surveys = True
+    attempt = _Attempt(device=device, planning=planning, share=LEAN, surveys=True)
     lean = compiled = attempt.compiled(attempt.compile(module, inputs))
     aim = _Aim(spare_bytes=planning.headroom_bytes // 2)
     found = lean if planning.fits(lean) else None
@@ -246,9 +245,9 @@ class _Attempt:
         planning: what the caller knows.
         share: of the activations, within which torch divides the joint graph; `LEAN`, or None for its default.
         aim_bytes: the bytes that those halves are planned for, taken together; None leaves them as they are.
+        surveys: whether `saved_bytes` is wanted.
 
     Attributes:
-        surveys: whether `saved_bytes` is wanted.
         saved_bytes: by share of the activations, what torch's halves keep between them.
     """
 
@@ -327,10 +326,12 @@ class _Attempt:
         self, joint: GraphModule, forward_outputs: int, as_inductor: Callable[[float | None], ModulePair]
     ) -> ModulePair:
         _refuse_unplannable(joint)
-        divided = None if self.share is None else as_inductor(self.share)
-        if self.surveys:
-            self.saved_bytes = _survey(as_inductor, forward_outputs)
-        if divided is not None:
+        divided = None
+        if self.share is not None:
+            divided = as_inductor(self.share)
+            if self.surveys:
+                known = {self.share: _saved_bytes(divided[0], forward_outputs)}
+                self.saved_bytes = known | _survey(as_inductor, forward_outputs)
             joint = rejoined(joint, divided, forward_outputs)
         if self.aim_bytes is not None:
             _leave_out_overwritten(joint)
@@ -385,7 +386,7 @@ def _workspaces(device: torch.device, _threads: int) -> Workspaces:
 def _survey(as_inductor: Callable[[float | None], ModulePair], forward_outputs: int) -> dict[float, int]:
     """Return by share of the activations what torch's halves keep between them, as far as torch can make them."""
     found: dict[float, int] = {}
-    for share in (LEAN, *_SHARES):
+    for share in _SHARES:
         try:
             forward, _ = as_inductor(share)
         except Exception as error:  # noqa: BLE001 (solvers of torch's, for what is an addition to a plan)
