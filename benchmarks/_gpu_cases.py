@@ -17,9 +17,11 @@ class Case:
         workload: a built-in one.
         options: of the workload on a GPU.
         small: of the workload in a dry run.
-        how: `fit`, `accumulate` (four micro-batches without an optimizer), `scaler`, `backend` (of torch.compile), or a
-            rival: `eager`, `checkpoint` (placed by hand), `torch_budget` (torch's activation_memory_budget).
+        how: `fit`, `accumulate` (four micro-batches without an optimizer), `scaler`, `backend` (of torch.compile),
+            `inductor` (the same on Inductor's kernels), or a rival: `eager`, `checkpoint` (placed by hand),
+            `torch_budget` (torch's activation_memory_budget).
         share: of the unplanned peak, which is the budget.
+        tolerance: of gradients on Inductor's kernels, as a share of their norm.
         optimizer: arguments of AdamW.
         seconds: that the case may take.
         arena: serve steps from an arena; None is memfit's default, which is one on a GPU.
@@ -35,6 +37,7 @@ class Case:
     small: dict[str, Any]
     how: str = "fit"
     share: float = 0.6
+    tolerance: float = 0.03
     optimizer: dict[str, Any] = field(default_factory=dict[str, Any])
     seconds: float = 45.0
     arena: bool | None = None
@@ -72,6 +75,9 @@ CASES = (
     _resnet("fp32, foreach, capped", optimizer=_FOREACH, hard=True),
     _gpt("bf16, fused, capped", _BF16, optimizer=_FUSED, hard=True),
     _resnet("bf16, channels_last, fused, capped", _BF16 | _LAST, optimizer=_FUSED, hard=True),
+    _resnet("backend", how="backend", share=0.7),
+    _gpt("inductor, bf16", _BF16 | {"layers": 3}, how="inductor", share=0.7, seconds=75.0),
+    _resnet("inductor", {"depth": 18}, how="inductor", share=0.8, seconds=75.0),
     _gpt("bf16, arena", _BF16, optimizer=_FUSED, arena=True),  # in a dry run, too
     _resnet("torch's allocator", arena=False),
     _resnet(
@@ -91,13 +97,12 @@ CASES = (
         how="accumulate",
         share=0.7,
     ),
-    _resnet("backend", how="backend", share=0.7),
     Case(
         name="vgg16",
         workload="vgg16",
         options={"batch": 64},
         small={"batch": 2, "size": 32, "classes": 4, "depth": 11},
-        share=0.8,
+        share=0.85,
         optimizer=_FOREACH,
         hard=True,
     ),

@@ -1,5 +1,7 @@
 """One case of gpu.py, in a process of its own: what ten steps took, whether bits are eager's, seconds beside eager.
 
+A case on Inductor's kernels has Inductor without a plan in the place of eager, and how far its gradients are off.
+
 python benchmarks/gpu_case.py "gpt2 bf16, arena" --dry
 """
 
@@ -7,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from _gpu_cases import CASES, RIVALS, Case
+from _measure import outcome
 from _measure import resident_bytes as bytes_before
 from _planned import bits_of, build_for_measurement, eager_run, let_go, let_go_of_libraries, predictions
 from _process import answer_if_child
@@ -21,8 +25,10 @@ from torch_baselines import baseline
 
 from memfit import PlannedStep, TrainingStep
 from memfit.planning import Settings
+from memfit.runtime.compile.race import RUNS
 from memfit.runtime.fitting import fit_step
 from memfit.runtime.measure import resident_bytes
+from memfit.runtime.verify import comparable_engines
 from memfit.system.recorder import record
 from memfit.torch_private.cuda import allocator_settings_text
 
@@ -51,6 +57,9 @@ def measure_case(case: dict[str, Any], *, dry: bool) -> Iterator[dict[str, Any]]
     if asked.how in RIVALS or asked.how == "backend":
         yield from _measured_run(found, asked, step, device)
         return
+    if asked.how == "inductor":
+        yield from _beside_inductor(found, asked, step, device)
+        return
     planned = fit_step(step, settings_of(asked, dry=dry))
     assert isinstance(planned, PlannedStep)
     found |= predictions(planned) | {"budget_bytes": int(planned.settings.budget)}
@@ -63,7 +72,8 @@ def measure_case(case: dict[str, Any], *, dry: bool) -> Iterator[dict[str, Any]]
 
     found |= {"steps": ten_steps(run, device, residents), "corrections": [str(each) for each in planned.corrections]}
     yield found
-    found |= bits_of(run, eager_of(asked, step), step)
+    with comparable_engines():
+        found |= bits_of(run, eager_of(asked, step), step)
     yield found
     found |= interleaved_ratio(run, eager_of(asked, step), REPEATS, device=device).summary()
     counts = planned.arena.last_step if planned.arena else None
@@ -77,7 +87,7 @@ def built(case: Case, device: torch.device, *, dry: bool) -> TrainingStep:
     if dry and options.get("autocast") == "fp16":
         options["autocast"] = "bf16"  # which a CPU computes in, too
     step = build_for_measurement(case.workload, {**options, "device": device.type})
-    if case.how in ("accumulate", *RIVALS):
+    if case.how in ("accumulate", "inductor", *RIVALS):
         return step
     optimizer = torch.optim.AdamW(step.model.parameters(), lr=1e-4, **case.optimizer)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10) if case.how == "scaler" else None
@@ -125,10 +135,9 @@ def eager_of(case: Case, step: TrainingStep) -> Run:
 def ten_steps(run: Run, device: torch.device, residents: Callable[[], int]) -> list[dict[str, int]]:
     """What each of ten steps took, from the first on: all bytes that the process holds of the device, less its context.
 
-    Nothing else is in the process; what cuBLAS keeps from before is given back. On a CPU, whose allocator holds nothing
-    back, what the step allocates counts, and `residents` beside it.
+    Nothing else is in the process; what cuBLAS keeps counts. On a CPU, whose allocator holds nothing back, what the
+    step allocates counts, and `residents` beside it.
     """
-    let_go_of_libraries(device)
     let_go(device)
     found: list[dict[str, int]] = []
     for _ in range(STEPS):
@@ -183,6 +192,56 @@ def _measured_run(
     yield found
     found |= bits_of(run, eager, step) if case.how == "backend" else {}
     found |= interleaved_ratio(run, eager, REPEATS, device=device).summary()
+    found |= {"statistics": statistics_of(device), "done": True}
+    yield found
+
+
+def _beside_inductor(
+    found: dict[str, Any], case: Case, step: TrainingStep, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Yield what memfit on Inductor's kernels takes within a share of what Inductor takes without a plan."""
+
+    def run_of(compiled: Any) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            step.model.zero_grad(set_to_none=True)
+            return step.run_eager(step.batch, model=compiled)
+
+        return run
+
+    def residents() -> int:
+        return bytes_before(step)
+
+    alone = run_of(torch.compile(step.model))
+    began = time.monotonic()
+    alone()
+    found |= {"inductor_compile_seconds": time.monotonic() - began}
+    found |= {"inductor_steps": ten_steps(alone, device, residents)}
+    share = 4.0 if device.type == "cpu" else case.share  # small steps are mostly residents
+    budget_bytes = int(share * max(each["taken_bytes"] for each in found["inductor_steps"]))
+    found |= {"budget_bytes": budget_bytes}
+    yield found
+    step.model.zero_grad(set_to_none=True)
+    let_go_of_libraries(device)
+    let_go(device)
+    options = {"budget": budget_bytes, "time_limit_seconds": TIME_LIMIT_SECONDS, "reserve": 0, "kernels": "inductor"}
+    run = run_of(torch.compile(step.model, backend="memfit", options=options))
+    began = time.monotonic()
+    for _ in range(2):  # it is planned once more where less is outside of the graph than was assumed
+        run()
+    found |= {"compile_seconds": time.monotonic() - began}
+    found |= {"steps": ten_steps(run, device, residents)}
+    yield found
+    expected, mine = outcome(alone, step), outcome(run, step)
+    errors = {
+        name: float((mine[name] - value).norm() / value.norm().clamp_min(1e-30))
+        for name, value in expected.items()
+        if name.split()[0] in ("loss", "gradient")
+    }
+    worst = max(errors, key=errors.__getitem__)
+    found |= {"compared": len(errors) - 1, "worst_error": errors[worst], "worst_name": worst}
+    for _ in range(2 * RUNS):  # until the race is over
+        run()
+    found |= interleaved_ratio(run, alone, REPEATS, device=device).summary()
     found |= {"statistics": statistics_of(device), "done": True}
     yield found
 

@@ -75,6 +75,14 @@ def install(python: str, modules: Sequence[str]) -> bool:
     return not lacking(python, modules)
 
 
+def note_entry_points(python: str) -> None:
+    """Let `torch.compile(backend="memfit")` find the backend, as where memfit is installed."""
+    code = "from setuptools import setup; setup()"
+    SITE.mkdir(parents=True, exist_ok=True)
+    command = [python, "-c", code, "--quiet", "egg_info", "--egg-base", str(SITE)]
+    subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False)
+
+
 def download(version: str) -> int:
     """Fill `wheels/` for a machine with this version of Python and without a network; return pip's exit status."""
     packages = [package for packages in NEEDED.values() for package in packages if package not in ("numba", "llvmlite")]
@@ -104,6 +112,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
+    note_entry_points(python)
     return os.execv(python, [python, str(ROOT / "benchmarks" / "gpu.py"), *sys.argv[1:]])
 
 

@@ -13,6 +13,9 @@ from torch.nn import functional
 
 import memfit
 from memfit.errors import InvalidTargetError, UnsupportedStepError
+from memfit.runtime.compile.model import PlannedCalls
+from memfit.runtime.compile.occupancy import bytes_beside
+from memfit.system.recorder import record
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +59,8 @@ MIDDLES: dict[str, Callable[[], nn.Module]] = {
     "circular": lambda: nn.CircularPad2d(1),
     "circular convolution": lambda: nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
     "reflected": lambda: nn.ReflectionPad2d(1),
+    "hard shrinkage": lambda: nn.Hardshrink(0.1),
+    "soft shrinkage": lambda: nn.Softshrink(0.1),
 }
 
 
@@ -77,6 +82,67 @@ def test_interpolation_of_other_dimensions(mode: str, shape: tuple[int, ...]) ->
             return functional.interpolate(inputs * self.weight, scale_factor=2, mode=mode)
 
     assert_as_eager(Scaled(), torch.randn(shape, generator=torch.Generator().manual_seed(2)))
+
+
+@pytest.mark.parametrize("loss", [nn.MultiMarginLoss(), nn.MultiLabelMarginLoss()])
+def test_losses_with_margins(loss: nn.Module) -> None:
+    class Margins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            classes = torch.arange(4, device=inputs.device)
+            outputs = self.layer(inputs)
+            return loss(outputs, classes if isinstance(loss, nn.MultiMarginLoss) else classes.repeat(4, 2))
+
+    assert_as_eager(Margins(), torch.randn(4, 8, generator=torch.Generator().manual_seed(2)))
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8])
+@pytest.mark.parametrize("kind", ["trained", "evaluated", "without statistics"])
+def test_batch_norm_by_cudnn_updates_its_statistics_once(kind: str, share: float) -> None:
+    """The graph has what stands for cuDNN's kernel; a CPU then runs its own, as eager does."""
+
+    class OnCuda(nn.BatchNorm2d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            training = self.training or self.running_mean is None
+            if self.training and self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
+            statistics = self.running_mean, self.running_var, training
+            return torch.cudnn_batch_norm(input, self.weight, self.bias, *statistics, self.momentum, self.eps)[0]
+
+    class Norms(nn.Module):
+        def __init__(self, norm: Callable[..., nn.Module]) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            blocks = [(nn.Conv2d(8, 8, 3), norm(8, track_running_stats=kind != "without statistics"), nn.GELU())] * 4
+            self.layers = nn.Sequential(*(copy.deepcopy(layer) for block in blocks for layer in block))
+            self.layers.train(kind != "evaluated")
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.layers(inputs).square().mean()
+
+    given = torch.randn(8, 8, 32, 32, generator=torch.Generator().manual_seed(2))
+    eager, planned = Norms(nn.BatchNorm2d), Norms(OnCuda)
+    with record("cpu") as usage:
+        eager(given).backward()
+    eager.zero_grad()
+    eager.load_state_dict(planned.state_dict())
+    budget = bytes_beside((), torch.device("cpu")) + int(share * usage.peak_bytes)
+    memfit.compile(planned, budget=budget, reserve=0, time_limit_seconds=60, options={"iterations": 1000, "threads": 1})
+    for _ in range(3):
+        for model in (eager, planned):
+            model(given).backward()
+    calls = planned._compiled_call_impl
+    assert isinstance(calls, PlannedCalls)
+    assert share == 1.0 or calls.plans[0].overhead > 0
+    for one, other in zip(eager.parameters(), planned.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+    for one, other in zip(eager.buffers(), planned.buffers(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_classes_as_vectors() -> None:

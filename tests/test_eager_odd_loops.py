@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 import memfit
 from memfit.errors import InvalidTargetError
 from memfit.runtime.eager.eager import bytes_of_tensors
-from memfit.runtime.eager.kept import checksum
+from memfit.runtime.eager.kept import BOX_WORDS, checksum
 from memfit.runtime.eager.needs import Need, Needs
 from memfit.runtime.eager.operators import Operator, is_dense
 from memfit.system.recorder import record
@@ -194,7 +194,7 @@ def test_sizes_that_values_decide_are_not_remembered() -> None:
 
 
 def test_contents_in_another_order_have_another_checksum() -> None:
-    for count in (512, 700, 4096, 70_001):
+    for count in (512, 700, 4096, 70_001, BOX_WORDS + 4_000):
         words = torch.randn(count, dtype=torch.float64)
         before = checksum(words.untyped_storage())
         rows = words[: count // 64 * 64].view(-1, 64)

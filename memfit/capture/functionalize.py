@@ -53,7 +53,7 @@ FUNCTIONAL_BATCH_NORMS: dict[Any, tuple[int, int, int | None]] = {
 # statistics are not used; left out, they make no backward pass depend on buffers that a second forward pass changes.
 BATCH_NORM_GRADIENTS: dict[Any, tuple[int, int, int | None]] = {
     _aten.native_batch_norm_backward: (3, 4, 7),
-    _aten.batch_norm_backward: (4, 5, 8),
+    _aten.batch_norm_backward: (3, 4, 7),
     _aten.cudnn_batch_norm_backward: (3, 4, None),
     _aten.miopen_batch_norm_backward: (3, 4, None),
 }

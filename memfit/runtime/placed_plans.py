@@ -20,7 +20,7 @@ from memfit.runtime.arena.places import Places, aligned_as, bytes_beside, make_p
 from memfit.runtime.host.layout import host_layout
 from memfit.runtime.host.store import alignment_bytes
 from memfit.schedule import Schedule
-from memfit.simulate.cuda_allocator import AllocatorSettings
+from memfit.simulate.cuda_allocator import AllocatorSettings, whole_segments_bytes
 from memfit.simulate.reserved import reserved
 from memfit.system.budget import format_bytes
 from memfit.torch_private.cuda import allocator_settings_text
@@ -78,7 +78,7 @@ def taken_bytes(plan: Plan, places: Places | None, allocator: AllocatorSettings 
     if allocator is None:
         assert places is not None
         return bytes_beside(plan, places) + places.height_bytes
-    height_bytes = None if places is None else places.height_bytes
+    height_bytes = None if places is None else whole_segments_bytes(places.height_bytes)
     return reserved(plan.graph, plan.schedule, allocator, arena_bytes=height_bytes).peak_bytes + plan.bytes_outside
 
 

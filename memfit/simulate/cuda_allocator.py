@@ -40,6 +40,17 @@ _LEAST_OWN_SEGMENT_BYTES = 10 << 20
 _UNLIMITED = 1 << 60
 
 
+def whole_segments_bytes(size_bytes: int) -> int:
+    """Return a size that leaves nothing of its segment to other requests, where it gets a segment of its own.
+
+    A segment that serves another request, too, is not returned to the device before both are freed.
+
+    >>> whole_segments_bytes((10 << 20) + 1) >> 20
+    12
+    """
+    return size_bytes if size_bytes < _LEAST_OWN_SEGMENT_BYTES else -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorSettings:
     """What `PYTORCH_CUDA_ALLOC_CONF` and the device set; the defaults are torch's, on a device without end.

@@ -40,7 +40,7 @@ def trace_joint(
     import torch._functorch.config
 
     cast = "same_as_forward" if backward_autocast else "off"
-    with torch._functorch.config.patch(backward_pass_autocast=cast), _eagers_interpolation(), _checks_kept():
+    with torch._functorch.config.patch(backward_pass_autocast=cast), _eagers_kernels(), _checks_kept():
         return aot_module_simplified(
             module,
             inputs,
@@ -77,25 +77,57 @@ def _effects_of(operator: str) -> Any:
 
 
 @contextmanager
-def _eagers_interpolation() -> Iterator[None]:
-    """Let interpolations be eager's kernels inside the block; torch has formulas in their places, of other bits.
+def _eagers_kernels() -> Iterator[None]:
+    """Let interpolations, batch normalization on CUDA and some losses be eager's kernels inside the block.
 
-    They stand before autograd, so that no setting for decompositions leaves them out.
+    torch has formulas in their places, of other bits. They stand before autograd, so that no setting for decompositions
+    leaves them out.
     """
     import torch._decomp  # enters them
 
     aten, formulas = torch.ops.aten, (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
-    packets = [getattr(aten, name) for name in dir(aten) if "upsample" in name and "backward" not in name]
+    names = [name for name in dir(aten) if "upsample" in name and "backward" not in name]
+    packets = [getattr(aten, name) for name in (*names, *_WITH_FORMULAS, "cudnn_batch_norm")]
     ops: list[Any] = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
     removed = [(op, key, op.py_kernels.pop(key)) for op in ops for key in formulas if key in op.py_kernels]
     try:
         for op, _, _ in removed:
             op._dispatch_cache.clear()
+        aten.cudnn_batch_norm.default.py_impl(torch._C.DispatchKey.Autograd)(_batch_norm_by_cudnn)
         yield
     finally:
+        aten.cudnn_batch_norm.default.py_kernels.pop(torch._C.DispatchKey.Autograd, None)
+        aten.cudnn_batch_norm.default._dispatch_cache.clear()
         for op, key, kernel in removed:
             op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
+
+
+_WITH_FORMULAS = ("hardshrink", "softshrink", "multi_margin_loss", "multilabel_margin_loss_forward")
+
+
+def _batch_norm_by_cudnn(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    epsilon: float,
+) -> tuple[torch.Tensor, ...]:
+    """Compute what `cudnn_batch_norm` does, by an operator that chooses cuDNN by the same rule.
+
+    Unlike that of `cudnn_batch_norm`, its schema says that running statistics are written, and it has a functional
+    form. In evaluation mode torch's formula stands.
+    """
+    if not training:  # `_batch_norm_no_update` calls the CPU's kernel on CUDA (torch 2.11)
+        return torch._decomp.decompositions.cudnn_batch_norm(
+            inputs, weight, bias, running_mean, running_var, training, momentum, epsilon
+        )
+    if running_mean is None or running_var is None:  # which the result does not depend on
+        running_mean, running_var = torch.zeros_like(weight), torch.ones_like(weight)
+    return torch.ops.aten._batch_norm_with_update(inputs, weight, bias, running_mean, running_var, momentum, epsilon)
 
 
 def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

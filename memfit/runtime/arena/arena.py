@@ -26,6 +26,7 @@ from memfit.runtime.arena.library import ArenaUnavailableError, Counts
 from memfit.runtime.arena.places import Places, make_places
 from memfit.runtime.arena.spilling import Spilling
 from memfit.runtime.arena.with_blocks import ArenaStep, Interruption, call_signature
+from memfit.simulate.cuda_allocator import whole_segments_bytes
 from memfit.system.spill_file import parse_host_dir
 
 DEFAULT_SOLVER_SECONDS = 2.0
@@ -235,7 +236,7 @@ class Arena:
         if numbered is not None:
             handle = self._require_open()
             self._library.drop_plan(handle, numbered.number)
-            self._height_bytes = max((left.plan.height_bytes for left in self._plans.values()), default=0)
+            self._height_bytes = self._needed_bytes()
             self._settle(handle)
 
     def close(self) -> None:
@@ -386,7 +387,12 @@ class Arena:
         self._plans[key] = numbered
         if len(self._plans) > MOST_PLANS:
             self._library.drop_plan(handle, self._plans.popitem(last=False)[1].number)
-        self._height_bytes = max(each.plan.height_bytes for each in self._plans.values())
+        self._height_bytes = self._needed_bytes()
+
+    def _needed_bytes(self) -> int:
+        """Return the bytes for any of the plans."""
+        height_bytes = max((each.plan.height_bytes for each in self._plans.values()), default=0)
+        return whole_segments_bytes(height_bytes) if self.device.type == "cuda" else height_bytes
 
     def _settle(self, handle: int) -> None:
         """Resize the memory to what the plans need; it shrinks only while no tensor lies in it."""

@@ -17,8 +17,9 @@ from memfit.runtime.compile.occupancy import bytes_beside
 from memfit.runtime.compile.updates import before_update, parameters_of
 from memfit.runtime.first_step import MOST_CORRECTIONS, STEPS_IN_A_ROW, not_held
 from memfit.system.budget import format_bytes
-from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
+from memfit.system.recorder import Usage, allocated_bytes, empty_cache, held_bytes, record, taken_bytes
 from memfit.torch_private.autograd import at_end_of_backward
+from memfit.torch_private.cuda import turn_on_expandable_segments
 from memfit.torch_private.tensors import FakeTensorMode
 
 _log = logging.getLogger("memfit")
@@ -34,6 +35,9 @@ class Account:
     If forward, loss and backward took more than the budget, later plans get as many bytes less. An update or an
     evaluation that took more raises, because no plan makes it smaller, and so does a fourth step in a row. If the
     budget is soft, these are warnings.
+
+    On CUDA the bytes count that torch's allocator holds. It gets expandable segments, unless its settings say
+    otherwise, and what other code has left in its cache is returned before a step.
 
     Args:
         budget_bytes: for everything on the device.
@@ -64,6 +68,12 @@ class Account:
         self._is_in_step = False
         self._planned_from_now_bytes = 0
         self._kept = self._corrections = 0  # steps in a row that kept the budget; others since there were two
+        self._live_bytes = 0  # the most in the record that was closed last
+        self._left_bytes: int | None = None  # what torch's allocator held after the last step
+        self._held_before_update_bytes = 0
+        self._returns_cache = False  # before each update and each step
+        if device.type == "cuda":
+            turn_on_expandable_segments()
 
     @property
     def live_bytes(self) -> int:
@@ -131,6 +141,8 @@ class Account:
         if self._is_in_step:
             return
         self._close()
+        if self._returns_cache or self._left_bytes is None or held_bytes(self.device) > self._left_bytes:
+            empty_cache(self.device)
         self._record()
         self._is_in_step = True
         self._planned_from_now_bytes = 0
@@ -198,6 +210,10 @@ class Account:
             return
         self._is_in_step = False
         taken = self._close()
+        self._left_bytes = held_bytes(self.device)
+        if self._returns_cache or (self.device.type == "cuda" and self.bytes_to_come()):
+            empty_cache(self.device)  # what is left there may not be of use to the update
+        self._held_before_update_bytes = held_bytes(self.device)
         self._record()  # of the update
         self._judge(taken)
         if taken > self.budget_bytes:
@@ -222,7 +238,19 @@ class Account:
 
     def _end_update(self) -> None:
         taken = self._close()
-        if taken > self.budget_bytes:
+        self._left_bytes = held_bytes(self.device)
+        if taken <= self._held_before_update_bytes:  # a backward pass has left that
+            return
+        if self._live_bytes <= self.budget_bytes < taken and not self._returns_cache:
+            self._returns_cache = True
+            _log.warning(
+                "memfit: torch's allocator held %s during the update of the parameters, of which %s were in use, more "
+                "than the budget of %s; from now on it returns what is unused before each update, which takes time",
+                format_bytes(taken),
+                format_bytes(self._live_bytes),
+                format_bytes(self.budget_bytes),
+            )
+        elif taken > self.budget_bytes:
             self._refuse(
                 InfeasibleBudgetError(
                     f"the update of the parameters took {format_bytes(taken)} ({taken} bytes), more than the budget of "
@@ -278,6 +306,7 @@ class Account:
         if self.compiled != compiled:
             return 0
         taken = self._total_bytes(usage)
+        self._live_bytes = self._beside_bytes + usage.start_bytes + usage.peak_bytes
         self.most_bytes = max(self.most_bytes, taken)
         return taken
 

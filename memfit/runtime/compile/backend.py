@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -115,14 +116,26 @@ class PlannedGraph:
         self.has_warned_of_strides = False
         self.awaiting = 0  # backward passes of calls so far
         self._has_warned_of_sums = False
+        self._has_own_account = False
         self._read = read
         self._hooks = hooks_on_all_modules()
 
     def __call__(self, *inputs: Any) -> Any:
         PlannedGraph.called = True
         refuse_other_hooks(self._hooks)
-        with turn_on(_device_of(inputs)).of(self, "the forward pass of a graph that memfit's backend compiled"):
+        device = _device_of(inputs)
+        with turn_on(device).of(self, "the forward pass of a graph that memfit's backend compiled"):
+            self._measure_on(device)
             return self._call(inputs)
+
+    def _measure_on(self, device: torch.device) -> None:
+        """Measure forward, loss and backward on CUDA, where torch's allocator takes more than what is live."""
+        options = self.options
+        if device.type == "cuda" and options.account is None and not options.is_part and torch.is_grad_enabled():
+            account = Account(int(options.settings.budget), device, options.settings.budget_is)
+            self.options, self._has_own_account = replace(options, account=account), True
+        if self._has_own_account and self.options.account is not None and torch.is_grad_enabled():
+            self.options.account.begin()
 
     def _call(self, inputs: Sequence[Any]) -> Any:
         key = (signatures(inputs), torch.is_grad_enabled())

@@ -11,6 +11,7 @@ from memfit.runtime.eager.sources import Source
 from memfit.torch_private.autograd import no_modes
 
 _FEW_WORDS = 512  # of 8 bytes: fewer are kept as they are
+BOX_WORDS = 1 << 18  # of a checksum, at most
 
 
 class Kept:
@@ -97,18 +98,19 @@ class Saved:
 def checksum(storage: torch.UntypedStorage) -> list[int]:
     """Return numbers that tell contents apart, those in another order included.
 
-    The words are placed in a box. The sums over its layers, in each of its three directions, change where a word
-    changes or takes another place. It reads the storage three times, and takes a few KiB.
+    The words are placed in boxes. The sums over a box's layers, in each of its three directions, change where a word
+    changes or takes another place. It reads the storage three times, box by box: on CUDA sums take copies of a box.
     """
     with no_modes(), torch.no_grad():
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         words = whole[: whole.numel() // 8 * 8].view(torch.int64)
         tail = whole[words.numel() * 8 :].tolist()
-        found: list[int] = []
+        sums: list[torch.Tensor] = []
         while words.numel() >= _FEW_WORDS:
-            side = max(8, round(words.numel() ** (1 / 3)) // 8 * 8)
-            height = words.numel() // side**2
+            side = max(8, round(min(words.numel(), BOX_WORDS) ** (1 / 3)) // 8 * 8)
+            height = min(words.numel() // side**2, side)
             box = words[: height * side**2].view(height, side, side)
-            found += [hash(tuple(box.sum(others).tolist())) for others in ((1, 2), (0, 2), (0, 1))]
+            sums += [box.sum(others) for others in ((1, 2), (0, 2), (0, 1))]
             words = words[box.numel() :]
+        found = [hash(tuple(torch.cat(sums).tolist()))] if sums else []
         return found + words.tolist() + tail

@@ -32,7 +32,7 @@ from memfit.torch_private.autograd import (
     saved_leaves_themselves,
 )
 
-_RESERVE_BYTES = 1 << 12  # of the budget, for the mode's own numbers
+_RESERVE_BYTES = {"cpu": 1 << 12, "cuda": 1 << 23}  # of the budget, for the mode's own numbers, and for checksums
 _FORGET_EVERY = 4096  # calls
 _CALM_SHARE = 4  # the mode is calm while less than one part in so many of the budget's free bytes is taken
 _QUIET_PASSES = 2  # that stayed below it, one after the other, before the mode is calm
@@ -58,7 +58,7 @@ class BudgetMode(UnwrappedMode):
         host: Host | None = None,
     ) -> None:
         super().__init__()
-        self.contents = Contents(budget_bytes - _RESERVE_BYTES, live_bytes, model_bytes, host)
+        self.contents = Contents(budget_bytes - _RESERVE_BYTES[needs.device.type], live_bytes, model_bytes, host)
         self.needs, self.counts = needs, self.contents.counts
         self.passes = Passes(self.contents, needs.device)
         self._is_limited = needs.device.type == "cpu"  # by `CpuLimit`
