@@ -33,7 +33,7 @@ from memfit.planners.none import KeepEverything
 from memfit.planning import Settings, make_plan
 from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.halves import partitioned
-from memfit.runtime.compile.inductor import Compiled, Planning, compile_within
+from memfit.runtime.compile.inductor import Compiled, Planning, Unplanned, compile_within
 from memfit.runtime.compile.inputs import (
     overlapping,
     refuse_casts_inside,
@@ -229,6 +229,7 @@ class CompiledGraph:
         self.plan: Plan | None = None
         self.room_bytes = 0  # that the plan leaves of its budget
         self._by_inductors: Compiled | None = None
+        self._unplanned = Unplanned() if before is None or graph.awaiting else before._unplanned
         self.budget_bytes = int(graph.options.settings.budget)
         self.bytes_beside = self.bytes_reserved = self.bytes_outside = self.bytes_exceeded = 0
         self.count_bytes()
@@ -281,7 +282,9 @@ class CompiledGraph:
             decided=self._take_plan,
         )
         try:
-            compiled = compile_within(self.graph.module, examples, device=self.device, planning=planning)
+            compiled = compile_within(
+                self.graph.module, examples, device=self.device, planning=planning, unplanned=self._unplanned
+            )
         except NoPlanError as error:
             raise self._of_whole_budget(error) from error
         if not isinstance(compiled, Compiled):
@@ -319,10 +322,16 @@ class CompiledGraph:
             return True
         if grown > self.room_bytes + self._headroom_bytes:
             return True
-        if self.before is not None or self.asked_again:
+        if self.before is not None or self.asked_again or self._is_unchanged:
             return False
         self.asked_again = True
         return -grown > _WORTH_PLANNING_AGAIN * self.budget_bytes
+
+    @property
+    def _is_unchanged(self) -> bool:
+        """Whether no plan can be faster."""
+        code = self._by_inductors
+        return code.is_own if code is not None else self.plan is not None and self.plan.overhead <= 0
 
     def _grown_between(self) -> int:
         """Return by how much more the step takes than was planned for, with what was seen between the halves."""

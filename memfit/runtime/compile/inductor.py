@@ -59,6 +59,7 @@ class Compiled:
         peak_bytes: of its generated code, residents and what is outside of the graph included.
         peak_with: returns that peak, given the most that is outside of the graph between its halves, and by how much
             more is live when the backward half begins than when the forward half has ended (None: as planned).
+        is_own: whether it is what Inductor makes without a budget.
         halves: as Inductor generated them.
         clock: times them.
     """
@@ -68,6 +69,7 @@ class Compiled:
     left_bytes: int
     peak_bytes: int
     peak_with: Callable[[int, int | None], int]
+    is_own: bool = False
     halves: tuple[InductorHalf, ...] = ()
     clock: Clock = field(default_factory=lambda: Clock(torch.device("cpu")))
 
@@ -103,8 +105,17 @@ class Planning:
         return own.peak_bytes <= own.left_bytes + self.headroom_bytes
 
 
+@dataclass(slots=True)
+class Unplanned:
+    """Code of one graph that no plan divides, which stays the same when the graph is planned again."""
+
+    by_share: dict[float | None, tuple[_Attempt, Callable[..., Any]]] = field(
+        default_factory=dict[float | None, "tuple[_Attempt, Callable[..., Any]]"]
+    )
+
+
 def compile_within(
-    module: GraphModule, inputs: Sequence[Any], *, device: torch.device, planning: Planning
+    module: GraphModule, inputs: Sequence[Any], *, device: torch.device, planning: Planning, unplanned: Unplanned
 ) -> Compiled | Callable[..., Any]:
     """Return a graph of Dynamo's compiled by Inductor, whose generated code takes no more than is left of the budget.
 
@@ -115,17 +126,19 @@ def compile_within(
         inputs: with concrete sizes.
         device: of the graph.
         planning: what the caller knows.
+        unplanned: the graph's code at these sizes from earlier, none of whose backward passes has yet to come; new
+            code is added.
 
     Raises:
         InfeasibleBudgetError, TimeLimitError: no plan was found.
         UnsupportedStepError: Inductor cannot compile it, or there is an op that memfit cannot plan.
     """
-    own = _Attempt(device=device, planning=planning)
-    function = own.compile(module, inputs)
+    made = _Made(module=module, inputs=inputs, device=device, planning=planning, unplanned=unplanned)
+    own, function = made.as_it_is(None)
     if own.plan is None:
         return function
     compiled = own.compiled(function)
-    entrants = [compiled] if planning.fits(compiled) else _entrants(module, inputs, device, planning)
+    entrants = [compiled] if planning.fits(compiled) else _entrants(made)
     with _as_memfits_errors():
         for entrant in entrants:
             for half in entrant.halves:
@@ -140,7 +153,37 @@ def compile_within(
     )
 
 
-def _entrants(module: GraphModule, inputs: Sequence[Any], device: torch.device, planning: Planning) -> list[Compiled]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """Makes code of one graph; arguments as for `compile_within`."""
+
+    module: GraphModule
+    inputs: Sequence[Any]
+    device: torch.device
+    planning: Planning
+    unplanned: Unplanned
+
+    def as_it_is(self, share: float | None) -> tuple[_Attempt, Callable[..., Any]]:
+        """Return the code of torch's halves for a share of the activations."""
+        known = self.unplanned.by_share
+        if share in known:
+            known[share][0].plan_anew(self.planning)
+        else:
+            attempt = _Attempt(device=self.device, planning=self.planning, share=share, surveys=share == LEAN)
+            known[share] = attempt, attempt.compile(self.module, self.inputs)
+        return known[share]
+
+    def planned(self, aim_bytes: int, known: set[str]) -> Compiled:
+        """Return the code of a plan of the lean halves, whose schedule is none of those that are known, and add it.
+
+        Raises:
+            _SamePlanError: the plan is one of these.
+        """
+        attempt = _Attempt(device=self.device, planning=self.planning, share=LEAN, aim_bytes=aim_bytes, known=known)
+        return attempt.compiled(attempt.compile(self.module, self.inputs))
+
+
+def _entrants(made: _Made) -> list[Compiled]:
     """Return code that fits where Inductor's own does not: its lean code or that of a plan, and of torch's own halves.
 
     Under deterministic algorithms there is one, torch's only where no other fits: which is faster may change from run
@@ -149,14 +192,18 @@ def _entrants(module: GraphModule, inputs: Sequence[Any], device: torch.device, 
     Raises:
         InfeasibleBudgetError, TimeLimitError: there is none.
     """
-    attempt = _Attempt(device=device, planning=planning, share=LEAN, surveys=True)
-    lean = compiled = attempt.compiled(attempt.compile(module, inputs))
+    planning = made.planning
+    attempt, function = made.as_it_is(LEAN)
+    lean = compiled = attempt.compiled(function)
     aim = _Aim(spare_bytes=planning.headroom_bytes // 2)
     found = lean if planning.fits(lean) else None
     if found is None:
+        known = set[str]()
         while not aim.is_last(compiled):
-            planned = _Attempt(device=device, planning=planning, share=LEAN, aim_bytes=aim.next_bytes)
-            compiled = planned.compiled(planned.compile(module, inputs))
+            try:
+                compiled = made.planned(aim.next_bytes, known)
+            except _SamePlanError:
+                break
         found = aim.fits
     if found is not None and torch.are_deterministic_algorithms_enabled():
         return [found]
@@ -164,15 +211,19 @@ def _entrants(module: GraphModule, inputs: Sequence[Any], device: torch.device, 
     most_bytes = (1 + _NEAR) * (lean.left_bytes + planning.headroom_bytes) - lean.peak_bytes + lean_bytes
     shares = {size: share for share, size in attempt.saved_bytes.items() if size < min(lean_bytes, most_bytes)}
     for size in sorted(shares, reverse=True)[:_MOST_TORCHS]:
-        rival = _Attempt(device=device, planning=planning, share=shares[size])
         try:
-            torchs = rival.compiled(rival.compile(module, inputs))
+            rival, function = made.as_it_is(shares[size])
+            torchs = rival.compiled(function)
         except MemfitError as error:  # other code may do all the same
             _log.info("memfit: torch's halves for %s of the activations are left out: %s", shares[size], error)
             continue
         if planning.fits(torchs):
             return [torchs] if found is None else [found, torchs]
     return [found or aim.best()]
+
+
+class _SamePlanError(MemfitError):
+    """A plan whose code is known."""
 
 
 @dataclass(kw_only=True)
@@ -246,6 +297,7 @@ class _Attempt:
         share: of the activations, within which torch divides the joint graph; `LEAN`, or None for its default.
         aim_bytes: the bytes that those halves are planned for, taken together; None leaves them as they are.
         surveys: whether `saved_bytes` is wanted.
+        known: schedules that are compiled already.
 
     Attributes:
         saved_bytes: by share of the activations, what torch's halves keep between them.
@@ -256,9 +308,11 @@ class _Attempt:
     share: float | None = None
     aim_bytes: int | None = None
     surveys: bool = False
+    known: set[str] = field(default_factory=set[str])
     saved_bytes: dict[float, int] = field(default_factory=dict[float, int])
     plan: Plan | None = None
     left_bytes: int = 0
+    _graph: Graph | None = None
     _forward_outputs: int = 0
     _clock: Clock = field(init=False)
     _halves: dict[bool, InductorHalf] = field(default_factory=dict[bool, InductorHalf])
@@ -272,6 +326,17 @@ class _Attempt:
             return compiled_by_inductor(
                 module, inputs, partition=self._partition, around=self._around, plan_name=self._plan_name
             )
+
+    def plan_anew(self, planning: Planning) -> None:
+        """Let code that no plan divides be the caller's of now.
+
+        Args:
+            planning: what the caller knows by now.
+        """
+        self.planning = planning
+        self._clock = Clock(self.device)
+        if self._graph is not None:
+            self._plan(self._graph)
 
     def compiled(self, function: Callable[..., Any]) -> Compiled:
         """Return the compiled function with what is known of it."""
@@ -289,6 +354,7 @@ class _Attempt:
             left_bytes=self.left_bytes,
             peak_bytes=peak_bytes,
             peak_with=peak_with,
+            is_own=self.share is None and self.aim_bytes is None,
             halves=tuple(self._halves.values()),
             clock=self._clock,
         )
@@ -355,13 +421,21 @@ class _Attempt:
             for op, nodes in zip(capture.graph.ops, capture.sources, strict=True)
         ]
         graph, members = with_chains(capture.graph, fusible)
+        self._graph = graph
+        plan = self._plan(graph)
+        if self.aim_bytes is None:
+            return divided or as_inductor(None)
+        if plan.schedule.text() in self.known:
+            raise _SamePlanError
+        self.known.add(plan.schedule.text())
+        sources = [[node for op in chain for node in capture.sources[op]] for chain in members]
+        return node_halves(joint, sources, plan.schedule, forward_outputs)
+
+    def _plan(self, graph: Graph) -> Plan:
         self.left_bytes = self.planning.left_bytes(graph)
         with real_tensors():
             self.plan = self._planned(graph)
-        if self.aim_bytes is None:
-            return divided or as_inductor(None)
-        sources = [[node for op in chain for node in capture.sources[op]] for chain in members]
-        return node_halves(joint, sources, self.plan.schedule, forward_outputs)
+        return self.plan
 
     def _planned(self, graph: Graph) -> Plan:
         """Return the plan for the bytes that were aimed at, or the leanest plan: its code may take less."""
@@ -373,9 +447,14 @@ class _Attempt:
             return self.planning.plan(graph, error.least_budget_found_bytes)
 
     def _around(self, half: InductorHalf, call: Half) -> Half:
-        self._halves[half.is_backward] = half
-        run, timed, is_backward = self.planning.run, self._clock.timed, half.is_backward
-        return lambda arguments: timed(lambda: run(call, arguments, is_backward), is_backward=is_backward)
+        is_backward = half.is_backward
+        self._halves[is_backward] = half
+
+        def run(arguments: list[Any]) -> Any:  # for the caller of now
+            timed, run_half = self._clock.timed, self.planning.run
+            return timed(lambda: run_half(call, arguments, is_backward), is_backward=is_backward)
+
+        return run
 
 
 @cache
