@@ -18,7 +18,7 @@ from memfit.commands.options import plan_settings
 from memfit.cost import warming
 from memfit.errors import BudgetNotHeldError, GraphBreakError, InvalidOptionError, OverBudgetError
 from memfit.planning import Settings
-from memfit.runtime import first_step, hard_cap, program_maker
+from memfit.runtime import first_step, hard_cap, prepare, program_maker
 from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.settings import read_options
 from memfit.runtime.fitting import fit_step
@@ -91,6 +91,15 @@ def test_a_step_that_no_plan_can_keep_to_a_firm_budget_is_an_error_that_says_by_
         torch.manual_seed(seed)
         eager.run_eager(batch)
     assert_same(planned, eager)  # the steps were carried out
+
+
+def test_a_correction_measures_no_op_again_beside_all_that_a_step_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, _ = planned_and_eager(make_adam, Settings(budget="100%", options=FEW_MOVES))
+    monkeypatch.setattr(planned, "_run", hungry(planned._run, 64 << 10))
+    monkeypatch.setattr(prepare, "finish", lambda _captured: pytest.fail("ops are measured again"))
+    planned(conv_batch())
+    (correction,) = planned.corrections
+    assert correction.aim_bytes is not None
 
 
 def test_after_three_corrections_in_a_row_there_is_an_error_and_two_good_steps_start_anew(

@@ -83,7 +83,7 @@ class ProgramMaker:
         """
         captured = program.prepared.captured
         is_own = program.plan.planner not in PROVISIONAL
-        planning = self._ranks.planning(ANEW if is_own else self._sizes.planning(captured, settings))
+        planning = self._ranks.planning(AS_IT_IS if is_own else self._sizes.planning(captured, settings))
         make = partial(make_step_program, self._step, captured, settings, store=self._store, planning=planning)
         return self._ranks.together("correcting the plan", make)
 
