@@ -16,9 +16,16 @@ from memfit import TrainingStep
 from memfit.capture import capture
 from memfit.commands.options import plan_settings
 from memfit.cost import warming
-from memfit.errors import BudgetNotHeldError, GraphBreakError, InvalidOptionError, OverBudgetError
+from memfit.errors import (
+    BudgetNotHeldError,
+    GraphBreakError,
+    InfeasibleBudgetError,
+    InvalidOptionError,
+    OverBudgetError,
+)
 from memfit.planning import Settings
 from memfit.runtime import first_step, hard_cap, prepare, program_maker
+from memfit.runtime.compile import account
 from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.settings import read_options
 from memfit.runtime.fitting import fit_step
@@ -280,18 +287,18 @@ def test_ops_are_run_once_before_a_step_counts_and_what_libraries_keep_is_known(
 def test_a_compiled_models_fourth_step_over_a_firm_budget_is_an_error(
     budget_is: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    account = Account(1000, torch.device("cpu"), budget_is)
-    account._judge(2000)
-    account._judge(900)
-    account._judge(2000)
-    account._judge(2000)
+    own = Account(1000, torch.device("cpu"), budget_is)
+    own._judge(2000)
+    own._judge(900)
+    own._judge(2000)
+    own._judge(2000)
     with pytest.raises(BudgetNotHeldError, match="1000 bytes") if budget_is == "firm" else nullcontext():
-        account._judge(2000)
+        own._judge(2000)
     for taken_bytes in (900, 900, 2000):
-        account._judge(taken_bytes)
-    account.budget_bytes = 1
+        own._judge(taken_bytes)
+    own.budget_bytes = 1
     with pytest.raises(OverBudgetError) if budget_is == "firm" else nullcontext():
-        assert account.evaluate(lambda: torch.zeros(1 << 16).sum()) == 0
+        assert own.evaluate(lambda: torch.zeros(1 << 16).sum()) == 0
     assert ("a call without gradients took" in caplog.text) == (budget_is == "soft")
 
 
@@ -300,3 +307,52 @@ def test_the_command_line_and_the_backend_take_a_soft_budget() -> None:
     assert read_options({"budget": 1000, "budget_is": "soft"}).settings.budget_is == "soft"
     with pytest.raises(InvalidOptionError, match="expected 'firm' or 'soft'"):
         read_options({"budget": 1000, "budget_is": "hard"})
+
+
+class CachingDevice:
+    """Torch's allocator on a GPU, as an account sees it: what it holds stays until its cache is emptied.
+
+    Args:
+        monkeypatch: puts it in the place of the recorder.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.live_bytes = self.held_bytes = 200
+        monkeypatch.setattr(account, "bytes_beside", lambda _own, _device: 0)
+        monkeypatch.setattr(account, "allocated_bytes", lambda _device: 0)
+        monkeypatch.setattr(account, "held_bytes", lambda _device: self.held_bytes)
+        monkeypatch.setattr(account, "empty_cache", lambda _device: setattr(self, "held_bytes", self.live_bytes))
+        monkeypatch.setattr(account, "record", lambda _device: self._record())
+
+    @contextmanager
+    def _record(self) -> Iterator[Usage]:
+        self._usage = Usage(source="a test", start_bytes=self.live_bytes, reserved_bytes=self.held_bytes)
+        yield self._usage
+
+    def take(self, live_bytes: int, more_bytes: int) -> None:
+        """Have so many bytes more live for a while, and as many more held from then on."""
+        self.held_bytes += more_bytes
+        self._usage.peak_bytes, self._usage.reserved_bytes = live_bytes, self.held_bytes
+
+
+def test_memory_that_torchs_allocator_keeps_after_backward_is_returned_before_an_update_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device, own = CachingDevice(monkeypatch), Account(1000, torch.device("cpu"))
+
+    def step(update_more_bytes: int, update_live_bytes: int = 300) -> None:
+        own.begin()
+        device.take(600, 700)
+        own._end_backward()
+        device.take(update_live_bytes, update_more_bytes)
+        own._end_update()
+
+    step(0)
+    assert not own._returns_cache, "what backward has left is no update's fault"
+    own._left_bytes = None  # as if other code had left something
+    step(200)
+    assert own._returns_cache
+    assert "of which 500 B were in use" in caplog.text
+    step(200)
+    with pytest.raises(InfeasibleBudgetError, match=r"took .* \(1100 bytes\)"):
+        step(900, 900)
