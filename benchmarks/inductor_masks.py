@@ -70,7 +70,7 @@ def main() -> None:
     """Measure all models, and store what they show."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ", ".join(WITH_DROPOUT)
-    parser.add_argument("models", nargs="*", metavar="MODEL", choices=WITH_DROPOUT, default=WITH_DROPOUT, help=names)
+    parser.add_argument("models", nargs="*", metavar="MODEL", default=list(WITH_DROPOUT), help=names)
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for model in given.models:
