@@ -347,12 +347,32 @@ def test_memory_that_torchs_allocator_keeps_after_backward_is_returned_before_an
         device.take(update_live_bytes, update_more_bytes)
         own._end_update()
 
-    step(0)
-    assert not own._returns_cache, "what backward has left is no update's fault"
-    own._left_bytes = None  # as if other code had left something
     step(200)
     assert own._returns_cache
     assert "of which 500 B were in use" in caplog.text
     step(200)
     with pytest.raises(InfeasibleBudgetError, match=r"took .* \(1100 bytes\)"):
         step(900, 900)
+
+
+def test_what_torchs_allocator_keeps_counts_until_two_steps_have_kept_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, own = CachingDevice(monkeypatch), Account(1000, torch.device("cpu"))
+
+    def step(more_bytes: int) -> None:
+        own.begin()
+        device.take(600, more_bytes)
+        own._end_backward()
+        device.take(300, 0)
+        own._end_update()
+        device.held_bytes += 10_000  # of other code's
+
+    step(900)
+    assert own.excess_bytes == 100
+    assert not own._returns_cache, "what backward has left is no update's fault"
+    step(700)
+    step(700)
+    step(700)
+    assert device.held_bytes > 20_000, "the cache is no longer returned"
+    assert own.excess_bytes == 100

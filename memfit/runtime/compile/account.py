@@ -36,8 +36,9 @@ class Account:
     evaluation that took more raises, because no plan makes it smaller, and so does a fourth step in a row. If the
     budget is soft, these are warnings.
 
-    On CUDA the bytes count that torch's allocator holds. It gets expandable segments, unless its settings say
-    otherwise, and what other code has left in its cache is returned before a step.
+    On CUDA the bytes count that torch's allocator holds, until two steps in a row have kept the budget; what other code
+    has left in its cache is returned before these. Of later steps the bytes count that are live. The allocator gets
+    expandable segments, unless its settings say otherwise.
 
     Args:
         budget_bytes: for everything on the device.
@@ -141,7 +142,7 @@ class Account:
         if self._is_in_step:
             return
         self._close()
-        if self._returns_cache or self._left_bytes is None or held_bytes(self.device) > self._left_bytes:
+        if self._returns_cache or self._left_bytes is None or (not self._is_proved and held_bytes(self.device) > self._left_bytes):
             empty_cache(self.device)
         self._record()
         self._is_in_step = True
@@ -215,7 +216,8 @@ class Account:
             empty_cache(self.device)  # what is left there may not be of use to the update
         self._held_before_update_bytes = held_bytes(self.device)
         self._record()  # of the update
-        self._judge(taken)
+        if taken:
+            self._judge(taken)
         if taken > self.budget_bytes:
             self.excess_bytes += max(0, taken - self.budget_bytes - self._planned_from_now_bytes)
             _log.warning(
@@ -305,10 +307,14 @@ class Account:
         context.__exit__(None, None, None)
         if self.compiled != compiled:
             return 0
-        taken = self._total_bytes(usage)
         self._live_bytes = self._beside_bytes + usage.start_bytes + usage.peak_bytes
+        taken = self._live_bytes if self._is_proved else self._total_bytes(usage)
         self.most_bytes = max(self.most_bytes, taken)
         return taken
+
+    @property
+    def _is_proved(self) -> bool:
+        return self._kept >= STEPS_IN_A_ROW
 
     def _total_bytes(self, usage: Usage) -> int:
         return self._beside_bytes + usage.start_bytes + usage.taken_bytes
