@@ -142,7 +142,8 @@ class Account:
         if self._is_in_step:
             return
         self._close()
-        if self._returns_cache or self._left_bytes is None or (not self._is_proved and held_bytes(self.device) > self._left_bytes):
+        has_more = self._left_bytes is None or held_bytes(self.device) > self._left_bytes  # from other code
+        if self._returns_cache or (has_more and not self._is_proved):
             empty_cache(self.device)
         self._record()
         self._is_in_step = True
