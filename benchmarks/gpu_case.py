@@ -2,7 +2,7 @@
 
 A case on Inductor's kernels has Inductor without a plan in the place of eager, and how far its gradients are off.
 
-python benchmarks/gpu_case.py "gpt2 bf16, arena" --dry
+python benchmarks/gpu_case.py "gpt2 bf16, fused, arena, capped" --dry
 """
 
 from __future__ import annotations

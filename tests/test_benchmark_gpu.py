@@ -167,6 +167,13 @@ def test_a_rival_has_only_to_get_through() -> None:
     assert gpu.failures_of(RIVAL, {"error": "exit status 1: why"}, dry=False) == ["eager mlp: exit status 1: why"]
 
 
+@pytest.mark.parametrize(("error", "fails"), [(0.0, False), (0.2, True), (float("nan"), True)])
+def test_a_case_on_inductors_kernels_fails_by_its_gradients(error: float, fails: bool) -> None:
+    case = replace(CASE, how="inductor")
+    found = {**GOOD, "worst_error": error, "worst_name": "gradient weight"}
+    assert bool(gpu.failures_of(case, found, dry=False)) == fails
+
+
 def test_no_case_begins_when_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_main(monkeypatch, tmp_path, PASSED, [GOOD], "--minutes", "0") == 1
     assert stored(tmp_path)["failures"] == [f"mlp 0: {gpu.NOT_BEGUN}"]
@@ -175,7 +182,16 @@ def test_no_case_begins_when_time_is_up(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_cases_cover_what_they_should_within_the_time() -> None:
     names = " ".join(case.name for case in CASES)
     words = ["fp32", "bf16", "channels_last", "fused", "foreach", "GradScaler", "accumulation", "offloading 10 GiB"]
-    words += ["arena", "backend", "cudnn.benchmark", "eager", "checkpoints by hand", "torch's budget", "capped"]
+    words += [
+        "arena",
+        "backend",
+        "inductor",
+        "cudnn.benchmark",
+        "eager",
+        "checkpoints by hand",
+        "torch's budget",
+        "capped",
+    ]
     assert all(word in names for word in words)
     assert {case.workload for case in CASES} == set(EIGHT)
     assert {case.arena for case in CASES} == {None, True, False}

@@ -25,6 +25,7 @@ from memfit.runtime.uncopied import Uncopied
 from memfit.system.budget import format_bytes, parse_budget, parse_host_budget
 from memfit.system.recorder import CpuLimit, Usage, allocated_bytes, record, taken_bytes
 from memfit.system.spill_file import parse_host_dir, require_host_budget
+from memfit.torch_private.cuda import turn_on_expandable_segments
 from memfit.torch_private.tensors import is_plain_dense
 
 
@@ -125,7 +126,9 @@ class Eager(Uncopied):
         self._mode = BudgetMode(self.budget_bytes, live_bytes, partial(_model_bytes, self._model), needs, host)
         self._mode.__enter__()
         contents = self._mode.contents
-        if self.device.type == "cpu":
+        if self.device.type == "cuda":
+            turn_on_expandable_segments()
+        else:
             self._limit = CpuLimit(contents.budget_bytes - offset_bytes, contents.make_room_within)
             self._limit.__enter__()
 
