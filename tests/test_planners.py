@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from strategies import graphs
 from memfit.checker import check
 from memfit.device import GENERIC
 from memfit.errors import InvalidOptionError
-from memfit.graph import Graph, Phase
+from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.plan import Progress, Status
 from memfit.planners import PLANNERS, make_planner, options_of
 from memfit.planners.engine.annealing.loop import anneal
@@ -75,6 +76,27 @@ def test_search_is_no_worse_than_the_best_kept_set(length: int) -> None:
         result = SEARCH.plan(problem(graph, budget_bytes))
         assert result.plan is not None, budget_bytes
         assert result.plan.predicted.seconds <= best
+
+
+def test_the_unplanned_peak_is_enough_where_overlap_makes_it_smaller() -> None:
+    sizes = (0, 64, 100, 256, 0, 100, 64, 64)
+    roles = (Role.INPUT, *[Role.ACTIVATION] * 7)
+    storages = [
+        Storage(id=n, name=f"s{n}", bytes=size, role=role, resident=n == 0, required_at_end=n in (3, 4))
+        for n, (size, role) in enumerate(zip(sizes, roles, strict=True))
+    ]
+    op = partial(Op, phase=Phase.FORWARD)
+    ops = [
+        op(id=0, name="op0", reads=(), writes=(1, 2), seconds=0.5),
+        op(id=1, name="op1", reads=(0,), writes=(3, 4), mutates=(1,), seconds=0.125, group="ranks", reuses=((0, 4),)),
+        op(id=2, name="op2", reads=(4,), writes=(5,), seconds=0.5, workspace_bytes=30),
+        op(id=3, name="op3", reads=(2,), writes=(6, 7), seconds=0.125, group="ranks"),
+    ]
+    graph = Graph(name="a gather is waited for later", storages=tuple(storages), ops=tuple(ops))
+    most = unplanned_peak_bytes(graph, GENERIC)
+    result = make_planner("none").plan(problem(graph, most))
+    assert result.plan is not None
+    assert result.plan.predicted.peak_bytes == most
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))

@@ -193,6 +193,8 @@ def _candidates(problem: Problem, ending: Ending, unplanned: Prediction) -> list
     candidates = [] if ending.schedule is None else [_Checked.of(problem, overlapped(problem, ending.schedule))]
     if unplanned.peak_bytes <= problem.budget_bytes and not any(each.fits(problem) for each in candidates):
         candidates.append(_Checked.of(problem, overlapped(problem, keeping_schedule(problem))))
+        if not candidates[-1].fits(problem) and all(problem.pinned.values()):
+            candidates.append(_Checked.of(problem, unplanned_schedule(problem)))  # whose overlap takes less
     return candidates
 
 
