@@ -570,7 +570,7 @@ def test_verification_sees_a_value_that_is_frozen_at_capture() -> None:
             loss = step(batch)
             return loss if same else loss + 1
 
-    with pytest.raises(VerificationError, match="changed; 4 pairs of eager steps .* are equal"):
+    with pytest.raises(VerificationError, match=r"changed; 4 pairs of eager steps .* are equal"):
         require_same(Frozen(), inputs())
     assert torch.equal(step.step.model.first.weight, before)
 
