@@ -404,7 +404,8 @@ class PartlyPlannedStep(Uncopied):
     def _require_marks_used(self) -> None:
         for mark in read_mirrors(self.settings.options.get(MIRROR_OPTION, ())):
             if not any(mark.marked(plan.graph) for plan in self.plans):
+                modules = {op.module: None for plan in self.plans for op in plan.graph.ops if op.module}
                 raise InvalidOptionError(
                     f"mirror names {mark.where!r}, which is no module and no op of the "
-                    f"{len(self._ledger.parts)} graphs around {self.line}"
+                    f"{len(self._ledger.parts)} graphs around {self.line}, whose modules are {', '.join(modules)}"
                 )
