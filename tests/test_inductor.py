@@ -159,14 +159,13 @@ def test_rejoined_halves_have_what_is_computed_anew_twice() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_language_model_keeps_its_budget(dtype: Any) -> None:
-    plain = Trained(language, dtype=dtype)
+def test_a_language_model_under_autocast_keeps_its_budget() -> None:
+    plain = Trained(language, dtype=torch.bfloat16)
     budget = plain.of_activations(0.85)
     torch.compiler.reset()
-    planned = Trained(language, budget=budget, dtype=dtype)
+    planned = Trained(language, budget=budget, dtype=torch.bfloat16)
     assert planned.peak_bytes <= budget < plain.peak_bytes
-    assert_close(planned.gradients, plain.gradients, 1e-4 if dtype is None else 2e-2)
+    assert_close(planned.gradients, plain.gradients, 2e-2)
 
 
 @pytest.mark.slow
