@@ -34,6 +34,7 @@ from memfit.planners.none import KeepEverything
 from memfit.planning import SEARCHING, Settings, make_leanest_plan, make_plan
 from memfit.runtime.fitting import fit_step
 from memfit.runtime.parts import PartlyPlannedStep
+from memfit.torch_private.dynamo import compile_soundly
 
 SMALL = ("--set", "batch=4", "--set", "steps=6", "--set", "width=16")
 
@@ -237,7 +238,10 @@ def test_a_host_budget_is_shared_at_a_break(breaking: TrainingStep) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_mirror_marks_reach_the_graph_that_has_them(breaking: TrainingStep) -> None:
+@pytest.mark.parametrize("backend_is_known", [False, True])  # by then PyTorch's compiler enters modules another way
+def test_mirror_marks_reach_the_graph_that_has_them(breaking: TrainingStep, backend_is_known: bool) -> None:
+    if backend_is_known:
+        compile_soundly()
     marks = [memfit.mirror("before", 1), memfit.mirror("after", 0)]
     planned = fit_step(breaking, roomy(planner="mirror", options={"mirror": marks}))
     assert isinstance(planned, PartlyPlannedStep)

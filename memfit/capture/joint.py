@@ -8,6 +8,7 @@ because their results would otherwise live through the whole step.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -303,6 +304,9 @@ def _module_name(node: Node) -> str:
     """`layer1.0.conv`: the innermost module of the op, or of the op whose gradient it is."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     for path, _kind in reversed(list(stack.values())):
-        cleaned = str(path).replace("L['self']", "").replace("L['fn']", "").replace("._modules['", ".")
-        return cleaned.replace("']", "").strip(".")
+        return _ROOT.sub("", str(path)).replace("._modules['", ".").replace("']", "").strip(".")
     return ""
+
+
+# How Dynamo gets to the model: its frame's `self`, or a function around it that was entered.
+_ROOT = re.compile(r"^L\['(?:self|fn)'\](?:\.__closure__\[\d+\]\.cell_contents|\.__self__|\.__wrapped__)*")
