@@ -139,7 +139,7 @@ def on_a_gpu(payload: dict[str, Any]) -> Table:
             _bits(found),
         ]
         for name, found in payload["cases"].items()
-        if "served_by" in found
+        if found.keys() >= {"served_by", "first_difference"}  # no rival, and not broken off
     ]
     return head, rows, "MiB that torch's allocator holds; predicted for the plan of the first step."
 
@@ -159,7 +159,7 @@ CUDA_TABLES = {
     "cuda-arena-steps": ("cuda_arena", taken),
 }
 """Of a script that stores one result."""
-GPU_TABLES = {"gpu-cases": ("gpu_case", on_a_gpu)}
+GPU_TABLES = {"gpu": ("gpu", on_a_gpu), "gpu-cases": ("gpu_case", on_a_gpu)}
 """Of a script that stores one result for a GPU."""
 CUDA_SET_TABLES = {
     "cuda-reserved": ("cuda_reserved", reserved),

@@ -73,23 +73,6 @@ def planning(stored: Stored) -> str:
     return _table(head, rows, "Planning: the longest of the sweep's budgets. Each op is measured anew.", stored)
 
 
-def gpu(stored: Stored) -> str:
-    """The sweep at real sizes on a GPU."""
-    head = ["workload", "budgets met", "infeasible", "no plan found", "not measured", "measured within budget"]
-    head += [
-        "predicted peak off by at most",
-        "predicted overhead monotone",
-        "same bits as eager",
-        "`none` against eager",
-    ]
-    rows: list[list[str]] = []
-    for payload in stored.values():
-        for workload, result in payload["sweeps"].items():
-            name = f"{workload} ({', '.join(f'{key} {value}' for key, value in result['options'].items())})"
-            rows.append(_verdict(name, result["verdict"], len(result["points"]) - 1))
-    return _table(head, rows, "Real sizes; the figure is torch.cuda.max_memory_allocated.", stored)
-
-
 def published(stored: Stored) -> str:
     """Plans of graphs by others, beside what their own systems reached."""
     head = ["graph", "budget, bytes", "planned seconds", "overhead", "proved bound", "published overhead", "plan, s"]
@@ -185,7 +168,6 @@ TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     "sweep": ("sweep", sweep),
     "sweep-points": ("sweep", sweep_points),
     "planning": ("sweep", planning),
-    "gpu": ("gpu", gpu),
     "published": ("plan_shared_graphs", published),
     "offloading": ("offloading", offloading),
     "inplace": ("inplace", inplace),

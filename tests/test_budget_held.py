@@ -376,3 +376,9 @@ def test_what_torchs_allocator_keeps_counts_until_two_steps_have_kept_the_budget
     step(700)
     assert device.held_bytes > 20_000, "the cache is no longer returned"
     assert own.excess_bytes == 100
+    own.begin()
+    device.take(600, 0)
+    own._end_backward()
+    device.take(900, 0)
+    with pytest.raises(InfeasibleBudgetError, match=r"took .* \(1100 bytes\)"):  # all of it in use
+        own._end_update()

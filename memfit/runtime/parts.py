@@ -407,5 +407,6 @@ class PartlyPlannedStep(Uncopied):
                 modules = {op.module: None for plan in self.plans for op in plan.graph.ops if op.module}
                 raise InvalidOptionError(
                     f"mirror names {mark.where!r}, which is no module and no op of the "
-                    f"{len(self._ledger.parts)} graphs around {self.line}, whose modules are {', '.join(modules)}"
+                    f"{len(self._ledger.parts)} graphs around {self.line}, which have "
+                    f"{', '.join(modules) or 'no modules'}"
                 )

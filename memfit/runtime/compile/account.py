@@ -242,9 +242,10 @@ class Account:
     def _end_update(self) -> None:
         taken = self._close()
         self._left_bytes = held_bytes(self.device)
-        if taken <= self._held_before_update_bytes:  # a backward pass has left that
+        fits = self._live_bytes <= self.budget_bytes
+        if fits and taken <= self._held_before_update_bytes:  # a backward pass has left that
             return
-        if self._live_bytes <= self.budget_bytes < taken and not self._returns_cache:
+        if fits and taken > self.budget_bytes and not self._returns_cache:
             self._returns_cache = True
             _log.warning(
                 "memfit: torch's allocator held %s during the update of the parameters, of which %s were in use, more "
