@@ -7,8 +7,9 @@ it runs over a gloo group of its own, on the CPU, with the timeout of the step's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from memfit.capture.across import Across
 from memfit.errors import MemfitError, RankError, WrongFakesError
+from memfit.system.at_exit import before_threads_end
 from memfit.torch_private.ranks import group_timeout
 
 T = TypeVar("T")
@@ -65,6 +67,18 @@ class Agreement:
             self._group: Any = dist.new_group(
                 ranks, timeout=group_timeout(group), backend="gloo", use_local_synchronization=True
             )
+        _end_all_at_exit()
+
+    def end(self) -> None:
+        """Let the group and its threads go; nothing can be agreed on any more.
+
+        A thread of gloo drops the tensors of an exchange after it has said that it is complete, and needs Python's lock
+        for that: where the interpreter has begun to end by then, the process is aborted. So the group ends before it.
+        """
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            with suppress(ValueError):  # the caller has destroyed it, with all others
+                dist.destroy_process_group(group)
 
     def together(self, what: str, make: Callable[[], T]) -> T:
         """Run `make` on each rank, and return what it returned here, once it has returned everywhere.
@@ -205,6 +219,16 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
     if group not in _known:
         _known[group] = Agreement(group)
     return _known[group]
+
+
+@cache
+def _end_all_at_exit() -> None:
+    before_threads_end(_end_all)
+
+
+def _end_all() -> None:
+    for agreement in tuple(_known.values()):
+        agreement.end()
 
 
 def agreed_difference(across: Across | None, difference: str | None) -> str | None:

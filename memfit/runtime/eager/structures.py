@@ -16,6 +16,7 @@ from memfit.planning import Settings, make_problem
 from memfit.runtime.eager.host import Host
 from memfit.runtime.eager.pass_graph import Decisions, decisions_of, graph_of
 from memfit.runtime.eager.trace import Trace
+from memfit.system.at_exit import wait_at_exit
 from memfit.system.recorder import CPU_ALIGNMENT_BYTES, CUDA_ALIGNMENT_BYTES
 
 MOST_CALLS = 20_000  # of a pass that is planned
@@ -152,6 +153,7 @@ class Structures:
         thread = threading.Thread(target=self._search, args=(structure, trace), name="memfit-eager", daemon=True)
         self._planned = (structure, thread)
         thread.start()
+        wait_at_exit(thread)
 
     def _search(self, structure: Structure, trace: Trace) -> None:
         try:

@@ -1,0 +1,57 @@
+"""The interpreter's end, with threads that hold what needs Python's lock."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_THREAD = """
+import threading, time
+from memfit.system.at_exit import wait_at_exit
+
+def work():
+    time.sleep(0.5)
+    print("worked", flush=True)
+
+thread = threading.Thread(target=work, daemon=True)
+thread.start()
+wait_at_exit(thread)
+"""
+
+# Without a pause Python's lock is passed on only where somebody waits: gloo's thread is left with what it was lent.
+_RANK = """
+import sys
+import torch.distributed as dist
+from memfit.runtime.agreement import agreement_of
+
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[1]), world_size=2)
+agreement = agreement_of(dist.group.WORLD)
+sys.setswitchinterval(1000)
+for number in range(200):
+    assert agreement.numbers("counting", number) == [(number,), (number,)]
+if sys.argv[3] == "destroyed":
+    dist.destroy_process_group()
+"""
+
+
+def test_a_daemons_thread_is_waited_for() -> None:
+    done = subprocess.run([sys.executable, "-c", _THREAD], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "worked\n"
+
+
+@pytest.mark.slow
+def test_ranks_end_while_gloos_threads_hold_tensors(tmp_path: Path) -> None:
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, str(rank), str(tmp_path / f"store-{pair}"), end],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for pair, end in enumerate(["left", "left", "destroyed"])
+        for rank in range(2)
+    ]
+    errors = [run.communicate(timeout=240)[1] for run in runs]
+    assert [run.returncode for run in runs] == [0] * len(runs), "\n".join(errors)
