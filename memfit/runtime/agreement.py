@@ -6,6 +6,7 @@ it runs over a gloo group of its own, on the CPU, with the timeout of the step's
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ import torch.distributed as dist
 
 from memfit.capture.across import Across
 from memfit.errors import MemfitError, RankError, WrongFakesError
-from memfit.system.at_exit import before_threads_end
 from memfit.torch_private.ranks import group_timeout
 
 T = TypeVar("T")
@@ -223,7 +223,7 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
 
 @cache
 def _end_all_at_exit() -> None:
-    before_threads_end(_end_all)
+    atexit.register(_end_all)  # after a thread that still trains
 
 
 def _end_all() -> None:

@@ -1,4 +1,4 @@
-"""Calls before the interpreter waits for its threads at exit: `atexit` calls only after that."""
+"""Calls before the interpreter waits for its threads at exit, and threads that it waits for."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ _waited_for: WeakSet[threading.Thread] = WeakSet()
 def before_threads_end(call: Callable[[], None]) -> None:
     """Have `call` run when the interpreter exits, before it waits for the threads of thread pools.
 
-    Python keeps that registration to itself; where it is not there, `call` runs after these threads have ended.
+    Python keeps that registration to itself. Where it is not there, and where the main thread has ended already, `call`
+    runs as those of `atexit` do: after all threads have ended but the daemons'.
 
     Args:
         call: tells threads to end, and waits for them.
     """
     register = getattr(threading, "_register_atexit", atexit.register)  # as concurrent.futures.thread does
-    register(call)
+    try:
+        register(call)
+    except RuntimeError:  # another thread goes on after the main one
+        atexit.register(call)
 
 
 def wait_at_exit(thread: threading.Thread) -> None:
@@ -37,7 +41,7 @@ def wait_at_exit(thread: threading.Thread) -> None:
 
 @cache
 def _wait_for_all_at_exit() -> None:
-    before_threads_end(_wait_for_all)
+    atexit.register(_wait_for_all)
 
 
 def _wait_for_all() -> None:
