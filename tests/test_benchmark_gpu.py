@@ -102,7 +102,9 @@ def run_main(
         return dict(next(left))
 
     seen: list[dict[str, Any]] = []
+    compiled_for: list[str] = []
     monkeypatch.setenv("OUT", str(folder))
+    monkeypatch.setattr(gpu, "load_arena_library", compiled_for.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "CASES", [replace(CASE, name=f"mlp {number}") for number in range(len(answers))])
     monkeypatch.setattr(gpu, "run_tests", lambda _seconds: tests)
@@ -112,6 +114,7 @@ def run_main(
     monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
     status = gpu.main()
     assert [len(document["cases"]) for document in seen] == list(range(len(seen))), "stored before each case"
+    assert compiled_for == ["cuda"], "once, before tests and cases"
     return status
 
 

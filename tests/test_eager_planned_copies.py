@@ -30,7 +30,7 @@ from memfit.system import spill_file
 def _short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
     gc.collect()
-    monkeypatch.setattr(structures, "_TIME_LIMIT_SECONDS", 1.5)
+    monkeypatch.setattr(structures, "_TIME_LIMIT_SECONDS", 0.4)
     monkeypatch.setattr(structures, "_PAID_SECONDS", 0.0)
     yield
 

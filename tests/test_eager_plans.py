@@ -28,7 +28,7 @@ def nothing_left_of_other_tests() -> None:
 
 @pytest.fixture(autouse=True)
 def short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structures, "_TIME_LIMIT_SECONDS", 1.5)
+    monkeypatch.setattr(structures, "_TIME_LIMIT_SECONDS", 0.4)
     monkeypatch.setattr(structures, "_PAID_SECONDS", 0.0)
 
 
