@@ -397,6 +397,12 @@ def test_a_result_that_is_none_is_a_correction() -> None:
     assert list(raised.value.corrections.values()) == [{0: None}]
 
 
+@pytest.mark.parametrize("target", [lambda x: x, lambda x: x.view_as(x)])
+def test_a_result_on_the_memory_of_an_argument_is_an_error(target: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(CaptureError, match=r"result 0 of op 'op_0' .* lies on the memory of an argument"):
+        measured(*one_op(target, 8))
+
+
 def test_another_number_of_results_is_an_error() -> None:
     with pytest.raises(CaptureError, match=r"op 'op_0' .* returned 2 values, expected 1 by its capture"):
         measured(*one_op(lambda x: (x + 1, x + 2), 8))

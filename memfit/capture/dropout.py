@@ -33,19 +33,33 @@ def with_eagers_dropout(joint: GraphModule) -> GraphModule:
             mask = _call(node, _aten.bernoulli_.float, empty, kept)  # in the order of the input's strides, as eager
             result = _masked(node, factor, mask, kept)
         kept_of_scale[1.0 / kept] = kept
-        for place, old in found.items():  # of a batch's own dropout nobody needs the mask
-            old.replace_all_uses_with((result, mask)[place])
-            joint.graph.erase_node(old)
+        if 1 in found:  # of a batch's own dropout nobody needs the mask
+            _stand_for(found[1], empty)
+            _replace(found[1], mask)
+        _replace(found[0], result)
         joint.graph.erase_node(node)
     for node in joint.graph.find_nodes(op="call_function", target=_aten.native_dropout_backward.default):
         gradient, mask, scale = node.args  # the mask may come by way of a detached one
         if scale in kept_of_scale and gradient.meta["val"].device.type == "cpu":
             with joint.graph.inserting_before(node):
                 product = _masked(node, gradient, mask, kept_of_scale[scale])
-            node.replace_all_uses_with(product)
-            joint.graph.erase_node(node)
+            _replace(node, product)
     joint.recompile()
     return joint
+
+
+def _replace(old: Node, new: Node) -> None:
+    """Put a node in the place of another one, of which there may be views."""
+    _stand_for(old, new)
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+def _stand_for(old: Node, new: Node) -> None:
+    """Let the new node have the old one's fake, on whose storage the fakes of its views are."""
+    before, after = old.meta["val"], new.meta["val"]
+    if (before.dtype, before.shape, before.stride()) == (after.dtype, after.shape, after.stride()):
+        new.meta["val"] = before
 
 
 def _masked(node: Node, factor: Node, mask: Node, kept: float) -> Node:

@@ -22,7 +22,15 @@ from memfit.capture.trace import Trace, TracedCall
 from memfit.cost.observations import Corrections
 from memfit.errors import UnsupportedStepError
 from memfit.graph import Phase, Role
-from memfit.torch_private.tensors import bare_overload, fake_mode_of, storage_key, tree_map
+from memfit.torch_private.tensors import (
+    bare_overload,
+    fake_mode_of,
+    is_fake,
+    is_view,
+    storage_key,
+    tensors_in,
+    tree_map,
+)
 
 _REPLACE = torch.ops.aten.set_.source_Tensor  # what `.data = ...` is in a joint graph
 
@@ -260,7 +268,7 @@ class _JointCapture:
                 f"{_module_name(node) or 'the model'} lets a tensor have the memory of another one (`.data = ...`), "
                 "which a planned step would not: copy the values (`.data.copy_(...)`), or do it between calls"
             )
-        is_known = "val" in node.meta and not _is_within_another(node)
+        is_known = "val" in node.meta and not _is_within_another(node) and not _is_stale(node, args)
         if is_known and not self.trace.corrections and not self._results:
             self.trace.add_call(node.target, args, kwargs, node.meta["val"])
             return
@@ -287,6 +295,13 @@ class _JointCapture:
 def _is_within_another(node: Node) -> bool:
     """Return whether a copy was described at its target's place in a larger storage; it gets a storage of its own."""
     return node.target is torch.ops.aten.copy.default and node.meta["val"].storage_offset() != 0
+
+
+def _is_stale(node: Node, args: tuple[Any, ...]) -> bool:
+    """Return whether a view was described when another call stood in the place of the one that it is a view of."""
+    if not args or not is_fake(args[0]) or not is_view(node.target):
+        return False
+    return any(storage_key(each) != storage_key(args[0]) for each in tensors_in(node.meta["val"]))
 
 
 def is_tangent(node: Node) -> bool:

@@ -39,7 +39,7 @@ from memfit.capture.lines import calling_line
 from memfit.cost.observations import Corrections, RealResult, call_key
 from memfit.errors import CaptureError, UnsupportedStepError
 from memfit.graph import Phase, Role
-from memfit.torch_private.tensors import draws, is_fake, storage_key, tensors_in, tree_flatten, tree_map
+from memfit.torch_private.tensors import draws, is_fake, is_view, storage_key, tensors_in, tree_flatten, tree_map
 
 
 @dataclass(slots=True, kw_only=True)
@@ -271,6 +271,11 @@ class Trace:
         if not mutated and func._schema.returns and all(self._is_alias(output) for output in outputs):
             return returned
         traced_args, traced_kwargs = self._values_of((args, kwargs))
+        if is_view(func):
+            raise CaptureError(
+                f"{self.scope()[1] or 'the step'} calls {func}, and the result shares no memory with what it is a view "
+                "of: the call's fake kernel is wrong, or the graph was changed"
+            )
         entry = _Entry(
             func=func,
             given=args,

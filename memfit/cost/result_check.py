@@ -61,6 +61,30 @@ def check_results(
     return other_bytes, other_results
 
 
+def check_memory(op: Op, call: Call, returned: Any, args: Any, kwargs: Any) -> None:
+    """Check that the results have memory of their own: a plan lets that of arguments be written to again.
+
+    Args:
+        op: names the op in errors.
+        call: its captured call, of as many results.
+        returned: what the real kernel returned.
+        args, kwargs: what it was given.
+
+    Raises:
+        CaptureError: a result lies on the memory of an argument.
+    """
+    tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.layout is torch.strided]
+    given = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    for place, (leaf, value) in enumerate(zip(tree_flatten(returned)[0], call.results, strict=True)):
+        if value is None or not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+            continue
+        if leaf.untyped_storage().nbytes() and leaf.untyped_storage().data_ptr() in given:
+            raise CaptureError(
+                f"result {place} of op {op.name!r} ({op.target}) lies on the memory of an argument, expected memory of "
+                "its own by its capture; the operator's fake kernel is wrong, report it to its author"
+            )
+
+
 def differs(value: Value | None, real: RealResult | None) -> bool:
     """Return whether a captured result is another one than the kernel returned.
 

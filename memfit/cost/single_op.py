@@ -18,7 +18,7 @@ from memfit.cost.environment import free_bytes
 from memfit.cost.gpu_timing import dispatch_seconds, kernel_seconds
 from memfit.cost.observations import Observation
 from memfit.cost.op_inputs import InputMaker
-from memfit.cost.result_check import check_results, result_bytes
+from memfit.cost.result_check import check_memory, check_results, result_bytes
 from memfit.errors import CaptureError
 from memfit.graph import Graph, Op
 from memfit.system.recorder import record
@@ -131,6 +131,7 @@ class Measurer:
             returned = call.target(*args, **kwargs)
             first_seconds = self.clock() - started
         storage_bytes, results = check_results(op, call, returned, self.graph.storages, self.device)
+        check_memory(op, call, returned, args, kwargs)
         workspace_bytes = max(0, usage.peak_bytes - result_bytes(returned, args, kwargs, self.device))
         del returned
         run = partial(call.target, *args, **kwargs)

@@ -108,6 +108,11 @@ def bare_overload(target: object) -> Callable[..., Any] | None:
     return target._op if isinstance(target, torch._ops.OpOverload) else None
 
 
+def is_view(operator: Any) -> bool:
+    """Return whether an operator returns a view of its first argument, and does no more."""
+    return getattr(operator, "is_view", False) or operator is torch.ops.aten._unsafe_view.default
+
+
 def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call draws random numbers; attention with dropout_p = 0 does not, against its tag.
 

@@ -1,0 +1,155 @@
+"""Views of what memfit puts in the place of AOTAutograd's calls: they are of its memory, which nothing overwrites."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import memfit
+from memfit.capture import dropout
+from memfit.capture.trace import Trace
+from memfit.errors import CaptureError
+from memfit.graph import Phase, Role
+
+transformers = pytest.importorskip("transformers")
+
+Views = Callable[["Dropped", torch.Tensor], torch.Tensor]
+WIDTH = 32
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Dropped(nn.Module):
+    """A layer, dropout, and what is computed of views of its result and of itself."""
+
+    def __init__(self, views: Views, probability: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(probability)
+        self.views = views
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.views(self, self.dropout(self.first(inputs)))
+
+
+def chunks(model: Dropped, hidden: torch.Tensor) -> torch.Tensor:
+    left, right = hidden.chunk(2, -1)
+    return model.second(hidden) + torch.cat([left * right.sigmoid(), right], -1)
+
+
+def attention(model: Dropped, hidden: torch.Tensor) -> torch.Tensor:
+    heads = hidden.view(*hidden.shape[:2], 4, -1).transpose(1, 2)
+    mixed = nn.functional.scaled_dot_product_attention(heads, heads.sin(), heads)
+    return hidden + model.second(mixed.transpose(1, 2).reshape(hidden.shape))
+
+
+def twice(model: Dropped, hidden: torch.Tensor) -> torch.Tensor:
+    again = model.dropout(model.second(hidden) + hidden)
+    return again + model.second(again.flip(0)).relu()
+
+
+def written(model: Dropped, hidden: torch.Tensor) -> torch.Tensor:
+    half = hidden * 1.0
+    half[:, ::2] += 1.0
+    return model.second(half) + hidden
+
+
+VIEWS: dict[str, Views] = {
+    "residual": lambda model, hidden: hidden + model.second(hidden),
+    "residual in place": lambda model, hidden: model.second(hidden).add_(hidden),
+    "transposed": lambda model, hidden: hidden + model.second(hidden.transpose(0, 1)).transpose(0, 1),
+    "flattened": lambda model, hidden: hidden.flatten() * model.second(hidden.flatten(0, 1)).flatten(),
+    "part": lambda model, hidden: model.second(hidden[1:]) + hidden[1:],
+    "row": lambda model, hidden: model.second(hidden[:, 0]) * hidden[:, 1],
+    "expanded": lambda model, hidden: hidden[:1].expand_as(hidden) * model.second(hidden),
+    "of squares": lambda model, hidden: model.second(hidden.unsqueeze(1)).squeeze(1).square() + hidden,
+    "of matrices": lambda _, hidden: torch.bmm(hidden, hidden.mT) @ hidden + hidden,
+    "no gradient": lambda model, hidden: model.second(hidden.detach()) + hidden,
+    "chunks": chunks,
+    "attention": attention,
+    "twice": twice,
+    "written": written,
+}
+
+
+def require_eagers_gradients(model: nn.Module, call: Callable[[Any], torch.Tensor], **options: Any) -> None:
+    eager = copy.deepcopy(model)
+    memfit.compile(model, reserve=0, **options)
+    results: list[torch.Tensor] = []
+    for each in (model, eager):
+        torch.manual_seed(2)
+        results.append(call(each))
+        results[-1].backward()
+    assert torch.equal(*results)
+    for (name, mine), theirs in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert mine.grad is theirs.grad is None or torch.equal(mine.grad, theirs.grad), name
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5])
+@pytest.mark.parametrize("views", VIEWS)
+def test_views_of_dropouts_result_keep_it(views: str, probability: float) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(16, 8, WIDTH)
+    model = Dropped(VIEWS[views], probability)
+    require_eagers_gradients(model, lambda each: each(inputs).square().mean(), budget="256MiB", planner="none")
+
+
+@pytest.mark.parametrize("views", ["residual", "chunks", "attention"])
+def test_what_is_put_in_a_calls_place_may_be_described_anew(views: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dropout, "_stand_for", lambda _old, _new: None)
+    test_views_of_dropouts_result_keep_it(views, 0.1)
+
+
+def bert() -> Any:
+    config = transformers.BertConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def bart() -> Any:
+    config = transformers.BartConfig(
+        vocab_size=100,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_position_embeddings=64,
+        use_cache=False,
+    )
+    return transformers.BartForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("make", [bert, bart])
+def test_transformers_that_normalize_after_the_residual(make: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    model = make()
+    words = torch.randint(3, 100, (4, 24))
+    require_eagers_gradients(
+        model, lambda each: each(input_ids=words, labels=words).loss, budget="256MiB", planner="none"
+    )
+
+
+def test_a_view_that_shares_no_memory_with_its_tensor_is_refused() -> None:
+    trace = Trace(device=torch.device("cpu"), scope=lambda: (Phase.FORWARD, "layer"))
+    with FakeTensorMode():
+        whole, other = torch.empty(4, 4), torch.empty(16)
+    trace.add_storage(whole, name="whole", role=Role.ACTIVATION)
+    view = torch.ops.aten.view.default
+    trace.add_call(view, (whole, [16]), {}, whole.view(16))
+    with pytest.raises(CaptureError, match=r"layer calls aten\.view\.default, and the result shares no memory"):
+        trace.add_call(view, (whole, [16]), {}, other)
