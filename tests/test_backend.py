@@ -22,6 +22,8 @@ from memfit.errors import (
     NoPlanError,
     UnsupportedStepError,
 )
+from memfit.runtime.compile import backend
+from memfit.runtime.compile.occupancy import bytes_beside
 from memfit.system.recorder import record
 
 # Dynamo's own warnings while it traces, which are errors under pytest.
@@ -88,6 +90,75 @@ def test_a_tight_budget_rematerializes_with_the_same_bits_and_holds() -> None:
     with record("cpu") as usage:
         cross_entropy(planned, batch).backward()
     assert resident + usage.peak_bytes <= budget
+
+
+def perceptron(outputs: int) -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)]
+    return nn.Sequential(*layers, nn.Linear(64, outputs))
+
+
+def test_what_eager_code_before_the_model_saves_for_backward_counts() -> None:
+    torch.manual_seed(0)
+    encoder, head = perceptron(64), perceptron(4)
+    inputs = torch.randn(1024, 64)
+    before = bytes_beside((), torch.device("cpu"))
+    with record("cpu") as unplanned:
+        head(encoder(inputs)).square().mean().backward()
+    budget = before + unplanned.peak_bytes * 8 // 10
+    planned = compiled(head, str(budget))
+    taken: list[int] = []
+    for _ in range(3):
+        for parameter in (*encoder.parameters(), *head.parameters()):
+            parameter.grad = None
+        with record("cpu") as usage:
+            planned(encoder(inputs)).square().mean().backward()
+        taken.append(before + usage.peak_bytes)
+    assert max(taken[1:]) <= budget, taken
+
+
+class Counting(nn.Module):
+    """Counts its calls in an integer, so that Dynamo compiles it anew for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.calls = perceptron(4), 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layers(inputs) * (1.0 if self.calls % 2 else 2.0)
+
+
+def test_a_model_that_is_compiled_often_keeps_its_budget(caplog: pytest.LogCaptureFixture) -> None:
+    """Dynamo would take it to eager at the ninth time."""
+    torch.manual_seed(0)
+    model, inputs = Counting(), torch.randn(64, 64)
+    eager = copy.deepcopy(model)
+    planned = compiled(model)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for number in range(12):
+        for each in (planned, eager):
+            torch.manual_seed(number)
+            each(inputs).square().mean().backward()
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before >= 12
+    assert not [record for record in caplog.records if record.name == "memfit"]
+
+
+def test_a_model_that_is_compiled_very_often_is_warned_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_MANY_TIMES", 3)
+    planned = compiled(Counting())
+    for _ in range(6):
+        planned(torch.randn(8, 64)).square().mean().backward()
+    assert sum("was compiled 3 times by now" in message for message in caplog.messages) == 1
+
+
+def test_a_mode_of_torchs_own_backend_is_refused() -> None:
+    planned = torch.compile(perceptron(4), backend="memfit", mode="reduce-overhead")
+    with pytest.raises(InvalidOptionError, match=r"mode='reduce-overhead' is of PyTorch's own backend"):
+        planned(torch.randn(8, 64))
 
 
 def test_other_batch_sizes_are_planned_at_their_own_sizes() -> None:

@@ -318,7 +318,7 @@ class CachingDevice:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.live_bytes = self.held_bytes = 200
-        monkeypatch.setattr(account, "bytes_beside", lambda _own, _device: 0)
+        monkeypatch.setattr(account, "bytes_from_before", lambda _device: 0)
         monkeypatch.setattr(account, "allocated_bytes", lambda _device: 0)
         monkeypatch.setattr(account, "held_bytes", lambda _device: self.held_bytes)
         monkeypatch.setattr(account, "empty_cache", lambda _device: setattr(self, "held_bytes", self.live_bytes))

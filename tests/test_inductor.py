@@ -169,6 +169,48 @@ def test_a_language_model_under_autocast_keeps_its_budget() -> None:
 
 
 @pytest.mark.slow
+def test_calls_without_gradients_draw_as_inductors() -> None:
+    """In training mode: a teacher, entropies for a log. Later masks depend on what they draw."""
+    found: list[list[torch.Tensor]] = []
+    for budget in (None, "256MiB"):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, 4))
+        call = torch.compile(model)
+        if budget is not None:
+            call = memfit.compile(model, budget=budget, reserve=0, kernels="inductor", options=OPTIONS)
+        torch.manual_seed(1)
+        inputs = torch.randn(64, 16)
+        results: list[torch.Tensor] = []
+        for _ in range(2):
+            with torch.no_grad():
+                results.append(call(inputs))
+            results.append(call(inputs).square().mean())
+            results[-1].backward()
+        found.append([each.detach() for each in results])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.slow
+def test_a_larger_batch_that_fits_only_with_less_kept() -> None:
+    """Its graph has a size that Dynamo no longer fixes: a number, which torch's partitioner knows no bytes of."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)])
+    small, large = torch.randn(700, 64), torch.randn(1024, 64)
+    gc.collect()
+    with record("cpu") as usage:
+        copy.deepcopy(model)(large).square().mean().backward()
+    beside_bytes = sum(each.nbytes for each in (*model.parameters(), small, large))
+    budget = Trained.others_bytes + beside_bytes + int(0.7 * usage.peak_bytes)
+    call = memfit.compile(model, budget=budget, reserve=0, kernels="inductor", options=OPTIONS)
+    for inputs in (small, large, large):
+        model.zero_grad()
+        call(inputs).square().mean().backward()
+    account = model._compiled_call_impl.account
+    assert 0 < account.most_bytes <= budget
+
+
+@pytest.mark.slow
 def test_two_budgets_in_one_process_are_two_plans() -> None:
     plain = Trained(dense)
     peaks: list[int] = []
@@ -222,7 +264,7 @@ def test_other_sizes_and_evaluation() -> None:
         assert_close([model(inputs)], [eager(inputs)])
     calls = model._compiled_call_impl
     assert isinstance(calls, PlannedCalls)
-    assert len(calls.plans) == 3 and calls.account.ran == 4  # eight rows as a constant, then any number of them
+    assert len(calls.plans) == 3 and calls.account.ran >= 4  # eight rows as a constant, then any number of them
 
 
 @pytest.mark.parametrize(

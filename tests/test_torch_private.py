@@ -60,6 +60,7 @@ from memfit.torch_private.dynamo import (
     greedy_knapsack,
     ilp_knapsack,
     is_compilers,
+    times_compiled,
 )
 from memfit.torch_private.guarding import (
     ATTRIBUTES_HAVE_VERSIONS,
@@ -133,6 +134,7 @@ from memfit.torch_private.tensors import (
     is_data_dependent,
     is_fake,
     is_plain_dense,
+    is_view,
     is_zero_tensor,
     known_value,
     make_boxed_func,
@@ -977,6 +979,25 @@ def test_an_overload_is_called_without_its_python_function() -> None:
     bare = bare_overload(torch.ops.aten.add.Tensor)
     assert bare is not None and bare(torch.ones(2), torch.ones(2), alpha=2).tolist() == [3, 3]
     assert bare_overload(torch.add) is None and bare_overload(torch.ops.aten.add) is None
+
+
+def test_views_are_operators_that_return_their_arguments_memory() -> None:
+    aten = torch.ops.aten
+    assert all(map(is_view, [aten.view.default, aten.transpose.int, aten.chunk.default, aten._unsafe_view.default]))
+    assert not any(map(is_view, [aten.add.Tensor, aten.add_.Tensor, aten.clone.default, torch.add, print]))
+
+
+def test_how_often_code_was_compiled_before() -> None:
+    seen: list[int] = []
+
+    def backend(module: Any, _inputs: Any) -> Any:
+        seen.append(times_compiled())
+        return module.forward
+
+    compiled = torch.compile(lambda x, number: x * number, backend=backend, dynamic=False)
+    for number in (1, 2, 3):
+        compiled(torch.ones(2), number)
+    assert seen == [0, 1, 2] and times_compiled() == 0
 
 
 @pytest.mark.parametrize("tells", [True, False])

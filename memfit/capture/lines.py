@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from pathlib import Path
 
@@ -16,6 +17,12 @@ def user_line(error: BaseException) -> str:
 def calling_line() -> str:
     """Return `file:line` of the innermost frame of the present call that is neither torch's nor memfit's."""
     return _innermost(traceback.extract_stack())
+
+
+def line_of(node: torch.fx.Node) -> str:
+    """Return `file:line` of the innermost frame of a call in Dynamo's graph that is neither torch's nor memfit's."""
+    frames = re.findall(r'File "(.*)", line (\d+)', node.stack_trace or "")
+    return _innermost(traceback.StackSummary.from_list([(file, int(line), "", "") for file, line in frames]))
 
 
 def _innermost(stack: traceback.StackSummary) -> str:

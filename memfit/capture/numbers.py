@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from memfit.capture.lines import line_of
+
 _COMMUTE = {operator.mul, operator.add}
 _OF_NUMBERS = {*_COMMUTE, operator.sub, operator.truediv}
 _OF_TENSOR = {
@@ -52,6 +54,17 @@ def with_numbers_as_tensors(module: GraphModule) -> GraphModule:
             module.graph.erase_node(number)
     module.recompile()
     return module
+
+
+def numbers_read(module: GraphModule) -> str:
+    """Return the numbers that a graph still reads, in words: as Dynamo names them, and the user's line.
+
+    Args:
+        module: from `with_numbers_as_tensors`.
+    """
+    found = [node for node in module.graph.nodes if _is_read(node)]
+    texts = [f"{str(node.args[0].target).removeprefix('L_').strip('_')} at {line_of(node)}" for node in found]
+    return ", ".join(dict.fromkeys(texts))
 
 
 def _is_read(node: Node) -> bool:

@@ -230,6 +230,13 @@ int64_t memfit_recorder_live_bytes() {
   return counts().live_bytes.load();
 }
 
+// Whether memory was taken after the recorder was installed, and counts.
+int memfit_recorder_knows(void* pointer) {
+  Shard& shard = counts().shard_of(pointer);
+  std::lock_guard<std::mutex> guard(shard.mutex);
+  return shard.block_of.count(pointer) != 0;
+}
+
 // Whether what is allocated now is counted: no other allocator was put in front.
 int memfit_recorder_counts() {
   return c10::GetCPUAllocator() == counts().recording;

@@ -129,6 +129,19 @@ def allocated_bytes(device: torch.device | str) -> int:
     return _instrument_of(torch.device(device)).live_bytes()
 
 
+def is_counted(pointer: int, device: torch.device) -> bool:
+    """Return whether `allocated_bytes` counts the memory at an address: on a CPU, what came after the recorder.
+
+    Args:
+        pointer: to the beginning of a storage.
+        device: that it is on.
+
+    Raises:
+        InvalidDeviceError, MemfitError: as `allocated_bytes`.
+    """
+    return _instrument_of(device).knows(pointer)
+
+
 def taken_bytes(size_bytes: int, device: torch.device) -> int:
     """Return the bytes that a storage of `size_bytes` takes of a device, as a record counts them.
 
@@ -290,6 +303,10 @@ class Instrument(ABC):
     def live_bytes(self) -> int:
         """Return the bytes that are live now."""
 
+    def knows(self, pointer: int) -> bool:  # noqa: ARG002
+        """Return whether the live bytes hold the memory that begins at an address."""
+        return True
+
     def is_quick(self) -> bool:
         """Return whether a record can be opened now, and costs microseconds."""
         return True
@@ -344,6 +361,9 @@ class _Wrapper(Instrument):
 
     def live_bytes(self) -> int:
         return self._live_bytes()
+
+    def knows(self, pointer: int) -> bool:
+        return bool(self.library.memfit_recorder_knows(pointer))
 
     def is_quick(self) -> bool:
         """Return whether no other allocator stands in front of this one."""
@@ -492,6 +512,7 @@ def load_library() -> ctypes.PyDLL:
     library = LIBRARY.load()
     pointer = ctypes.POINTER(ctypes.c_int64)
     library.memfit_recorder_live_bytes.restype = ctypes.c_int64
+    library.memfit_recorder_knows.argtypes = [ctypes.c_void_p]
     library.memfit_recorder_open.argtypes = [pointer]
     library.memfit_recorder_close.argtypes = [ctypes.c_int, pointer]
     library.memfit_recorder_close.restype = ctypes.c_int64

@@ -220,6 +220,12 @@ def graph_breaks() -> dict[str, int]:
     return {str(why).partition("\n")[0]: n for why, n in torch._dynamo.utils.counters["graph_break"].items()}
 
 
+def times_compiled() -> int:
+    """Return how often the code that Dynamo compiles now was compiled before."""
+    now = torch._guards.CompileContext.current_compile_id()
+    return (now.frame_compile_id or 0) if now is not None else 0
+
+
 def is_compilers(error: BaseException) -> bool:
     """Return whether PyTorch's compiler has raised an error, and no code that it ran."""
     from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
@@ -237,11 +243,11 @@ _SOUND = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.max
 
 
 def compile_soundly() -> None:
-    """Let Dynamo capture `module.compile()` where all code of the module is torch's, as in `nn.Sequential`, and look at
-    the hooks of modules at each call."""
+    """Let Dynamo capture `module.compile()` where all code of the module is torch's, as in `nn.Sequential`, look at the
+    hooks of modules at each call, and take no model to eager, however often it is compiled."""
     import torch._dynamo  # takes seconds to import
 
-    for name, value in {"wrap_top_frame": True, **_GUARDED}.items():
+    for name, value in {"wrap_top_frame": True, **_SOUND}.items():
         setattr(torch._dynamo.config, name, value)
 
 

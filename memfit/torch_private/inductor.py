@@ -162,6 +162,8 @@ def _drawing_once(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
     for node in _draws(copied):
         if not must_recompute(node):
             node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+    for node in graph.find_nodes(op="placeholder"):  # a size that Dynamo does not fix is a number without a description
+        node.meta.setdefault("val", ())
     return copied
 
 

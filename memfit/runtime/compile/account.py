@@ -13,7 +13,7 @@ import torch
 from memfit.capture.optimizer import innermost, require_supported, update_cost, without_hooks
 from memfit.errors import InfeasibleBudgetError, InvalidTargetError, MemfitError, OverBudgetError, UnsupportedStepError
 from memfit.planning import FIRM
-from memfit.runtime.compile.occupancy import bytes_beside
+from memfit.runtime.compile.occupancy import bytes_from_before
 from memfit.runtime.compile.updates import before_update, parameters_of
 from memfit.runtime.first_step import MOST_CORRECTIONS, STEPS_IN_A_ROW, not_held
 from memfit.system.budget import format_bytes
@@ -60,7 +60,7 @@ class Account:
         self.most_bytes = 0
         self.ran = 0
         self.compiled = 0
-        self._beside_bytes = bytes_beside((), device) - allocated_bytes(device)  # from before memfit counted
+        self._before_bytes = bytes_from_before(device)
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._hooks: list[Any] = []
         self._ran_before: dict[int, int] = {}  # by the optimizer: calls of graphs before its last step
@@ -79,7 +79,7 @@ class Account:
     @property
     def live_bytes(self) -> int:
         """All bytes on the device now."""
-        return self._beside_bytes + allocated_bytes(self.device)
+        return self._before_bytes + allocated_bytes(self.device)
 
     @property
     def knows_optimizer(self) -> bool:
@@ -190,11 +190,12 @@ class Account:
         if any(each._awaits_backward_on(self.device) for each in _all_measuring()):
             self.ran += 1
             return run()
+        compiled = self.compiled
         with record(self.device) as usage:
             returned = run()
         self.ran += 1
         taken = self._total_bytes(usage)
-        if taken > self.budget_bytes:
+        if taken > self.budget_bytes and self.compiled == compiled:
             self._refuse(
                 OverBudgetError(
                     f"a call without gradients took {format_bytes(taken)}, more than the budget of "
@@ -259,8 +260,9 @@ class Account:
                 InfeasibleBudgetError(
                     f"the update of the parameters took {format_bytes(taken)} ({taken} bytes), more than the budget of "
                     f"{format_bytes(self.budget_bytes)}: parameters, gradients, the optimizer's state and what its "
-                    "update needs are all there at once, which no plan of forward and backward changes; raise the "
-                    "budget, or use memfit.fit on eager's kernels, which updates each parameter as soon as its "
+                    "update needs are all there at once, and so is what other models have done since this one's "
+                    "backward pass; no plan of forward and backward changes that; raise the budget, plan the other "
+                    "models, too, or use memfit.fit on eager's kernels, which updates each parameter as soon as its "
                     "gradient is there",
                     least_budget_found_bytes=taken,
                     least_budget_bound_bytes=0,
@@ -309,7 +311,7 @@ class Account:
         context.__exit__(None, None, None)
         if self.compiled != compiled:
             return 0
-        self._live_bytes = self._beside_bytes + usage.start_bytes + usage.peak_bytes
+        self._live_bytes = self._before_bytes + usage.start_bytes + usage.peak_bytes
         taken = self._live_bytes if self._is_proved else self._total_bytes(usage)
         self.most_bytes = max(self.most_bytes, taken)
         return taken
@@ -319,7 +321,7 @@ class Account:
         return self._kept >= STEPS_IN_A_ROW
 
     def _total_bytes(self, usage: Usage) -> int:
-        return self._beside_bytes + usage.start_bytes + usage.taken_bytes
+        return self._before_bytes + usage.start_bytes + usage.taken_bytes
 
 
 def _changes_parameters(optimizer: torch.optim.Optimizer) -> bool:

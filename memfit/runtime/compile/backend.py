@@ -22,11 +22,11 @@ from memfit.capture import with_real_results
 from memfit.capture.corrected_fakes import corrected_fakes
 from memfit.capture.dropout import with_eagers_dropout
 from memfit.capture.joint import BetweenHalves, JointCapture, capture_joint
-from memfit.capture.numbers import with_numbers_as_tensors
+from memfit.capture.numbers import numbers_read, with_numbers_as_tensors
 from memfit.cost.calibration import linked_device
 from memfit.cost.observations import Corrections
 from memfit.cost.views import on_its_own
-from memfit.errors import NoPlanError, UnsupportedStepError
+from memfit.errors import InvalidOptionError, NoPlanError, UnsupportedStepError
 from memfit.graph import Graph
 from memfit.plan import Plan
 from memfit.planners.none import KeepEverything
@@ -51,6 +51,7 @@ from memfit.system.budget import format_bytes
 from memfit.system.recorder import allocated_bytes
 from memfit.torch_private.aot import boxed, trace_joint
 from memfit.torch_private.autograd import any_autocast
+from memfit.torch_private.dynamo import times_compiled
 from memfit.torch_private.modules import hooks_on_all_modules
 from memfit.torch_private.tensors import (
     DATA_DEPENDENT_ERRORS,
@@ -65,11 +66,15 @@ _log = logging.getLogger("memfit")
 _ADAM_STATES = 2  # per parameter: exp_avg and exp_avg_sq
 _HEADROOM = 0.005  # of the budget: logged losses and the like, which come and go between steps
 _NUMBER_BYTES = 8  # an output of no more is the loss itself, from which user code computes nothing large
+_MANY_TIMES = 64  # Dynamo takes eight for a sign of an integer that differs in each call, and goes on in eager
 _WORTH_PLANNING_AGAIN = 0.01  # of the budget: a smaller change of the bytes outside is not worth a second search
 
 
 def memfit_backend(
-    module: torch.fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any] | None = None
+    module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
 ) -> PlannedGraph:
     """Plan the graphs of a compiled model within `options["budget"]`.
 
@@ -84,6 +89,7 @@ def memfit_backend(
         module: one graph of Dynamo's.
         example_inputs: not read; the sizes of the first call count.
         options: as above.
+        mode: of `torch.compile`, which is Inductor's own; refused.
 
     Raises:
         InvalidOptionError, InvalidBudgetError: options that cannot be read.
@@ -93,7 +99,22 @@ def memfit_backend(
     """
     # Options are read when the graph is first called: an error raised here would reach the user wrapped by Dynamo.
     del example_inputs
-    return PlannedGraph(module, lambda: read_options(options or {}))
+    if times_compiled() == _MANY_TIMES:
+        _log.warning(
+            "memfit: a function was compiled %d times by now, and each takes seconds and memory: an integer that "
+            "it reads, such as a counter in an attribute, may differ in each call; make it a tensor or a float",
+            _MANY_TIMES,
+        )
+    return PlannedGraph(module, lambda: _read(options or {}, mode))
+
+
+def _read(options: dict[str, Any], mode: str | None) -> GraphSettings:
+    if mode is not None:
+        raise InvalidOptionError(
+            f"torch.compile: mode={mode!r} is of PyTorch's own backend; memfit's takes "
+            """options={"budget": ...}, with "kernels": "inductor" for generated code"""
+        )
+    return read_options(options)
 
 
 class PlannedGraph:
@@ -129,9 +150,9 @@ class PlannedGraph:
             return self._call(inputs)
 
     def _measure_on(self, device: torch.device) -> None:
-        """Measure forward, loss and backward on CUDA, where torch's allocator takes more than what is live."""
+        """Measure forward, loss and backward: what eager code beside the graph saves for backward is seen only so."""
         options = self.options
-        if device.type == "cuda" and options.account is None and not options.is_part and torch.is_grad_enabled():
+        if options.account is None and not options.is_part:
             account = Account(int(options.settings.budget), device, options.settings.budget_is)
             self.options, self._has_own_account = replace(options, account=account), True
         if self._has_own_account and self.options.account is not None and torch.is_grad_enabled():
@@ -171,8 +192,7 @@ class PlannedGraph:
     def _run(self, compiled: CompiledGraph, inputs: Sequence[Any]) -> Any:
         """Run a compiled graph; one without a backward half has no plan, and is held to the budget by measurement."""
         account = self.options.account
-        if compiled.plan is None and not self.options.is_part:
-            account = account or Account(compiled.budget_bytes, compiled.device, self.options.settings.budget_is)
+        if compiled.plan is None and account is not None:
             return account.evaluate(lambda: compiled.function(*inputs))
         if account is not None:
             account.ran += 1
@@ -192,9 +212,10 @@ class PlannedGraph:
             return CompiledGraph(self, inputs, before)
         except DATA_DEPENDENT_ERRORS as error:
             raise UnsupportedStepError(
-                "the model computes with a number that changes from call to call, such as an attribute or what `item` "
-                "gave, otherwise than by +, -, * and / with a tensor of floats: hand it in as a tensor, or memfit.fit "
-                "the step"
+                "the model computes with a number that changes from call to call (or under dynamic=True might), such "
+                "as an attribute or what `item` gave, otherwise than by +, -, * and / with a tensor of floats: hand it "
+                "in as a tensor, or memfit.fit the step (it reads "
+                f"{numbers_read(self.module) or 'a number from a tensor'})"
             ) from error
 
     @cached_property

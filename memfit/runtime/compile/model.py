@@ -16,7 +16,7 @@ from memfit.plan import Plan
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM
 from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.backend import PlannedGraph
-from memfit.runtime.compile.settings import EAGER, GraphSettings, read_options
+from memfit.runtime.compile.settings import EAGER, INDUCTOR, GraphSettings, read_options
 from memfit.runtime.turns import Turn
 from memfit.torch_private.dynamo import compiled_calls, graph_breaks, is_compilers
 from memfit.torch_private.modules import eager_call, is_compiled, own_call, set_call
@@ -72,7 +72,8 @@ def compile(
         UnsupportedStepError: a model under DDP, FSDP or DataParallel, or an optimizer that evaluates the loss itself.
 
     Guarantees: a call with gradients runs planned graphs, or raises UnsupportedStepError. A call without gradients runs
-    as ever, and raises OverBudgetError if it takes more than the budget. An update that takes more raises
+    as ever (with Inductor's kernels as `torch.compile` runs it), and raises OverBudgetError if it takes more than the
+    budget. An update that takes more raises
     InfeasibleBudgetError. If forward, loss and backward take more than was planned, a warning says so, and they
     are planned again for less; after three times it raises BudgetNotHeldError. A soft budget only warns.
     """
@@ -198,23 +199,16 @@ class PlannedCalls:
             NoPlanError: no plan fits.
         """
         account = self.account
-        if not torch.is_grad_enabled():
-            return account.evaluate(lambda: self._function(*arguments, **named))
+        if not torch.is_grad_enabled():  # Inductor's random numbers are others than eager's
+            run = self._captured if self._settings.kernels == INDUCTOR else self._function
+            return account.evaluate(lambda: run(*arguments, **named))
         with self._turn.of(self, f"the compiled {type(self._model).__name__}", may_nest=True):
             return self._call(account, arguments, named)
 
     def _call(self, account: Account, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         account.begin()
         ran, breaks = account.ran, graph_breaks()
-        try:
-            returned = self._compiled(*arguments, **named)
-        except RuntimeError as error:
-            if not is_compilers(error):
-                raise
-            raise UnsupportedStepError(
-                f"{self._where}: PyTorch's compiler cannot take in {type(self._model).__name__}: "
-                f"{' '.join(str(error).split())[:400]}"
-            ) from error
+        returned = self._captured(*arguments, **named)
         if account.ran == ran:
             reasons = [why for why, count in graph_breaks().items() if count > breaks.get(why, 0)]
             why = (
@@ -227,6 +221,17 @@ class PlannedCalls:
                 f"enforced: {why}; give the bare module inside of it, or memfit.fit the whole step"
             )
         return returned
+
+    def _captured(self, *arguments: Any, **named: Any) -> Any:
+        try:
+            return self._compiled(*arguments, **named)
+        except RuntimeError as error:
+            if not is_compilers(error):
+                raise
+            raise UnsupportedStepError(
+                f"{self._where}: PyTorch's compiler cannot take in {type(self._model).__name__}: "
+                f"{' '.join(str(error).split())[:400]}"
+            ) from error
 
     def _planned_graph(self, module: torch.fx.GraphModule, _inputs: Any) -> PlannedGraph:
         settings = replace(self._settings, account=self.account)

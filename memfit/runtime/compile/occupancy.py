@@ -7,31 +7,46 @@ from collections.abc import Sequence
 
 import torch
 
-from memfit.system.recorder import allocated_bytes, taken_bytes
+from memfit.system.recorder import allocated_bytes, is_counted, taken_bytes
 
 
 def bytes_beside(own: Sequence[torch.Tensor], device: torch.device) -> int:
     """Return the bytes of all tensors on `device` whose storage is none of `own`'s.
 
-    On CUDA the allocator counts them. On a CPU all tensors that have a Python object are counted, also those that
-    autograd saved for backward. What only waits for the garbage collector is collected first.
+    On CUDA the allocator counts them. On a CPU all tensors that have a Python object are counted, which those that
+    autograd saved for backward need not have. What only waits for the garbage collector is collected first.
 
     Args:
         own: tensors that are not counted.
         device: a CPU or CUDA device.
     """
-    gc.collect()
     mine = _storages(own, device)
     if device.type == "cuda":
+        gc.collect()
         return max(0, allocated_bytes(device) - sum(mine.values()))
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    everything = _storages(tensors, device)
+    everything = _storages(_all_tensors(), device)
     return sum(size for pointer, size in everything.items() if pointer not in mine)
+
+
+def bytes_from_before(device: torch.device) -> int:
+    """Return the bytes of tensors on `device` that `allocated_bytes` does not count: a CPU's from before the recorder.
+
+    Args:
+        device: a CPU or CUDA device.
+    """
+    if device.type == "cuda":
+        return 0
+    return sum(size for pointer, size in _storages(_all_tensors(), device).items() if not is_counted(pointer, device))
 
 
 def bytes_of(tensors: Sequence[torch.Tensor], device: torch.device) -> int:
     """Return the bytes that the storages of `tensors` take of `device`, each storage once."""
     return sum(_storages(tensors, device).values())
+
+
+def _all_tensors() -> list[torch.Tensor]:
+    gc.collect()
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
 
 
 def _storages(tensors: Sequence[torch.Tensor], device: torch.device) -> dict[int, int]:
