@@ -65,6 +65,16 @@ def written(model: Dropped, hidden: torch.Tensor) -> torch.Tensor:
     return model.second(half) + hidden
 
 
+def part_written(model: Dropped, hidden: torch.Tensor) -> torch.Tensor:
+    """Writes to a part of a part, as relative attention shifts its scores."""
+    wide = nn.functional.pad(hidden, (3, 2))
+    part = wide[..., 3 : 3 + WIDTH]
+    part[..., ::2] *= 2.0
+    part[..., 1] = hidden[..., 0]
+    torch.diagonal(part[:8], dim1=0, dim2=1).add_(1.0)
+    return model.second(part) + hidden
+
+
 VIEWS: dict[str, Views] = {
     "residual": lambda model, hidden: hidden + model.second(hidden),
     "residual in place": lambda model, hidden: model.second(hidden).add_(hidden),
@@ -76,6 +86,9 @@ VIEWS: dict[str, Views] = {
     "of squares": lambda model, hidden: model.second(hidden.unsqueeze(1)).squeeze(1).square() + hidden,
     "of matrices": lambda _, hidden: torch.bmm(hidden, hidden.mT) @ hidden + hidden,
     "no gradient": lambda model, hidden: model.second(hidden.detach()) + hidden,
+    "pooled": lambda _, hidden: nn.functional.adaptive_avg_pool1d(hidden.mT, 1),
+    "transposed gradient": lambda model, hidden: model.second((hidden.mT * 1.5).mT) * (hidden.mT * 0.5).mT,
+    "part written": part_written,
     "chunks": chunks,
     "attention": attention,
     "twice": twice,

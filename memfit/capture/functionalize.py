@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memfit.cost.views import reinterpret
 from memfit.errors import UnsupportedStepError
 from memfit.torch_private.tensors import fake_mode_of, real_tensors, tensors_in, tree_map
 
@@ -353,6 +354,40 @@ def overwrite_like(result: torch.Tensor, func: Any) -> Overwrite:
         dtype=result.dtype,
         device=result.device,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartOverwritten:
+    """`slice_scatter` and its like, into a new tensor at a given place in its storage: kernels keep their argument's.
+
+    Attributes:
+        view: makes the view of the new tensor that is written to.
+        shape, stride, offset: of the new tensor, in elements.
+        length: of its storage, in elements.
+    """
+
+    view: Any
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    length: int
+
+    @property
+    def __name__(self) -> str:
+        return f"part_overwritten.{self.view}"
+
+    def __call__(self, whole: torch.Tensor, part: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        storage = torch.empty(self.length, dtype=whole.dtype, device=whole.device)
+        made = reinterpret(storage, whole.dtype, self.shape, self.stride, self.offset)
+        self.view(made.copy_(whole), *args, **kwargs).copy_(part)
+        return made
+
+
+SCATTERS = {
+    torch.ops.aten.slice_scatter: torch.ops.aten.slice.Tensor,
+    torch.ops.aten.select_scatter: torch.ops.aten.select.int,
+    torch.ops.aten.diagonal_scatter: torch.ops.aten.diagonal.default,
+}
 
 
 def functional_variant(

@@ -268,12 +268,27 @@ class _JointCapture:
                 f"{_module_name(node) or 'the model'} lets a tensor have the memory of another one (`.data = ...`), "
                 "which a planned step would not: copy the values (`.data.copy_(...)`), or do it between calls"
             )
-        is_known = "val" in node.meta and not _is_within_another(node) and not _is_stale(node, args)
+        is_stale = _is_stale(node, args)
+        if is_stale:
+            args = self._as_reshaped(node.target, args, kwargs)
+        is_known = "val" in node.meta and not _is_within_another(node) and not is_stale
         if is_known and not self.trace.corrections and not self._results:
             self.trace.add_call(node.target, args, kwargs, node.meta["val"])
             return
         returned = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
         self._results[node] = self.trace.add_call(node.target, args, kwargs, returned)
+
+    def _as_reshaped(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the arguments of a view, with a copy of a tensor whose strides do not let it be made.
+
+        The tensor that was traced had others; eager reshapes, which copies such a tensor.
+        """
+        try:
+            view(*args, **kwargs)
+        except (RuntimeError, ValueError):
+            clone, how = torch.ops.aten.clone.default, {"memory_format": torch.contiguous_format}
+            return self.trace.add_call(clone, args[:1], how, clone(args[0], **how)), *args[1:]
+        return args
 
     def _argument(self, leaf: Any) -> Any:
         if not isinstance(leaf, Node):

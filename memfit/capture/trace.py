@@ -26,8 +26,10 @@ from memfit.capture.functionalize import (
     BATCH_NORMS,
     CAST_INSIDE,
     FUNCTIONAL_BATCH_NORMS,
+    SCATTERS,
     BatchNorm,
     Counts,
+    PartOverwritten,
     UnderAutocast,
     WithGradients,
     functional_variant,
@@ -450,6 +452,18 @@ class Trace:
         entry.target = overwrite_like(entry.outputs[0], torch.ops.aten.copy_.default)
         entry.args = entry.args[1:]
 
+    def _scatter(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
+        """Give the result its place where the real kernel would give it that of its first argument in a storage."""
+        (result,) = entry.outputs
+        if result.storage_offset() != entry.given[0].storage_offset():
+            entry.target = PartOverwritten(
+                view=SCATTERS[entry.func._overloadpacket],
+                shape=tuple(result.shape),
+                stride=tuple(result.stride()),
+                offset=result.storage_offset(),
+                length=result.untyped_storage().nbytes() // result.itemsize,
+            )
+
     def _lift(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
         """Copy a tensor that the step makes of numbers: each step makes it anew, and may write to it."""
         entry.target = overwrite_like(entry.outputs[0], torch.ops.aten.copy_.default)
@@ -539,6 +553,7 @@ _SPECIAL_CASES: dict[Any, Callable[[Trace, _Entry, dict[str, Any]], None]] = {
     torch.ops.aten.lift_fresh: Trace._lift,
     torch.ops.aten.mkldnn_rnn_layer: Trace._recurrent_layer,
     torch.ops.aten.bincount: Trace._counts,
+    **dict.fromkeys(SCATTERS, Trace._scatter),
     **dict.fromkeys(CAST_INSIDE, Trace._cast_inside),
     **dict.fromkeys(BATCH_NORM_GRADIENTS, Trace._batch_norm_gradient),
     **dict.fromkeys(BATCH_NORMS, Trace._batch_norm),
