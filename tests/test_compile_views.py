@@ -54,6 +54,12 @@ def attention(model: Dropped, hidden: torch.Tensor) -> torch.Tensor:
     return hidden + model.second(mixed.transpose(1, 2).reshape(hidden.shape))
 
 
+def turned(model: Dropped, hidden: torch.Tensor) -> torch.Tensor:
+    """Pairs as complex numbers; their gradient conjugates a number, which is no tensor."""
+    pairs = torch.view_as_complex(hidden.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * 1j).flatten(-2) + model.second(hidden)
+
+
 def twice(model: Dropped, hidden: torch.Tensor) -> torch.Tensor:
     again = model.dropout(model.second(hidden) + hidden)
     return again + model.second(again.flip(0)).relu()
@@ -91,6 +97,7 @@ VIEWS: dict[str, Views] = {
     "part written": part_written,
     "chunks": chunks,
     "attention": attention,
+    "turned": turned,
     "twice": twice,
     "written": written,
 }
@@ -147,14 +154,32 @@ def bart() -> Any:
     return transformers.BartForConditionalGeneration(config)
 
 
-@pytest.mark.parametrize("make", [bert, bart])
-def test_transformers_that_normalize_after_the_residual(make: Callable[[], Any]) -> None:
+def funnel() -> Any:
+    """Writes to views of parts, as it shifts scores."""
+    config = transformers.FunnelConfig(
+        vocab_size=100, block_sizes=[1, 1], d_model=32, n_head=4, d_head=8, d_inner=64, hidden_dropout=0.1
+    )
+    return transformers.FunnelForMaskedLM(config)
+
+
+def swin() -> Any:
+    """Its dropout's gradient has other strides than native_dropout's would have."""
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=4
+    )
+    config.hidden_dropout_prob = 0.1
+    return transformers.SwinForImageClassification(config)
+
+
+@pytest.mark.parametrize("make", [bert, bart, funnel, swin])
+def test_transformers_have_eagers_gradients_with_dropout(make: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     model = make()
     words = torch.randint(3, 100, (4, 24))
-    require_eagers_gradients(
-        model, lambda each: each(input_ids=words, labels=words).loss, budget="256MiB", planner="none"
-    )
+    batch: dict[str, Any] = {"input_ids": words, "labels": words}
+    if make is swin:
+        batch = {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 1])}
+    require_eagers_gradients(model, lambda each: each(**batch).loss, budget="256MiB", planner="none")
 
 
 def test_a_view_that_shares_no_memory_with_its_tensor_is_refused() -> None:

@@ -468,6 +468,11 @@ def test_code_that_asks_whether_it_is_compiled_is_named(caplog: pytest.LogCaptur
     compiled = compiled_calls(model, eager_call(model), backend)
     assert torch.equal(compiled(values), values * 2) and len(captured) == 1
     assert "asks whether it is being compiled (forward in test_torch_private.py" in caplog.text
+    compiled(torch.ones(3))
+    assert len(captured) == 2 and caplog.text.count("asks whether it is being compiled") == 1
+    another = Asking()
+    compiled_calls(another, eager_call(another), backend)(values)
+    assert caplog.text.count("asks whether it is being compiled") == 2, "once for each model"
     torch.compiler.reset()
 
 

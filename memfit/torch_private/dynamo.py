@@ -106,17 +106,19 @@ class _Answers(dict[Any, Any]):
             while tracer is not None and tracer.f_code.co_name.startswith("is_"):  # functions that only pass it on
                 tracer = tracer.parent
             if tracer is not None:
-                _questions.setdefault(tracer.f_code, False)
+                _questions.append(tracer.f_code)
         return answer
 
 
-_questions: dict[CodeType, bool] = {}  # code that asked, and whether it was named
+_questions: list[CodeType] = []  # code that has asked and was not named since
 
 
-def _name_questions() -> None:
-    asked = [code for code, is_named in _questions.items() if not is_named]
+def _name_questions(named: set[CodeType]) -> None:
+    """Warn of code that has asked, but for what was named of this model before."""
+    asked = [code for code in dict.fromkeys(_questions) if code not in named]
+    _questions.clear()
+    named.update(asked)
     if asked:
-        _questions.update(dict.fromkeys(asked, True))
         where = (f"{code.co_name} in {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}" for code in asked)
         logging.getLogger("memfit").warning(
             "memfit: code asks whether it is being compiled (%s): where it then computes otherwise, so do planned "
@@ -151,7 +153,7 @@ def compiled_calls(
         return torch.compile(own, backend=backend)
 
     _patch_torch_for_dynamo()
-    compiled, code = compile_anew(), _CodeOfModules(model)
+    compiled, code, named = compile_anew(), _CodeOfModules(model), set[CodeType]()
     settings = {**_SOUND, "ignore_logger_methods": _logging_methods("", "_once")}
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -162,7 +164,7 @@ def compiled_calls(
             with torch._dynamo.config.patch(settings), _questions_noted:
                 return compiled(*args, **kwargs)
         finally:
-            _name_questions()
+            _name_questions(named)
 
     return run
 

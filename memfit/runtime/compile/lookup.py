@@ -1,10 +1,10 @@
 """What `torch.compile(model, backend="memfit")` finds; importing this file is the first look-up of a process.
 
 PyTorch calls a backend only for the frames that its compiler captures. Where it captures none, nothing but the look-up
-tells that a budget was asked for. So the look-up does three things: it lets the compiler enter modules whose code is
-torch's own (`nn.Sequential(...).compile(backend="memfit")`), it has the compiler notice hooks that come and go, and it
-has the first step of an optimizer checked. A hook
-on modules could see the same earlier, but the compiler would trace it into every graph of the process.
+tells that a budget was asked for. So the look-up does four things: it lets the compiler enter modules whose code is
+torch's own (`nn.Sequential(...).compile(backend="memfit")`), it has the compiler notice hooks that come and go, it lets
+code be compiled anew however often, where the compiler would go on in eager, and it has the first step of an optimizer
+checked. A hook on modules could see the same earlier, but the compiler would trace it into every graph of the process.
 """
 
 from __future__ import annotations
