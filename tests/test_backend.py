@@ -23,7 +23,7 @@ from memfit.errors import (
     UnsupportedStepError,
 )
 from memfit.runtime.compile import backend
-from memfit.runtime.compile.occupancy import bytes_beside
+from memfit.runtime.compile.occupancy import bytes_now
 from memfit.system.recorder import record
 
 # Dynamo's own warnings while it traces, which are errors under pytest.
@@ -101,7 +101,7 @@ def test_what_eager_code_before_the_model_saves_for_backward_counts() -> None:
     torch.manual_seed(0)
     encoder, head = perceptron(64), perceptron(4)
     inputs = torch.randn(1024, 64)
-    before = bytes_beside((), torch.device("cpu"))
+    before = bytes_now(torch.device("cpu"))
     with record("cpu") as unplanned:
         head(encoder(inputs)).square().mean().backward()
     budget = before + unplanned.peak_bytes * 8 // 10

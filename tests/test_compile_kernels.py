@@ -14,7 +14,7 @@ from torch.nn import functional
 import memfit
 from memfit.errors import InvalidTargetError, UnsupportedStepError
 from memfit.runtime.compile.model import PlannedCalls
-from memfit.runtime.compile.occupancy import bytes_beside
+from memfit.runtime.compile.occupancy import bytes_now
 from memfit.system.recorder import record
 
 
@@ -129,7 +129,7 @@ def test_batch_norm_by_cudnn_updates_its_statistics_once(kind: str, share: float
         eager(given).backward()
     eager.zero_grad()
     eager.load_state_dict(planned.state_dict())
-    budget = bytes_beside((), torch.device("cpu")) + int(share * usage.peak_bytes)
+    budget = bytes_now(torch.device("cpu")) + int(share * usage.peak_bytes)
     memfit.compile(planned, budget=budget, reserve=0, time_limit_seconds=60, options={"iterations": 1000, "threads": 1})
     for _ in range(3):
         for model in (eager, planned):

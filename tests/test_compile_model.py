@@ -24,7 +24,7 @@ from memfit.errors import (
 )
 from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.model import PlannedCalls, compile_in_place
-from memfit.runtime.compile.occupancy import bytes_beside
+from memfit.runtime.compile.occupancy import bytes_now
 from memfit.system.recorder import record
 
 pytestmark = [
@@ -74,7 +74,7 @@ def calls_of(model: nn.Module) -> PlannedCalls:
 def test_a_loop_that_accumulates_keeps_its_bits_and_its_budget(kind: Any) -> None:
     model = deep_model()
     eager = copy.deepcopy(model)
-    before = bytes_beside((), CPU)
+    before = bytes_now(CPU)
     with record("cpu") as usage:
         expected = train(eager, kind(eager.parameters(), lr=1e-2))
     budget = before + usage.peak_bytes * 6 // 10
@@ -139,7 +139,7 @@ def test_dropout_without_gradients_rounds_as_eagers() -> None:
 def test_a_backward_pass_that_takes_more_than_planned_is_planned_for_less(caplog: pytest.LogCaptureFixture) -> None:
     model = deep_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    budget = bytes_beside((), CPU) + 6_000_000
+    budget = bytes_now(CPU) + 6_000_000
 
     def loss_with_workspace(outputs: torch.Tensor, workspace_bytes: int) -> torch.Tensor:
         torch.empty(workspace_bytes, dtype=torch.uint8).fill_(0)
@@ -159,7 +159,7 @@ def test_a_backward_pass_that_takes_more_than_planned_is_planned_for_less(caplog
 def test_an_update_beyond_the_budget_raises() -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    budget = bytes_beside((), CPU) + sum(p.nbytes for p in model.parameters()) * 3 // 2
+    budget = bytes_now(CPU) + sum(p.nbytes for p in model.parameters()) * 3 // 2
     compile_in_place(model, {"budget": budget, "reserve": 0, "options": OPTIONS}, "here").account.follow(optimizer)
     account = calls_of(model).account
     account.bytes_to_come = lambda: 0  # an optimizer whose state is not what its first step showed
@@ -170,7 +170,7 @@ def test_an_update_beyond_the_budget_raises() -> None:
 
 
 def test_an_evaluation_beyond_the_budget_raises() -> None:
-    model = memfit.compile(deep_model(), budget=bytes_beside((), CPU) + (1 << 20), reserve=0)
+    model = memfit.compile(deep_model(), budget=bytes_now(CPU) + (1 << 20), reserve=0)
     with torch.no_grad():
         model(torch.randn(8, 64))
         inputs = torch.randn(2048, 64)
@@ -199,7 +199,7 @@ def test_what_runs_without_gradients_before_backward_belongs_to_the_step() -> No
     gc.collect()
     with record("cpu") as usage:
         expected = train(copy.deepcopy(model), optimizer)
-    budget = bytes_beside((), CPU) + usage.peak_bytes * 7 // 10
+    budget = bytes_now(CPU) + usage.peak_bytes * 7 // 10
     memfit.compile(model, budget=budget, optimizer=optimizer, options=OPTIONS)
     assert train(model, optimizer)[0] == expected[0]
     assert calls_of(model).account.ran == 18, "each call runs a planned graph and one without gradients"

@@ -12,7 +12,7 @@ from test_integrations import CPU, OPTIONS, Peak, assert_same, logged, small_gpt
 from test_integrations import fresh_libraries as fresh_libraries  # used by every test
 
 import memfit
-from memfit.runtime.compile.occupancy import bytes_beside
+from memfit.runtime.compile.occupancy import bytes_now
 
 peft = pytest.importorskip("peft", reason="pip install peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # these libraries' own
@@ -113,7 +113,7 @@ def test_an_sft_trainer_keeps_its_bits_and_its_budget(tmp_path: Path, settings: 
 
     stock, peak = _sft_trainer(tmp_path, **settings), Peak()
     peak.run(stock.train)
-    budget = bytes_beside((), CPU) + peak.above_bytes * 11 // 10  # most is a buffer for logits, outside of the model
+    budget = bytes_now(CPU) + peak.above_bytes * 11 // 10  # most is a buffer for logits, outside of the model
     callback = MemfitCallback(budget, options=OPTIONS)
     planned = _sft_trainer(tmp_path, [callback], **settings)
     planned.train()

@@ -23,7 +23,7 @@ from memfit.runtime.compile.chains import with_chains
 from memfit.runtime.compile.inductor import _Aim, _leave_out_overwritten  # pyright: ignore[reportPrivateUsage]
 from memfit.runtime.compile.model import PlannedCalls
 from memfit.runtime.compile.node_halves import node_halves, rejoined
-from memfit.runtime.compile.occupancy import bytes_beside
+from memfit.runtime.compile.occupancy import bytes_now
 from memfit.runtime.inductor_step import InductorStep
 from memfit.schedule import Schedule
 from memfit.system.recorder import record
@@ -39,7 +39,7 @@ OPTIONS = {"iterations": 3_000}
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
     torch.compiler.reset()
-    Trained.others_bytes = bytes_beside((), torch.device("cpu"))
+    Trained.others_bytes = bytes_now(torch.device("cpu"))
     yield
     torch.compiler.reset()
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memfit.errors import InvalidOptionError, InvalidTargetError, OverBudgetError, UnsupportedStepError
-from memfit.runtime.compile.occupancy import bytes_beside
+from memfit.runtime.compile.occupancy import bytes_now
 from memfit.system.recorder import record
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # these libraries' own
@@ -64,7 +64,7 @@ class Peak:
         self.above_bytes = 0
 
     def budget(self, share: float) -> int:
-        return bytes_beside((), CPU) + int(share * self.above_bytes)
+        return bytes_now(CPU) + int(share * self.above_bytes)
 
     def run(self, run: Any) -> None:
         gc.collect()  # what earlier tests left would be freed inside of the record, and lower its peak
@@ -164,7 +164,7 @@ def test_an_evaluation_without_training_is_held_to_the_budget(tmp_path: Path) ->
     from memfit.integrations.transformers import MemfitCallback
 
     with pytest.raises(OverBudgetError, match="evaluation smaller"):
-        trainer_of(tmp_path, [MemfitCallback(bytes_beside((), CPU) + (1 << 19))]).evaluate()
+        trainer_of(tmp_path, [MemfitCallback(bytes_now(CPU) + (1 << 19))]).evaluate()
     late = trainer_of(tmp_path)
     late.add_callback(MemfitCallback("1GiB"))
     with pytest.raises(UnsupportedStepError, match="callbacks=\\[MemfitCallback"):

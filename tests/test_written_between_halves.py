@@ -13,7 +13,7 @@ from torch import nn
 
 import memfit
 from memfit.errors import UnsupportedStepError
-from memfit.runtime.compile.occupancy import bytes_beside
+from memfit.runtime.compile.occupancy import bytes_now
 from memfit.system.recorder import record
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -70,7 +70,7 @@ def test_gradients_are_eagers_whatever_is_written_in_between(name: str) -> None:
     gc.collect()
     with record("cpu") as usage:
         expected = gradients(eager, WRITES[name])
-    budget = bytes_beside((), torch.device("cpu")) + int(0.86 * usage.peak_bytes)
+    budget = bytes_now(torch.device("cpu")) + int(0.86 * usage.peak_bytes)
     memfit.compile(model, budget=budget, reserve=0)
     assert all(map(torch.equal, gradients(model, WRITES[name]), expected))
 

@@ -109,8 +109,11 @@ def bare_overload(target: object) -> Callable[..., Any] | None:
 
 
 def is_view(operator: Any) -> bool:
-    """Return whether an operator returns a view of its first argument, and does no more."""
-    return getattr(operator, "is_view", False) or operator is torch.ops.aten._unsafe_view.default
+    """Return whether an operator always returns views of its first argument; `to`, made of others, does so at times."""
+    if operator is torch.ops.aten._unsafe_view.default:
+        return True
+    made_of_others = torch._C.DispatchKey.CompositeImplicitAutograd
+    return getattr(operator, "is_view", False) and not operator.has_kernel_for_dispatch_key(made_of_others)
 
 
 def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
