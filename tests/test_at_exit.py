@@ -23,6 +23,7 @@ wait_at_exit(thread)
 
 # Without a pause Python's lock is passed on only where somebody waits: gloo's thread is left with what it was lent.
 _RANK = """
+import os
 import sys
 import torch.distributed as dist
 from memfit.runtime.agreement import agreement_of
@@ -32,6 +33,12 @@ agreement = agreement_of(dist.group.WORLD)
 sys.setswitchinterval(1000)
 for number in range(200):
     assert agreement.numbers("counting", number) == [(number,), (number,)]
+if sys.argv[3] == "forked":
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)
+    os.waitpid(child, 0)
+    assert agreement.numbers("after the child", 1) == [(1,), (1,)]
 if sys.argv[3] == "destroyed":
     dist.destroy_process_group()
 """
@@ -50,7 +57,7 @@ def test_ranks_end_while_gloos_threads_hold_tensors(tmp_path: Path) -> None:
             stderr=subprocess.PIPE,
             text=True,
         )
-        for pair, end in enumerate(["left", "left", "destroyed"])
+        for pair, end in enumerate(["left", "left", "forked", "destroyed"])
         for rank in range(2)
     ]
     errors = [run.communicate(timeout=240)[1] for run in runs]

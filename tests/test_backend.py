@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from occupied import bytes_now
 from steps import MODELS, ConvNet, conv_batch, cross_entropy, make_pair, unusual_batch
 from torch import nn
 
@@ -23,7 +24,6 @@ from memfit.errors import (
     UnsupportedStepError,
 )
 from memfit.runtime.compile import backend
-from memfit.runtime.compile.occupancy import bytes_now
 from memfit.system.recorder import record
 
 # Dynamo's own warnings while it traces, which are errors under pytest.

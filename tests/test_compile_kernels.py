@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from occupied import bytes_now
 from torch import nn
 from torch.nn import functional
 
 import memfit
 from memfit.errors import InvalidTargetError, UnsupportedStepError
 from memfit.runtime.compile.model import PlannedCalls
-from memfit.runtime.compile.occupancy import bytes_now
 from memfit.system.recorder import record
 
 

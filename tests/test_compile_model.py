@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from occupied import bytes_now
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -24,7 +25,6 @@ from memfit.errors import (
 )
 from memfit.runtime.compile.account import Account
 from memfit.runtime.compile.model import PlannedCalls, compile_in_place
-from memfit.runtime.compile.occupancy import bytes_now
 from memfit.system.recorder import record
 
 pytestmark = [

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from occupied import bytes_now
 from test_integrations import CPU, OPTIONS, Peak, assert_same, logged, small_gpt, texts, trainer_of
 from test_integrations import fresh_libraries as fresh_libraries  # used by every test
 
 import memfit
-from memfit.runtime.compile.occupancy import bytes_now
 
 peft = pytest.importorskip("peft", reason="pip install peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # these libraries' own

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from occupied import bytes_now
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -23,7 +24,6 @@ from memfit.runtime.compile.chains import with_chains
 from memfit.runtime.compile.inductor import _Aim, _leave_out_overwritten  # pyright: ignore[reportPrivateUsage]
 from memfit.runtime.compile.model import PlannedCalls
 from memfit.runtime.compile.node_halves import node_halves, rejoined
-from memfit.runtime.compile.occupancy import bytes_now
 from memfit.runtime.inductor_step import InductorStep
 from memfit.schedule import Schedule
 from memfit.system.recorder import record

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from occupied import bytes_now
 from torch import nn
 
 from memfit.errors import InvalidOptionError, InvalidTargetError, OverBudgetError, UnsupportedStepError
-from memfit.runtime.compile.occupancy import bytes_now
 from memfit.system.recorder import record
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # these libraries' own

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from occupied import bytes_now
 from torch import nn
 
 import memfit
 from memfit.errors import UnsupportedStepError
-from memfit.runtime.compile.occupancy import bytes_now
 from memfit.system.recorder import record
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

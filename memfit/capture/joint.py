@@ -268,27 +268,28 @@ class _JointCapture:
                 f"{_module_name(node) or 'the model'} lets a tensor have the memory of another one (`.data = ...`), "
                 "which a planned step would not: copy the values (`.data.copy_(...)`), or do it between calls"
             )
-        is_stale = _is_stale(node, args)
-        if is_stale:
-            args = self._as_reshaped(node.target, args, kwargs)
-        is_known = "val" in node.meta and not _is_within_another(node) and not is_stale
+        if _is_stale(node, args):
+            self._results[node] = self._reshaped(node.target, args, kwargs)
+            return
+        is_known = "val" in node.meta and not _is_within_another(node)
         if is_known and not self.trace.corrections and not self._results:
             self.trace.add_call(node.target, args, kwargs, node.meta["val"])
             return
         returned = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
         self._results[node] = self.trace.add_call(node.target, args, kwargs, returned)
 
-    def _as_reshaped(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the arguments of a view, with a copy of a tensor whose strides do not let it be made.
+    def _reshaped(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return a view that was traced of a tensor of other strides: of a copy where these do not let it be made.
 
-        The tensor that was traced had others; eager reshapes, which copies such a tensor.
+        Eager reshapes there, which copies such a tensor.
         """
         try:
-            view(*args, **kwargs)
+            returned = view(*args, **kwargs)
         except (RuntimeError, ValueError):
             clone, how = torch.ops.aten.clone.default, {"memory_format": torch.contiguous_format}
-            return self.trace.add_call(clone, args[:1], how, clone(args[0], **how)), *args[1:]
-        return args
+            args = self.trace.add_call(clone, args[:1], how, clone(args[0], **how)), *args[1:]
+            returned = view(*args, **kwargs)
+        return self.trace.add_call(view, args, kwargs, returned)
 
     def _argument(self, leaf: Any) -> Any:
         if not isinstance(leaf, Node):
@@ -316,7 +317,7 @@ def _is_stale(node: Node, args: tuple[Any, ...]) -> bool:
     """Return whether a view was described when another call stood in the place of the one that it is a view of."""
     if not args or not is_fake(args[0]) or not is_view(node.target):
         return False
-    return any(storage_key(each) != storage_key(args[0]) for each in tensors_in(node.meta["val"]))
+    return any(storage_key(each) != storage_key(args[0]) for each in tensors_in(node.meta.get("val")))
 
 
 def is_tangent(node: Node) -> bool:

@@ -273,7 +273,7 @@ class Trace:
         if not mutated and func._schema.returns and all(self._is_alias(output) for output in outputs):
             return returned
         traced_args, traced_kwargs = self._values_of((args, kwargs))
-        if is_view(func) and is_fake(args[0]) and func._overloadpacket not in _SPECIAL_CASES:
+        if args and is_fake(args[0]) and is_view(func) and func._overloadpacket not in _SPECIAL_CASES:
             if all(self._is_alias(output) for output in outputs):  # of a constant that came with this call
                 return returned
             raise CaptureError(

@@ -7,6 +7,7 @@ it runs over a gloo group of its own, on the CPU, with the timeout of the step's
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -223,10 +224,12 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
 
 @cache
 def _end_all_at_exit() -> None:
-    atexit.register(_end_all)  # after a thread that still trains
+    atexit.register(_end_all, os.getpid())  # after a thread that still trains
 
 
-def _end_all() -> None:
+def _end_all(process: int) -> None:
+    if os.getpid() != process:  # gloo's threads and connections are the parent's, of which this one was forked
+        return
     for agreement in tuple(_known.values()):
         agreement.end()
 

@@ -39,16 +39,6 @@ def bytes_from_before(device: torch.device) -> int:
     return sum(size for pointer, size in _storages(_all_tensors(), device).items() if not is_counted(pointer, device))
 
 
-def bytes_now(device: torch.device) -> int:
-    """Return all bytes on `device`, also of tensors without a Python object, but for such from before the recorder.
-
-    Args:
-        device: a CPU or CUDA device.
-    """
-    before = bytes_from_before(device)  # collects garbage
-    return before + allocated_bytes(device)
-
-
 def bytes_of(tensors: Sequence[torch.Tensor], device: torch.device) -> int:
     """Return the bytes that the storages of `tensors` take of `device`, each storage once."""
     return sum(_storages(tensors, device).values())
