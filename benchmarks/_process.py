@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 CACHE = "MEMFIT_CACHE"
 CHILD = "--child"
 _COMPLAINT_LINES = 3
+_EXIT_SECONDS = 10.0
 
 
 def in_fresh_process(
@@ -40,6 +45,58 @@ def in_fresh_process(
             why = " ".join(complaint.strip().splitlines()[-_COMPLAINT_LINES:])
             return last | {"error": f"exit status {status}: {why}"}
         return last
+
+
+def in_forked_child(
+    measure: Callable[[], dict[str, Any] | Iterator[dict[str, Any]]], *, timeout_seconds: float
+) -> dict[str, Any]:
+    """Call `measure` in a fork of this process; return its last answer, with `error` if it did not come to its end.
+
+    What this process has imported need not be imported again. It must not have touched CUDA: a fork cannot use it then.
+    What the child started ends with it. `timed_out` is there where the time was up.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_answer_through, args=(measure, theirs))
+    child.start()
+    theirs.close()
+    last: dict[str, Any] = {}
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        while ours.poll(max(0.0, deadline - time.monotonic())):
+            last = ours.recv()
+        return last | {"error": f"took more than {timeout_seconds:.0f} s", "timed_out": True}
+    except EOFError:
+        child.join(_EXIT_SECONDS)
+        return last if child.exitcode == 0 else last | {"error": last.get("error", f"exit status {child.exitcode}")}
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid or 0, signal.SIGKILL)
+        child.kill()
+        child.join()
+        ours.close()
+
+
+def _answer_through(
+    measure: Callable[[], dict[str, Any] | Iterator[dict[str, Any]]], pipe: Connection
+) -> None:
+    """In a fork: send each answer of `measure`, and in the end how it failed, if it did."""
+    os.setpgrp()
+    last: dict[str, Any] = {}
+    try:
+        answers = measure()
+        for last in [answers] if isinstance(answers, dict) else answers:
+            pipe.send(last)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the parent says it
+        traceback.print_exc()
+        pipe.send(last | {"error": f"{type(error).__name__}: {error}"})
+        pipe.close()
+        sys.stderr.flush()
+        os._exit(1)
+    pipe.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of torch may not end in a fork
 
 
 def run_for(command: Sequence[str], seconds: float, **how: Any) -> tuple[int | None, str]:
