@@ -1,7 +1,7 @@
 """Runs traces on torch's own CUDA allocator, in a process of its own; needs a CUDA build of torch and nothing else.
 
 Reads one JSON from standard input, writes one to standard output. Started by `cuda_allocator.py`, which preloads the
-GPU that is not there (`_fake_gpu.cpp`).
+GPU that is not there (`cuda_build.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ROOM_BYTES, LARGE_BYTES = 64 << 30, 2 << 20
 class Device:
     """torch's allocator over the fake device: events go in, three counters come out."""
 
-    def __init__(self, fake: str) -> None:
-        self._fake = ctypes.CDLL(fake)
+    def __init__(self) -> None:
+        self._fake = ctypes.CDLL(os.environ["FAKE_GPU"])
         self._capacity = ctypes.c_uint64.in_dll(self._fake, "fake_capacity_bytes")
         self._streams = [torch.cuda.default_stream(), *(torch.cuda.Stream() for _ in range(STREAMS - 1))]
         self._tensors: dict[int, torch.Tensor] = {}
@@ -86,7 +86,7 @@ def main() -> None:
     job = json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):
         torch.cuda.init()
-        device = Device(job["fake"])
+        device = Device()
         results = [device.replay(trace) for trace in job["traces"]]
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     json.dump({"torch": torch.__version__, "settings": settings, "results": results}, sys.stdout)

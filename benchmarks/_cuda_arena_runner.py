@@ -1,7 +1,7 @@
 """The arena's allocator in front of torch's own, in a CUDA build of torch; for a process of its own.
 
 Reads one JSON from standard input, writes one to standard output. Started by `cuda_arena.py`, which preloads the GPU
-that is not there (`_fake_gpu.cpp`): its kernels do nothing, so that what is checked here are addresses and bytes.
+that is not there (`cuda_build.py`): its kernels do nothing, so that what is checked here are addresses and bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import itertools
 import json
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -279,9 +280,8 @@ def planned(job: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Run the job of the input."""
     job = json.load(sys.stdin)
-    fake = ctypes.CDLL(job["fake"])
+    fake = ctypes.CDLL(os.environ["FAKE_GPU"])
     fake.fake_held_bytes.restype = ctypes.c_uint64
-    ctypes.c_int.in_dll(fake, "fake_has_memory").value = 1
     found: dict[str, Any] = {"torch": torch.__version__}
     with contextlib.redirect_stdout(sys.stderr):
         torch.cuda.init()

@@ -1,7 +1,8 @@
-// A GPU that is not there: what torch's caching allocator asks of the CUDA runtime and driver, over bare numbers.
+// A GPU that is not there: what torch asks of the CUDA runtime, the driver, NVML and cuBLAS, over bare numbers.
 // Addresses only grow and are never used again. Nothing lies behind them, unless `fake_has_memory` is set: then there is
-// memory of the host, which copies read and write; kernels are launched and do nothing. Preloaded by cuda_allocator.py and
-// cuda_arena.py.
+// memory of the host, which copies read and write; kernels are launched and do nothing. `cuda_build.py` compiles and
+// preloads it. Its settings are exported variables; each starts with what the environment variable of the same name in
+// capitals says (FAKE_HAS_MEMORY=1).
 
 #include <cstdint>
 #include <cstdlib>
@@ -11,6 +12,7 @@
 #include <unordered_map>
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -18,6 +20,7 @@
 namespace {
 
 constexpr uint64_t kPage = 2 << 20;
+constexpr size_t kZeroed = 64 << 10;
 
 uint64_t next_address = uint64_t{1} << 40;
 uint64_t next_handle = 1;
@@ -37,12 +40,27 @@ uint64_t in_pages(uint64_t bytes) {
 
 }  // namespace
 
+static uint64_t setting(const char* name, uint64_t otherwise) {
+  const char* text = getenv(name);
+  return text == nullptr ? otherwise : strtoull(text, nullptr, 10);
+}
+
 extern "C" {
 
-int fake_has_memory = 0;  // may be set by the caller, before anything is allocated
-uint64_t fake_launches = 0, fake_waits = 0;
+int fake_has_memory = setting("FAKE_HAS_MEMORY", 0);  // before anything is allocated
+int fake_devices = setting("FAKE_DEVICES", 1);        // before torch is initialized
+uint64_t fake_capacity_bytes = setting("FAKE_CAPACITY_BYTES", uint64_t{64} << 30);  // torch reads the total once
+int fake_vmm_fails = setting("FAKE_VMM_FAILS", 0);    // segments cannot be mapped, as under WSL2
+uint64_t fake_gemm_us = setting("FAKE_GEMM_US", 0);   // the time of each matrix product on the device
+
+uint64_t fake_launches = 0, fake_waits = 0, fake_cublas_handles = 0;
+uint64_t fake_pending_us = 0;  // of products that nobody has waited for
+uint64_t fake_mallocs_on[8] = {0}, fake_bytes_on[8] = {0}, fake_streams_on[8] = {0}, fake_registers_on[8] = {0},
+         fake_launches_on[8] = {0};  // by device
 
 }  // extern "C"
+
+static thread_local int current_device = 0;
 
 namespace {
 
@@ -66,8 +84,6 @@ void unmap(void* address, uint64_t bytes) {
 
 extern "C" {
 
-uint64_t fake_capacity_bytes = uint64_t{64} << 30;  // may be set by the caller; torch reads the total once
-
 uint64_t fake_held_bytes() {
   return held_bytes;
 }
@@ -78,16 +94,17 @@ void fake_finish(void* stream) {
 }
 
 cudaError_t cudaGetDeviceCount(int* count) {
-  *count = 1;
+  *count = fake_devices;
   return cudaSuccess;
 }
 
 cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = current_device;
   return cudaSuccess;
 }
 
-cudaError_t cudaSetDevice(int) {
+cudaError_t cudaSetDevice(int device) {
+  current_device = device;
   return cudaSuccess;
 }
 
@@ -114,8 +131,20 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = 0;
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  static const std::map<int, int> known = {
+      {cudaDevAttrMultiProcessorCount, 132},
+      {cudaDevAttrMaxThreadsPerBlock, 1024},
+      {cudaDevAttrWarpSize, 32},
+      {cudaDevAttrMaxThreadsPerMultiProcessor, 2048},
+      {cudaDevAttrComputeCapabilityMajor, 9},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10},
+      {cudaDevAttrMaxSharedMemoryPerBlock, 48 << 10},
+      {cudaDevAttrMaxGridDimX, 2147483647},
+      {cudaDevAttrMaxGridDimY, 65535},
+  };
+  const auto found = known.find(attribute);
+  *value = found == known.end() ? 0 : found->second;
   return cudaSuccess;
 }
 
@@ -125,6 +154,8 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 }
 
 cudaError_t cudaDeviceSynchronize() {
+  usleep(fake_pending_us);
+  fake_pending_us = 0;
   for (auto& [stream, marks] : streams) marks.done = marks.begun;
   return cudaSuccess;
 }
@@ -148,6 +179,8 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   const uint64_t address = reserve(bytes);
   given[address] = bytes;
   held_bytes += bytes;
+  ++fake_mallocs_on[current_device];
+  fake_bytes_on[current_device] += bytes;
   *pointer = reinterpret_cast<void*>(address);
   return cudaSuccess;
 }
@@ -189,6 +222,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 }
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+  ++fake_streams_on[current_device];
   *stream = reinterpret_cast<cudaStream_t>(++next_handle << 8);
   return cudaSuccess;
 }
@@ -230,11 +264,12 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind)
 }
 
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
-  memset(to, value, bytes);
+  if (value != 0 || bytes <= kZeroed) memset(to, value, bytes);  // fresh memory of the host is zero anyhow
   return cudaSuccess;
 }
 
 cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
+  ++fake_launches_on[current_device];
   ++fake_launches;
   return cudaSuccess;
 }
@@ -290,6 +325,7 @@ cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
 }
 
 cudaError_t cudaHostRegister(void*, size_t, unsigned) {
+  ++fake_registers_on[current_device];
   return cudaSuccess;
 }
 
@@ -306,6 +342,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
   memset(attributes, 0, sizeof *attributes);
   const bool is_here = reinterpret_cast<uint64_t>(pointer) >> 40 == 1;
   attributes->type = is_here ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
+  attributes->device = current_device;
   return cudaSuccess;
 }
 
@@ -351,6 +388,10 @@ static CUresult error_string(CUresult, const char** text) {
   return CUDA_SUCCESS;
 }
 
+static CUresult set_access() {
+  return fake_vmm_fails ? CUDA_ERROR_UNKNOWN : CUDA_SUCCESS;
+}
+
 static CUresult nothing() {
   return CUDA_SUCCESS;
 }
@@ -370,7 +411,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, uns
       {"cuMemGetAllocationGranularity", reinterpret_cast<void*>(granularity)},
       {"cuGetErrorString", reinterpret_cast<void*>(error_string)},
       {"cuMemMap", reinterpret_cast<void*>(nothing)},
-      {"cuMemSetAccess", reinterpret_cast<void*>(nothing)},
+      {"cuMemSetAccess", reinterpret_cast<void*>(set_access)},
       {"cuMemUnmap", reinterpret_cast<void*>(nothing)},
       {"cuMemAddressFree", reinterpret_cast<void*>(nothing)},
   };
@@ -426,6 +467,13 @@ int nvmlSystemGetCudaDriverVersion_v2() {
     return 0;                   \
   }
 
+#define PRODUCT(name)                \
+  int product_##name() asm(#name);   \
+  int product_##name() {             \
+    fake_pending_us += fake_gemm_us; \
+    return 0;                        \
+  }
+
 DONE(cublasDestroy_v2)
 DONE(cublasGetMathMode)
 DONE(cublasGetPointerMode_v2)
@@ -433,14 +481,14 @@ DONE(cublasSetMathMode)
 DONE(cublasSetPointerMode_v2)
 DONE(cublasSetStream_v2)
 DONE(cublasSetWorkspace_v2)
-DONE(cublasSgemm_v2)
-DONE(cublasSgemmEx)
-DONE(cublasSgemmStridedBatched)
+PRODUCT(cublasSgemm_v2)
+PRODUCT(cublasSgemmEx)
+PRODUCT(cublasSgemmStridedBatched)
 DONE(cublasSgemv_v2)
 DONE(cublasSdot_v2)
-DONE(cublasGemmEx)
-DONE(cublasGemmStridedBatchedEx)
-DONE(cublasLtMatmul)
+PRODUCT(cublasGemmEx)
+PRODUCT(cublasGemmStridedBatchedEx)
+PRODUCT(cublasLtMatmul)
 DONE(cublasLtMatmulDescDestroy)
 DONE(cublasLtMatmulDescSetAttribute)
 DONE(cublasLtMatmulPreferenceDestroy)
@@ -455,7 +503,11 @@ DONE(cublasLtMatrixLayoutSetAttribute)
     return 0;                                \
   }
 
-MADE(cublasCreate_v2)
+int made_handle(void** thing) asm("cublasCreate_v2");
+int made_handle(void** thing) {  // torch keeps workspaces by handle: each has another
+  *thing = reinterpret_cast<void*>(0x1000 + 64 * ++fake_cublas_handles);
+  return 0;
+}
 MADE(cublasLtMatmulDescCreate)
 MADE(cublasLtMatmulPreferenceCreate)
 MADE(cublasLtMatrixLayoutCreate)

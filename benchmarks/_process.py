@@ -77,9 +77,7 @@ def in_forked_child(
         ours.close()
 
 
-def _answer_through(
-    measure: Callable[[], dict[str, Any] | Iterator[dict[str, Any]]], pipe: Connection
-) -> None:
+def _answer_through(measure: Callable[[], dict[str, Any] | Iterator[dict[str, Any]]], pipe: Connection) -> None:
     """In a fork: send each answer of `measure`, and in the end how it failed, if it did."""
     os.setpgrp()
     last: dict[str, Any] = {}

@@ -1,24 +1,17 @@
 """The model of torch's CUDA caching allocator against the allocator itself: equal after every event, or it fails.
 
-The allocator is that of a CUDA build of torch, over a GPU that is not there (`_fake_gpu.cpp`); no driver is needed. The
-build is several GB, so that it has an environment of its own:
+The allocator is that of a CUDA build of torch, over a GPU that is not there (`cuda_build.py`); no driver is needed.
 
-    python3.11 -m venv /tmp/cuda-torch && /tmp/cuda-torch/bin/pip install 'torch===2.13.0' numpy
-    python benchmarks/cuda_allocator.py /tmp/cuda-torch/bin/python
-
+    python benchmarks/cuda_allocator.py
     python benchmarks/cuda_reserved.py --save /tmp/plans
-    python benchmarks/cuda_allocator.py /tmp/cuda-torch/bin/python --plans /tmp/plans
-
-(`===` takes the CUDA build even where pip also finds a `+cpu` one.)
+    python benchmarks/cuda_allocator.py --torch 2.13.0 --plans /tmp/plans
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -27,6 +20,7 @@ from typing import Any
 
 from _cuda_traces import CAPACITY_BYTES, Trace, random_trace
 from _record import FOLDER, store
+from cuda_build import TORCH, Build, made
 
 from memfit.plan import Plan
 from memfit.simulate.cuda_allocator import AllocatorSettings, replay
@@ -36,30 +30,15 @@ from memfit.system.files import write_atomically
 MOST_SPLIT_BYTES = 32 << 20
 SETTINGS = {"default": (False, None), "expandable": (True, None), "max_split": (False, MOST_SPLIT_BYTES)}
 GOLDEN_TRACES = 12  # of each setting
-PRELOADED = ("libcuda.so.1", "libnvidia-ml.so.1")
 
 
-def build_fake(python: str, folder: Path) -> list[str]:
-    """Compile the fake GPU against the headers of a CUDA build of torch; return the libraries to preload."""
-    find = "import torch; print(torch.__file__)"
-    found = subprocess.run([python, "-c", find], capture_output=True, text=True, check=True).stdout.strip()
-    packages = Path(found).parents[1]
-    (headers,) = packages.glob("nvidia/cu*/include/cuda_runtime_api.h")
-    folders = [headers.parent, packages / "triton/backends/nvidia/include"]
-    include = [word for each in folders for word in ("-isystem", str(each))]
-    build = ["c++", "-std=c++20", "-shared", "-fPIC", "-O1", *include, str(FOLDER / "_fake_gpu.cpp")]
-    for name in PRELOADED:  # torch looks for both by these names
-        subprocess.run([*build, f"-Wl,-soname,{name}", "-o", str(folder / name)], check=True)
-    return [str(folder / name) for name in PRELOADED]
-
-
-def run_on_torch(python: str, fakes: Sequence[str], traces: Sequence[Trace]) -> dict[str, Any]:
+def run_on_torch(build: Build, traces: Sequence[Trace]) -> dict[str, Any]:
     """Run traces with the same switches on torch's allocator; return its version and the counters."""
     settings = traces[0].settings
     switches = [f"expandable_segments:{settings.expandable_segments}"]
     if settings.max_split_bytes is not None:
         switches.append(f"max_split_size_mb:{settings.max_split_bytes >> 20}")
-    environment = os.environ | {"LD_PRELOAD": ":".join(fakes), "PYTORCH_CUDA_ALLOC_CONF": ",".join(switches)}
+    environment = build.environment({"PYTORCH_CUDA_ALLOC_CONF": ",".join(switches), "FAKE_HAS_MEMORY": "0"})
     described = [
         {
             "events": trace.events,
@@ -69,8 +48,8 @@ def run_on_torch(python: str, fakes: Sequence[str], traces: Sequence[Trace]) -> 
         for trace in traces
     ]
     done = subprocess.run(
-        [python, str(FOLDER / "_cuda_allocator_runner.py")],
-        input=json.dumps({"fake": fakes[0], "traces": described}),
+        [str(build.python), str(FOLDER / "_cuda_allocator_runner.py")],
+        input=json.dumps({"traces": described}),
         capture_output=True,
         text=True,
         check=False,
@@ -105,7 +84,7 @@ def plan_traces(folder: Path, settings: AllocatorSettings) -> list[Trace]:
     return traces
 
 
-def write_golden(path: Path, python: str, fakes: Sequence[str]) -> None:
+def write_golden(path: Path, build: Build) -> None:
     """Store short traces of each setting with torch's counters, for the test that runs without a CUDA build."""
     kept: list[dict[str, Any]] = []
     version = ""
@@ -114,7 +93,7 @@ def write_golden(path: Path, python: str, fakes: Sequence[str]) -> None:
         traces = sorted(drawn, key=lambda trace: len(trace.events))[:GOLDEN_TRACES]
         for is_capped in (False, True):
             group = [trace for trace in traces if (trace.settings.allowed_bytes is not None) == is_capped]
-            answer = run_on_torch(python, fakes, group)
+            answer = run_on_torch(build, group)
             version = answer["torch"]
             kept += [
                 {"settings": asdict(trace.settings), "events": trace.events, **result}
@@ -124,7 +103,7 @@ def write_golden(path: Path, python: str, fakes: Sequence[str]) -> None:
     write_atomically(path, document)  # compressed, by its name
 
 
-def compare(python: str, fakes: Sequence[str], name: str, traces: Sequence[Trace]) -> dict[str, Any]:
+def compare(build: Build, name: str, traces: Sequence[Trace]) -> dict[str, Any]:
     """Compare the model with torch on traces with the same switches; those under a cap have a process of their own."""
     begun = time.perf_counter()
     capped = [trace for trace in traces if trace.settings.allowed_bytes is not None]
@@ -135,7 +114,7 @@ def compare(python: str, fakes: Sequence[str], name: str, traces: Sequence[Trace
     for group in (free, capped):
         if not group:
             continue
-        answer = run_on_torch(python, fakes, group)
+        answer = run_on_torch(build, group)
         version = answer["torch"]
         refused += sum(len(result["refused"]) for result in answer["results"])
         found = [first_difference(*pair) for pair in zip(group, answer["results"], strict=True)]
@@ -161,29 +140,28 @@ def compare(python: str, fakes: Sequence[str], name: str, traces: Sequence[Trace
 def main() -> None:
     """Compare, print, and store; exit with 1 where anything differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("python", help="the Python of an environment with a CUDA build of torch")
+    parser.add_argument("--torch", default=TORCH, help="version (default: %(default)s)")
     parser.add_argument("--traces", type=int, default=1000, help="random traces for each setting")
     parser.add_argument("--plans", type=Path, help="folder of plans, whose events are compared too")
     parser.add_argument("--golden", type=Path, help="only write the traces that the tests compare with")
     parser.add_argument("--dry-run", action="store_true", help="store nothing")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        fakes = build_fake(options.python, Path(folder))
-        results: dict[str, Any] = {}
-        if options.golden is not None:
-            write_golden(options.golden, options.python, fakes)
-            return
-        for name, (expandable, most_split) in SETTINGS.items():
-            traces = [
-                random_trace(seed, expandable=expandable, max_split_bytes=most_split) for seed in range(options.traces)
-            ]
-            results[name] = compare(options.python, fakes, name, traces)
-            if options.plans is not None and most_split is None:
-                settings = AllocatorSettings(expandable_segments=expandable, capacity_bytes=CAPACITY_BYTES)
-                traces = plan_traces(options.plans, settings)
-                results[f"{name}, plans"] = compare(options.python, fakes, f"{name}, plans", traces)
-            if not options.dry_run:
-                store("cuda_allocator", {"results": results})
+    build = made(options.torch)
+    results: dict[str, Any] = {}
+    if options.golden is not None:
+        write_golden(options.golden, build)
+        return
+    for name, (expandable, most_split) in SETTINGS.items():
+        traces = [
+            random_trace(seed, expandable=expandable, max_split_bytes=most_split) for seed in range(options.traces)
+        ]
+        results[name] = compare(build, name, traces)
+        if options.plans is not None and most_split is None:
+            settings = AllocatorSettings(expandable_segments=expandable, capacity_bytes=CAPACITY_BYTES)
+            traces = plan_traces(options.plans, settings)
+            results[f"{name}, plans"] = compare(build, f"{name}, plans", traces)
+        if not options.dry_run:
+            store("cuda_allocator", {"results": results})
     if any(result["differ"] for result in results.values()):
         raise SystemExit(1)
 

@@ -2,29 +2,21 @@
 
 Random steps on several streams: no two live tensors may overlap, torch's statistics hold, and nothing is left at the
 end. What else the allocator does (caps, pools, snapshots) is tried while a step runs. Planned steps: each reserves
-exactly the bytes that were predicted, the first one too, and each request has its place. (`_fake_gpu.cpp`: kernels do
+exactly the bytes that were predicted, the first one too, and each request has its place. (`cuda_build.py`: kernels do
 nothing.)
 
-    for version in 2.11.0 2.13.0 2.15.0; do
-        python3.11 -m venv /tmp/cuda-$version
-        /tmp/cuda-$version/bin/pip install "torch===$version" numpy numba ortools msgspec rich typer
-    done
-    python benchmarks/cuda_arena.py /tmp/cuda-*/bin/python
+    python benchmarks/cuda_arena.py 2.11.0 2.13.0
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from _record import FOLDER, store
-from cuda_allocator import build_fake
+from cuda_build import TORCH, Build, made
 
 SETTINGS = {"default": "", "expandable": "expandable_segments:True", "max_split": "max_split_size_mb:32"}
 SERVED = {"arena": "", "expandable segments": "expandable_segments:True", "torch's allocator": ""}
@@ -38,16 +30,12 @@ PLANNED: dict[str, dict[str, Any]] = {
 SECONDS = 900
 
 
-def run(python: str, fakes: Sequence[str], job: dict[str, Any], settings: str) -> dict[str, Any]:
+def run(build: Build, job: dict[str, Any], settings: str) -> dict[str, Any]:
     """Run one job in a CUDA build of torch; return its answer."""
-    environment = os.environ | {
-        "LD_PRELOAD": ":".join(fakes),
-        "PYTORCH_CUDA_ALLOC_CONF": settings,
-        "PYTHONPATH": str(FOLDER.parent),
-    }
+    environment = build.environment({"PYTORCH_CUDA_ALLOC_CONF": settings})
     done = subprocess.run(
-        [python, str(FOLDER / "_cuda_arena_runner.py")],
-        input=json.dumps({"fake": fakes[0], **job}),
+        [str(build.python), str(FOLDER / "_cuda_arena_runner.py")],
+        input=json.dumps(job),
         capture_output=True,
         text=True,
         check=False,
@@ -55,7 +43,7 @@ def run(python: str, fakes: Sequence[str], job: dict[str, Any], settings: str) -
         timeout=SECONDS,
     )
     if done.returncode:
-        raise SystemExit(f"{python}, {job}, {settings!r}: {done.stderr[-4000:]}")
+        raise SystemExit(f"{build.python}, {job}, {settings!r}: {done.stderr[-4000:]}")
     return json.loads(done.stdout)
 
 
@@ -76,20 +64,20 @@ def failures_of(name: str, found: dict[str, Any], served: str) -> list[str]:
     return failed
 
 
-def tried(python: str, fakes: Sequence[str], seeds: int) -> tuple[dict[str, Any], list[str]]:
+def tried(build: Build, seeds: int) -> tuple[dict[str, Any], list[str]]:
     """Run all jobs on one build of torch; return what was found, and what failed."""
     found: dict[str, Any] = {"life": {}, "planned": {}}
     failed: list[str] = []
     for name, settings in SETTINGS.items():
-        answer = run(python, fakes, {"kind": "life", "seeds": list(range(seeds))}, settings)
+        answer = run(build, {"kind": "life", "seeds": list(range(seeds))}, settings)
         found["life"][name] = answer["counts"]
         found["torch"] = answer["torch"]
         print(f"{answer['torch']}, {name}: {answer['counts']}", flush=True)
-    found["beside"] = run(python, fakes, {"kind": "beside"}, "")["beside"]
+    found["beside"] = run(build, {"kind": "beside"}, "")["beside"]
     failed += [f"{name}: {outcome}" for name, outcome in found["beside"].items() if outcome != "works"]
     for name, job in PLANNED.items():
         for served, settings in SERVED.items() if not job["hard"] else [("arena", "")]:
-            answer = run(python, fakes, {"kind": "planned", "served": served, **job}, settings)
+            answer = run(build, {"kind": "planned", "served": served, **job}, settings)
             found["planned"][f"{name}, {served}"] = answer
             failed += failures_of(name, answer, served)
             reserved = [step["reserved_bytes"] / MIB for step in answer["steps"]]
@@ -100,15 +88,14 @@ def tried(python: str, fakes: Sequence[str], seeds: int) -> tuple[dict[str, Any]
 def main() -> None:
     """Try each build, store, and exit with 1 where anything failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("python", nargs="+", help="the Pythons of environments with CUDA builds of torch")
+    parser.add_argument("torch", nargs="*", default=[TORCH], help="versions (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="random steps for each setting")
     parser.add_argument("--dry-run", action="store_true", help="store nothing")
     options = parser.parse_args()
     results: dict[str, Any] = {}
     failed: list[str] = []
-    for python in options.python:
-        with tempfile.TemporaryDirectory() as folder:
-            found, wrong = tried(python, build_fake(python, Path(folder)), options.steps)
+    for version in options.torch:
+        found, wrong = tried(made(version), options.steps)
         results[found["torch"]] = found
         failed += [f"torch {found['torch']}: {each}" for each in wrong]
         if not options.dry_run:
