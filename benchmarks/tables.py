@@ -20,7 +20,7 @@ from _ablation_tables import ABLATION_TABLES
 from _arena_tables import ARENA_NAMES, ARENA_TABLES
 from _baseline_tables import BASELINE_RESULT_TABLES, BASELINE_TABLES
 from _cells import memory, overhead, ratio, yes
-from _cuda_tables import CUDA_SET_TABLES, CUDA_TABLES, GPU_TABLES
+from _cuda_tables import CUDA_SET_TABLES, CUDA_TABLES
 from _measure import EIGHT, MIB
 from _offloading_tables import OFFLOADING_SET_TABLES, OFFLOADING_TABLES
 from _paper_tables import PAPER_TABLES
@@ -161,7 +161,7 @@ def _peaks(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 ONE_RESULT_TABLES = PAPER_TABLES | SCALE_TABLES | ABLATION_TABLES | TESTED_TABLES | OFFLOADING_TABLES | CUDA_TABLES
-ONE_RESULT_TABLES |= BASELINE_RESULT_TABLES | GPU_TABLES
+ONE_RESULT_TABLES |= BASELINE_RESULT_TABLES
 SET_TABLES = ARENA_TABLES | TESTED_SET_TABLES | OFFLOADING_SET_TABLES | CUDA_SET_TABLES | SCALE_SET_TABLES
 TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     **{name: (script, _drawn_by(make)) for name, (script, make) in BASELINE_TABLES.items()},
@@ -190,11 +190,8 @@ IN_FOLDERS = (
 
 
 def results_of(script: str, machine: str) -> Stored:
-    """Return what `script` stored on a machine, in the usual order; empty where nothing. A GPU has its own folder."""
-    if script in ("gpu", "gpu_case"):
-        paths = sorted(RESULTS.glob(f"*/{script}.json"))
-        found = {path.parent.name: path for path in paths}
-    elif script in IN_FOLDERS:
+    """Return what `script` stored on a machine, in the usual order; empty where nothing."""
+    if script in IN_FOLDERS:
         found = {path.stem: path for path in sorted((RESULTS / machine / script).glob("*.json"))}
     elif script in {script for script, _ in ONE_RESULT_TABLES.values()}:
         found = {script: RESULTS / machine / f"{script}.json"}
