@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <set>
 #include <string_view>
 #include <unordered_map>
 
@@ -34,6 +35,14 @@ struct Marks {
 std::unordered_map<void*, Marks> streams;
 std::unordered_map<void*, std::pair<void*, uint64_t>> events;  // its stream, its number there
 
+std::set<void*> capturing;  // streams
+uint64_t capture_id = 0, launches_before_capture = 0;
+std::unordered_map<void*, uint64_t> graph_nodes;  // by graph
+
+bool is_captured(void* stream) {
+  return capturing.count(stream) != 0;
+}
+
 uint64_t in_pages(uint64_t bytes) {
   return (bytes + kPage - 1) / kPage * kPage;
 }
@@ -53,7 +62,7 @@ uint64_t fake_capacity_bytes = setting("FAKE_CAPACITY_BYTES", uint64_t{64} << 30
 int fake_vmm_fails = setting("FAKE_VMM_FAILS", 0);    // segments cannot be mapped, as under WSL2
 uint64_t fake_gemm_us = setting("FAKE_GEMM_US", 0);   // the time of each matrix product on the device
 
-uint64_t fake_launches = 0, fake_waits = 0, fake_cublas_handles = 0;
+uint64_t fake_launches = 0, fake_waits = 0, fake_graph_launches = 0, fake_cublas_handles = 0;
 uint64_t fake_pending_us = 0;  // of products that nobody has waited for
 uint64_t fake_mallocs_on[8] = {0}, fake_bytes_on[8] = {0}, fake_streams_on[8] = {0}, fake_registers_on[8] = {0},
          fake_launches_on[8] = {0};  // by device
@@ -154,6 +163,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 }
 
 cudaError_t cudaDeviceSynchronize() {
+  if (!capturing.empty()) return cudaErrorStreamCaptureUnsupported;
   usleep(fake_pending_us);
   fake_pending_us = 0;
   for (auto& [stream, marks] : streams) marks.done = marks.begun;
@@ -228,6 +238,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (is_captured(stream)) return cudaErrorStreamCaptureUnsupported;
   fake_finish(stream);
   return cudaSuccess;
 }
@@ -236,14 +247,60 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   return streams[stream].done == streams[stream].begun ? cudaSuccess : cudaErrorNotReady;
 }
 
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
+// Capture: launches count as nodes of one graph while a stream, or one that waits for an event of it, is captured.
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  if (!capturing.empty()) return cudaErrorIllegalState;
+  capturing.insert(stream);
+  ++capture_id;
+  launches_before_capture = fake_launches;
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long*, cudaGraph_t*,
-                                     const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
-  *status = cudaStreamCaptureStatusNone;
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  if (!is_captured(stream)) return cudaErrorIllegalState;
+  capturing.clear();
+  *graph = reinterpret_cast<cudaGraph_t>(++next_handle);
+  graph_nodes[*graph] = fake_launches - launches_before_capture;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  *status = is_captured(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
+  if (id != nullptr) *id = capture_id;
+  return cudaStreamIsCapturing(stream, status);
+}
+
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
+  *count = graph_nodes[graph];
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+  *exec = reinterpret_cast<cudaGraphExec_t>(graph);
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+  *exec = reinterpret_cast<cudaGraphExec_t>(graph);
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) {
+  ++fake_graph_launches;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t) {
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) {
   return cudaSuccess;
 }
 
@@ -295,7 +352,9 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) {
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  const auto recorded = events.find(event);
+  if (recorded != events.end() && is_captured(recorded->second.first)) capturing.insert(stream);
   ++fake_waits;
   return cudaSuccess;
 }
@@ -433,6 +492,15 @@ int nvmlInit_v2() {
   return 0;
 }
 
+int nvmlInit() {
+  return 0;
+}
+
+int nvmlDeviceGetCount_v2(unsigned* count) {  // asked for in place of CUDA's, by whoever wants to fork
+  *count = fake_devices;
+  return 0;
+}
+
 int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** device) {
   *device = nullptr;
   return 0;
@@ -518,6 +586,61 @@ int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, voi
   return 0;
 }
 
+// Modules and launches of the driver, as Triton and Inductor use them. No code is read, and none runs.
+
+CUresult device_attribute_of_driver(int* value, CUdevice_attribute attribute, CUdevice) asm("cuDeviceGetAttribute");
+CUresult device_attribute_of_driver(int* value, CUdevice_attribute attribute, CUdevice) {
+  cudaDeviceGetAttribute(value, static_cast<cudaDeviceAttr>(attribute), 0);  // both enumerations have the same numbers
+  return CUDA_SUCCESS;
+}
+
+int loaded_module(void** module) asm("cuModuleLoadData");
+int loaded_module(void** module) { *module = reinterpret_cast<void*>(++next_handle); return 0; }
+int loaded_module_ex(void** module) asm("cuModuleLoadDataEx");
+int loaded_module_ex(void** module) { return loaded_module(module); }
+int loaded_file(void** module) asm("cuModuleLoad");
+int loaded_file(void** module) { return loaded_module(module); }
+int found_function(void** function) asm("cuModuleGetFunction");
+int found_function(void** function) { return loaded_module(function); }
+int retained_context(void** context) asm("cuDevicePrimaryCtxRetain");
+int retained_context(void** context) { return loaded_module(context); }
+int found_device(int* device, int ordinal) asm("cuDeviceGet");
+int found_device(int* device, int ordinal) { *device = ordinal; return 0; }
+
+int attribute_of_function(int* value, int attribute) asm("cuFuncGetAttribute");
+int attribute_of_function(int* value, int attribute) {
+  *value = attribute == CU_FUNC_ATTRIBUTE_NUM_REGS ? 32 : attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0;
+  return 0;
+}
+
+int blocks_at_once(int* blocks) asm("cuOccupancyMaxActiveBlocksPerMultiprocessor");
+int blocks_at_once(int* blocks) { *blocks = 2; return 0; }
+int clusters_at_once(int* clusters) asm("cuOccupancyMaxActiveClusters");
+int clusters_at_once(int* clusters) { *clusters = 132; return 0; }
+
+int attribute_of_pointer(uint64_t* value, int attribute, uint64_t pointer) asm("cuPointerGetAttribute");
+int attribute_of_pointer(uint64_t* value, int attribute, uint64_t pointer) {
+  if (attribute != CU_POINTER_ATTRIBUTE_DEVICE_POINTER) return CUDA_ERROR_NOT_SUPPORTED;
+  *value = pointer;
+  return 0;
+}
+
+#define LAUNCHED(name)        \
+  int launched_##name() asm(#name); \
+  int launched_##name() { ++fake_launches; ++fake_launches_on[current_device]; return 0; }
+
+LAUNCHED(cuLaunchKernel)
+LAUNCHED(cuLaunchKernelEx)
+LAUNCHED(cuLaunchCooperativeKernel)
+DONE(cuCtxSetCurrent)
+DONE(cuCtxSetLimit)
+DONE(cuFuncSetAttribute)
+DONE(cuFuncSetCacheConfig)
+DONE(cuModuleUnload)
+
+int limit_of_context(size_t* bytes) asm("cuCtxGetLimit");
+int limit_of_context(size_t* bytes) { *bytes = 1 << 20; return 0; }
+
 // What torch binds when it loads, and does not call here.
 #define REFUSED(name)                      \
   CUresult refused_##name() asm(#name);    \
@@ -525,26 +648,10 @@ int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, voi
     return CUDA_ERROR_NOT_SUPPORTED;       \
   }
 
-REFUSED(cuCtxSetCurrent)
-REFUSED(cuDeviceGet)
-REFUSED(cuDeviceGetAttribute)
-REFUSED(cuDevicePrimaryCtxRetain)
-REFUSED(cuFuncGetAttribute)
-REFUSED(cuFuncSetAttribute)
-REFUSED(cuFuncSetCacheConfig)
 REFUSED(cuGetErrorString)
-REFUSED(cuLaunchCooperativeKernel)
-REFUSED(cuLaunchKernel)
 REFUSED(cuLinkAddData_v2)
 REFUSED(cuLinkComplete)
 REFUSED(cuLinkCreate_v2)
-REFUSED(cuModuleGetFunction)
-REFUSED(cuModuleLoad)
-REFUSED(cuModuleLoadData)
-REFUSED(cuModuleLoadDataEx)
-REFUSED(cuModuleUnload)
-REFUSED(cuOccupancyMaxActiveBlocksPerMultiprocessor)
-REFUSED(cuPointerGetAttribute)
 REFUSED(cuTensorMapEncodeTiled)
 
 }  // extern "C"

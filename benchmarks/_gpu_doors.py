@@ -92,7 +92,9 @@ def measure_case(case: Case, *, steps: int = STEPS, rehearsal: bool = False) -> 
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = case.allocator  # where memfit reads it
         torch._C._accelerator_setAllocatorSettings(case.allocator)
     torch.backends.cudnn.benchmark = case.cudnn_benchmark
-    step = make_model(case.model, case.options | (case.rehearsal if rehearsal else {}), optimizer=case.optimizer).step
+    step = make_model(
+        case.model, case.options | (case.rehearsal if rehearsal else {}), optimizer=case.optimizer, with_state=False
+    ).step
     found: dict[str, Any] = {"allocator": allocator_settings_text(), "failures": []}
     accumulates = case.door == "accumulation"
     eager = accumulating(step, step.run_eager) if accumulates else eager_run(step)

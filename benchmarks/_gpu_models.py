@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from _chen_models import ResNet
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
@@ -31,13 +32,17 @@ class Model:
     checkpoints: Callable[[], AbstractContextManager[None]]
 
 
-def make_model(name: str, options: dict[str, Any], *, optimizer: dict[str, Any] | None = None) -> Model:
+def make_model(
+    name: str, options: dict[str, Any], *, optimizer: dict[str, Any] | None = None, with_state: bool = True
+) -> Model:
     """Return a model on the GPU with AdamW.
 
     Args:
         name: a built-in workload, or one of `_MAKERS`.
         options: of the model.
         optimizer: arguments of AdamW, fused if None; `{"none": True}` for a step without one.
+        with_state: whether the optimizer has its state. Made amid eager's first step it would lie between activations,
+            and keep the rest of their segments reserved for all ways that are measured later.
     """
     torch.manual_seed(SEED)
     with torch.device("cuda"):
@@ -48,6 +53,12 @@ def make_model(name: str, options: dict[str, Any], *, optimizer: dict[str, Any] 
     adam = torch.optim.AdamW(
         step.model.parameters(), lr=LEARNING_RATE, **({"fused": True} if optimizer is None else optimizer)
     )
+    if with_state:
+        for parameter in step.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        adam.step()
+        adam.zero_grad()
+        torch.cuda.empty_cache()
     return Model(step=replace(step, optimizer=adam), checkpoints=checkpoints)
 
 
@@ -71,7 +82,10 @@ def _llama(*, batch: int, tokens: int, **shape: int) -> Made:
     usual = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
     usual |= {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
     config = LlamaConfig(**(usual | shape), tie_word_embeddings=True, use_cache=False, dtype=torch.bfloat16)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # converted, its parameters would lie in halves of larger blocks
+    model = LlamaForCausalLM(config)
+    torch.set_default_dtype(before)
     identifiers = torch.randint(config.vocab_size, (batch, tokens))
     step = TrainingStep(
         model=model,
@@ -90,6 +104,14 @@ def _vit(*, batch: int, **shape: int) -> Made:
     images = torch.randn(batch, 3, model.config.image_size, model.config.image_size)
     step = TrainingStep(model=model, loss=loss, batch=(images, torch.randint(1000, (batch,))), name="vit")
     return step, lambda: _transformers_checkpoints(model)
+
+
+def _chen(*, layers: int, batch: int, size: int = 224) -> Made:
+    """The ResNet of Chen et al. 2016, section 5, of any depth, in float32."""
+    images, labels = torch.randn(batch, 3, size, size), torch.randint(1000, (batch,))
+    model = ResNet(layers)
+    step = TrainingStep(model=model, loss=functional.cross_entropy, batch=(images, labels), name=f"resnet{layers}")
+    return step, _none_placed
 
 
 def _mlp(*, width: int = 512, depth: int = 6, rows: int = 4096) -> Made:
@@ -144,4 +166,10 @@ def _transformers_checkpoints(model: Any) -> Iterator[None]:
         model.gradient_checkpointing_disable()
 
 
-_MAKERS: dict[str, Callable[..., Made]] = {"llama": _llama, "vit": _vit, "mlp": _mlp, "broken mlp": _broken_mlp}
+_MAKERS: dict[str, Callable[..., Made]] = {
+    "llama": _llama,
+    "vit": _vit,
+    "chen resnet": _chen,
+    "mlp": _mlp,
+    "broken mlp": _broken_mlp,
+}

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch
 from _gpu_doors import told
 from _gpu_measure import GIB, TURNS, Way, alone, in_turns, line_of_ways, over, peaks
 from _gpu_models import Model, make_model
 from _planned import eager_run
+from torch._inductor.compile_fx import compile_fx
 
 import memfit
+from memfit.errors import InvalidOptionError
 from memfit.torch_private.dynamo import compile_with_budget
 
 HARD_STEPS = 50
@@ -28,9 +33,10 @@ class Ask:
     Attributes:
         name: in tables.
         kind: a key of `KINDS`.
-        share: of the bytes that eager reserves, as the budget; or torch's own budget, from 0 to 1.
+        share: of the bytes that the first way reserves, as the budget; or torch's own budget, from 0 to 1.
         bytes_of: the way whose reserved bytes are the budget, in the place of a share.
         given: more arguments of `memfit.fit`.
+        may_fail: whether it is no failure if no plan fits: of published planners, which are rivals here.
     """
 
     name: str
@@ -38,12 +44,14 @@ class Ask:
     share: float = 1.0
     bytes_of: str = ""
     given: dict[str, Any] = field(default_factory=dict[str, Any])
+    may_fail: bool = False
 
 
 EAGER = Ask(name="eager", kind="eager")
 CHECKPOINTS = Ask(name="checkpoints", kind="checkpoints")
 THERE = Ask(name="memfit at their bytes", kind="fit", bytes_of="checkpoints")
 HALF = Ask(name="memfit at 50%", kind="fit", share=0.5)
+SIXTY = Ask(name="memfit at 60%", kind="fit", share=0.6)
 TORCHS = Ask(name="torch's budget 0.5", kind="torch", share=0.5)
 BY_MEMFIT = Ask(name="memfit.checkpoint at their bytes", kind="memfit.checkpoint", bytes_of="checkpoints")
 USUAL = (EAGER, CHECKPOINTS, THERE, HALF, BY_MEMFIT)
@@ -53,6 +61,7 @@ def compare(
     *,
     model: str,
     options: dict[str, Any],
+    optimizer: dict[str, Any] | None = None,
     asks: Sequence[Ask] = USUAL,
     turns: int = TURNS,
     hard: bool = False,
@@ -62,7 +71,7 @@ def compare(
     """Yield what is known of the ways after each stage: under `ways` by name, under `hard` what `hard_cap` finds.
 
     Args:
-        model, options: see `make_model`.
+        model, options, optimizer: see `make_model`.
         asks: the ways; the first is what others are compared with, in bytes and seconds.
         turns: how often each is timed.
         hard: whether steps run under a hard cap in the end.
@@ -71,7 +80,7 @@ def compare(
     """
     until = time.monotonic() + seconds * (0.5 if hard else 0.8)
     began = time.monotonic()
-    made = make_model(model, options)
+    made = make_model(model, options, optimizer=optimizer)
     found: dict[str, Any] = {"options": options, "make_seconds": time.monotonic() - began, "ways": {}, "failures": []}
     ways: list[Way] = []
     for ask in asks:
@@ -83,9 +92,13 @@ def compare(
         except NotThereYetError as error:
             found["ways"][ask.name] = {"not_there": str(error)}
             continue
+        except InvalidOptionError as error:  # options that do not go together, so far
+            found["ways"][ask.name] = {"not_there": str(error)}
+            continue
         except (memfit.MemfitError, torch.OutOfMemoryError) as error:  # the other ways are measured all the same
             found["ways"][ask.name] = {"error": f"{type(error).__name__}: {error}"}
-            found["failures"].append(f"{model}, {ask.name}: {type(error).__name__}: {error}")
+            if not ask.may_fail:
+                found["failures"].append(f"{model}, {ask.name}: {type(error).__name__}: {error}")
             continue
         ways.append(way)
         way.found["ready_seconds"] = time.monotonic() - began
@@ -151,6 +164,8 @@ class NotThereYetError(Exception):
 
 def _budget_bytes(ask: Ask, known: dict[str, int]) -> int:
     """What the way may reserve: the bytes of another way, or a share of those of the first."""
+    if ask.bytes_of and ask.bytes_of not in known:
+        raise NotThereYetError(f"the way {ask.bytes_of!r} did not run, whose bytes are the budget")
     if ask.bytes_of:
         return known[ask.bytes_of]
     return int(ask.share * next(iter(known.values()), 0))
@@ -170,15 +185,14 @@ def _torch(ask: Ask, made: Model, _budget_bytes: int) -> Way:
 
 
 def _inductor(ask: Ask, made: Model, _budget_bytes: int) -> Way:
-    import torch._functorch.config as functorch
+    """torch.compile, with torch's own budget where the share is below 1."""
 
-    torch._dynamo.reset()
-    compiled = torch.compile(made.step.model)
-    return Way(
-        name=ask.name,
-        run=_compiled_run(made, compiled),
-        entered=lambda: functorch.patch(activation_memory_budget=ask.share, activation_memory_budget_solver=SOLVER),
-    )
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:  # one of its own: Dynamo keeps code by its backend
+        return compile_fx(module, inputs)
+
+    compiled = torch.compile(made.step.model, backend=backend)
+    budget = partial(functorch.patch, activation_memory_budget=ask.share, activation_memory_budget_solver=SOLVER)
+    return Way(name=ask.name, run=_compiled_run(made, compiled), entered=budget)
 
 
 def _compiled_run(made: Model, compiled: Any) -> Callable[[], torch.Tensor]:
@@ -194,6 +208,9 @@ def _fit(ask: Ask, made: Model, budget_bytes: int) -> Way:
     step.model.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
     given = {"time_limit_seconds": TIME_LIMIT_SECONDS} | ask.given
+    unknown = given.keys() - inspect.signature(memfit.fit).parameters.keys()
+    if unknown:
+        raise NotThereYetError(f"memfit.fit has no option {', '.join(sorted(unknown))}")
     with peaks() as read:
         planned = memfit.fit(step.model, step.loss, step.batch, optimizer=step.optimizer, budget=budget_bytes, **given)
     return Way(
