@@ -14,8 +14,11 @@ RUN := PYTHONPATH=$(CURDIR) $(BIN)/python
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
 
+CUDA_BUILD := $(BIN)/python benchmarks/cuda_build.py
+NOT_HERE := 3
+
 .DELETE_ON_ERROR:
-.PHONY: demo picture test test-all test-torch lint bench gpu wheels docs clean
+.PHONY: demo picture test test-all test-ci test-cuda test-torch lint bench gpu wheels docs clean
 
 # Fits a ResNet-50 step into $(BUDGET), runs it, proves that its gradients are the same bits, and leaves a report.
 demo: $(INSTALLED)
@@ -35,6 +38,17 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu and not short"
+
+# `test`, and a fifth of the slow ones, another fifth for each commit.
+test-ci: $(INSTALLED)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu" --slow-fifth "$$(git rev-list --count HEAD)"
+
+# On torch's own CUDA build over a GPU that is not there (benchmarks/cuda_build.py); needs the headers of a CUDA toolkit.
+test-cuda: $(INSTALLED)
+	@$(CUDA_BUILD) make >/dev/null || { \
+		[ $$? = $(NOT_HERE) ] && echo "make test-cuda: tests/cuda_build and the tests marked gpu did not run"; exit; }; \
+	$(CUDA_BUILD) run -m pytest -n $(WORKERS) --tb=line tests/cuda_build && \
+	$(CUDA_BUILD) run -m pytest -m "gpu and not arithmetic" --tb=line tests --ignore tests/cuda_build
 
 # The same on another torch, and on another Python if PYTHON names one: `make test-torch TORCH=2.15.0 PYTHON=python3.13`.
 test-torch:

@@ -4,6 +4,7 @@
 // preloads it. Its settings are exported variables; each starts with what the environment variable of the same name in
 // capitals says (FAKE_HAS_MEMORY=1).
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -24,8 +25,12 @@ constexpr size_t kZeroed = 64 << 10;
 
 uint64_t next_address = uint64_t{1} << 40;
 uint64_t next_handle = 1;
-uint64_t held_bytes = 0;
-std::unordered_map<uint64_t, uint64_t> given;  // by address from cudaMalloc, by handle from cuMemCreate: bytes
+struct Given {
+  uint64_t bytes = 0;
+  int device = 0;
+};
+
+std::unordered_map<uint64_t, Given> given;  // by address from cudaMalloc, by handle from cuMemCreate
 
 struct Marks {
   uint64_t begun = 0, done = 0;  // events recorded on a stream, and those that it has reached
@@ -55,8 +60,10 @@ uint64_t fake_gemm_us = setting("FAKE_GEMM_US", 0);   // the time of each matrix
 
 uint64_t fake_launches = 0, fake_waits = 0, fake_cublas_handles = 0;
 uint64_t fake_pending_us = 0;  // of products that nobody has waited for
-uint64_t fake_mallocs_on[8] = {0}, fake_bytes_on[8] = {0}, fake_streams_on[8] = {0}, fake_registers_on[8] = {0},
-         fake_launches_on[8] = {0};  // by device
+constexpr int kDevices = 8;
+uint64_t fake_held_on[kDevices] = {0}, fake_peak_on[kDevices] = {0};  // bytes, by device; the peak may be set back
+uint64_t fake_mallocs_on[kDevices] = {0}, fake_streams_on[kDevices] = {0}, fake_registers_on[kDevices] = {0},
+         fake_launches_on[kDevices] = {0};
 
 }  // extern "C"
 
@@ -74,6 +81,22 @@ uint64_t reserve(uint64_t bytes) {
   return address;
 }
 
+void give(uint64_t name, uint64_t bytes, int device) {
+  given[name] = {bytes, device};
+  fake_held_on[device] += bytes;
+  fake_peak_on[device] = std::max(fake_peak_on[device], fake_held_on[device]);
+}
+
+void take_back(uint64_t name) {
+  const Given& gone = given.at(name);
+  fake_held_on[gone.device] -= gone.bytes;
+  given.erase(name);
+}
+
+bool is_full(uint64_t bytes, int device) {
+  return fake_held_on[device] + bytes > fake_capacity_bytes;
+}
+
 void unmap(void* address, uint64_t bytes) {
   if (fake_has_memory) {
     munmap(address, in_pages(bytes));
@@ -83,10 +106,6 @@ void unmap(void* address, uint64_t bytes) {
 }  // namespace
 
 extern "C" {
-
-uint64_t fake_held_bytes() {
-  return held_bytes;
-}
 
 // Lets a stream reach all that was recorded on it.
 void fake_finish(void* stream) {
@@ -170,17 +189,15 @@ cudaError_t cudaPeekAtLastError() {
 
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   *total = fake_capacity_bytes;
-  *free = fake_capacity_bytes - held_bytes;
+  *free = fake_capacity_bytes - fake_held_on[current_device];
   return cudaSuccess;
 }
 
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
-  if (held_bytes + bytes > fake_capacity_bytes) return cudaErrorMemoryAllocation;
+  if (is_full(bytes, current_device)) return cudaErrorMemoryAllocation;
   const uint64_t address = reserve(bytes);
-  given[address] = bytes;
-  held_bytes += bytes;
+  give(address, bytes, current_device);
   ++fake_mallocs_on[current_device];
-  fake_bytes_on[current_device] += bytes;
   *pointer = reinterpret_cast<void*>(address);
   return cudaSuccess;
 }
@@ -189,9 +206,8 @@ cudaError_t cudaFree(void* pointer) {
   if (pointer == nullptr) return cudaSuccess;
   const auto found = given.find(reinterpret_cast<uint64_t>(pointer));
   if (found == given.end()) return cudaErrorInvalidValue;
-  held_bytes -= found->second;
-  unmap(pointer, found->second);
-  given.erase(found);
+  unmap(pointer, found->second.bytes);
+  take_back(found->first);
   return cudaSuccess;
 }
 
@@ -363,18 +379,16 @@ static CUresult address_reserve(CUdeviceptr* address, size_t bytes, size_t, CUde
   return CUDA_SUCCESS;
 }
 
-static CUresult create(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp*,
+static CUresult create(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp* properties,
                        unsigned long long) {
-  if (held_bytes + bytes > fake_capacity_bytes) return CUDA_ERROR_OUT_OF_MEMORY;
+  if (is_full(bytes, properties->location.id)) return CUDA_ERROR_OUT_OF_MEMORY;
   *handle = ++next_handle;
-  given[*handle] = bytes;
-  held_bytes += bytes;
+  give(*handle, bytes, properties->location.id);
   return CUDA_SUCCESS;
 }
 
 static CUresult release(CUmemGenericAllocationHandle handle) {
-  held_bytes -= given.at(handle);
-  given.erase(handle);
+  take_back(handle);
   return CUDA_SUCCESS;
 }
 

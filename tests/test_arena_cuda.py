@@ -371,6 +371,7 @@ print("fine")
 
 
 @pytest.mark.gpu
+@pytest.mark.arithmetic
 def test_a_planned_step_on_a_device() -> None:
     assert run(PLANNED_ON_A_DEVICE) == "fine"
 
@@ -407,5 +408,6 @@ print("fine")
 
 
 @pytest.mark.gpu
+@pytest.mark.arithmetic
 def test_graphs_and_streams_beside_it_on_a_device() -> None:
     assert run(GRAPH_BESIDE_IT) == "fine"
