@@ -181,6 +181,7 @@ assert (live, held) == (5 * MIB, 6 * MIB), "the arena and nothing else"
 assert most_held == 6 * MIB, "before the arena was made, what the first step had taken was given back"
 arena.close()
 assert fake.usage(1)[0] == 0
+assert fake.number("contexts").value == 1 << 1, "the current device, which is another, got no context"
 fake.free(here)
 assert fake.number("misplaced_frees").value == 0
 

@@ -145,7 +145,7 @@ def memory_for(
             refused = str(error).removeprefix("no arena: ")
     served = Served(by=DEFAULT)
     if settings.arena is None and device.type == "cuda":
-        is_expandable = turn_on_expandable_segments()
+        is_expandable = turn_on_expandable_segments(device)
         served = Served(by=EXPANDABLE if is_expandable else DEFAULT, why=f"no arena: {refused}")
         _log.info("memfit: the step is served from %s", served)
     return StepMemory(None, optimizer, served), replace(settings, arena=False)

@@ -17,6 +17,7 @@ using c10::DeviceIndex;
 extern "C" {
 int64_t mallocs = 0, frees = 0, misplaced_frees = 0, waits = 0, trims = 0, records = 0;
 int64_t capacity_bytes = INT64_MAX, chunk_bytes = 2 << 20, refusals = 0;  // to be set by tests
+int64_t contexts = 0;  // a bit for each device that was made the current one for good
 }
 
 namespace {
@@ -142,6 +143,12 @@ cudaError_t GetDevice(DeviceIndex* device) {
 }
 
 cudaError_t SetDevice(DeviceIndex device, const bool) {
+  the_device = device;
+  contexts |= 1 << device;
+  return cudaSuccess;
+}
+
+cudaError_t MaybeSetDevice(DeviceIndex device) {
   the_device = device;
   return cudaSuccess;
 }

@@ -60,7 +60,7 @@ struct OnDevice {
   }
   ~OnDevice() {
     if (changed) {
-      (void)c10::cuda::SetDevice(before);
+      (void)c10::cuda::MaybeSetDevice(before);  // makes no context where there is none
     }
   }
 };
