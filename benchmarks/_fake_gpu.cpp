@@ -5,10 +5,12 @@
 // capitals says (FAKE_HAS_MEMORY=1).
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <set>
 #include <string_view>
 #include <unordered_map>
 
@@ -37,7 +39,22 @@ struct Marks {
 };
 
 std::unordered_map<void*, Marks> streams;
-std::unordered_map<void*, std::pair<void*, uint64_t>> events;  // its stream, its number there
+
+struct Recorded {
+  void* stream = nullptr;
+  uint64_t number = 0;  // on its stream
+  uint64_t us = 0;      // when the device reaches it
+};
+
+std::unordered_map<void*, Recorded> events;
+
+std::set<void*> capturing;  // streams
+uint64_t capture_id = 0, launches_before_capture = 0;
+std::unordered_map<void*, uint64_t> graph_nodes;  // by graph
+
+bool is_captured(void* stream) {
+  return capturing.count(stream) != 0;
+}
 
 uint64_t in_pages(uint64_t bytes) {
   return (bytes + kPage - 1) / kPage * kPage;
@@ -58,16 +75,32 @@ uint64_t fake_capacity_bytes = setting("FAKE_CAPACITY_BYTES", uint64_t{64} << 30
 int fake_vmm_fails = setting("FAKE_VMM_FAILS", 0);    // segments cannot be mapped, as under WSL2
 uint64_t fake_gemm_us = setting("FAKE_GEMM_US", 0);   // the time of each matrix product on the device
 
-uint64_t fake_launches = 0, fake_waits = 0, fake_cublas_handles = 0;
-uint64_t fake_pending_us = 0;  // of products that nobody has waited for
+uint64_t fake_launches = 0, fake_graph_launches = 0, fake_waits = 0, fake_cublas_handles = 0;
 constexpr int kDevices = 8;
 uint64_t fake_held_on[kDevices] = {0}, fake_peak_on[kDevices] = {0};  // bytes, by device; the peak may be set back
 uint64_t fake_mallocs_on[kDevices] = {0}, fake_streams_on[kDevices] = {0}, fake_registers_on[kDevices] = {0},
-         fake_launches_on[kDevices] = {0};
+         fake_launches_on[kDevices] = {0}, fake_contexts_on[kDevices] = {0};  // of contexts there is one or none
 
 }  // extern "C"
 
 static thread_local int current_device = 0;
+
+// All calls for which the runtime makes a context of the current device, as far as torch makes them without one.
+static void use_device() {
+  fake_contexts_on[current_device] = 1;
+}
+
+// The device makes products one after the other, and all else at once.
+static uint64_t busy_until_us = 0;
+
+static uint64_t now_us() {
+  using namespace std::chrono;
+  return duration_cast<microseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+static void sleep_until(uint64_t us) {
+  for (uint64_t now = now_us(); now < us; now = now_us()) usleep(us - now);
+}
 
 namespace {
 
@@ -124,6 +157,7 @@ cudaError_t cudaGetDevice(int* device) {
 
 cudaError_t cudaSetDevice(int device) {
   current_device = device;
+  use_device();
   return cudaSuccess;
 }
 
@@ -173,8 +207,9 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 }
 
 cudaError_t cudaDeviceSynchronize() {
-  usleep(fake_pending_us);
-  fake_pending_us = 0;
+  if (!capturing.empty()) return cudaErrorStreamCaptureUnsupported;
+  use_device();
+  sleep_until(busy_until_us);
   for (auto& [stream, marks] : streams) marks.done = marks.begun;
   return cudaSuccess;
 }
@@ -188,12 +223,14 @@ cudaError_t cudaPeekAtLastError() {
 }
 
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  use_device();
   *total = fake_capacity_bytes;
   *free = fake_capacity_bytes - fake_held_on[current_device];
   return cudaSuccess;
 }
 
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+  use_device();
   if (is_full(bytes, current_device)) return cudaErrorMemoryAllocation;
   const uint64_t address = reserve(bytes);
   give(address, bytes, current_device);
@@ -212,6 +249,7 @@ cudaError_t cudaFree(void* pointer) {
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  use_device();
   *event = reinterpret_cast<cudaEvent_t>(++next_handle);
   return cudaSuccess;
 }
@@ -222,28 +260,34 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  events[event] = {stream, ++streams[stream].begun};
+  events[event] = {stream, ++streams[stream].begun, std::max(now_us(), busy_until_us)};
   return cudaSuccess;
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-  const auto [stream, number] = events[event];
+  const auto [stream, number, us] = events[event];
+  if (fake_gemm_us != 0 && now_us() >= us) return cudaSuccess;
   return streams[stream].done >= number ? cudaSuccess : cudaErrorNotReady;
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  const auto [stream, number] = events[event];
+  const auto [stream, number, us] = events[event];
+  sleep_until(std::min(us, busy_until_us));
   if (streams[stream].done < number) streams[stream].done = number;
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+  use_device();
   ++fake_streams_on[current_device];
   *stream = reinterpret_cast<cudaStream_t>(++next_handle << 8);
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (is_captured(stream)) return cudaErrorStreamCaptureUnsupported;
+  use_device();
+  sleep_until(busy_until_us);
   fake_finish(stream);
   return cudaSuccess;
 }
@@ -252,14 +296,60 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   return streams[stream].done == streams[stream].begun ? cudaSuccess : cudaErrorNotReady;
 }
 
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
+// Capture: launches count as nodes of one graph while a stream, or one that waits for an event of it, is captured.
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  if (!capturing.empty()) return cudaErrorIllegalState;
+  capturing.insert(stream);
+  ++capture_id;
+  launches_before_capture = fake_launches;
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long*, cudaGraph_t*,
-                                     const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
-  *status = cudaStreamCaptureStatusNone;
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  if (!is_captured(stream)) return cudaErrorIllegalState;
+  capturing.clear();
+  *graph = reinterpret_cast<cudaGraph_t>(++next_handle);
+  graph_nodes[*graph] = fake_launches - launches_before_capture;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  *status = is_captured(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
+  if (id != nullptr) *id = capture_id;
+  return cudaStreamIsCapturing(stream, status);
+}
+
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
+  *count = graph_nodes[graph];
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+  *exec = reinterpret_cast<cudaGraphExec_t>(graph);
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+  *exec = reinterpret_cast<cudaGraphExec_t>(graph);
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) {
+  ++fake_graph_launches;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t) {
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) {
   return cudaSuccess;
 }
 
@@ -285,12 +375,14 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
 }
 
 cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
+  use_device();
   ++fake_launches_on[current_device];
   ++fake_launches;
   return cudaSuccess;
 }
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) {
+  use_device();
   ++fake_launches;
   return cudaSuccess;
 }
@@ -311,12 +403,15 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) {
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  const auto recorded = events.find(event);
+  if (recorded != events.end() && is_captured(recorded->second.stream)) capturing.insert(stream);
   ++fake_waits;
   return cudaSuccess;
 }
 
 cudaError_t cudaEventCreate(cudaEvent_t* event) {
+  use_device();
   *event = reinterpret_cast<cudaEvent_t>(++next_handle);
   return cudaSuccess;
 }
@@ -325,8 +420,8 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
   return cudaEventRecord(event, stream);
 }
 
-cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
-  *milliseconds = 0.01F;
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {
+  *milliseconds = fake_gemm_us == 0 ? 0.01F : 1e-3F * static_cast<float>(events[end].us - events[begin].us);
   return cudaSuccess;
 }
 
@@ -336,16 +431,19 @@ cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
 }
 
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
+  use_device();
   *pointer = malloc(bytes);
   return cudaSuccess;
 }
 
 cudaError_t cudaHostRegister(void*, size_t, unsigned) {
+  use_device();
   ++fake_registers_on[current_device];
   return cudaSuccess;
 }
 
 cudaError_t cudaHostUnregister(void*) {
+  use_device();
   return cudaSuccess;
 }
 
@@ -414,9 +512,12 @@ static CUresult refused() {
   return CUDA_ERROR_NOT_SUPPORTED;
 }
 
+CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned*, int*);
+
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* found) {
   static const std::map<std::string_view, void*> known = {
+      {"cuDevicePrimaryCtxGetState", reinterpret_cast<void*>(cuDevicePrimaryCtxGetState)},
       {"cuDeviceGet", reinterpret_cast<void*>(device_get)},
       {"cuDeviceGetAttribute", reinterpret_cast<void*>(device_attribute)},
       {"cuMemAddressReserve", reinterpret_cast<void*>(address_reserve)},
@@ -435,9 +536,9 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, uns
   return cudaSuccess;
 }
 
-CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* active) {
+CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
   *flags = 0;
-  *active = 1;
+  *active = static_cast<int>(fake_contexts_on[device]);
   return CUDA_SUCCESS;
 }
 
@@ -484,7 +585,7 @@ int nvmlSystemGetCudaDriverVersion_v2() {
 #define PRODUCT(name)                \
   int product_##name() asm(#name);   \
   int product_##name() {             \
-    fake_pending_us += fake_gemm_us; \
+    busy_until_us = std::max(now_us(), busy_until_us) + fake_gemm_us; \
     return 0;                        \
   }
 
@@ -532,6 +633,75 @@ int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, voi
   return 0;
 }
 
+// Modules and launches of the driver, as Triton and Inductor use them. No code is read, and none runs.
+
+// Declares a function of the driver with a body; the header declares it with other types.
+#define DRIVERS(name, arguments)     \
+  int drivers_##name arguments asm(#name); \
+  int drivers_##name arguments
+
+DRIVERS(cuDeviceGet, (int* device, int ordinal)) {
+  return device_get(device, ordinal);
+}
+
+DRIVERS(cuDeviceGetAttribute, (int* value, int attribute)) {  // both enumerations have the same numbers
+  return cudaDeviceGetAttribute(value, static_cast<cudaDeviceAttr>(attribute), 0);
+}
+
+DRIVERS(cuFuncGetAttribute, (int* value, int attribute)) {
+  *value = attribute == CU_FUNC_ATTRIBUTE_NUM_REGS ? 32 : attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0;
+  return 0;
+}
+
+DRIVERS(cuOccupancyMaxActiveBlocksPerMultiprocessor, (int* blocks)) {
+  *blocks = 2;
+  return 0;
+}
+
+DRIVERS(cuOccupancyMaxActiveClusters, (int* clusters)) {
+  *clusters = 132;
+  return 0;
+}
+
+DRIVERS(cuPointerGetAttribute, (uint64_t* value, int attribute, uint64_t pointer)) {
+  if (attribute != CU_POINTER_ATTRIBUTE_DEVICE_POINTER) return CUDA_ERROR_NOT_SUPPORTED;
+  *value = pointer;
+  return 0;
+}
+
+DRIVERS(cuCtxGetLimit, (size_t* bytes)) {
+  *bytes = 1 << 20;
+  return 0;
+}
+
+#define HANDLE(name)                                \
+  DRIVERS(name, (void** thing)) {                   \
+    *thing = reinterpret_cast<void*>(++next_handle); \
+    return 0;                                       \
+  }
+
+HANDLE(cuModuleLoad)
+HANDLE(cuModuleLoadData)
+HANDLE(cuModuleLoadDataEx)
+HANDLE(cuModuleGetFunction)
+HANDLE(cuDevicePrimaryCtxRetain)
+
+#define LAUNCHED(name)                 \
+  DRIVERS(name, ()) {                  \
+    ++fake_launches;                   \
+    ++fake_launches_on[current_device]; \
+    return 0;                          \
+  }
+
+LAUNCHED(cuLaunchKernel)
+LAUNCHED(cuLaunchKernelEx)
+LAUNCHED(cuLaunchCooperativeKernel)
+DONE(cuCtxSetCurrent)
+DONE(cuCtxSetLimit)
+DONE(cuFuncSetAttribute)
+DONE(cuFuncSetCacheConfig)
+DONE(cuModuleUnload)
+
 // What torch binds when it loads, and does not call here.
 #define REFUSED(name)                      \
   CUresult refused_##name() asm(#name);    \
@@ -539,26 +709,10 @@ int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, voi
     return CUDA_ERROR_NOT_SUPPORTED;       \
   }
 
-REFUSED(cuCtxSetCurrent)
-REFUSED(cuDeviceGet)
-REFUSED(cuDeviceGetAttribute)
-REFUSED(cuDevicePrimaryCtxRetain)
-REFUSED(cuFuncGetAttribute)
-REFUSED(cuFuncSetAttribute)
-REFUSED(cuFuncSetCacheConfig)
 REFUSED(cuGetErrorString)
-REFUSED(cuLaunchCooperativeKernel)
-REFUSED(cuLaunchKernel)
 REFUSED(cuLinkAddData_v2)
 REFUSED(cuLinkComplete)
 REFUSED(cuLinkCreate_v2)
-REFUSED(cuModuleGetFunction)
-REFUSED(cuModuleLoad)
-REFUSED(cuModuleLoadData)
-REFUSED(cuModuleLoadDataEx)
-REFUSED(cuModuleUnload)
-REFUSED(cuOccupancyMaxActiveBlocksPerMultiprocessor)
-REFUSED(cuPointerGetAttribute)
 REFUSED(cuTensorMapEncodeTiled)
 
 }  // extern "C"
