@@ -262,7 +262,5 @@ def ten_steps(case: Case, share: float, whole_bytes: int) -> Iterator[dict[str, 
             "taken_bytes": taken,
             "budget_bytes": world.budget_bytes,
             "retries": torch.cuda.memory_stats(world.device)["num_alloc_retries"],
-            "mallocs": driver.counts("mallocs"),
-            "streams": driver.counts("streams"),
-            "registered": driver.counts("registers"),
+            **{name: driver.counts(name) for name in ("mallocs", "streams", "registers", "contexts")},
         }

@@ -97,5 +97,5 @@ def test_budget_is_held(name: str, share: float, in_child: InChild, wholes: dict
     assert max(found["taken_bytes"]) <= found["budget_bytes"], told
     assert found["retries"] == 0
     if case.device == "cuda:1":
-        for count in ("mallocs", "streams", "registered"):
+        for count in ("mallocs", "streams", "registers", "contexts"):
             assert found[count][0] == 0, f"{count} on another device: {found[count]}"
