@@ -115,7 +115,5 @@ def test_what_others_hold_shares_pages_but_no_segments() -> None:
         settings = AllocatorSettings(expandable_segments=expandable)
         return reserved(graph, schedule, settings, arena_bytes=18 * MIB, outside_bytes=9 * MIB).peak_bytes / MIB
 
-    assert (
-        peak_mib(expandable=True) == 2 * 20 + 2
-    )  # 12, 9 and 18 MiB lie in two pages; beside them is one of small blocks
+    assert peak_mib(expandable=True) == 2 * 20 + 2  # 12, 9 and 18 MiB lie in two pages, and small blocks in another
     assert peak_mib(expandable=False) == 12 + 18 + 2 + 9
