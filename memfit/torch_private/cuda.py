@@ -18,6 +18,13 @@ def release_cublas_workspaces() -> None:
         clear()
 
 
+def has_captured_graphs(device: torch.device) -> bool:
+    """Return whether CUDA graphs were captured, which may have the address of a workspace in them."""
+    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
+        return False
+    return any(tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0) for segment in torch.cuda.memory_snapshot())
+
+
 def turn_on_expandable_segments(device: torch.device) -> bool:
     """Let torch's caching allocator take expandable segments from now on; return whether it does.
 
