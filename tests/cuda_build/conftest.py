@@ -40,8 +40,11 @@ def pytest_sessionstart() -> None:
 
 @pytest.fixture
 def in_child() -> InChild:
-    """Return a function that runs another one in a fork, with its arguments, and returns what that one answered."""
-    from _process import in_forked_child
+    """Return a function that runs another one in a fork, with its arguments, and returns what that one answered.
+
+    Each has a cache of its own: what other cases measured and planned does not change a plan.
+    """
+    from _process import fresh_cache, in_forked_child
 
     def run(
         measure: Callable[..., Answers], *arguments: Any, environment: dict[str, str] | None = None, **named: Any
@@ -50,6 +53,7 @@ def in_child() -> InChild:
             os.environ.update(environment or {})
             return measure(*arguments, **named)
 
-        return in_forked_child(measured, timeout_seconds=CASE_SECONDS)
+        with fresh_cache():
+            return in_forked_child(measured, timeout_seconds=CASE_SECONDS)
 
     return run
