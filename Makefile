@@ -14,8 +14,14 @@ RUN := PYTHONPATH=$(CURDIR) $(BIN)/python
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
 
+CUDA_BUILD := $(BIN)/python benchmarks/cuda_build.py
+NOT_HERE := 3
+# Once, for all processes of the tests; they are found by a hash of their sources.
+COMPILE_LIBRARIES := from memfit.runtime.arena.library import load_arena_library as load; \
+	from memfit.system.recorder import allocated_bytes; load('cuda'); allocated_bytes('cpu')
+
 .DELETE_ON_ERROR:
-.PHONY: demo picture test test-all test-torch lint bench gpu gpu-rehearsal wheels docs clean
+.PHONY: demo picture test test-all test-ci test-cuda test-torch lint bench gpu gpu-rehearsal wheels docs clean
 
 # Fits a ResNet-50 step into $(BUDGET), runs it, proves that its gradients are the same bits, and leaves a report.
 demo: $(INSTALLED)
@@ -35,6 +41,18 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu and not short"
+
+# `test`, and a fifth of the slow ones, another fifth for each commit.
+test-ci: $(INSTALLED)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu" --slow-fifth "$$(git rev-list --count HEAD)"
+
+# On torch's own CUDA build over a GPU that is not there (benchmarks/cuda_build.py); needs the headers of a CUDA toolkit.
+test-cuda: $(INSTALLED)
+	@$(CUDA_BUILD) make >/dev/null || { [ $$? = $(NOT_HERE) ] || exit 1; \
+		echo "make test-cuda: tests/cuda_build and the tests marked gpu did not run"; exit 0; }; \
+	$(CUDA_BUILD) run -c "$(COMPILE_LIBRARIES)" && \
+	$(CUDA_BUILD) run -m pytest -n $(WORKERS) --tb=line tests/cuda_build && \
+	$(CUDA_BUILD) run -m pytest -m "gpu and not arithmetic" --tb=line $$(grep -l pytest.mark.gpu tests/test_*.py)
 
 # The same on another torch, and on another Python if PYTHON names one: `make test-torch TORCH=2.15.0 PYTHON=python3.13`.
 test-torch:

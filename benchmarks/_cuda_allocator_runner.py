@@ -42,7 +42,7 @@ class Device:
                 refused.append(position)
             rows.append(_counters())
         self._clear()
-        if _counters() != (0, 0, 0) or self._fake.fake_held_bytes() != 0:
+        if _counters() != (0, 0, 0) or ctypes.c_uint64.in_dll(self._fake, "fake_held_on").value != 0:
             raise RuntimeError(f"{_counters()} bytes and segments are left after a trace")
         return {"rows": rows, "refused": refused}
 

@@ -104,7 +104,11 @@ def life(fake: ctypes.CDLL, seeds: list[int]) -> Iterator[tuple[str, int]]:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         require(not in_front(arena), "the arena's allocator stays in front of an empty process")
-        left = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), int(fake.fake_held_bytes())
+        left = (
+            torch.cuda.memory_allocated(),
+            torch.cuda.memory_reserved(),
+            ctypes.c_uint64.in_dll(fake, "fake_held_on").value,
+        )
         require(left[0] == held_before == 0 and left[1] == left[2] == 0, f"{left} bytes are left")
         yield "steps", STEPS
 
@@ -281,7 +285,6 @@ def main() -> None:
     """Run the job of the input."""
     job = json.load(sys.stdin)
     fake = ctypes.CDLL(os.environ["FAKE_GPU"])
-    fake.fake_held_bytes.restype = ctypes.c_uint64
     found: dict[str, Any] = {"torch": torch.__version__}
     with contextlib.redirect_stdout(sys.stderr):
         torch.cuda.init()

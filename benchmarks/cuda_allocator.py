@@ -32,24 +32,30 @@ SETTINGS = {"default": (False, None), "expandable": (True, None), "max_split": (
 GOLDEN_TRACES = 12  # of each setting
 
 
+def switches(settings: AllocatorSettings) -> str:
+    """Return what PYTORCH_CUDA_ALLOC_CONF says for the settings of a trace."""
+    words = [f"expandable_segments:{settings.expandable_segments}"]
+    if settings.max_split_bytes is not None:
+        words.append(f"max_split_size_mb:{settings.max_split_bytes >> 20}")
+    return ",".join(words)
+
+
+def described(trace: Trace) -> dict[str, Any]:
+    """Return a trace as `_cuda_allocator_runner.py` takes it."""
+    settings = trace.settings
+    return {
+        "events": trace.events,
+        "capacity_bytes": settings.capacity_bytes,
+        "allowed_bytes": settings.allowed_bytes,
+    }
+
+
 def run_on_torch(build: Build, traces: Sequence[Trace]) -> dict[str, Any]:
     """Run traces with the same switches on torch's allocator; return its version and the counters."""
-    settings = traces[0].settings
-    switches = [f"expandable_segments:{settings.expandable_segments}"]
-    if settings.max_split_bytes is not None:
-        switches.append(f"max_split_size_mb:{settings.max_split_bytes >> 20}")
-    environment = build.environment({"PYTORCH_CUDA_ALLOC_CONF": ",".join(switches), "FAKE_HAS_MEMORY": "0"})
-    described = [
-        {
-            "events": trace.events,
-            "capacity_bytes": trace.settings.capacity_bytes,
-            "allowed_bytes": trace.settings.allowed_bytes,
-        }
-        for trace in traces
-    ]
+    environment = build.environment({"PYTORCH_CUDA_ALLOC_CONF": switches(traces[0].settings), "FAKE_HAS_MEMORY": "0"})
     done = subprocess.run(
         [str(build.python), str(FOLDER / "_cuda_allocator_runner.py")],
-        input=json.dumps({"traces": described}),
+        input=json.dumps({"traces": [described(trace) for trace in traces]}),
         capture_output=True,
         text=True,
         check=False,

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,14 +50,26 @@ settings.load_profile("memfit")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--renew-golden", action="store_true", help="write the golden files anew instead of comparing")
+    parser.addoption(
+        "--slow-fifth", type=int, help="of the tests marked slow, run those of this fifth only (any number)"
+    )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a CUDA device where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what needs a CUDA device where there is none, and slow tests that another run takes."""
+    fifth = config.getoption("--slow-fifth")
+    if fifth is not None:
+        others = [item for item in items if item.get_closest_marker("slow") and not _is_of_fifth(item, fifth)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
     on_device = [item for item in items if item.get_closest_marker("gpu")]
     if on_device and not _has_cuda():
         for item in on_device:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _is_of_fifth(item: pytest.Item, fifth: int) -> bool:
+    return zlib.crc32(item.nodeid.encode()) % 5 == fifth % 5
 
 
 def _has_cuda() -> bool:

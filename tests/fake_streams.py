@@ -28,7 +28,8 @@ class Stream:
 
     cuda_stream = 0  # the arena's only one
 
-    def __init__(self, _device: object = None) -> None:
+    def __init__(self, device: object = None) -> None:
+        self.device = device
         self.copies: list[tuple[int, int, int] | None] = []
         self.done = 0
 
@@ -88,15 +89,27 @@ def _on(stream: Stream) -> Iterator[None]:
         yield
 
 
+devices: list[object] = [None]  # the current one, and those before it
+
+
+@contextmanager
+def _device(device: object) -> Iterator[None]:
+    devices.append(device)
+    yield
+    devices.pop()
+
+
 class _Runtime:
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}
 
     def cudaHostRegister(self, address: int, size_bytes: int, _flags: int) -> int:  # noqa: N802 - CUDA's name
+        assert devices[-1] is not None, "pinned for whatever device is the current one"
         self.pinned[address] = size_bytes
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - likewise
+        assert devices[-1] is not None
         del self.pinned[address]
         return 0
 
@@ -105,7 +118,7 @@ def install() -> None:
     """Let memfit's pinned slabs work on these streams, for tensors that are a CPU's in truth."""
     cuda: Any = torch.cuda
     runtime = _Runtime()
-    cuda.Stream, cuda.stream, cuda.cudart = CopyStream, _on, lambda: runtime
+    cuda.Stream, cuda.stream, cuda.device, cuda.cudart = CopyStream, _on, _device, lambda: runtime
     cuda.current_stream = lambda _device=None: COMPUTE
     from memfit.runtime.host import store
     from memfit.runtime.host.pinned import PinnedSlab

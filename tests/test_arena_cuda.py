@@ -69,13 +69,6 @@ for number in range(4):
         fake.free(other)
     print(number, inside, arena.last_step.served, arena.last_step.other_threads, arena.height_bytes)
 assert arena.held_bytes == arena.height_bytes == fake.usage()[0]
-fake.on(64)
-try:
-    with arena.step():
-        pass
-except Exception as error:
-    print(error)
-fake.on(0)
 with arena.step():
     kept = fake.malloc(1000)
 assert fake.is_in_front(), "the allocator below would not heed the streams that use a block of the arena"
@@ -98,10 +91,81 @@ assert fake.library.memfit_arena_resize(other._handle, 4096) == 1
 
 
 def test_the_calls_over_a_stand_in(fakes: str) -> None:
-    *steps, refused = run(ON_THE_FAKE + CALLS, fakes).splitlines()
+    steps = run(ON_THE_FAKE + CALLS, fakes).splitlines()
     assert steps[0] == "0 [False, False, False] 0 1 3072"
     assert steps[1:] == [f"{number} [True, True, False] 3 1 3072" for number in (1, 2, 3)]
-    assert "another CUDA stream than the arena's first step" in refused
+
+
+STREAMS = r"""
+from contextlib import contextmanager
+from fake_device import start
+fake = start(sys.argv[1])
+from memfit.runtime.arena.arena import Arena
+
+arena = Arena(device="cuda")
+
+@contextmanager
+def waits(*pairs):
+    # who waits for whom in the block, at most once
+    before = fake.number("waits").value
+    yield
+    assert fake.number("waits").value - before == len(pairs), (fake.number("waits").value - before, pairs)
+    if pairs:
+        assert (fake.number("waiting").value, fake.number("waited_for").value) == pairs[0]
+
+@contextmanager
+def step_on(stream):
+    fake.on(stream)
+    with arena.step():
+        yield
+    fake.on(0)
+
+def request(stream, size):
+    pointer = fake.malloc(size, stream=stream)
+    fake.on(stream)
+    return pointer
+
+def owns(pointer):
+    return bool(arena._library.owns(arena._handle, pointer))
+
+for before, stream in ((0, 0), (0, 0), (0, 128), (128, 128)):
+    with waits(*[(stream, before)][: stream != before]), step_on(stream):
+        first, second = request(stream, 1000), request(stream, 2000)
+        fake.free(first)
+        fake.free(second)
+assert arena.last_step.served == 2 and arena.last_step.other_threads == 0, "requests on its stream are the step's"
+with waits((0, 128)), step_on(0):
+    first, kept = request(0, 1000), request(0, 2000)
+    fake.free(first)
+assert owns(kept)
+with waits((128, 0)), step_on(128):
+    first = request(128, 1000)
+    fake.free(first)
+with waits((128, 0)):  # which may have read it since
+    fake.free(kept)
+arena.close()
+
+arena = Arena(device="cuda")
+for stream in (0, 0, 128):
+    with step_on(stream):
+        first, kept = request(stream, 1000), request(stream, 2000)
+        fake.free(first)
+        if stream == 0:
+            fake.free(kept)
+        else:
+            fake.record_stream(kept, 128)
+            fake.record_stream(kept, 0)
+assert owns(kept)
+with waits((128, 0)):
+    fake.free(kept)
+with waits((0, 128)):  # the memory goes back to the pool of the stream that it was taken on
+    arena.close()
+assert fake.number("misplaced_frees").value == 0 and not fake.usage()[0]
+"""
+
+
+def test_a_step_on_another_stream_waits_for_the_last_one(fakes: str) -> None:
+    run(ON_THE_FAKE + STREAMS, fakes)
 
 
 AROUND = r"""
@@ -181,6 +245,7 @@ assert (live, held) == (5 * MIB, 6 * MIB), "the arena and nothing else"
 assert most_held == 6 * MIB, "before the arena was made, what the first step had taken was given back"
 arena.close()
 assert fake.usage(1)[0] == 0
+assert fake.number("contexts").value == 1 << 1, "the current device, which is another, got no context"
 fake.free(here)
 assert fake.number("misplaced_frees").value == 0
 
@@ -371,6 +436,7 @@ print("fine")
 
 
 @pytest.mark.gpu
+@pytest.mark.arithmetic
 def test_a_planned_step_on_a_device() -> None:
     assert run(PLANNED_ON_A_DEVICE) == "fine"
 
@@ -407,5 +473,6 @@ print("fine")
 
 
 @pytest.mark.gpu
+@pytest.mark.arithmetic
 def test_graphs_and_streams_beside_it_on_a_device() -> None:
     assert run(GRAPH_BESIDE_IT) == "fine"

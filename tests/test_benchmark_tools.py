@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -403,3 +404,36 @@ def test_a_residual_network_of_the_paper_has_the_layers_asked_for():
     convolutions = [op for op in graph.ops if op.target == "aten.convolution.default"]
     shortcuts = len(_chen_models.units_of(32))
     assert len(convolutions) + 1 == 32 + shortcuts  # the last layer is linear
+
+
+def test_a_cuda_build_without_a_toolkit_says_what_is_missing(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "cuda_build.py"), "make"]
+    environment = os.environ | {"CUDA_HOME": str(tmp_path), "MEMFIT_CUDA_BUILD": str(tmp_path / "build")}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 3
+    assert f"CUDA_HOME is {tmp_path}, which has no include/cuda_runtime_api.h" in done.stderr
+    assert not (tmp_path / "build").exists()
+
+
+def _answers(number: int, ending: str) -> Iterator[dict[str, Any]]:
+    yield {"number": number}
+    if ending == "raise":
+        raise ValueError("the reason")
+    if ending == "hang":
+        subprocess.run([sys.executable, "-c", "import time; time.sleep(600)"], check=False)
+    if ending == "crash":
+        os.abort()
+    yield {"number": number + 1}
+
+
+@pytest.mark.parametrize(
+    ("ending", "expected"),
+    [
+        ("", {"number": 8}),
+        ("raise", {"number": 7, "error": "ValueError: the reason"}),
+        ("crash", {"number": 7, "error": "exit status -6"}),
+        ("hang", {"number": 7, "error": "took more than 3 s", "timed_out": True}),
+    ],
+)
+def test_a_forked_child_gives_what_it_had(ending: str, expected: dict[str, Any]) -> None:
+    assert _process.in_forked_child(lambda: _answers(7, ending), timeout_seconds=3.0) == expected

@@ -207,6 +207,7 @@ def test_sizes_round_up_to_the_alignment() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.arithmetic
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_calibrating_cuda() -> None:
     device = calibrate("cuda")

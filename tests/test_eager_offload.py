@@ -22,8 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memfit
 from memfit.errors import HostMemoryError, InvalidBudgetError, InvalidOptionError, OverBudgetError, UnsupportedStepError
-from memfit.runtime.eager import needs as eager_needs
-from memfit.runtime.eager import structures
+from memfit.runtime.eager import call_times, structures
 from memfit.runtime.eager.eager import bytes_of_tensors
 from memfit.runtime.eager.host import Host, _Places
 from memfit.runtime.eager.needs import Need, Needs
@@ -465,17 +464,50 @@ def test_memory_of_numpy_stays_on_the_device() -> None:
     assert steps.report().to_host_bytes > 0
 
 
-def test_one_call_of_a_kind_is_waited_for_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits, clock = [0], iter(range(100))
+class GpuEvent:
+    """An event on a GPU that is not here, which has reached so many of them."""
 
-    def now(_device: torch.device) -> float:
-        waits[0] += 1
-        return float(next(clock))
+    made = recorded = reached = 0
 
-    monkeypatch.setattr(eager_needs, "_now", now)
-    need = Need(0, 0, 0.0, 7)
-    on_gpu, on_cpu = Needs(torch.device("cuda")), Needs(CPU)
-    assert [on_gpu.timed(max, (1, 2), {}, need) for _ in range(3)] == [(2, 1.0)] * 3
-    assert waits == [2]
-    assert [on_cpu.timed(max, (1, 2), {}, need) for _ in range(3)] == [(2, 1.0)] * 3
-    assert waits == [8]
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        GpuEvent.made += 1
+
+    def record(self, stream: str) -> None:
+        assert stream == "the current stream of cuda:1"
+        GpuEvent.recorded += 1
+        self.number = GpuEvent.recorded
+
+    def query(self) -> bool:
+        return self.number <= GpuEvent.reached
+
+    def elapsed_time(self, end: GpuEvent) -> float:
+        assert end.query()
+        return 1000.0 * (end.number - self.number)
+
+
+def test_one_call_of_a_kind_lies_between_events_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", GpuEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", "the current stream of {}".format)
+    monkeypatch.setattr(call_times, "_MOST_OPEN", 2)
+    needs = Needs(torch.device("cuda", 1))
+
+    def seconds(number: int) -> float:
+        returned, seconds = needs.timed(max, (1, 2), {}, Need(0, 0, 7.0, number))
+        assert returned == 2
+        return seconds
+
+    assert [seconds(1), seconds(1)] == [7.0, 7.0], "the GPU has not reached the second event"
+    GpuEvent.reached = 1
+    assert seconds(1) == 7.0 and GpuEvent.recorded == 2
+    GpuEvent.reached = 2
+    assert [seconds(1), seconds(1)] == [1.0, 1.0] and GpuEvent.recorded == 2, "one call stands for those after it"
+    assert [seconds(2), seconds(3)] == [7.0, 7.0] and GpuEvent.made == 4, "events that were read are recorded again"
+    assert seconds(4) == 7.0 and GpuEvent.made == 4, "two kinds were open, of which the first is given up"
+    GpuEvent.reached = GpuEvent.recorded
+    assert [seconds(2), seconds(3), seconds(4)] == [7.0, 1.0, 1.0] and GpuEvent.made == 4
+
+
+def test_calls_on_a_cpu_are_timed_each() -> None:
+    needs, need = Needs(CPU), Need(0, 0, 7.0, 1)
+    assert all(0 < needs.timed(sum, (range(1000),), {}, need)[1] < 7.0 for _ in range(2))

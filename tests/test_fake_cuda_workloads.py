@@ -75,7 +75,7 @@ def test_planned_steps_have_eagers_bits(fakes: str, workloads: dict[str, dict[st
 def test_the_streams_find_copies_that_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake itself: a copy is made when it is waited for, from what is at its address by then."""
     cuda: Any = torch.cuda
-    for name in ("Stream", "stream", "cudart", "current_stream"):
+    for name in ("Stream", "stream", "device", "cudart", "current_stream"):
         monkeypatch.setattr(cuda, name, getattr(cuda, name))
     from memfit.runtime.host import store
 

@@ -13,6 +13,7 @@ from memfit.runtime.state import StepState
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.arithmetic,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.filterwarnings("default"),  # those of a driver are no fault of memfit's
 ]

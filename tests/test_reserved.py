@@ -105,3 +105,15 @@ def test_what_a_cap_refuses_is_said() -> None:
     schedule = Schedule.parse(["compute 0", "compute 1", "drop 1"])
     assert reserved(graph, schedule, AllocatorSettings(allowed_bytes=40 * MIB)).is_refused
     assert not reserved(graph, schedule, AllocatorSettings(allowed_bytes=62 * MIB)).is_refused
+
+
+def test_what_others_hold_shares_pages_but_no_segments() -> None:
+    graph = graph_of([12 * MIB, 512, 512], [(0,), (1,)])
+    schedule = Schedule.parse(["compute 0", "compute 1", "drop 1"])
+
+    def peak_mib(*, expandable: bool) -> float:
+        settings = AllocatorSettings(expandable_segments=expandable)
+        return reserved(graph, schedule, settings, arena_bytes=18 * MIB, outside_bytes=9 * MIB).peak_bytes / MIB
+
+    assert peak_mib(expandable=True) == 2 * 20 + 2  # 12, 9 and 18 MiB lie in two pages, and small blocks in another
+    assert peak_mib(expandable=False) == 12 + 18 + 2 + 9

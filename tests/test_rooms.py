@@ -138,7 +138,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("kept", "operators"),
         ("needs",),
         ("sources",),
-        ("host",),
+        ("call_times", "host"),
     ),
     "torch_private": (
         ("dynamo", "guarding", "inductor"),

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from memfit import torch_private
-from memfit.torch_private import dynamo
+from memfit.torch_private import cuda, dynamo
 from memfit.torch_private.aot import boxed, trace_joint
 from memfit.torch_private.autograd import (
     TorchDispatchMode,
@@ -1017,26 +1017,70 @@ def test_the_settings_of_the_allocator_are_those_of_the_environment(tells: bool)
     assert isinstance(allocator_settings_text(), str)
 
 
-def test_expandable_segments_are_turned_on_beside_the_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = ["max_split_size_mb:64"]
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A caching allocator that is not here: its settings, requests that are live, and those that a segment serves."""
+    state: dict[str, Any] = {"settings": ["max_split_size_mb:64"], "live": [], "requests": 0, "free": 0, "error": None}
+
+    def serve(size_bytes: int, _device: torch.device) -> int:
+        state["requests"] += 1
+        if state["free"] < size_bytes and state["error"] is not None:
+            raise state["error"]
+        state["free"] -= size_bytes
+        state["live"].append(state["requests"])
+        return state["requests"]
+
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings[-1], raising=False)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False)
-    assert turn_on_expandable_segments()
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: state["settings"][-1], raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", state["settings"].append, raising=False)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: max(0, -state["free"]))
+    monkeypatch.setattr(torch.cuda, "caching_allocator_alloc", serve)
+    monkeypatch.setattr(torch.cuda, "caching_allocator_delete", state["live"].remove)
+    yield state
+    cuda._tried.clear()
+    cuda._set_text.clear()
+
+
+ON = torch.device("cuda", 0)
+
+
+def test_expandable_segments_are_turned_on_beside_the_other_settings(
+    allocator: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = allocator["settings"]
+    assert turn_on_expandable_segments(ON)
     assert settings == ["max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:True"]
-    assert turn_on_expandable_segments() and len(settings) == 2
+    assert turn_on_expandable_segments(ON) and len(settings) == 2
     settings.append("expandable_segments:False")
-    assert not turn_on_expandable_segments(), "the user has said otherwise"
+    assert not turn_on_expandable_segments(ON), "the user has said otherwise"
     settings.append("")
 
     def refuse(_settings: str) -> None:
         raise RuntimeError("not on this device")
 
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse, raising=False)
-    assert not turn_on_expandable_segments()
+    assert not turn_on_expandable_segments(ON)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     settings.append("expandable_segments:True")
-    assert not turn_on_expandable_segments()
+    assert not turn_on_expandable_segments(ON)
+
+
+def test_expandable_segments_are_tried_once_on_each_device_and_turned_off_where_they_fail(
+    allocator: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    allocator["free"] = 3 << 20  # which serves before a segment is taken
+    assert turn_on_expandable_segments(ON) and allocator["requests"] == 4 and not allocator["live"]
+    assert turn_on_expandable_segments(ON) and allocator["requests"] == 4
+    allocator["free"], allocator["error"] = 1 << 20, RuntimeError("CUDA driver error: unknown error")
+    assert not turn_on_expandable_segments(torch.device("cuda", 1)), "the driver fails there"
+    assert allocator["requests"] == 6 and not allocator["live"] and "unknown error" in caplog.text
+    assert allocator["settings"][-1] == "max_split_size_mb:64,expandable_segments:False"
+    assert not turn_on_expandable_segments(ON) and len(allocator["settings"]) == 3 and allocator["requests"] == 6
+
+
+def test_expandable_segments_of_the_users_own_are_not_tried(allocator: dict[str, Any]) -> None:
+    allocator["settings"].append("expandable_segments:True")
+    assert turn_on_expandable_segments(ON) and not allocator["requests"] and len(allocator["settings"]) == 2
 
 
 def test_packing_a_sequence_returns_as_much_as_its_lengths_say() -> None:

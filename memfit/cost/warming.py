@@ -13,7 +13,7 @@ from memfit.cost.op_inputs import InputMaker
 from memfit.cost.single_op import Measurer, undisturbed
 from memfit.graph import Graph
 from memfit.system.recorder import allocated_bytes
-from memfit.torch_private.cuda import release_cublas_workspaces
+from memfit.torch_private.cuda import has_captured_graphs, release_cublas_workspaces
 
 _Thread = tuple[torch.device, int]  # libraries keep a workspace for each thread
 
@@ -34,7 +34,7 @@ def warm(graph: Graph, binding: Binding) -> int:
     """
     device: torch.device = binding.device
     thread = device, threading.get_ident()
-    if thread not in _warm and not _has_captured_graphs(device):
+    if thread not in _warm and not has_captured_graphs(device):
         release_cublas_workspaces()  # of calls before, or their bytes would not be seen
     before_bytes = allocated_bytes(device)
     with undisturbed(device):
@@ -51,10 +51,3 @@ def _run_new(graph: Graph, binding: Binding, known: set[str]) -> None:
         if key not in known:
             measurer.run_once(op, call)
             known.add(key)
-
-
-def _has_captured_graphs(device: torch.device) -> bool:
-    """Whether CUDA graphs were captured, which may have the address of a workspace in them."""
-    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
-        return False
-    return any(tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0) for segment in torch.cuda.memory_snapshot())

@@ -97,7 +97,7 @@ def _by_mode(plan: Plan, height_bytes: int) -> dict[str, int]:
     settings = (AllocatorSettings(), AllocatorSettings(expandable_segments=True), AllocatorSettings())
     heights = (height_bytes, None, None)
     return {
-        mode: reserved(plan.graph, plan.schedule, each, arena_bytes=height).peak_bytes + plan.bytes_outside
+        mode: reserved(plan.graph, plan.schedule, each, arena_bytes=height, outside_bytes=plan.bytes_outside).peak_bytes
         for mode, each, height in zip(MODES, settings, heights, strict=True)
     }
 

@@ -79,7 +79,9 @@ def taken_bytes(plan: Plan, places: Places | None, allocator: AllocatorSettings 
         assert places is not None
         return bytes_beside(plan, places) + places.height_bytes
     height_bytes = None if places is None else whole_segments_bytes(places.height_bytes)
-    return reserved(plan.graph, plan.schedule, allocator, arena_bytes=height_bytes).peak_bytes + plan.bytes_outside
+    return reserved(
+        plan.graph, plan.schedule, allocator, arena_bytes=height_bytes, outside_bytes=plan.bytes_outside
+    ).peak_bytes
 
 
 def places_of(plan: Plan, at: torch.device, seed: int) -> Places:
@@ -163,7 +165,9 @@ class Placed(NamedTuple):
 def plan_for_less(make: Make, settings: Settings, taken: Callable[[Plan], int]) -> Placed:
     """Return the first plan that takes no more than the budget, or the one that takes the fewest bytes.
 
-    Each is made for as much less as the one before took too much; where no plan fits that, for the middle.
+    Each is made for as much less as the one before took too much, or for twice as much less where that one took no less
+    than its own predecessor: torch's allocator takes pages, of 20 MiB if its segments are expandable. Where no plan
+    fits that, the next is made for the middle.
 
     Args:
         make: makes a plan by settings.
@@ -177,11 +181,12 @@ def plan_for_less(make: Make, settings: Settings, taken: Callable[[Plan], int]) 
     budget_bytes, floor_bytes = plan.budget_bytes, 0
     best = last = Placed(plan, taken(plan), budget_bytes, 1)
     own = replace(settings, time_limit_seconds=_SHARE * settings.time_limit_seconds)
+    less_bytes = last.taken_bytes - budget_bytes
     for tries in range(2, MOST_PLANS + 1):
         if best.taken_bytes <= budget_bytes:
             break
         had_bytes = min(last.plan.budget_bytes, last.plan.predicted.peak_bytes)
-        aim_bytes = had_bytes - (last.taken_bytes - budget_bytes)
+        aim_bytes = had_bytes - less_bytes
         if aim_bytes <= floor_bytes:
             aim_bytes = (floor_bytes + had_bytes) // 2
         try:
@@ -189,7 +194,8 @@ def plan_for_less(make: Make, settings: Settings, taken: Callable[[Plan], int]) 
         except NoPlanError as error:
             floor_bytes = max(aim_bytes, error.least_budget_bound_bytes)
             continue
-        last = Placed(plan, taken(plan), budget_bytes, tries)
+        before, last = last, Placed(plan, taken(plan), budget_bytes, tries)
+        less_bytes = last.taken_bytes - budget_bytes if last.taken_bytes != before.taken_bytes else 2 * less_bytes
         best = min(best, last, key=lambda placed: placed.taken_bytes)
     return best
 

@@ -192,6 +192,9 @@ class PlannedStep(Uncopied):
         variant = self._variant(batch)
         self._take_better(variant)
         self._latest = variant.program
+        takes_workspaces = self._memory.follow_stream()
+        if takes_workspaces:
+            self._kept.clear()  # what steps take on this stream was not seen
         self._memory.expect(variant.key, variant.program)
         key = self._memory.key(variant.key)
         is_proved = self._kept.get(key, 0) >= STEPS_IN_A_ROW
@@ -202,8 +205,9 @@ class PlannedStep(Uncopied):
         is_measured = not is_proved or self._is_capped or records_at_once(self.device)
         if key not in self._resident_bytes:  # before the call, which may make state that the recorder counts
             self._resident_bytes[key] = resident_bytes(self, batch) + self._gradient_bytes(variant)
+        there_bytes = self._resident_bytes[key] + (0 if takes_workspaces else variant.program.library_bytes)
         loss, measured_bytes = (
-            self._measured(variant, batch, self._resident_bytes[key], is_proved=is_proved)
+            self._measured(variant, batch, there_bytes, is_proved=is_proved)
             if is_measured
             else (self._run(variant, batch), 0)
         )
@@ -222,9 +226,9 @@ class PlannedStep(Uncopied):
                 variant.corrections, variant.given_up = 0, ""
         return loss
 
-    def _measured(self, variant: Variant, batch: Any, residents: int, *, is_proved: bool) -> tuple[Any, int]:
-        """Run a step; return what it returns, and the bytes that it took, with `residents` bytes before it."""
-        bytes_before = residents + self.held_bytes + variant.program.library_bytes
+    def _measured(self, variant: Variant, batch: Any, there_bytes: int, *, is_proved: bool) -> tuple[Any, int]:
+        """Run a step; return what it returns, and the bytes that it took, with `there_bytes` beside the memory held."""
+        bytes_before = there_bytes + self.held_bytes
         cap = capped(self.device, variant.budget_bytes, bytes_before) if self._is_capped else nullcontext()
         with cap:
             return self._meter.run(partial(self._run, variant, batch), bytes_before, is_proved=is_proved)

@@ -15,7 +15,8 @@ from memfit.runtime.arena.arena import Arena
 from memfit.runtime.arena.library import ArenaUnavailableError
 from memfit.runtime.arena.places import Places
 from memfit.simulate.reserved import ARENA, DEFAULT, EXPANDABLE
-from memfit.torch_private.cuda import turn_on_expandable_segments
+from memfit.system.recorder import empty_cache
+from memfit.torch_private.cuda import has_captured_graphs, release_cublas_workspaces, turn_on_expandable_segments
 
 _log = logging.getLogger("memfit")
 
@@ -57,11 +58,16 @@ class StepMemory:
         optimizer: the step's, if calls run one: its first step makes its state, so that the second requests other
             memory.
         served: says which memory that is.
+        device: of the calls.
     """
 
-    def __init__(self, arena: Arena | None, optimizer: torch.optim.Optimizer | None, served: Served) -> None:
+    def __init__(
+        self, arena: Arena | None, optimizer: torch.optim.Optimizer | None, served: Served, device: torch.device
+    ) -> None:
         self.arena = arena
         self.served = served
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None  # of the last call
         self._optimizer = optimizer
         self._expected: dict[Hashable, HasPlaces] = {}  # by the key of the memory
 
@@ -106,8 +112,27 @@ class StepMemory:
         return any(not optimizer.state.get(each) for group in groups for each in group["params"] if optimizer)
 
     def call(self, signature: Hashable) -> AbstractContextManager[Any]:
-        """Return the `with` block in which a call of this signature runs."""
+        """Return the `with` block in which a call of this signature runs, on the current stream."""
+        self.follow_stream()
         return nullcontext() if self.arena is None else self.arena.step(key=self.key(signature))
+
+    def follow_stream(self) -> bool:
+        """Let the current stream wait for that of the last call, if it is another.
+
+        What is kept for the other one is freed: torch's allocator serves each stream from memory of its own, and cuBLAS
+        has workspaces for each. Return whether these were freed, so that the next call takes them anew.
+        """
+        if self._device.type != "cuda":
+            return False
+        before, self._stream = self._stream, torch.cuda.current_stream(self._device)
+        if before is None or before == self._stream:
+            return False
+        self._stream.wait_stream(before)
+        is_free_to = not has_captured_graphs(self._device)
+        if is_free_to:
+            release_cublas_workspaces()
+        empty_cache(self._device)
+        return is_free_to
 
     def forget(self, signature: Hashable) -> None:
         """Drop the layouts of a signature, whose calls will request other memory from now on."""
@@ -138,14 +163,14 @@ def memory_for(
     if settings.arena or (settings.arena is None and device.type == "cuda" and not refused):
         try:
             arena = Arena(device=device, seed=settings.seed)
-            return StepMemory(arena, optimizer, Served(by=ARENA)), replace(settings, arena=True)
+            return StepMemory(arena, optimizer, Served(by=ARENA), device), replace(settings, arena=True)
         except ArenaUnavailableError as error:
             if settings.arena:
                 raise
             refused = str(error).removeprefix("no arena: ")
     served = Served(by=DEFAULT)
     if settings.arena is None and device.type == "cuda":
-        is_expandable = turn_on_expandable_segments()
+        is_expandable = turn_on_expandable_segments(device)
         served = Served(by=EXPANDABLE if is_expandable else DEFAULT, why=f"no arena: {refused}")
         _log.info("memfit: the step is served from %s", served)
-    return StepMemory(None, optimizer, served), replace(settings, arena=False)
+    return StepMemory(None, optimizer, served, device), replace(settings, arena=False)

@@ -55,6 +55,7 @@ def reserved(
     *,
     steps: int = STEPS,
     arena_bytes: int | None = None,
+    outside_bytes: int = 0,
 ) -> Reserved:
     """Return what torch's CUDA allocator takes for `schedule`, from an empty cache on.
 
@@ -78,21 +79,27 @@ def reserved(
         steps: how often the step is run.
         arena_bytes: the height of an arena, which is one block; beside it are residents, what outlives a step, and
             `POOL_BYTES`. None is no arena.
+        outside_bytes: what is there that is not the graph's, and is never freed. With expandable segments it shares
+            pages with the arena and with storages; else its segments are its own.
     """
-    events, begins = schedule_events(graph, schedule, steps=steps, arena_bytes=arena_bytes)
+    is_paged = settings is not None and settings.expandable_segments
+    beside_bytes = 0 if is_paged else outside_bytes
+    events, begins = schedule_events(
+        graph, schedule, steps=steps, arena_bytes=arena_bytes, outside_bytes=outside_bytes - beside_bytes
+    )
     found: Replay = replay(events, settings)
     ends = [*begins[1:], len(events)]
     parts = [found.reserved_bytes[max(first - 1, 0) : end] for first, end in zip(begins, ends, strict=True)]
     return Reserved(
-        resident_bytes=int(found.reserved_bytes[begins[0] - 1]) if begins[0] else 0,
-        allocated_peak_bytes=found.peak_allocated_bytes,
-        step_peaks_bytes=tuple(int(part.max(initial=0)) for part in parts),
+        resident_bytes=beside_bytes + (int(found.reserved_bytes[begins[0] - 1]) if begins[0] else 0),
+        allocated_peak_bytes=beside_bytes + found.peak_allocated_bytes,
+        step_peaks_bytes=tuple(beside_bytes + int(part.max(initial=0)) for part in parts),
         is_refused=bool(found.refused),
     )
 
 
 def schedule_events(
-    graph: Graph, schedule: Schedule, *, steps: int = 1, arena_bytes: int | None = None
+    graph: Graph, schedule: Schedule, *, steps: int = 1, arena_bytes: int | None = None, outside_bytes: int = 0
 ) -> tuple[list[Event], list[int]]:
     """Return what a schedule requests and frees, and where in the events each step begins.
 
@@ -105,11 +112,14 @@ def schedule_events(
         schedule: legal on `graph`.
         steps: how often the step is run.
         arena_bytes: of an arena, which is requested after the residents.
+        outside_bytes: of one more block, which is requested after the residents and stays.
     """
     trace = _Trace(graph, schedule, has_arena=arena_bytes is not None)
     events = [trace.request(storage.id, storage.bytes) for storage in graph.storages if storage.resident]
+    first = len(graph.storages) + steps * trace.blocks
+    if outside_bytes:
+        events.append(trace.request(first + 2, outside_bytes))
     if arena_bytes is not None:
-        first = len(graph.storages) + steps * trace.blocks
         events += [trace.request(first, POOL_BYTES), trace.request(first + 1, arena_bytes)]
     begins: list[int] = []
     for step in range(steps):

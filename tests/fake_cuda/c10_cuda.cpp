@@ -17,6 +17,8 @@ using c10::DeviceIndex;
 extern "C" {
 int64_t mallocs = 0, frees = 0, misplaced_frees = 0, waits = 0, trims = 0, records = 0;
 int64_t capacity_bytes = INT64_MAX, chunk_bytes = 2 << 20, refusals = 0;  // to be set by tests
+int64_t waiting = 0, waited_for = 0;  // the streams of the last wait
+int64_t contexts = 0;  // a bit for each device that was made the current one for good
 }
 
 namespace {
@@ -143,6 +145,12 @@ cudaError_t GetDevice(DeviceIndex* device) {
 
 cudaError_t SetDevice(DeviceIndex device, const bool) {
   the_device = device;
+  contexts |= 1 << device;
+  return cudaSuccess;
+}
+
+cudaError_t MaybeSetDevice(DeviceIndex device) {
+  the_device = device;
   return cudaSuccess;
 }
 
@@ -167,11 +175,12 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  *event = static_cast<cudaEvent_t>(malloc(1));
+  *event = static_cast<cudaEvent_t>(malloc(sizeof(cudaStream_t)));
   return cudaSuccess;
 }
 
-cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) {
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  *reinterpret_cast<cudaStream_t*>(event) = stream;
   return cudaSuccess;
 }
 
@@ -180,8 +189,10 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) {
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   ++waits;
+  waiting = reinterpret_cast<int64_t>(stream);
+  waited_for = reinterpret_cast<int64_t>(*reinterpret_cast<cudaStream_t*>(event));
   return cudaSuccess;
 }
 

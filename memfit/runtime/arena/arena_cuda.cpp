@@ -44,10 +44,11 @@ struct Place {
 
 thread_local Place slab_place{0, nullptr};
 
-// What a slab was made of.
+// What a slab was made of, and the stream whose order its reuse follows: that of the last step.
 struct Home {
   CUDAAllocator* allocator;
   Place place;
+  std::atomic<cudaStream_t> stream;
 };
 
 struct OnDevice {
@@ -60,7 +61,7 @@ struct OnDevice {
   }
   ~OnDevice() {
     if (changed) {
-      (void)c10::cuda::SetDevice(before);
+      (void)c10::cuda::MaybeSetDevice(before);  // makes no context where there is none
     }
   }
 };
@@ -74,11 +75,34 @@ uintptr_t this_thread() {
   return reinterpret_cast<uintptr_t>(reinterpret_cast<void*>(pthread_self()));
 }
 
-// Other streams that use a block of a slab, by the record_stream of its tensor.
+// Lets a stream of the current device wait for what another has been given so far; the host waits only where that fails.
+void wait_for(cudaStream_t waiting, cudaStream_t other) {
+  cudaEvent_t done = nullptr;
+  const bool waits = cudaEventCreateWithFlags(&done, cudaEventDisableTiming) == cudaSuccess &&
+                     cudaEventRecord(done, other) == cudaSuccess &&
+                     cudaStreamWaitEvent(waiting, done, 0) == cudaSuccess;
+  if (done != nullptr) {
+    (void)cudaEventDestroy(done);
+  }
+  if (!waits) {
+    (void)cudaDeviceSynchronize();
+  }
+}
+
+// Other streams that use a block of a slab: by the record_stream of its tensor, or because it was requested on them.
 struct Users {
   std::atomic<size_t> blocks{0};
   std::mutex mutex;
   std::unordered_map<void*, std::vector<cudaStream_t>> of;
+
+  void add(void* pointer, cudaStream_t stream) {
+    std::lock_guard<std::mutex> guard(mutex);
+    auto& streams = of[pointer];
+    blocks = of.size();
+    if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
+      streams.push_back(stream);
+    }
+  }
 };
 
 Users& users() {
@@ -88,7 +112,7 @@ Users& users() {
 
 // Lets the slab's stream wait for what the other users of a block have been given so far. What comes after on that stream
 // may have the memory: reuse is ordered by the stream, and nobody waits on the host.
-void wait_for_users(void* pointer, Place home) {
+void wait_for_users(void* pointer, const Home& home) {
   std::vector<cudaStream_t> streams;
   {
     std::lock_guard<std::mutex> guard(users().mutex);
@@ -100,19 +124,36 @@ void wait_for_users(void* pointer, Place home) {
     users().of.erase(found);
     users().blocks = users().of.size();
   }
-  OnDevice on(home.device);
+  OnDevice on(home.place.device);
   for (cudaStream_t user : streams) {
-    cudaEvent_t done = nullptr;
-    const bool waits = cudaEventCreateWithFlags(&done, cudaEventDisableTiming) == cudaSuccess &&
-                       cudaEventRecord(done, user) == cudaSuccess &&
-                       cudaStreamWaitEvent(home.stream, done, 0) == cudaSuccess;
-    if (done != nullptr) {
-      (void)cudaEventDestroy(done);
-    }
-    if (!waits) {
-      (void)cudaDeviceSynchronize();
-    }
+    wait_for(home.stream, user);
   }
+}
+
+// Lets a step run on another stream than the last one, after all that the slab's memory was used for. Tensors that still
+// lie there are the other stream's, which may be given more that reads them before they are freed.
+void move_to(memfit::Slab* slab, cudaStream_t stream) {
+  auto* home = static_cast<Home*>(slab->owner);
+  const cudaStream_t before = home->stream;
+  if (before == stream) {
+    return;
+  }
+  std::vector<void*> left_behind;
+  {
+    memfit::State& now = memfit::state();
+    std::lock_guard<std::mutex> guard(now.mutex);
+    now.table.each([&left_behind, slab](const memfit::Entry& entry) {
+      if (entry.slab == slab) {
+        left_behind.push_back(entry.pointer);
+      }
+    });
+  }
+  for (void* pointer : left_behind) {
+    users().add(pointer, before);
+  }
+  home->stream = stream;
+  OnDevice on(home->place.device);
+  wait_for(stream, before);  // last: what another thread frees meanwhile was used before it
 }
 
 bool find(void* pointer, memfit::Entry* entry) {
@@ -189,13 +230,8 @@ struct ArenaAllocator final : c10::cuda::CUDACachingAllocator::Forwarding {
           entry.pointer, entry.pointer, reinterpret_cast<c10::DeleterFnPtr>(entry.owner), memory.device());
       below()->recordStream(as_below, stream);
       as_below.release_context();
-    } else if (static_cast<Home*>(entry.slab->owner)->place.stream != stream.stream()) {
-      std::lock_guard<std::mutex> guard(users().mutex);
-      auto& streams = users().of[entry.pointer];
-      users().blocks = users().of.size();
-      if (std::find(streams.begin(), streams.end(), stream.stream()) == streams.end()) {
-        streams.push_back(stream.stream());
-      }
+    } else if (static_cast<Home*>(entry.slab->owner)->stream != stream.stream()) {
+      users().add(entry.pointer, stream.stream());
     }
   }
 
@@ -272,7 +308,7 @@ void release_or_free(void* pointer) {
   }
   memfit::Entry entry;
   if (users().blocks.load() != 0 && find(pointer, &entry) && entry.slab != nullptr) {
-    wait_for_users(pointer, static_cast<Home*>(entry.slab->owner)->place);
+    wait_for_users(pointer, *static_cast<Home*>(entry.slab->owner));
   }
   void* owner = nullptr;
   if (!memfit::release(pointer, &owner)) {
@@ -296,17 +332,20 @@ void* slab_memory(int64_t bytes, void** owner) {
   try {
     from->emptyCache();
     void* base = from->raw_alloc_with_stream(static_cast<size_t>(bytes), place.stream);
-    *owner = new Home{from, place};
+    *owner = new Home{from, place, place.stream};
     return base;
   } catch (const c10::OutOfMemoryError&) {
     return nullptr;
   }
 }
 
-// Later requests on the slab's stream may get its memory, in the order of that stream.
+// Later requests on the stream that the slab was taken on may get its memory, in the order of that stream.
 void free_slab_memory(void* pointer, void* owner) {
   auto* home = static_cast<Home*>(owner);
   OnDevice on(home->place.device);
+  if (home->stream != home->place.stream) {
+    wait_for(home->place.stream, home->stream);
+  }
   home->allocator->raw_delete(pointer);
   delete home;
 }
@@ -331,6 +370,9 @@ int memfit_arena_cuda_begin_step(void* handle, int64_t plan_id, int device, void
     }
   }
   const Place place{static_cast<c10::DeviceIndex>(device), static_cast<cudaStream_t>(stream)};
+  if (memfit::Slab* slab = static_cast<memfit::Arena*>(handle)->slab; slab != nullptr) {
+    move_to(slab, place.stream);
+  }
   const int failure = memfit_arena_begin_step(handle, plan_id, origin_of(place));
   if (failure == 0) {
     std::lock_guard<std::mutex> guard(memfit::state().mutex);

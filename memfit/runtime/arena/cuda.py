@@ -15,36 +15,22 @@ from memfit.runtime.arena.library import ArenaLibrary, ArenaUnavailableError, lo
 
 
 class CudaArenaLibrary(ArenaLibrary):
-    """The calls on the current stream of one device. An arena belongs to the stream of its first step."""
+    """The calls on the current stream of one device. A step on another stream than the last one waits for that one."""
 
     def __init__(self, library: ctypes.PyDLL, index: int) -> None:
         super().__init__(library, "cuda")
         self.index = index
-        self._streams: dict[int, int] = {}
-
-    def destroy(self, handle: int) -> None:
-        """Free the arena's memory, as soon as no tensor lies in it."""
-        self._streams.pop(handle, None)
-        super().destroy(handle)
 
     def resize(self, handle: int, bytes_: int) -> bool:
         """Replace the arena's memory, on the current stream of its device; return whether there was enough."""
-        self.library.memfit_arena_cuda_place_slabs(self.index, self._stream_of(handle))
+        self.library.memfit_arena_cuda_place_slabs(self.index, self._stream())
         return super().resize(handle, bytes_)
 
     def _begin(self, handle: int, plan: int, *, of_this_thread: bool) -> int:
-        stream = self._stream_of(handle)
-        return self.library.memfit_arena_cuda_begin_step(handle, plan, self.index, stream, of_this_thread)
+        return self.library.memfit_arena_cuda_begin_step(handle, plan, self.index, self._stream(), of_this_thread)
 
-    def _stream_of(self, handle: int) -> int:
-        """Return the current stream, which has to be the arena's."""
-        stream = torch.cuda.current_stream(self.index).cuda_stream
-        # Memory that one stream has freed must not be used by another before the first has finished with it.
-        if self._streams.setdefault(handle, stream) != stream:
-            raise ArenaUnavailableError(
-                "this step runs on another CUDA stream than the arena's first step; make an arena for each stream"
-            )
-        return stream
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self.index).cuda_stream
 
 
 def library_on(device: torch.device) -> CudaArenaLibrary:

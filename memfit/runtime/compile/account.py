@@ -74,7 +74,7 @@ class Account:
         self._held_before_update_bytes = 0
         self._returns_cache = False  # before each update and each step
         if device.type == "cuda":
-            turn_on_expandable_segments()
+            turn_on_expandable_segments(device)
 
     @property
     def live_bytes(self) -> int:

@@ -112,6 +112,8 @@ class Eager(Uncopied):
         gradients_that_differ()  # which is found out outside of any mode
         host = Host(self.device, self._host_budget_bytes, self._host_dir) if self._host_budget_bytes else None
         allocated_bytes(self.device)  # from here on the recorder counts
+        if self.device.type == "cuda":
+            turn_on_expandable_segments(self.device)
         gc.collect()
         before_bytes = bytes_of_tensors(self.device)
         self._freezes = gc.get_freeze_count() == 0
@@ -126,9 +128,7 @@ class Eager(Uncopied):
         self._mode = BudgetMode(self.budget_bytes, live_bytes, partial(_model_bytes, self._model), needs, host)
         self._mode.__enter__()
         contents = self._mode.contents
-        if self.device.type == "cuda":
-            turn_on_expandable_segments()
-        else:
+        if self.device.type != "cuda":
             self._limit = CpuLimit(contents.budget_bytes - offset_bytes, contents.make_room_within)
             self._limit.__enter__()
 

@@ -6,7 +6,6 @@ While memory is plentiful, the mode is *calm*: nothing is noted and autograd sav
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -190,12 +189,7 @@ class BudgetMode(UnwrappedMode):
             if written:
                 contents.before_writes(written, need.peak_bytes, func)
             contents.running = func, args, kwargs
-            if contents.copies.host is None:
-                began = time.perf_counter()
-                returned = func(*args, **kwargs)
-                seconds = time.perf_counter() - began
-            else:
-                returned, seconds = self.needs.timed(func, args, kwargs, need)
+            returned, seconds = self.needs.timed(func, args, kwargs, need)
             contents.running = None
             contents.upper_bytes += need.result_bytes
         if is_remade or written:

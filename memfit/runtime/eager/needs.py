@@ -11,6 +11,7 @@ import torch
 
 from memfit.capture.generators import without_generator
 from memfit.cost.single_op import uncollected
+from memfit.runtime.eager.call_times import CallTimes
 from memfit.runtime.eager.sources import tensors_given
 from memfit.system.recorder import record, taken_bytes
 from memfit.torch_private.autograd import no_modes
@@ -46,7 +47,6 @@ _SMALL_BYTES = 1 << 12  # workspaces below it do not grow with the inputs
 _POINTWISE = torch.Tag.pointwise  # such operators work without any
 _DATA_DECIDES = torch.Tag.dynamic_output_shape
 _MASKS = (torch.bool, torch.uint8)
-_MOST_TIMED = 1 << 16  # kinds of calls of which the seconds are remembered
 _aten = torch.ops.aten
 _META = torch.device("meta")
 _BOOLS = ((False,), (True,))
@@ -81,7 +81,7 @@ class Needs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.bounded = self.exceeded = 0
-        self._seconds: dict[int, float] = {}  # number of a need -> seconds of a call that was waited for
+        self._on_gpu = CallTimes(device)
         self._shares: dict[tuple[Any, bool], float] = {}  # operator, images not row by row -> largest workspace share
 
     def bound(self, function: Any, args: Any, kwargs: Any) -> int:
@@ -124,20 +124,19 @@ class Needs:
     def timed(self, function: Any, args: Any, kwargs: Any, need: Need) -> tuple[Any, float]:
         """Make a call that is like an earlier one; return what it returned, and the seconds of its kernels.
 
-        A GPU runs kernels after the call has returned. One call of each kind is waited for there, and stands for those
-        after it: the second one, since the first loads the kernels.
+        A GPU runs kernels after the call has returned. One call of each kind lies between two events there, which are
+        read when the GPU has reached them, and stands for those after it: the second one, since the first loads the
+        kernels. Until then the seconds of the first count, which was waited for.
         """
-        seconds = self._seconds.get(need.number)
-        if seconds is not None:
-            return function(*args, **kwargs), seconds
-        began = _now(self.device)
-        returned = function(*args, **kwargs)
-        seconds = _now(self.device) - began
-        if self.device.type == "cuda":
-            self._seconds[need.number] = seconds
-            if len(self._seconds) > _MOST_TIMED:
-                del self._seconds[next(iter(self._seconds))]
-        return returned, seconds
+        if self.device.type != "cuda":
+            began = time.perf_counter()
+            returned = function(*args, **kwargs)
+            return returned, time.perf_counter() - began
+        if not self._on_gpu.has_to_time(need.number):
+            return function(*args, **kwargs), self._on_gpu.seconds.get(need.number, need.seconds)
+        with self._on_gpu.between_events(need.number):
+            returned = function(*args, **kwargs)
+        return returned, need.seconds
 
     def _result_bytes(self, function: Any, args: Any, kwargs: Any) -> int:
         """Return the bytes of a call's results, from their shapes.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 
 import torch
@@ -21,13 +22,14 @@ class PinnedSlab:
         self._device = device
         self._memory = torch.empty(size_bytes, dtype=torch.uint8)
         address = self._memory.data_ptr()
-        status = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)) if size_bytes else 0
+        with torch.cuda.device(device):  # CUDA pins for the current device, and makes a context there if there is none
+            status = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)) if size_bytes else 0
         if status:
             raise HostMemoryError(
                 f"{format_bytes(size_bytes)} of host memory cannot be pinned (CUDA error {status}); lower the host "
                 "budget, or raise the limit on locked memory (ulimit -l)"
             )
-        self._unpin = weakref.finalize(self, _unpin, address if size_bytes else 0)
+        self._unpin = weakref.finalize(self, _unpin, address if size_bytes else 0, device)
 
     def copy(self, source: torch.Tensor, offset: int) -> PinnedCopy:
         """Start the copy of a tensor's storage to an offset, and return that copy."""
@@ -44,9 +46,9 @@ class PinnedSlab:
         self._unpin()
 
 
-def _unpin(address: int) -> None:
+def _unpin(address: int, device: torch.device) -> None:
     if address:
-        with suppress(RuntimeError):  # at the interpreter's exit the driver may be gone
+        with suppress(RuntimeError), torch.cuda.device(device):  # at the interpreter's exit the driver may be gone
             torch.cuda.cudart().cudaHostUnregister(address)
 
 
@@ -54,6 +56,13 @@ def _unpin(address: int) -> None:
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Return a device's streams for copies: to the host, and to the device."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Make a stream the current one; its end alone would make the current device's context, where that is another."""
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
 
 
 class PinnedCopy:
@@ -72,7 +81,7 @@ class PinnedCopy:
         self._returned: torch.cuda.Event | None = None
         to_host, _ = _streams(source.device)
         to_host.wait_stream(torch.cuda.current_stream(source.device))
-        with torch.cuda.stream(to_host):
+        with _on(to_host):
             self._host.copy_(bytes_of(source), non_blocking=True)
             self._done = to_host.record_event()
 
@@ -87,7 +96,7 @@ class PinnedCopy:
         tensor = self._form.allocate()
         _, to_device = _streams(tensor.device)
         to_device.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(to_device):
+        with _on(to_device):
             bytes_of(tensor).copy_(self._host, non_blocking=True)
             self._returned = to_device.record_event()
         return tensor

@@ -1,0 +1,51 @@
+"""What serves a step's requests, on streams that are not here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from memfit.runtime import step_memory
+from memfit.runtime.step_memory import Served, StepMemory
+from memfit.simulate.reserved import DEFAULT
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """A stream of the device, and those that it waited for."""
+
+    waited_for: list[Stream] = field(default_factory=list["Stream"])
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited_for.append(other)
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_a_call_on_another_stream_waits_and_what_is_kept_for_the_last_one_is_freed(
+    has_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other, freed = Stream(), Stream(), []
+    on = [one]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: on[-1])
+    monkeypatch.setattr(step_memory, "has_captured_graphs", lambda _device: has_graphs)
+    monkeypatch.setattr(step_memory, "release_cublas_workspaces", lambda: freed.append("workspaces"))
+    monkeypatch.setattr(step_memory, "empty_cache", lambda device: freed.append(device))
+    device = torch.device("cuda", 1)
+    memory = StepMemory(None, None, Served(by=DEFAULT), device)
+    with memory.call("a signature"):
+        assert not memory.follow_stream() and not freed, "the first call, and the same stream"
+    on.append(other)
+    assert memory.follow_stream() is not has_graphs, "a graph has the addresses of workspaces"
+    assert len(other.waited_for) == 1 and other.waited_for[0] is one and not one.waited_for
+    assert freed == ([device] if has_graphs else ["workspaces", device])
+    with memory.call("a signature"):
+        assert len(other.waited_for) == 1
+    on.append(one)
+    with memory.call("a signature"):
+        assert len(one.waited_for) == 1 and one.waited_for[0] is other
+
+
+def test_a_call_on_a_cpu_has_no_stream() -> None:
+    assert not StepMemory(None, None, Served(by=DEFAULT), torch.device("cpu")).follow_stream()
