@@ -19,7 +19,6 @@ _VARIABLES = {
     "MEMFIT_CACHE": "memfit",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
-    "NUMBA_CACHE_DIR": "numba",
 }
 _WARM = """
 from memfit.runtime.arena.library import LIBRARIES

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from _gpu_measure import MIB, Way, alone, let_go, timed
+from _gpu_measure import Way, alone, let_go, timed
 from _gpu_models import make_model
+from _measure import MIB
 from _planned import eager_run
 from torch.profiler import ProfilerActivity, profile
 

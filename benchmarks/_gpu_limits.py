@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from _gpu_measure import GIB, Way, alone, let_go, peaks
+from _gpu_measure import Way, alone, let_go, peaks
 from _gpu_models import Model, make_model
+from _measure import GIB
 from _planned import eager_run
 
 import memfit

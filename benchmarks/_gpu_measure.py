@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from _measure import MIB
+from _measure import GIB, MIB
 
 from memfit.torch_private.cuda import release_cublas_workspaces
 
 Run = Callable[[], object]
-GIB = 1 << 30
 STEPS_ALONE = 4  # the first makes the optimizer's state, a second one splits the blocks of the first
 TURNS = 12
 LEAST_TURNS = 3  # whatever the time

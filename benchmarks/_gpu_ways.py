@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch
 from _gpu_doors import told
-from _gpu_measure import GIB, TURNS, Way, alone, in_turns, line_of_ways, over, peaks
+from _gpu_measure import TURNS, Way, alone, in_turns, line_of_ways, over, peaks
 from _gpu_models import Model, make_model
+from _measure import GIB
 from _planned import eager_run
-from torch._inductor.compile_fx import compile_fx
 
 import memfit
 from memfit.errors import InvalidOptionError
@@ -186,6 +186,7 @@ def _torch(ask: Ask, made: Model, _budget_bytes: int) -> Way:
 
 def _inductor(ask: Ask, made: Model, _budget_bytes: int) -> Way:
     """torch.compile, with torch's own budget where the share is below 1."""
+    from torch._inductor.compile_fx import compile_fx  # seconds; `make gpu` imports it before it forks
 
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:  # one of its own: Dynamo keeps code by its backend
         return compile_fx(module, inputs)

@@ -71,8 +71,9 @@ def measure(options: argparse.Namespace, caches: Path, compiling: subprocess.Pop
     """Run the queue, storing after each child; return the exit status."""
     import _gpu_queue as queue
     import torch
+    import torch._inductor.compile_fx  # for all children
     from _gpu_machine import machine_of_child, payload_path, read_stored, write
-    from _gpu_rows import CHILDREN
+    from _gpu_rows import CHILDREN, ROWS
 
     assert not torch.cuda.is_initialized(), "a fork cannot use CUDA after that"
     stop = START + 60 * (options.minutes or (REHEARSAL_MINUTES if options.rehearsal else MINUTES))
@@ -91,7 +92,12 @@ def measure(options: argparse.Namespace, caches: Path, compiling: subprocess.Pop
     ]
     stored = read_stored(path, machine["folder"], rehearsal=options.rehearsal)
     records = dict[str, Any]()
-    payload: dict[str, Any] = {"rehearsal": options.rehearsal, "carried": carried, "tests": stored.get("tests")}
+    payload: dict[str, Any] = {
+        "titles": ROWS,
+        "rehearsal": options.rehearsal,
+        "carried": carried,
+        "tests": stored.get("tests"),
+    }
     if options.first and not options.rehearsal:
         payload["tests"] = queue.run_tests(queue.TESTS_SECONDS)
         print(f"tests {payload['tests']['status']}", flush=True)

@@ -3,6 +3,7 @@
     python benchmarks/tables.py                          # print every table that there are results for
     python benchmarks/tables.py compare sweep            # only these
     python benchmarks/tables.py --into README.md         # between <!-- table: NAME --> and <!-- end of table -->
+    python benchmarks/tables.py --gpu-page               # docs/gpu.md, from what `make gpu` stored
 
 Predictions and measurements never share a column. Memory is in MiB.
 """
@@ -21,6 +22,8 @@ from _arena_tables import ARENA_NAMES, ARENA_TABLES
 from _baseline_tables import BASELINE_RESULT_TABLES, BASELINE_TABLES
 from _cells import memory, overhead, ratio, yes
 from _cuda_tables import CUDA_SET_TABLES, CUDA_TABLES
+from _gpu_tables import DOCS, NAVIGATION, PAGE, documents, first_table, write_page
+from _gpu_tables import NAME as GPU
 from _measure import EIGHT, MIB
 from _offloading_tables import OFFLOADING_SET_TABLES, OFFLOADING_TABLES
 from _paper_tables import PAPER_TABLES
@@ -219,6 +222,8 @@ def put_into(path: Path, machine: str) -> None:
     """
 
     def rendered(match: re.Match[str]) -> str:
+        if match["name"] == GPU:  # nothing as long as no device has a file
+            return f"{match[1]}{first_table(documents())}{match[3]}"
         table = render(match["name"], machine)
         if table is None:
             raise InvalidOptionError(
@@ -284,10 +289,14 @@ def main() -> None:
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)}; all if none is named")
     parser.add_argument("--machine", default=machine_name(), help="folder of benchmarks/results to read")
     parser.add_argument("--into", nargs="+", type=Path, default=[], help="Markdown files to put the tables into")
+    parser.add_argument("--gpu-page", action="store_true", help="write docs/gpu.md, if a device has a file")
     options = parser.parse_args()
     for path in options.into:
         put_into(path, options.machine)
-    if options.into:
+    if options.gpu_page:
+        there = write_page(DOCS, NAVIGATION)
+        print(f"docs/{PAGE} is written" if there else f"no device has a file: there is no docs/{PAGE}")
+    if options.into or options.gpu_page:
         return
     for name in options.tables or TABLES:
         table = render(name, options.machine)

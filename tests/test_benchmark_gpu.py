@@ -22,6 +22,7 @@ sys.path.insert(0, str(BENCHMARKS))  # the scripts import one another as scripts
 import _gpu_carried as carried  # noqa: E402
 import _gpu_machine  # noqa: E402
 import _gpu_queue as queue  # noqa: E402
+import _gpu_tables  # noqa: E402
 import make_gpu  # noqa: E402
 from _gpu_doors import CASES, DOORS  # noqa: E402
 from _gpu_measure import over  # noqa: E402
@@ -187,7 +188,7 @@ def test_every_door_has_a_case() -> None:
 def test_archives_come_back_and_plans_and_what_is_too_large_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable in ("MEMFIT_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "NUMBA_CACHE_DIR"):
+    for variable in ("MEMFIT_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(variable, "")
     one, other, home = (tmp_path / name for name in ("one", "other", "home"))
     carried.use_caches(one)
@@ -213,6 +214,66 @@ def test_a_rehearsal_is_never_stored_among_results(monkeypatch: pytest.MonkeyPat
     assert BENCHMARKS / "results" not in _gpu_machine.payload_path("a-gpu", rehearsal=True).parents
     monkeypatch.setenv("OUT", str(tmp_path))
     assert _gpu_machine.payload_path("a-gpu", rehearsal=False) == tmp_path / "gpu.json"
+
+
+def stored_file(results: Path, *, rehearsal: bool = False, date: str = "2026-11-27T10:00:00+00:00") -> None:
+    """Store what a device gave: one model in three ways, and a door that did not hold."""
+    ways = {
+        "eager": {"reserved_bytes": 30 << 30, "time_ratio": 1.0},
+        "checkpoints": {"reserved_bytes": 10 << 30, "time_ratio": 1.31},
+        "memfit at their bytes": {"reserved_bytes": 10 << 30, "time_ratio": 1.042},
+        "memfit at 50%": {"error": "InfeasibleBudgetError: too little"},
+        "memfit.checkpoint at their bytes": {"not_there": "no such option"},
+    }
+    answer = {"ways": ways, "line": "eager 30 | memfit 10", "hard": {"line": "0 retries"}}
+    steps = [{"reserved_bytes": 7 << 20}]
+    door = {"budget_bytes": 6 << 20, "steps": steps}
+    payload = {
+        "titles": {"1": "doors", "2": "GPT-2"},
+        "rehearsal": rehearsal,
+        "children": {
+            "gpt2-medium": {"rows": {"2": "", "3": "hard"}, "answer": answer, "failures": []},
+            "compile": {"rows": {"1": ""}, "answer": door, "failures": ["compile: steps [0] reserved up to 7.0 MiB"]},
+        },
+    }
+    machine = {"gpu": "A GPU", "folder": "a-gpu", "torch": "2.11.0", "date": date}
+    _gpu_machine.write(results / "a-gpu" / "gpu.json", payload, machine)
+
+
+def test_the_first_table_is_made_from_the_file_of_a_device_alone(tmp_path: Path) -> None:
+    assert _gpu_tables.first_table(_gpu_tables.documents(tmp_path)) == ""
+    stored_file(tmp_path, rehearsal=True)
+    assert _gpu_tables.first_table(_gpu_tables.documents(tmp_path)) == ""
+    stored_file(tmp_path)
+    table = _gpu_tables.first_table(_gpu_tables.documents(tmp_path))
+    assert "| GPT-2 medium, 8 x 1,024 tokens | 30.0, 1.00 | 10.0, 1.31 |  | 10.0, 1.04 | failed |" in table
+    assert table.endswith("(A GPU; torch 2.11.0; 2026-11-27)\n")
+
+
+def test_the_page_is_there_with_its_line_of_the_navigation_while_a_device_has_a_file(tmp_path: Path) -> None:
+    navigation, docs, results = tmp_path / "mkdocs.yml", tmp_path / "docs", tmp_path / "results"
+    before = _gpu_tables.NAVIGATION.read_text().replace(_gpu_tables.NAV_LINE, "")
+    navigation.write_text(before)
+    docs.mkdir()
+    assert not _gpu_tables.write_page(docs, navigation, results)
+    assert navigation.read_text() == before and not list(docs.iterdir())
+    stored_file(results)
+    for _ in range(2):
+        assert _gpu_tables.write_page(docs, navigation, results)
+        assert navigation.read_text().count(_gpu_tables.NAV_LINE) == 1
+    page = (docs / "gpu.md").read_text()
+    assert "| compile | 6 | 7 | **no**: compile: steps [0] reserved up to 7.0 MiB |" in page
+    assert "| 2, 3 | gpt2-medium | eager 30 · memfit 10; 0 retries | none |" in page
+    (picture,) = docs.glob("*.svg")
+    assert f"]({picture.name})" in page
+    assert "memfit at their bytes (10.0, 1.04)" in picture.read_text()
+    (results / "a-gpu" / "gpu.json").unlink()
+    assert not _gpu_tables.write_page(docs, navigation, results)
+    assert navigation.read_text() == before and not list(docs.iterdir())
+
+
+def test_the_readme_has_a_place_for_the_first_table() -> None:
+    assert "<!-- table: gpu -->\n" in (BENCHMARKS.parent / "README.md").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
