@@ -212,8 +212,12 @@ def _fit(ask: Ask, made: Model, budget_bytes: int) -> Way:
     unknown = given.keys() - inspect.signature(memfit.fit).parameters.keys()
     if unknown:
         raise NotThereYetError(f"memfit.fit has no option {', '.join(sorted(unknown))}")
+    optimizer = step.optimizer
+    if given.get("kernels") == "inductor":  # memfit follows its steps, and refuses those of the other ways
+        optimizer = torch.optim.AdamW(step.model.parameters(), **step.optimizer.defaults)
+        optimizer.state = step.optimizer.state
     with peaks() as read:
-        planned = memfit.fit(step.model, step.loss, step.batch, optimizer=step.optimizer, budget=budget_bytes, **given)
+        planned = memfit.fit(step.model, step.loss, step.batch, optimizer=optimizer, budget=budget_bytes, **given)
     return Way(
         name=ask.name,
         run=lambda: planned(step.batch),
