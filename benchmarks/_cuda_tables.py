@@ -127,30 +127,6 @@ def taken(payload: dict[str, Any]) -> Table:
     return head, rows, f"torch {found['torch']} over a GPU that is not there; reserved as torch counts it."
 
 
-def on_a_gpu(payload: dict[str, Any]) -> Table:
-    """What steps took of a GPU, and whether their bits were eager's."""
-    head = ["step", "memory", "budget", "predicted", "first step", "tenth step", "bits"]
-    rows = [
-        [
-            name,
-            found["served_by"],
-            *(f"{found[key] / MIB:,.0f}" for key in ("budget_bytes", "placed_bytes")),
-            *(f"{found['steps'][at]['taken_bytes'] / MIB:,.0f}" for at in (0, -1)),
-            _bits(found),
-        ]
-        for name, found in payload["cases"].items()
-        if found.keys() >= {"served_by", "first_difference"}  # no rival, and not broken off
-    ]
-    return head, rows, "MiB that torch's allocator holds; predicted for the plan of the first step."
-
-
-def _bits(found: dict[str, Any]) -> str:
-    left_out = [name for name in found["not_repeated"] if name.split()[0] in ("gradient", "parameter")]
-    if left_out:
-        return f"eager does not repeat {len(left_out)} of {found['compared']}"
-    return "eager's" if found["first_difference"] is None else "other"
-
-
 _SERVED = ("requests served", "requests that got ordinary memory")
 
 CUDA_TABLES = {
@@ -159,8 +135,6 @@ CUDA_TABLES = {
     "cuda-arena-steps": ("cuda_arena", taken),
 }
 """Of a script that stores one result."""
-GPU_TABLES = {"gpu": ("gpu", on_a_gpu), "gpu-cases": ("gpu_case", on_a_gpu)}
-"""Of a script that stores one result for a GPU."""
 CUDA_SET_TABLES = {
     "cuda-reserved": ("cuda_reserved", reserved),
     "cuda-within": ("cuda_reserved", within),

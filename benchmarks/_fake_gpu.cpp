@@ -548,6 +548,15 @@ int nvmlInit_v2() {
   return 0;
 }
 
+int nvmlInit() {
+  return 0;
+}
+
+int nvmlDeviceGetCount_v2(unsigned* count) {  // asked for in CUDA's place by processes that will fork
+  *count = fake_devices;
+  return 0;
+}
+
 int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** device) {
   *device = nullptr;
   return 0;

@@ -13,7 +13,7 @@ from memfit import TrainingStep
 from memfit.system.recorder import Usage, record
 
 SEED = 20240229
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 EIGHT = ("resnet50", "vgg16", "densenet121", "inceptionv3", "unet", "gpt2", "lstm", "encoder")  # measured everywhere
 
 

@@ -43,7 +43,7 @@ def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
         "torch": str(torch.__version__),
         "system": f"{platform.system()} {platform.machine()}",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -66,10 +66,15 @@ def store(name: str, payload: Any, *, device: torch.device | str = "cpu", folder
         folder: where to write; `benchmarks/results/<machine>` if None.
     """
     path = result_path(name, device, folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"name": name, "machine": machine(device), "payload": payload}
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+    write_document(path, name, payload, machine(device))
     return path
+
+
+def write_document(path: Path, name: str, payload: Any, found: dict[str, Any]) -> None:
+    """Write a result with the machine that it was found on, as `store` does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"name": name, "machine": found, "payload": payload}
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -149,8 +154,8 @@ def _cpu_model() -> str:
     return platform.processor()
 
 
-def _commit() -> str:
-    """The commit of the checkout, `+` added where tracked files differ from it; `unknown` outside a checkout."""
+def commit() -> str:
+    """Return the commit of the checkout, `+` added where tracked files differ from it; `unknown` outside a checkout."""
 
     def git(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *words], cwd=FOLDER, capture_output=True, text=True, check=False)

@@ -98,7 +98,7 @@ def main() -> int:
     """Run gpu.py in this process's place, or say why not."""
     if sys.argv[1:2] == ["--wheels"]:
         return download(sys.argv[2])
-    if not has_gpu() and "--dry" not in sys.argv:
+    if not has_gpu():
         print("no CUDA device here: nothing to measure (the driver, libcuda.so.1, finds none)")
         return 0
     paths = [str(ROOT), str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -3,6 +3,7 @@
     python benchmarks/tables.py                          # print every table that there are results for
     python benchmarks/tables.py compare sweep            # only these
     python benchmarks/tables.py --into README.md         # between <!-- table: NAME --> and <!-- end of table -->
+    python benchmarks/tables.py --gpu-page               # docs/gpu.md, from what `make gpu` stored
 
 Predictions and measurements never share a column. Memory is in MiB.
 """
@@ -20,7 +21,9 @@ from _ablation_tables import ABLATION_TABLES
 from _arena_tables import ARENA_NAMES, ARENA_TABLES
 from _baseline_tables import BASELINE_RESULT_TABLES, BASELINE_TABLES
 from _cells import memory, overhead, ratio, yes
-from _cuda_tables import CUDA_SET_TABLES, CUDA_TABLES, GPU_TABLES
+from _cuda_tables import CUDA_SET_TABLES, CUDA_TABLES
+from _gpu_tables import DOCS, NAVIGATION, PAGE, documents, first_table, write_page
+from _gpu_tables import NAME as GPU
 from _measure import EIGHT, MIB
 from _offloading_tables import OFFLOADING_SET_TABLES, OFFLOADING_TABLES
 from _paper_tables import PAPER_TABLES
@@ -161,7 +164,7 @@ def _peaks(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 ONE_RESULT_TABLES = PAPER_TABLES | SCALE_TABLES | ABLATION_TABLES | TESTED_TABLES | OFFLOADING_TABLES | CUDA_TABLES
-ONE_RESULT_TABLES |= BASELINE_RESULT_TABLES | GPU_TABLES
+ONE_RESULT_TABLES |= BASELINE_RESULT_TABLES
 SET_TABLES = ARENA_TABLES | TESTED_SET_TABLES | OFFLOADING_SET_TABLES | CUDA_SET_TABLES | SCALE_SET_TABLES
 TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     **{name: (script, _drawn_by(make)) for name, (script, make) in BASELINE_TABLES.items()},
@@ -190,11 +193,8 @@ IN_FOLDERS = (
 
 
 def results_of(script: str, machine: str) -> Stored:
-    """Return what `script` stored on a machine, in the usual order; empty where nothing. A GPU has its own folder."""
-    if script in ("gpu", "gpu_case"):
-        paths = sorted(RESULTS.glob(f"*/{script}.json"))
-        found = {path.parent.name: path for path in paths}
-    elif script in IN_FOLDERS:
+    """Return what `script` stored on a machine, in the usual order; empty where nothing."""
+    if script in IN_FOLDERS:
         found = {path.stem: path for path in sorted((RESULTS / machine / script).glob("*.json"))}
     elif script in {script for script, _ in ONE_RESULT_TABLES.values()}:
         found = {script: RESULTS / machine / f"{script}.json"}
@@ -222,6 +222,8 @@ def put_into(path: Path, machine: str) -> None:
     """
 
     def rendered(match: re.Match[str]) -> str:
+        if match["name"] == GPU:  # nothing as long as no device has a file
+            return f"{match[1]}{first_table(documents())}{match[3]}"
         table = render(match["name"], machine)
         if table is None:
             raise InvalidOptionError(
@@ -287,10 +289,14 @@ def main() -> None:
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)}; all if none is named")
     parser.add_argument("--machine", default=machine_name(), help="folder of benchmarks/results to read")
     parser.add_argument("--into", nargs="+", type=Path, default=[], help="Markdown files to put the tables into")
+    parser.add_argument("--gpu-page", action="store_true", help="write docs/gpu.md, if a device has a file")
     options = parser.parse_args()
     for path in options.into:
         put_into(path, options.machine)
-    if options.into:
+    if options.gpu_page:
+        there = write_page(DOCS, NAVIGATION)
+        print(f"docs/{PAGE} is written" if there else f"no device has a file: there is no docs/{PAGE}")
+    if options.into or options.gpu_page:
         return
     for name in options.tables or TABLES:
         table = render(name, options.machine)
