@@ -382,3 +382,18 @@ def test_what_torchs_allocator_keeps_counts_until_two_steps_have_kept_the_budget
     device.take(900, 0)
     with pytest.raises(InfeasibleBudgetError, match=r"took .* \(1100 bytes\)"):  # all of it in use
         own._end_update()
+
+
+def test_what_a_step_over_the_budget_has_left_is_returned_before_its_plan_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, own = CachingDevice(monkeypatch), Account(1000, torch.device("cpu"))
+    held: list[int] = []
+    for more_bytes in (900, 700, 50):  # the first takes 1100
+        own.begin()
+        held.append(device.held_bytes)
+        device.take(600, more_bytes)
+        own._end_backward()
+        own._end_update()
+    assert held == [200, 200, 900], "what a step within the budget has left stays, and counts"
+    assert own.excess_bytes == 100 and own._kept == 2

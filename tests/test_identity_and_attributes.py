@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import types
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -164,3 +167,95 @@ def test_a_function_takes_a_state_and_its_conjugate() -> None:
     x = torch.randn(4, dtype=torch.cfloat)
     planned = memfit.fit_function(torch.add, x, x, budget="1MiB")
     assert torch.equal(planned(x, x.conj()), x + x.conj())
+
+
+class Described(torch.nn.Module):
+    """Calls a function of itself in forward, which reads one of its dictionaries."""
+
+    def __init__(self, read: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.read, self.gain = read, torch.nn.Parameter(torch.full((8,), 0.5))
+        self.linear, self.norm = linear(), torch.nn.BatchNorm1d(8)
+        self.register_buffer("shift", torch.zeros(8))
+        self.factor = 0.25
+        self.attributes, self.parameter_table = vars(self), self._parameters
+        self.view, self.values_of = types.MappingProxyType(vars(self.linear)), self.linear._parameters.values()
+
+    @functools.cached_property
+    def half(self) -> float:
+        return self.factor * 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)) * self.gain * self.read(self) + self.shift
+
+
+def replaces_a_buffer(own: Any) -> float:
+    own.shift = own.shift + vars(own)["factor"]
+    return 1.0
+
+
+def sets_attributes(own: Any) -> float:
+    own.factor, own.seen = 0.25, 3
+    own.linear.register_forward_hook(lambda *_: None)
+    own.submodule = torch.nn.Tanh()
+    return len(vars(own.linear)) * own.attributes["factor"]
+
+
+def raises(own: Any) -> float:
+    raise ValueError(vars(own).keys())
+
+
+READS: dict[str, Callable[[Any], float]] = {
+    "cached property": lambda own: own.half,
+    "vars": lambda own: vars(own)["factor"],
+    "in": lambda own: 0.25 if "factor" in own.__dict__ else 1.0,
+    "a module's table": lambda own: float(len(own.linear.__dict__["_parameters"])),
+    "a library's module": lambda own: vars(own.norm)["momentum"],
+    "all modules": lambda own: sum(float(len(vars(module))) for module in own.modules()),
+    "a copy": lambda own: copy.copy(own).factor,
+    "a merged dictionary": lambda own: (own.__dict__ | {"factor": 2.0})["factor"],
+    "a kept dictionary": lambda own: own.attributes["factor"],
+    "a kept table": lambda own: float(len(own.parameter_table)),
+    "a kept proxy": lambda own: float(len(own.view)),
+    "kept values": lambda own: float(len(own.values_of)),
+    "and a buffer is replaced": replaces_a_buffer,
+    "and attributes are set": sets_attributes,
+    "and the step raises": raises,
+}
+
+
+def held(model: torch.nn.Module) -> dict[Any, Any]:
+    """Return what all modules hold, with the entries of their tables in order."""
+    found: dict[Any, Any] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            entries = value.items() if isinstance(value, dict) and name.startswith("_") else ((None, value),)
+            found |= {(path, name, key): entry for key, entry in entries}
+    return found
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_module_whose_dictionary_forward_reads_is_as_it_was(name: str) -> None:
+    results: list[list[torch.Tensor]] = []
+    for is_planned in (False, True):
+        model, x = Described(READS[name]), torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step: Any = lambda batch, net=model: net(batch).square().mean()  # noqa: E731
+        if is_planned:
+            before = held(model)
+            with pytest.raises(memfit.MemfitError) if name == "and the step raises" else nullcontext():
+                step = memfit.fit(model, lambda m, b: m(b).square().mean(), x, budget="2MiB", optimizer=optimizer)
+            after = held(model)
+            assert list(after) == list(before)
+            assert all(after[place] is value for place, value in before.items())
+        if name == "and the step raises":
+            continue
+        losses: list[torch.Tensor] = []
+        for _ in range(3):
+            losses.append(step(x))
+            if not is_planned:
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append([each.detach() for each in (*losses, *model.parameters(), *model.buffers())])
+    assert name == "and the step raises" or all(map(torch.equal, *results))

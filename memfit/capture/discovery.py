@@ -149,7 +149,11 @@ class Discovery:
         """Copy what an object of one of Python's own types holds beside its attributes."""
         if isinstance(value, dict):
             entries = cast("dict[Any, Any]", value)
-            table = self.tables[id(entries)] = Table(path, entries, entries_of(entries), None)
+            known = self.tables.get(id(entries))
+            if known is not None and known.is_whole:  # an object's attributes, copied before the step could set any
+                table, known.names = known, None
+            else:
+                table = self.tables[id(entries)] = Table(path, entries, entries_of(entries), None)
             for key, inner in table.before.items():
                 self._discover(inner, table.name(key))
             if isinstance(value, defaultdict):
@@ -249,7 +253,7 @@ class Discovery:
             self._seen[id(module)] = module
             self.modules.append((inner, module))
             self._add_object(module, module.__dict__, inner)
-            self._copy_hooks(module, inner)
+            self._copy_own_tables(module, inner)
             for hooks in module_hooks(module):
                 for hook in hooks.values():
                     self._discover(hook, f"a hook of {inner}")
@@ -269,11 +273,15 @@ class Discovery:
         for key, inner in table.before.items():
             self._discover(inner, table.name(key))
 
-    def _copy_hooks(self, module: torch.nn.Module, path: str) -> None:
-        """Copy the hooks of a module: a first forward may add some, and note in an attribute that it has."""
-        for name, hooks in module.__dict__.items():
-            if name in MODULE_NAMES and "hooks" in name and isinstance(hooks, dict):
-                entries = cast("dict[Any, Any]", hooks)
+    def _copy_own_tables(self, module: torch.nn.Module, path: str) -> None:
+        """Copy a module's tables of parameters, buffers, modules and hooks: none is copied again later.
+
+        They hold fakes while a step is captured. A first forward may add hooks, and note in an attribute that it has.
+        """
+        for name, own in module.__dict__.items():
+            if name in MODULE_NAMES and isinstance(own, dict):
+                entries = cast("dict[Any, Any]", own)
+                self._seen[id(entries)] = entries
                 self.tables[id(entries)] = Table(f"{path}.{name}", entries, dict(entries), set())
 
     def _discover_class(self, cls: type) -> None:

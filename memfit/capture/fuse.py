@@ -126,12 +126,13 @@ def fuse_in_place_writes(calls: Sequence[TracedCall], residents: set[int]) -> li
     parts: dict[int, list[TracedCall]] = {}
     made_at: dict[int, int] = {}
     mutated_at: dict[int, int] = {}
-    seen: set[int] = set()  # storages that were read, other than by writes merged into their makers
+    seen: set[int] = set()  # storages that were read, other than by writes merged into the calls that made them
     for position, call in enumerate(calls):
         maker = _maker(call, made_at, mutated_at, seen, calls, residents)
         if maker is not None:
             parts[maker].append(call)
             fused[position] = None
+            seen.update(set(call.reads).difference(calls[maker].writes))
         else:
             seen.update(call.reads, call.mutates)
             mutated_at.update(dict.fromkeys(call.mutates, position))

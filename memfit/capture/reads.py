@@ -61,6 +61,8 @@ class Reads(Discovery):
         while ahead := [table for key, table in self.tables.items() if key not in seen]:
             seen.update(self.tables)
             for table in ahead:
+                if table.is_whole and id(table.table) in self._seen:  # it is a dictionary that the step may reorder
+                    table.names = None
                 for key, value in tuple(table.before.items()):
                     self._discover(value, table.name(key))
             for _, owner in tuple(self._objects.values()):

@@ -8,13 +8,13 @@ into a Graph and a Binding. Three things are done here alone:
   be rematerialized. A write to a part of a storage, or to a resident, stays a mutation, which is computed once.
 - Training batch normalization updates its running statistics, though some of its schemas do not say so. It is made to
   return them as new storages, which are copied back once. Its other results do not depend on the statistics, so it does
-  not count as reading them while they are buffers. It may therefore be rematerialized after the copy; no op reads the
-  statistics that it then returns.
+  not count as reading them while they are buffers. It may therefore be rematerialized after the copy, unless another op
+  reads the new statistics: then it counts as reading the buffers, whose old content these depend on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,6 +92,7 @@ class _Entry:
         outputs: the returned leaves.
         mutated: the tensors that the call writes to.
         hidden: storages among the arguments that it does not count as reading.
+        statistics: storages that it reads as running statistics, mean and variance; its last results are new ones.
     """
 
     func: Any
@@ -102,6 +103,7 @@ class _Entry:
     outputs: list[Any]
     mutated: list[torch.Tensor]
     hidden: set[int] = field(default_factory=set[int])
+    statistics: tuple[int, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -137,6 +139,8 @@ class Trace:
     _kept_alive: list[Any] = field(default_factory=list[Any])  # a storage's key is good only while the storage lives
     _sparse: dict[int, tuple[Value, Value]] = field(default_factory=dict[int, tuple[Value, Value]])
     _write_backs: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict[int, tuple[torch.Tensor, int]])
+    # new running statistics -> the call that returns them, and the buffer that it does not count as reading
+    _statistics: dict[int, tuple[TracedCall, int]] = field(default_factory=dict[int, tuple[TracedCall, int]])
 
     def add_resident(
         self,
@@ -397,25 +401,43 @@ class Trace:
         results = self._results(entry, {*reads, *mutates}, phase)
         is_check = not mutates and not entry.func._schema.returns
         random = _generator_name(entry.func, entry.args, entry.kwargs, self.device)
-        self.calls.append(
-            TracedCall(
-                name=_short_name(entry.func),
-                target=entry.target,
-                args=entry.args,
-                kwargs=entry.kwargs,
-                results=results,
-                reads=tuple(storage for storage in reads if storage not in entry.hidden),
-                writes=tuple(dict.fromkeys(value.storage for value in results if value is not None)),
-                mutates=mutates,
-                phase=phase,
-                module=module,
-                random=random,
-                recomputable=entry.kwargs.get("generator") is None
-                and (random is None or self.replays_draws)
-                and not is_check,
-                is_check=is_check,
-            )
+        call = TracedCall(
+            name=_short_name(entry.func),
+            target=entry.target,
+            args=entry.args,
+            kwargs=entry.kwargs,
+            results=results,
+            reads=tuple(storage for storage in reads if storage not in entry.hidden),
+            writes=tuple(dict.fromkeys(value.storage for value in results if value is not None)),
+            mutates=mutates,
+            phase=phase,
+            module=module,
+            random=random,
+            recomputable=entry.kwargs.get("generator") is None
+            and (random is None or self.replays_draws)
+            and not is_check,
+            is_check=is_check,
         )
+        self._follow_statistics(call, entry)
+        self.calls.append(call)
+
+    def _follow_statistics(self, call: TracedCall, entry: _Entry) -> None:
+        """Let a batch normalization count as reading the buffers if a call uses the new statistics that it returns.
+
+        The first update of the buffer does not count, nor does another normalization that makes newer ones of them.
+        """
+        for storage in {*call.reads, *call.mutates} & self._statistics.keys():
+            maker, buffer = self._statistics[storage]
+            is_update = buffer in call.mutates and not self._is_mutated(buffer)
+            if not is_update and storage not in entry.statistics and buffer not in maker.reads:
+                maker.reads = (*maker.reads, buffer)
+        for result, before in zip(call.results[-len(entry.statistics) :], entry.statistics, strict=False):
+            _, buffer = self._statistics.get(before, (call, before))
+            if result is not None and (before in entry.hidden or before in self._statistics):
+                self._statistics[result.storage] = call, buffer
+
+    def _is_mutated(self, storage: int) -> bool:
+        return any(storage in call.mutates for call in self.calls)
 
     def _results(self, entry: _Entry, aliased: set[int], phase: Phase) -> tuple[Value | None, ...]:
         """Return the Values of the outputs, None for one that is no tensor or is on a storage in `aliased`."""
@@ -496,7 +518,7 @@ class Trace:
         if norm is None:
             return
         positions = (norm.mean_position, norm.variance_position)
-        entry.hidden = self._resident_among(entry.args[position] for position in positions)
+        self._hide_statistics(entry, positions)
         entry.target = norm
         count = self.step_count()
         if count is not None:
@@ -513,10 +535,22 @@ class Trace:
         """Training batch normalization does not count as reading its running statistics while they are buffers."""
         mean, variance, training = FUNCTIONAL_BATCH_NORMS[entry.func._overloadpacket]
         if training is None or entry.given[training]:
-            entry.hidden = self._resident_among((entry.args[mean], entry.args[variance]))
+            self._hide_statistics(entry, (mean, variance))
 
-    def _resident_among(self, values: Iterable[Any]) -> set[int]:
-        return {v.storage for v in values if isinstance(v, Value) and self.storages[v.storage].resident}
+    def _hide_statistics(self, entry: _Entry, positions: tuple[int, int]) -> None:
+        """Note the running statistics that a call reads, and hide those that are buffers which no call has written.
+
+        Raises:
+            UnsupportedStepError: the kernel would read them through another argument, too, while it writes them.
+        """
+        others = [arg for position, arg in enumerate(entry.args) if position not in positions]
+        entry.statistics = tuple(entry.args[position].storage for position in positions)
+        if not {value.storage for value in values_in(others)}.isdisjoint(entry.statistics):
+            raise UnsupportedStepError(
+                f"{self.scope()[1] or 'the step'} calls {entry.func} with running statistics that share memory with "
+                "another argument (its weight, say): give it a clone of them there"
+            )
+        entry.hidden = {s for s in entry.statistics if self.storages[s].resident and not self._is_mutated(s)}
 
     def _rename(self, tensor: torch.Tensor, func: Any) -> None:
         """Enter a new storage of the graph, of the same bytes, for what the tensor's storage holds from now on."""

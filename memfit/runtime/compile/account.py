@@ -36,8 +36,8 @@ class Account:
     evaluation that took more raises, because no plan makes it smaller, and so does a fourth step in a row. If the
     budget is soft, these are warnings.
 
-    On CUDA the bytes count that torch's allocator holds, until two steps in a row have kept the budget; what other code
-    has left in its cache is returned before these. Of later steps the bytes count that are live. The allocator gets
+    On CUDA the bytes count that torch's allocator holds, until two steps in a row have kept the budget; what other code,
+    and a step that did not keep it, have left in its cache is returned before these. Of later steps the bytes count that are live. The allocator gets
     expandable segments, unless its settings say otherwise.
 
     Args:
@@ -143,7 +143,8 @@ class Account:
             return
         self._close()
         has_more = self._left_bytes is None or held_bytes(self.device) > self._left_bytes  # from other code
-        if self._returns_cache or (has_more and not self._is_proved):
+        is_corrected = self._corrections > 0 and not self._kept  # what the step before took must not count once more
+        if self._returns_cache or is_corrected or (has_more and not self._is_proved):
             empty_cache(self.device)
         self._record()
         self._is_in_step = True
