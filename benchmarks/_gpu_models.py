@@ -40,7 +40,7 @@ def make_model(
     Args:
         name: a built-in workload, or one of `_MAKERS`.
         options: of the model.
-        optimizer: arguments of AdamW, fused if None; `{"none": True}` for a step without one.
+        optimizer: arguments of AdamW, fused if None; `{"sgd": True}` for plain SGD, `{"none": True}` for none.
         with_state: whether the optimizer has its state. Made amid eager's first step it would lie between activations,
             and keep the rest of their segments reserved for all ways that are measured later.
     """
@@ -50,6 +50,8 @@ def make_model(
     step.model.train()
     if optimizer == {"none": True}:
         return Model(step=step, checkpoints=checkpoints)
+    if optimizer == {"sgd": True}:
+        return Model(step=replace(step, optimizer=torch.optim.SGD(step.model.parameters())), checkpoints=checkpoints)
     adam = torch.optim.AdamW(
         step.model.parameters(), lr=LEARNING_RATE, **({"fused": True} if optimizer is None else optimizer)
     )
