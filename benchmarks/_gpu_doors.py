@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ from _planned import eager_run
 
 import memfit
 from memfit import TrainingStep
-from memfit.torch_private.cuda import allocator_settings_text
+from memfit.torch_private.cuda import allocator_settings_text, release_cublas_workspaces
 
 STEPS = 10
 MICRO_BATCHES = 4
@@ -126,7 +125,7 @@ def _forget(step: TrainingStep) -> None:
     step.model.zero_grad(set_to_none=True)
     if step.optimizer is not None:
         step.optimizer.state.clear()
-    gc.collect()
+    release_cublas_workspaces()
     let_go()
 
 

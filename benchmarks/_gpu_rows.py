@@ -11,7 +11,7 @@ from _gpu_copies import measure_copies, measure_workspaces
 from _gpu_doors import CASES, USERS_SEGMENTS, Case, measure_case
 from _gpu_hardware import measure_hardware
 from _gpu_limits import most_tokens
-from _gpu_ways import BY_MEMFIT, CHECKPOINTS, EAGER, HALF, SIXTY, THERE, TORCHS, USUAL, Ask, compare
+from _gpu_ways import BY_MEMFIT, CHECKPOINTS, EAGER, SIXTY, THERE, TORCHS, USUAL, Ask, compare
 
 Measure = Callable[..., Iterator[dict[str, Any]]]
 
@@ -193,7 +193,11 @@ _DQN_WAYS = (
         for share in (0.8, 0.6, 0.4)
     ),
 )
-_FENG_WAYS = (EAGER, _published("Re-forwarding at 50%", "division_tree", 0.5), HALF)
+_FENG_WAYS = (
+    EAGER,
+    _published("Re-forwarding at 80%", "division_tree", 0.8),
+    Ask(name="memfit at 80%", kind="fit", share=0.8),
+)
 _SEKIYAMA_WAYS = (EAGER, Ask(name="memfit, only placed", kind="fit", given={"planner": "none"}))
 
 CHILDREN: tuple[Child, ...] = (
@@ -290,7 +294,7 @@ CHILDREN: tuple[Child, ...] = (
         smaller={"layers": 101},
     ),
     _compared("dqn-resnet50", {14: ""}, 15, "resnet50", {"batch": 128}, _DQN_WAYS, turns=4, smaller={"batch": 16}),
-    _compared("feng-vgg16", {14: ""}, 10, "vgg16", {"batch": 64}, _FENG_WAYS, turns=4, smaller={"batch": 16}),
+    _compared("feng-vgg16", {14: ""}, 10, "vgg16", {"batch": 64}, _FENG_WAYS, turns=4, smaller={"batch": 32}),
     _compared(
         "sekiyama-inception", {14: ""}, 10, "inceptionv3", {"batch": 64}, _SEKIYAMA_WAYS, turns=4, smaller={"batch": 8}
     ),
