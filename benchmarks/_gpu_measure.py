@@ -65,7 +65,7 @@ def peaks() -> Iterator[Callable[[], dict[str, int]]]:
 
 
 def let_go() -> None:
-    """Give unused memory back to the driver. The workspaces of cuBLAS stay: plans count them, and steps take them anew."""
+    """Give unused memory back to the driver; but the workspaces of cuBLAS, which plans count and steps take anew."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
