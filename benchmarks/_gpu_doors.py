@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from _gpu_measure import Run, each_step, let_go, over, timed
-from _gpu_models import make_model
+from _gpu_models import lay_together, make_model
 from _measure import MIB
 from _planned import eager_run
 
@@ -127,6 +127,7 @@ def _forget(step: TrainingStep) -> None:
         step.optimizer.state.clear()
     release_cublas_workspaces()
     let_go()
+    lay_together(step.model)
 
 
 End = Callable[[], dict[str, Any]]

@@ -41,17 +41,14 @@ def make_model(
         name: a built-in workload, or one of `_MAKERS`.
         options: of the model.
         optimizer: arguments of AdamW, fused if None; `{"sgd": True}` for plain SGD, `{"none": True}` for none.
-        with_state: whether the optimizer has its state, and model and state lie close together. Made amid eager's first
-            step the state would keep segments of activations reserved for all ways that are measured later.
+        with_state: whether the optimizer has its state. Made amid eager's first step it would keep segments of
+            activations reserved for all ways that are measured later.
     """
     torch.manual_seed(SEED)
     with torch.device("cuda"):
         step, checkpoints = (_MAKERS.get(name) or partial(_workload, name))(**options)
     step.model.train()
-    if with_state:  # what lay between its parameters as it was made would keep their segments half empty
-        step.model.to("cpu")
-        torch.cuda.empty_cache()
-        step.model.to("cuda")
+    lay_together(step.model)
     if optimizer == {"none": True}:
         return Model(step=step, checkpoints=checkpoints)
     if optimizer == {"sgd": True}:
@@ -62,6 +59,16 @@ def make_model(
     if with_state:
         _make_state(adam)
     return Model(step=replace(step, optimizer=adam), checkpoints=checkpoints)
+
+
+def lay_together(model: torch.nn.Module) -> None:
+    """Move parameters and buffers to memory of their own.
+
+    What lay between them, as the model was made or trained before, would keep their segments half empty, and reserved.
+    """
+    model.to("cpu")
+    torch.cuda.empty_cache()
+    model.to("cuda")
 
 
 def _make_state(adam: torch.optim.AdamW) -> None:
