@@ -119,7 +119,7 @@ def test_a_child_that_breaks_off_has_given_what_it_had_and_the_rest_runs() -> No
 
 
 def test_a_child_is_stopped_when_its_time_is_up() -> None:
-    found = records_of(child("one", {"a": 1}, then="hangs", seconds=0.5))
+    found = records_of(child("one", {"a": 1}, then="hangs", seconds=0.5), least_seconds=0.0)
     assert found["one"]["answer"] == {"a": 1, "error": "took more than 1 s", "timed_out": True}
     assert found["one"]["failures"] == ["one: took more than 1 s"]
 
