@@ -112,7 +112,7 @@ def _llama(*, batch: int, tokens: int, **shape: int) -> Made:
         batch={"input_ids": identifiers, "labels": identifiers.clone()},
         name="llama",
     )
-    return step, lambda: _transformers_checkpoints(model)
+    return step, _transformers_checkpoints(model)
 
 
 def _vit(*, batch: int, **shape: int) -> Made:
@@ -122,7 +122,7 @@ def _vit(*, batch: int, **shape: int) -> Made:
     loss = SupervisedLoss(criterion=_cross_entropy_of_logits, autocast=torch.bfloat16)
     images = torch.randn(batch, 3, model.config.image_size, model.config.image_size)
     step = TrainingStep(model=model, loss=loss, batch=(images, torch.randint(1000, (batch,))), name="vit")
-    return step, lambda: _transformers_checkpoints(model)
+    return step, _transformers_checkpoints(model)
 
 
 def _chen(*, layers: int, batch: int, size: int = 224) -> Made:
@@ -176,13 +176,24 @@ def _cross_entropy_of_logits(output: Any, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(output.logits, labels)
 
 
-@contextmanager
-def _transformers_checkpoints(model: Any) -> Iterator[None]:
+def _transformers_checkpoints(model: Any) -> Callable[[], AbstractContextManager[None]]:
+    """The model's own checkpoints, switched on for a block; all else stays, or memfit would capture the model anew."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    try:
-        yield
-    finally:
-        model.gradient_checkpointing_disable()
+    switched = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    assert switched, "a model without checkpoints"
+    model.gradient_checkpointing_disable()
+
+    @contextmanager
+    def switched_on() -> Iterator[None]:
+        for module in switched:
+            module.gradient_checkpointing = True
+        try:
+            yield
+        finally:
+            for module in switched:
+                module.gradient_checkpointing = False
+
+    return switched_on
 
 
 _MAKERS: dict[str, Callable[..., Made]] = {

@@ -119,7 +119,7 @@ def compare(
     yield found
     if hard:
         budget_bytes = found["ways"][THERE.name]["budget_bytes"]
-        del ways
+        del ways, way
         yield found | {"hard": hard_cap(made, budget_bytes, hard_steps)}
 
 
@@ -131,7 +131,7 @@ def hard_cap(made: Model, budget_bytes: int, steps: int) -> dict[str, Any]:
     """
     step = made.step
     step.model.zero_grad(set_to_none=True)
-    torch.cuda.empty_cache()
+    let_go()  # of the arenas of other ways
     whole = torch.cuda.mem_get_info()
     outside_bytes = whole[1] - whole[0] - torch.cuda.memory_reserved()  # the context, and whatever else runs there
     before, began = torch.cuda.memory_stats(), time.monotonic()

@@ -597,6 +597,17 @@ def test_the_globals_of_another_file(loss: Any, monkeypatch: pytest.MonkeyPatch)
     follow(lambda: case(loss=loss), set_scale(2.0), back=set_scale(1.0), start=set_scale(1.0))
 
 
+class _OfNoFile:
+    __module__ = property(lambda self: "somewhere")  # type: ignore[assignment]
+
+
+def test_a_class_that_does_not_say_where_it_is_from() -> None:
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return model(rows).mean() if isinstance(model, nn.Module | _OfNoFile) else rows.mean()
+
+    memfit.fit(nn.Linear(8, 4), loss, torch.randn(16, 8), budget="1MiB", verify=True)
+
+
 def test_functions_that_name_one_another_in_a_chain_longer_than_pythons_stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

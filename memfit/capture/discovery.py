@@ -365,7 +365,9 @@ def _set_variable(variable: ContextVar[Any], value: Any) -> None:
         variable.set(value)
 
 
-def _is_librarys(module_name: str) -> bool:
+def _is_librarys(module_name: Any) -> bool:
+    if not isinstance(module_name, str):  # a class may have a property of that name: then there is no telling
+        return False
     return module_name.partition(".")[0] in _OPAQUE and not module_name.startswith("torch.distributions")
 
 
