@@ -20,7 +20,7 @@ from memfit.errors import MemfitError
 BY = 256  # tokens are rounded down to a multiple of this
 STEPS = 2
 TRIES = 4
-LESS = 0.95  # of the tokens, where a try ran out of memory
+LESS = 0.92  # of the tokens, where a try ran out of memory
 SHARE_OF_CAP = 0.98  # what is aimed at: the allocator rounds, and libraries take their workspaces
 TIME_LIMIT_SECONDS = 1.0
 WAYS = ("eager", "checkpoints", "memfit")
@@ -129,7 +129,7 @@ def _probe_memfit(made: Model, tokens: int) -> int:
 
 
 def _run_memfit(made: Model, tokens: int, cap_bytes: int) -> None:
-    step, planned = _fitted(made, tokens, cap_bytes)
+    step, planned = _fitted(made, tokens, int(SHARE_OF_CAP * cap_bytes))
     for _ in range(STEPS):
         planned(step.batch)
     torch.cuda.synchronize()

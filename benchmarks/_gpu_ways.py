@@ -218,7 +218,8 @@ def _fit(ask: Ask, made: Model, budget_bytes: int) -> Way:
         raise NotThereYetError(f"memfit.fit has no option {', '.join(sorted(unknown))}")
     optimizer = step.optimizer
     if given.get("kernels") == "inductor":  # memfit follows its steps, and refuses those of the other ways
-        optimizer = torch.optim.AdamW(step.model.parameters(), **step.optimizer.defaults)
+        own = {name: value for name, value in step.optimizer.defaults.items() if name != "decoupled_weight_decay"}
+        optimizer = torch.optim.AdamW(step.model.parameters(), **own)
         optimizer.state = step.optimizer.state
     with peaks() as read:
         planned = memfit.fit(step.model, step.loss, step.batch, optimizer=optimizer, budget=budget_bytes, **given)

@@ -27,7 +27,7 @@ import make_gpu  # noqa: E402
 from _gpu_doors import CASES, DOORS  # noqa: E402
 from _gpu_limits import extrapolated  # noqa: E402
 from _gpu_measure import over  # noqa: E402
-from _gpu_rows import CHILDREN, ROWS, Child  # noqa: E402
+from _gpu_rows import CHILDREN, FAULTS, ROWS, Child  # noqa: E402
 from _gpu_ways import HALF, THERE, NotThereYetError, _budget_bytes  # noqa: E402
 
 GPU_TESTS = """
@@ -193,6 +193,7 @@ def test_a_budget_is_a_share_of_the_first_way_or_the_bytes_of_another() -> None:
 def test_the_table_is_whole() -> None:
     answered = {row for each in CHILDREN for row in each.rows}
     assert answered == set(ROWS)
+    assert set(FAULTS) <= {each.name for each in CHILDREN}
     assert len({each.name for each in CHILDREN}) == len(CHILDREN)
     assert sum(each.seconds for each in CHILDREN) < 600
 
