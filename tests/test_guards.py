@@ -598,7 +598,7 @@ def test_the_globals_of_another_file(loss: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 class _OfNoFile:
-    __module__ = property(lambda self: "somewhere")  # type: ignore[assignment]
+    __module__ = property(str)  # type: ignore[assignment]
 
 
 def test_a_class_that_does_not_say_where_it_is_from() -> None:
