@@ -33,7 +33,12 @@ class Model:
 
 
 def make_model(
-    name: str, options: dict[str, Any], *, optimizer: dict[str, Any] | None = None, with_state: bool = True
+    name: str,
+    options: dict[str, Any],
+    *,
+    optimizer: dict[str, Any] | None = None,
+    with_state: bool = True,
+    device: int = 0,
 ) -> Model:
     """Return a model on the GPU with AdamW.
 
@@ -43,9 +48,10 @@ def make_model(
         optimizer: arguments of AdamW, fused if None; `{"none": True}` for a step without one.
         with_state: whether the optimizer has its state. Made amid eager's first step it would lie between activations,
             and keep the rest of their segments reserved for all ways that are measured later.
+        device: index of the GPU.
     """
     torch.manual_seed(SEED)
-    with torch.device("cuda"):
+    with torch.device("cuda", device):
         step, checkpoints = (_MAKERS.get(name) or partial(_workload, name))(**options)
     step.model.train()
     if optimizer == {"none": True}:
