@@ -82,7 +82,9 @@ gpu:
 
 # The same over the CUDA build of torch without a GPU: bytes are checked, all code runs, nothing is computed.
 gpu-rehearsal: $(INSTALLED)
-	@$(BIN)/python benchmarks/cuda_build.py run benchmarks/gpu.py --rehearsal $(GPU_ARGUMENTS)
+	@$(CUDA_BUILD) make >/dev/null || { [ $$? = $(NOT_HERE) ] || exit 1; \
+		echo "make gpu-rehearsal: nothing was rehearsed"; exit 0; }; \
+	$(CUDA_BUILD) run benchmarks/gpu.py --rehearsal $(GPU_ARGUMENTS)
 
 # What `make gpu` lacks on a machine without a network: run this on one that has it, and bring wheels/ along.
 wheels:

@@ -9,10 +9,12 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <set>
 #include <string_view>
 #include <unordered_map>
+#include <vector>
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -52,8 +54,20 @@ std::set<void*> capturing;  // streams
 uint64_t capture_id = 0, launches_before_capture = 0;
 std::unordered_map<void*, uint64_t> graph_nodes;  // by graph
 
+std::vector<std::function<void()>> captured_copies;
+std::unordered_map<void*, std::vector<std::function<void()>>> graph_copies;  // by graph
+
 bool is_captured(void* stream) {
   return capturing.count(stream) != 0;
+}
+
+// Copies and settings of memory, which are made at once, or by each launch of the graph that is being captured.
+void now_or_at_launch(void* stream, std::function<void()> copy) {
+  if (is_captured(stream)) {
+    captured_copies.push_back(std::move(copy));
+  } else {
+    copy();
+  }
 }
 
 uint64_t in_pages(uint64_t bytes) {
@@ -310,6 +324,8 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   if (!is_captured(stream)) return cudaErrorIllegalState;
   capturing.clear();
   *graph = reinterpret_cast<cudaGraph_t>(++next_handle);
+  graph_copies[*graph] = std::move(captured_copies);
+  captured_copies.clear();
   graph_nodes[*graph] = fake_launches - launches_before_capture;
   return cudaSuccess;
 }
@@ -340,8 +356,9 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsig
   return cudaSuccess;
 }
 
-cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) {
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t) {
   ++fake_graph_launches;
+  for (const auto& copy : graph_copies[exec]) copy();
   return cudaSuccess;
 }
 
@@ -359,8 +376,8 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
 
 // Work on streams: copies are made at once, kernels do nothing.
 
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-  memmove(to, from, bytes);
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  now_or_at_launch(stream, [=] { memmove(to, from, bytes); });
   return cudaSuccess;
 }
 
@@ -369,8 +386,10 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind)
   return cudaSuccess;
 }
 
-cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
-  if (value != 0 || bytes <= kZeroed) memset(to, value, bytes);  // fresh memory of the host is zero anyhow
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+  if (value != 0 || bytes <= kZeroed) {  // fresh memory of the host is zero anyhow
+    now_or_at_launch(stream, [=] { memset(to, value, bytes); });
+  }
   return cudaSuccess;
 }
 

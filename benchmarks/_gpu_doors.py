@@ -6,7 +6,6 @@ that is not there, at three budgets.
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -17,12 +16,12 @@ from typing import Any
 import torch
 from _gpu_driver import Driver
 from _gpu_measure import Run, each_step, let_go, over, timed
-from _gpu_models import make_model
+from _gpu_models import lay_together, make_model
 from _measure import MIB
 
 import memfit
 from memfit import TrainingStep
-from memfit.torch_private.cuda import allocator_settings_text
+from memfit.torch_private.cuda import allocator_settings_text, release_cublas_workspaces
 
 STEPS = 10
 MICRO_BATCHES = 4
@@ -152,8 +151,9 @@ def _forget(step: TrainingStep, device: int) -> None:
     step.model.zero_grad(set_to_none=True)
     if step.optimizer is not None:
         step.optimizer.state.clear()
-    gc.collect()
+    release_cublas_workspaces()
     let_go(device)
+    lay_together(step.model)
 
 
 Call = Callable[[Any], object]

@@ -15,7 +15,7 @@ from _measure import GIB
 from _planned import eager_run
 
 import memfit
-from memfit.errors import InfeasibleBudgetError, MemfitError
+from memfit.errors import MemfitError
 
 BY = 256  # tokens are rounded down to a multiple of this
 STEPS = 2
@@ -109,7 +109,7 @@ def _run(made: Model, tokens: int, _cap_bytes: int, checkpointed: bool) -> None:
     torch.cuda.synchronize()
 
 
-def _fitted(made: Model, tokens: int, budget: int) -> Any:
+def _fitted(made: Model, tokens: int, budget: int | str) -> Any:
     step = _at(made, tokens)
     return step, memfit.fit(
         step.model,
@@ -122,13 +122,10 @@ def _fitted(made: Model, tokens: int, budget: int) -> Any:
 
 
 def _probe_memfit(made: Model, tokens: int) -> int:
-    """The least budget that a plan reached: what memfit says when it is given one that is too small for any."""
+    """The least budget for which a plan was found, beside one for all that eager takes."""
     let_go()
-    try:
-        _, planned = _fitted(made, tokens, 1)
-    except InfeasibleBudgetError as error:
-        return error.least_budget_found_bytes or error.least_budget_bound_bytes
-    return planned.plan.bounds.least_budget_found_bytes
+    _, planned = _fitted(made, tokens, "100%")
+    return planned.plan.bounds.least_budget_found_bytes or planned.plan.predicted.peak_bytes
 
 
 def _run_memfit(made: Model, tokens: int, cap_bytes: int) -> None:

@@ -45,27 +45,47 @@ def make_model(
     Args:
         name: a built-in workload, or one of `_MAKERS`.
         options: of the model.
-        optimizer: arguments of AdamW, fused if None; `{"none": True}` for a step without one.
-        with_state: whether the optimizer has its state. Made amid eager's first step it would lie between activations,
-            and keep the rest of their segments reserved for all ways that are measured later.
+        optimizer: arguments of AdamW, fused if None; `{"sgd": True}` for plain SGD, `{"none": True}` for none.
+        with_state: whether the optimizer has its state. Made amid eager's first step it would keep segments of
+            activations reserved for all ways that are measured later.
         device: index of the GPU.
     """
     torch.manual_seed(SEED)
     with torch.device("cuda", device):
         step, checkpoints = (_MAKERS.get(name) or partial(_workload, name))(**options)
     step.model.train()
+    lay_together(step.model)
     if optimizer == {"none": True}:
         return Model(step=step, checkpoints=checkpoints)
+    if optimizer == {"sgd": True}:
+        return Model(step=replace(step, optimizer=torch.optim.SGD(step.model.parameters())), checkpoints=checkpoints)
     adam = torch.optim.AdamW(
         step.model.parameters(), lr=LEARNING_RATE, **({"fused": True} if optimizer is None else optimizer)
     )
     if with_state:
-        for parameter in step.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        adam.step()
-        adam.zero_grad()
-        torch.cuda.empty_cache()
+        _make_state(adam)
     return Model(step=replace(step, optimizer=adam), checkpoints=checkpoints)
+
+
+def lay_together(model: torch.nn.Module) -> None:
+    """Move parameters and buffers to memory of their own.
+
+    What lay between them, as the model was made or trained before, would keep their segments half empty, and reserved.
+    """
+    device = next(model.parameters()).device
+    model.to("cpu")
+    torch.cuda.empty_cache()
+    model.to(device)
+
+
+def _make_state(adam: torch.optim.AdamW) -> None:
+    """Make the state as AdamW's first step does, from zeros, and without gradients that leave room between it."""
+    for group in adam.param_groups:
+        on_device = group["fused"] or group["capturable"]
+        for parameter in group["params"]:
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            adam.state[parameter] = {"step": step, **moments}
 
 
 Made = tuple[TrainingStep, Callable[[], AbstractContextManager[None]]]

@@ -8,7 +8,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -28,7 +28,12 @@ Payload = dict[str, Any]
 
 
 def run_queue(
-    children: Sequence[Child], stop: float, *, rehearsal: bool = False, patience: float = MOST_TIMES
+    children: Iterable[Child],
+    stop: float,
+    *,
+    rehearsal: bool = False,
+    patience: float = MOST_TIMES,
+    least_seconds: float = 20.0,
 ) -> Iterator[tuple[Child, dict[str, Any]]]:
     """Run each child in a fork of this process; yield it with its record: what it answered, and how long it took.
 
@@ -37,6 +42,7 @@ def run_queue(
         stop: no child may run after this time (of `time.monotonic`).
         rehearsal: whether nothing is computed, so that sizes may be others.
         patience: how many times the seconds that a child should take it may take.
+        least_seconds: that a child may take at all: a start of CUDA is among them.
     """
     for child in children:
         left = stop - time.monotonic()
@@ -45,7 +51,7 @@ def run_queue(
         if left < LEAST_SECONDS:
             answer: dict[str, Any] = {"error": NOT_BEGUN}
         else:
-            seconds = min(left, child.seconds * patience)
+            seconds = min(left, max(least_seconds, child.seconds * patience))
             answer = in_forked_child(partial(child.measure, **arguments), timeout_seconds=seconds)
         yield (
             child,

@@ -11,7 +11,7 @@ from _gpu_copies import measure_copies, measure_workspaces
 from _gpu_doors import CASES, NO_OPTIMIZER, USERS_SEGMENTS, Case, measure_case
 from _gpu_hardware import measure_hardware
 from _gpu_limits import most_tokens
-from _gpu_ways import CHECKPOINTS, EAGER, HALF, SIXTY, THERE, TORCHS, USUAL, Ask, compare
+from _gpu_ways import BY_MEMFIT, CHECKPOINTS, EAGER, SIXTY, THERE, TORCHS, USUAL, Ask, compare
 
 Measure = Callable[..., Iterator[dict[str, Any]]]
 
@@ -60,8 +60,9 @@ ROWS = {
 
 _GPT = {"batch": 8, "tokens": 1024, "layers": 12, "width": 768, "autocast": "bf16"}
 _GPT_MEDIUM = _GPT | {"layers": 24, "width": 1024}
+_LLAMA = {"batch": 2, "tokens": 4096}
 _RESNET = {"batch": 256, "channels_last": True, "autocast": "bf16"}
-_FEW = {"turns": 2}  # device times mean nothing in a rehearsal
+_FEW = {"turns": 2, "computed": False}  # times of the device mean nothing in a rehearsal
 _RESNET_CASE = {"options": {"batch": 128}, "rehearsal": {"batch": 16}, "model": "resnet50", "timed": True, "share": 0.6}
 
 LARGER_CASES = (
@@ -193,21 +194,25 @@ _DQN_WAYS = (
         for share in (0.8, 0.6, 0.4)
     ),
 )
-_FENG_WAYS = (EAGER, _published("Re-forwarding at 50%", "division_tree", 0.5), HALF)
+_FENG_WAYS = (
+    EAGER,
+    _published("Re-forwarding at 80%", "division_tree", 0.8),
+    Ask(name="memfit at 80%", kind="fit", share=0.8),
+)
 _SEKIYAMA_WAYS = (EAGER, Ask(name="memfit, only placed", kind="fit", given={"planner": "none"}))
 
 CHILDREN: tuple[Child, ...] = (
     _child("hardware", 0, 15, measure_hardware, {"copied_bytes": 1 << 26}, copied_bytes=1 << 30, side=8192),
     *_doors(1, CASES, 2.5),
     _compared("gpt2-medium", {2: "", 3: "hard"}, 55, "gpt2", _GPT_MEDIUM, hard=True),
-    _compared("llama-1b", {4: ""}, 45, "llama", {"batch": 2, "tokens": 4096}, (EAGER, CHECKPOINTS, THERE, SIXTY)),
+    _compared("llama-1b", {4: ""}, 45, "llama", _LLAMA, (EAGER, CHECKPOINTS, THERE, SIXTY, BY_MEMFIT)),
     _compared("resnet50", {5: ""}, 40, "resnet50", _RESNET, (*USUAL, TORCHS), smaller={"batch": 32}),
     _child(
         "bits-resnet50",
         6,
         15,
         measure_bits,
-        {"options": {"batch": 8}, "share": "85%"},
+        {"options": {"batch": 8}, "share": "85%", "computed": False},
         model="resnet50",
         options=_RESNET | {"batch": 64},
         share="50%",
@@ -217,7 +222,7 @@ CHILDREN: tuple[Child, ...] = (
         6,
         15,
         measure_bits,
-        {"options": _GPT | {"layers": 2, "vocabulary": 1000}, "share": "85%"},
+        {"options": _GPT | {"layers": 2, "vocabulary": 1000}, "share": "85%", "computed": False},
         model="gpt2",
         options=_GPT,
         share="50%",
@@ -239,9 +244,9 @@ CHILDREN: tuple[Child, ...] = (
         9,
         35,
         measure_copies,
-        {"options": {"batch": 2, "tokens": 4096, "num_hidden_layers": 4}},
+        {"options": _LLAMA | {"num_hidden_layers": 4}},
         model="llama",
-        options={"batch": 2, "tokens": 4096},
+        options=_LLAMA,
         share=0.65,
         host_bytes=24 << 30,
     ),
@@ -255,7 +260,13 @@ CHILDREN: tuple[Child, ...] = (
         options={"batch": 128},
     ),
     _child(
-        "workspaces-gpt2", 10, 10, measure_workspaces, {"options": _GPT | {"layers": 2}}, model="gpt2", options=_GPT
+        "workspaces-gpt2",
+        10,
+        10,
+        measure_workspaces,
+        {"options": _GPT | {"layers": 2}, "share": "99%"},
+        model="gpt2",
+        options=_GPT,
     ),
     _compared(
         "graph-lstm",
@@ -279,11 +290,12 @@ CHILDREN: tuple[Child, ...] = (
         "chen resnet",
         {"layers": 1000, "batch": 32},
         _CHEN_WAYS,
+        optimizer={"sgd": True},
         turns=4,
         smaller={"layers": 101},
     ),
     _compared("dqn-resnet50", {14: ""}, 15, "resnet50", {"batch": 128}, _DQN_WAYS, turns=4, smaller={"batch": 16}),
-    _compared("feng-vgg16", {14: ""}, 10, "vgg16", {"batch": 64}, _FENG_WAYS, turns=4, smaller={"batch": 16}),
+    _compared("feng-vgg16", {14: ""}, 10, "vgg16", {"batch": 64}, _FENG_WAYS, turns=4, smaller={"batch": 32}),
     _compared(
         "sekiyama-inception", {14: ""}, 10, "inceptionv3", {"batch": 64}, _SEKIYAMA_WAYS, turns=4, smaller={"batch": 8}
     ),

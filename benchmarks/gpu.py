@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,24 +99,34 @@ def measure(options: argparse.Namespace, caches: Path, compiling: subprocess.Pop
         "carried": carried,
         "tests": stored.get("tests"),
     }
-    if options.first and not options.rehearsal:
-        payload["tests"] = queue.run_tests(queue.TESTS_SECONDS)
-        print(f"tests {payload['tests']['status']}", flush=True)
-    compiling.wait()
     print(f"      ready after {time.monotonic() - START:.0f} s", flush=True)
     patience = REHEARSAL_PATIENCE if options.rehearsal else queue.MOST_TIMES
-    for child, record in queue.run_queue(chosen, stop, rehearsal=options.rehearsal, patience=patience):
+    ready = once_compiled(chosen, compiling)
+    for child, record in queue.run_queue(ready, stop, rehearsal=options.rehearsal, patience=patience):
         records[child.name] = record
         print(queue.line_of(child, record), flush=True)
         payload |= {"children": queue.merged(stored, records), "failures": queue.failures_in(payload, records)}
         write(path, payload, machine)
-    print(*pack(caches, path.parent), sep="\n", end="")
+    if options.first and not options.rehearsal:
+        payload["tests"] = queue.run_tests(min(queue.TESTS_SECONDS, stop - time.monotonic()))
+        payload["failures"] = queue.failures_in(payload, records)
+        print(f"tests {payload['tests']['status']}", flush=True)
+        write(path, payload, machine)
+    print("".join(f"{line}\n" for line in pack(caches, path.parent)), end="")
     for row, (wall, host) in queue.seconds_by_row(chosen, records).items():
         print(f"row {row}: {wall:.0f} s, {host:.0f} s of the CPU")
     print(f"stored in {path}; {time.monotonic() - START:.0f} s in all")
     for line in payload["failures"]:
         print(f"FAILED {line}")
     return 1 if payload["failures"] else 0
+
+
+def once_compiled(children: Iterable[Any], compiling: subprocess.Popen[bytes]) -> Iterator[Any]:
+    """Yield the children; those that plan wait until numba is done."""
+    for child in children:
+        if min(child.rows) > 0:
+            compiling.wait()
+        yield child
 
 
 def main() -> int:

@@ -25,8 +25,10 @@ import _gpu_queue as queue  # noqa: E402
 import _gpu_tables  # noqa: E402
 import make_gpu  # noqa: E402
 from _gpu_doors import CASES, DOORS  # noqa: E402
+from _gpu_limits import extrapolated  # noqa: E402
 from _gpu_measure import over  # noqa: E402
 from _gpu_rows import CHILDREN, ROWS, Child  # noqa: E402
+from _gpu_ways import HALF, THERE, NotThereYetError, _budget_bytes  # noqa: E402
 
 GPU_TESTS = """
 import threading
@@ -117,7 +119,7 @@ def test_a_child_that_breaks_off_has_given_what_it_had_and_the_rest_runs() -> No
 
 
 def test_a_child_is_stopped_when_its_time_is_up() -> None:
-    found = records_of(child("one", {"a": 1}, then="hangs", seconds=0.5))
+    found = records_of(child("one", {"a": 1}, then="hangs", seconds=0.5), least_seconds=0.0)
     assert found["one"]["answer"] == {"a": 1, "error": "took more than 1 s", "timed_out": True}
     assert found["one"]["failures"] == ["one: took more than 1 s"]
 
@@ -171,6 +173,21 @@ def test_steps_over_a_budget_are_named() -> None:
     steps = [{"reserved_bytes": count << 20} for count in (5, 7, 6)]
     assert over("one", steps, 7 << 20) == []
     assert over("one", steps, 5 << 20) == ["one: steps [1, 2] reserved up to 7.0 MiB of a budget of 5.0"]
+
+
+def test_tokens_are_extrapolated_to_a_cap() -> None:
+    assert extrapolated({1024: 2_000_000, 2048: 3_000_000}, 5_000_000) == 4096
+    assert extrapolated({1024: 2_000_000, 2048: 3_000_000}, 4_900_000) == 3840  # a multiple of 256 below
+    assert extrapolated({1024: 2_000_000, 2048: 3_000_000}, 100) == 256
+    assert extrapolated({1024: 2_000_000, 2048: 2_000_000}, 5_000_000) == 2048  # bytes that do not grow say nothing
+
+
+def test_a_budget_is_a_share_of_the_first_way_or_the_bytes_of_another() -> None:
+    known = {"eager": 1000, "checkpoints": 400}
+    assert _budget_bytes(HALF, known) == 500
+    assert _budget_bytes(THERE, known) == 400
+    with pytest.raises(NotThereYetError, match="'checkpoints' did not run"):
+        _budget_bytes(THERE, {"eager": 1000})
 
 
 def test_the_table_is_whole() -> None:

@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -593,6 +595,18 @@ def test_the_globals_of_another_file(loss: Any, monkeypatch: pytest.MonkeyPatch)
         return lambda _own: setattr(OWN_FILE, "scale", scale)
 
     follow(lambda: case(loss=loss), set_scale(2.0), back=set_scale(1.0), start=set_scale(1.0))
+
+
+def test_functions_that_name_one_another_in_a_chain_longer_than_pythons_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links = [f"def f{n}(x, deep=False):\n    return f{n + 1}(x) if deep else x\n" for n in range(600)]
+    (tmp_path / "chained.py").write_text("".join(links) + "def f600(x):\n    return x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    f0 = import_module("chained").f0
+    memfit.fit(
+        nn.Linear(8, 4), lambda model, rows: f0(model(rows).mean()), torch.randn(16, 8), budget="1MiB", verify=True
+    )
 
 
 def test_the_defaults_and_the_arguments_of_a_partial_loss() -> None:

@@ -69,6 +69,8 @@ class Discovery:
     """
 
     def __init__(self) -> None:
+        self._ahead: deque[tuple[Any, str]] = deque()
+        self._is_discovering = False
         self.tables: dict[int, Table] = {}
         self.cells: list[Place] = []
         self.items: list[Items] = []
@@ -108,7 +110,22 @@ class Discovery:
         return self._classes[cls]
 
     def _discover(self, value: Any, path: str) -> None:
-        """Copy what a value holds, at all depths, before the step reads it."""
+        """Copy what a value holds, at all depths, before the step reads it.
+
+        What holds what is followed in a queue: chains of objects are longer than Python's stack.
+        """
+        self._ahead.append((value, path))
+        if self._is_discovering:
+            return
+        self._is_discovering = True
+        try:
+            while self._ahead:
+                self._discover_one(*self._ahead.popleft())
+        finally:
+            self._is_discovering = False
+            self._ahead.clear()
+
+    def _discover_one(self, value: Any, path: str) -> None:
         if isinstance(value, torch.Tensor):
             self.tensors.setdefault(id(value), (path, value))
         if type(value) in ATOMS or id(value) in self._seen:
