@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from _gpu_driver import Driver
 from _measure import GIB, MIB
 
 Run = Callable[[], object]
@@ -42,21 +43,28 @@ class Way:
 
 
 @contextmanager
-def peaks() -> Iterator[Callable[[], dict[str, int]]]:
-    """Yield what tells the most bytes reserved and live since the block began; memfit resets torch's counters too."""
+def peaks(device: int = 0) -> Iterator[Callable[[], dict[str, int]]]:
+    """Yield what tells the most bytes reserved and live since the block began; memfit resets torch's counters too.
+
+    Over the GPU that is not there the driver tells what was reserved.
+    """
+    driver = Driver.of_this_process() if Driver.is_there() else None
     seen = [0, 0]
     reset = torch.cuda.reset_peak_memory_stats
 
     def note(*args: Any, **how: Any) -> None:
-        now = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+        reserved_bytes = driver.peak_bytes(device) if driver else torch.cuda.max_memory_reserved(device)
+        now = reserved_bytes, torch.cuda.max_memory_allocated(device)
         seen[:] = (max(pair) for pair in zip(seen, now, strict=True))
         reset(*args, **how)
 
     def read() -> dict[str, int]:
-        note()
+        note(device)
         return dict(zip(("reserved_bytes", "live_bytes"), seen, strict=True))
 
-    reset()
+    reset(device)
+    if driver:
+        driver.forget_peaks()
     torch.cuda.reset_peak_memory_stats = note
     try:
         yield read
@@ -64,20 +72,20 @@ def peaks() -> Iterator[Callable[[], dict[str, int]]]:
         torch.cuda.reset_peak_memory_stats = reset
 
 
-def let_go() -> None:
+def let_go(device: int = 0) -> None:
     """Give unused memory back to the driver; but the workspaces of cuBLAS, which plans count and steps take anew."""
     gc.collect()
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
 
 
-def each_step(run: Run, steps: int) -> list[dict[str, int]]:
+def each_step(run: Run, steps: int, device: int = 0) -> list[dict[str, int]]:
     """Run steps; return what each reserved, with what is left of the one before, and what was live at once."""
     found: list[dict[str, int]] = []
     for _ in range(steps):
-        with peaks() as read:
+        with peaks(device) as read:
             run()
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         found.append(read())
     return found
 

@@ -34,7 +34,12 @@ class Model:
 
 
 def make_model(
-    name: str, options: dict[str, Any], *, optimizer: dict[str, Any] | None = None, with_state: bool = True
+    name: str,
+    options: dict[str, Any],
+    *,
+    optimizer: dict[str, Any] | None = None,
+    with_state: bool = True,
+    device: int = 0,
 ) -> Model:
     """Return a model on the GPU with AdamW.
 
@@ -44,9 +49,10 @@ def make_model(
         optimizer: arguments of AdamW, fused if None; `{"sgd": True}` for plain SGD, `{"none": True}` for none.
         with_state: whether the optimizer has its state. Made amid eager's first step it would keep segments of
             activations reserved for all ways that are measured later.
+        device: index of the GPU.
     """
     torch.manual_seed(SEED)
-    with torch.device("cuda"):
+    with torch.device("cuda", device):
         step, checkpoints = (_MAKERS.get(name) or partial(_workload, name))(**options)
     step.model.train()
     lay_together(step.model)
@@ -67,9 +73,10 @@ def lay_together(model: torch.nn.Module) -> None:
 
     What lay between them, as the model was made or trained before, would keep their segments half empty, and reserved.
     """
+    device = next(model.parameters()).device
     model.to("cpu")
     torch.cuda.empty_cache()
-    model.to("cuda")
+    model.to(device)
 
 
 def _make_state(adam: torch.optim.AdamW) -> None:

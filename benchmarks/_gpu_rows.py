@@ -8,7 +8,7 @@ from typing import Any
 
 from _gpu_bits import measure_bits
 from _gpu_copies import measure_copies, measure_workspaces
-from _gpu_doors import CASES, USERS_SEGMENTS, Case, measure_case
+from _gpu_doors import CASES, NO_OPTIMIZER, USERS_SEGMENTS, Case, measure_case
 from _gpu_hardware import measure_hardware
 from _gpu_limits import most_tokens
 from _gpu_ways import BY_MEMFIT, CHECKPOINTS, EAGER, SIXTY, THERE, TORCHS, USUAL, Ask, compare
@@ -71,7 +71,7 @@ LARGER_CASES = (
         door="fit",
         model="gpt2",
         options=_GPT | {"autocast": "fp16"},
-        given={"scaler": True},
+        scaler=True,
         timed=True,
         rehearsal={"layers": 2},
     ),
@@ -85,10 +85,11 @@ LARGER_CASES = (
     ),
     Case(
         name="U-Net, accumulation",
-        door="accumulation",
+        loop="accumulation",
+        percent=True,
         model="unet",
         options={"batch": 8, "size": 512, "width": 64},
-        optimizer={"none": True},
+        optimizer=NO_OPTIMIZER,
         timed=True,
         rehearsal={"batch": 2},
     ),

@@ -20,6 +20,7 @@ from memfit.runtime.inductor_step import InductorStep, refuse_with_inductor
 from memfit.runtime.parts import PartlyPlannedStep
 from memfit.runtime.step import PlannedStep
 from memfit.system.budget import parse_host_budget
+from memfit.system.recorder import empty_cache
 from memfit.system.spill_file import parse_host_dir
 
 
@@ -195,4 +196,5 @@ def fit_step(
     if settings.hard and isinstance(planned, PlannedStep):
         settings.on_stage("running steps until two in a row keep the budget")
         planned.prove()
+    empty_cache(planned.device)  # of what capture and measuring left: it would count as taken by the first step
     return planned

@@ -5,9 +5,13 @@ Each case is a fork of the test's process, which has imported everything and has
 
 from __future__ import annotations
 
+import gc
 import os
+import pkgutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +22,42 @@ IS_THERE = "FAKE_GPU" in os.environ
 collect_ignore_glob = [] if IS_THERE else ["*"]
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
 
+GRAPHS = HERE.parent / "data" / "graphs"
 CASE_SECONDS = 120.0
+# `lookup` stands for the look-up of the backend, after which a step without a graph is an error
+NOT_LOADED = ("memfit.integrations", "memfit.__main__", "memfit.runtime.compile.lookup")
+
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a driver that was started cannot be used in a fork
 
 Answers = dict[str, Any] | Iterator[dict[str, Any]]
 InChild = Callable[..., dict[str, Any]]
 
 
 def pytest_sessionstart() -> None:
-    """Import what each child would import."""
+    """Import and load what each child would; numba's code, too."""
     if not IS_THERE:
         return
+    with warnings.catch_warnings(action="ignore"):
+        _load()
+    gc.collect()
+    gc.freeze()
+
+
+def _load() -> None:
     import torch
+    import torch._inductor.compile_fx
 
     import memfit
+    from memfit.device import GENERIC
+    from memfit.graph import Graph
+    from memfit.planning import Settings, make_plan
 
-    assert memfit.fit and memfit.compile and memfit.eager  # each imports its door
+    for module in pkgutil.walk_packages(memfit.__path__, "memfit."):
+        if not module.name.startswith(NOT_LOADED):
+            import_module(module.name)
+    graph = Graph.load(min(GRAPHS.glob("*.graph.json*"), key=lambda path: path.stat().st_size))
+    make_plan(graph, GENERIC, Settings(budget="90%", planner="search", options={"iterations": 2}))
     torch.backends.cudnn.enabled = False  # its stand-in has no version
-
     assert not torch.cuda.is_initialized()
 
 
@@ -50,6 +73,7 @@ def in_child() -> InChild:
         measure: Callable[..., Answers], *arguments: Any, environment: dict[str, str] | None = None, **named: Any
     ) -> dict[str, Any]:
         def measured() -> Answers:
+            warnings.simplefilter("default")  # pytest makes errors of them, and torch warns as it compiles
             os.environ.update(environment or {})
             return measure(*arguments, **named)
 
