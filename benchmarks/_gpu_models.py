@@ -126,7 +126,9 @@ def _llama(*, batch: int, tokens: int, **shape: int) -> Made:
 def _vit(*, batch: int, **shape: int) -> Made:
     """ViT-L/16 of Dosovitskiy et al. 2020, arXiv:2010.11929, Table 1, under autocast to bfloat16."""
     usual = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
-    with patch("torch.Tensor.erfinv_", torch.Tensor.sinh_):  # in truncated normals: CUDA compiles its kernel at run time
+    with patch(
+        "torch.Tensor.erfinv_", torch.Tensor.sinh_
+    ):  # in truncated normals: CUDA compiles its kernel at run time
         model = ViTForImageClassification(ViTConfig(**(usual | shape), num_labels=1000))
     loss = SupervisedLoss(criterion=_cross_entropy_of_logits, autocast=torch.bfloat16)
     images = torch.randn(batch, 3, model.config.image_size, model.config.image_size)
