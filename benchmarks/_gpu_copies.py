@@ -21,7 +21,7 @@ _DIRECTIONS = {"to_host": "DtoH", "to_device": "HtoD"}
 
 
 def measure_copies(
-    *, model: str, options: dict[str, Any], share: float, host_bytes: int, steps: int = 5
+    *, model: str, options: dict[str, Any], share: float, host_bytes: int, planner: str = "offload", steps: int = 5
 ) -> Iterator[dict[str, Any]]:
     """Yield the seconds of a step that offloads, predicted and measured, whole and of its copies.
 
@@ -29,6 +29,7 @@ def measure_copies(
         model, options: see `make_model`.
         share: of the bytes that eager reserves, as the budget.
         host_bytes: that may be offloaded to.
+        planner: of the step.
         steps: timed.
     """
     step = make_model(model, options).step
@@ -43,7 +44,7 @@ def measure_copies(
         step.batch,
         optimizer=step.optimizer,
         budget=int(share * eager.found["reserved_bytes"]),
-        planner="offload",
+        planner=planner,
         host_budget=host_bytes,
         time_limit_seconds=TIME_LIMIT_SECONDS,
     )
@@ -59,7 +60,7 @@ def measure_copies(
         "predicted_busy_seconds": timeline.busy_seconds,
         "predicted_stall_seconds": timeline.stall_seconds,
         "eager_seconds": eager_seconds,
-        "failures": [],
+        "failures": [] if plan.offloaded_bytes else ["offloading: the plan offloads nothing"],
     }
     yield found
     found |= alone(way)

@@ -27,6 +27,8 @@ STEPS = 10
 MICRO_BATCHES = 4
 STEADY_FROM = 3  # the steps before it run on the current stream
 SEARCH: dict[str, Any] = {"time_limit_seconds": 1.0}
+# the same bytes on a busy machine
+BY_ITERATIONS: dict[str, Any] = {"planner": "search", "options": {"iterations": 300}, "time_limit_seconds": 60.0}
 USERS_SEGMENTS = "expandable_segments:True"
 NO_OPTIMIZER = {"none": True}
 

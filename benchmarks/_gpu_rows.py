@@ -8,7 +8,7 @@ from typing import Any
 
 from _gpu_bits import measure_bits
 from _gpu_copies import measure_copies, measure_workspaces
-from _gpu_doors import CASES, NO_OPTIMIZER, USERS_SEGMENTS, Case, measure_case
+from _gpu_doors import BY_ITERATIONS, CASES, NO_OPTIMIZER, USERS_SEGMENTS, Case, measure_case
 from _gpu_hardware import measure_hardware
 from _gpu_limits import most_tokens
 from _gpu_ways import BY_MEMFIT, CHECKPOINTS, EAGER, SIXTY, THERE, TORCHS, USUAL, Ask, compare
@@ -105,7 +105,7 @@ def _doors(row: int, cases: tuple[Case, ...], seconds: float) -> Iterator[Child]
             seconds=seconds,
             measure=measure_case,
             arguments={"case": case},
-            rehearsal={"rehearsal": True},
+            rehearsal={"rehearsal": True, "search": BY_ITERATIONS},
             fails=FAULTS.get(case.name, ""),
         )
 
@@ -212,8 +212,16 @@ _SEKIYAMA_WAYS = (EAGER, Ask(name="memfit, only placed", kind="fit", given={"pla
 CHILDREN: tuple[Child, ...] = (
     _child("hardware", 0, 15, measure_hardware, {"copied_bytes": 1 << 26}, copied_bytes=1 << 30, side=8192),
     *_doors(1, CASES, 2.5),
-    _compared("gpt2-medium", {2: "", 3: "hard"}, 55, "gpt2", _GPT_MEDIUM, hard=True),
-    _compared("llama-1b", {4: ""}, 45, "llama", _LLAMA, (EAGER, CHECKPOINTS, THERE, SIXTY, BY_MEMFIT)),
+    _compared("gpt2-medium", {2: "", 3: "hard"}, 55, "gpt2", _GPT_MEDIUM, hard=True, smaller={"layers": 6}),
+    _compared(
+        "llama-1b",
+        {4: ""},
+        45,
+        "llama",
+        _LLAMA,
+        (EAGER, CHECKPOINTS, THERE, SIXTY, BY_MEMFIT),
+        smaller={"num_hidden_layers": 4},
+    ),
     _compared("resnet50", {5: ""}, 40, "resnet50", _RESNET, (*USUAL, TORCHS), smaller={"batch": 32}),
     _child(
         "bits-resnet50",
@@ -252,7 +260,7 @@ CHILDREN: tuple[Child, ...] = (
         9,
         35,
         measure_copies,
-        {"options": _LLAMA | {"num_hidden_layers": 4}},
+        {"options": _LLAMA | {"num_hidden_layers": 4}, "planner": "tflms", "share": 0.9},  # recomputing costs nothing
         model="llama",
         options=_LLAMA,
         share=0.65,

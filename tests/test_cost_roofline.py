@@ -69,13 +69,16 @@ def backward(mask: list[bool]) -> Call:
     )
 
 
-def attention(*, gradient: bool) -> Call:
-    q = value(0, 2, 4, 8, 16)
+def attention(forward: Any, *, gradient: bool = False, heads: int = 4) -> Call:
+    """Of four heads of queries, and so many of keys and values."""
+    q, k = value(0, 2, 4, 8, 16), value(1, 2, heads, 8, 16)
     if not gradient:
-        results = (q, value(5, 2, 4, 8))
-        return call(aten._scaled_dot_product_flash_attention_for_cpu.default, q, q, q, 0.0, False, results=results)
-    target = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    return call(target, q, q, q, q, q, value(5, 2, 4, 8), 0.0, False, results=(q, q, q))
+        return call(forward.default, q, k, k, 0.0, False, results=(q, value(5, 2, 4, 8)))
+    backward = getattr(aten, f"{forward.__name__}_backward").default
+    return call(backward, q, q, k, k, q, value(5, 2, 4, 8), 0.0, False, results=(q, k, k))
+
+
+ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 
 
 PRODUCT = 2 * (2 * 4) * 8 * 8 * 16  # one batched product of 8 x 16 by 16 x 8
@@ -90,8 +93,10 @@ PRODUCT = 2 * (2 * 4) * 8 * 8 * 16  # one batched product of 8 x 16 by 16 x 8
         (CONVOLUTION, CONVOLUTION_FLOPS),
         (backward([True, True, True]), 2 * CONVOLUTION_FLOPS),
         (backward([False, True, False]), CONVOLUTION_FLOPS),
-        (attention(gradient=False), 2 * PRODUCT),
-        (attention(gradient=True), 5 * PRODUCT),
+        (attention(ATTENTION), 2 * PRODUCT),
+        (attention(ATTENTION, gradient=True), 5 * PRODUCT),
+        (attention(aten._scaled_dot_product_flash_attention, heads=1), 2 * PRODUCT),
+        (attention(aten._scaled_dot_product_cudnn_attention, heads=2, gradient=True), 5 * PRODUCT),
         (call(aten.add.Tensor, value(0, 9), 1.0, results=(value(1, 9),)), 0),
     ],
     ids=lambda given: str(given.target) if isinstance(given, Call) else "",

@@ -16,11 +16,25 @@ from memfit.graph import Graph, Op, Storage
 _aten = torch.ops.aten
 _CONVOLUTIONS = (_aten.convolution, _aten.convolution_backward, _aten.cudnn_convolution, _aten._convolution)
 
-# torch.utils.flop_counter has only CUDA's attention kernels: (its formula, how many shapes it takes) for the CPU's
-_CPU_ATTENTION: dict[Any, Any] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4),
-}
+# torch.utils.flop_counter has no formula for the CPU's attention, and refuses fewer heads of keys than of queries:
+# its formula for equal heads, and how many shapes that takes
+_ATTENTION: dict[Any, tuple[Any, int]] = dict.fromkeys(
+    (
+        _aten._scaled_dot_product_flash_attention_for_cpu,
+        _aten._scaled_dot_product_flash_attention,
+        _aten._scaled_dot_product_efficient_attention,
+        _aten._scaled_dot_product_cudnn_attention,
+    ),
+    (sdpa_flop_count, 3),
+) | dict.fromkeys(
+    (
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        _aten._scaled_dot_product_flash_attention_backward,
+        _aten._scaled_dot_product_efficient_attention_backward,
+        _aten._scaled_dot_product_cudnn_attention_backward,
+    ),
+    (sdpa_backward_flop_count, 4),
+)
 
 
 def roofline(graph: Graph, binding: Binding, device: Device) -> Graph:
@@ -94,9 +108,11 @@ def flops_of(call: Call) -> int:
     The formulas are those of torch.utils.flop_counter; a multiplication and an addition count as two.
     """
     packet = getattr(call.target, "overloadpacket", None)
-    if packet in _CPU_ATTENTION:
-        count, tensors = _CPU_ATTENTION[packet]
-        return int(count(*[value.shape for value in values_in(call.args)][:tensors]))
+    if packet in _ATTENTION:
+        count, tensors = _ATTENTION[packet]
+        shapes = [value.shape for value in values_in(call.args)][:tensors]
+        heads = max(shape[1] for shape in shapes)  # those of the queries; several share a head of keys and values
+        return int(count(*[(shape[0], heads, *shape[2:]) for shape in shapes]))
     if packet not in flop_registry:
         return 0
     results = tuple(None if value is None else _meta(value) for value in call.results)

@@ -6,15 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from _gpu_doors import CASES, USERS_SEGMENTS, Case, measure_case
+from _gpu_doors import BY_ITERATIONS, CASES, USERS_SEGMENTS, Case, measure_case
 from _measure import MIB
 from conftest import InChild
 from expected_failures import EXPECTED
 
 SHARES = (0.9, 0.75, 0.6)
-OFFLOAD = {"planner": "offload", "host_budget": "1GiB"}  # in place of the planner in SEARCH
-# by iterations and not by seconds: the same bytes on a busy machine
-SEARCH = {"planner": "search", "options": {"iterations": 300}, "time_limit_seconds": 60.0}
+OFFLOAD = {"planner": "offload", "host_budget": "1GiB"}
 
 BESIDE = (
     Case(name="fit, hard, the user's expandable segments", allocator=USERS_SEGMENTS, given={"hard": True}),
@@ -61,7 +59,7 @@ def _cases() -> list[Any]:
 @pytest.mark.parametrize(("name", "share"), _cases())
 def test_budget_is_held(name: str, share: float, in_child: InChild) -> None:
     case = replace(BY_NAME[name], share=share)
-    found = in_child(measure_case, case, search=SEARCH)
+    found = in_child(measure_case, case, search=BY_ITERATIONS)
     taken = [round(step["reserved_bytes"] / MIB) for step in found.get("steps", [])]
     told = f"{taken} of {found.get('budget_bytes', 0) / MIB:.0f} MiB"
     print(f"{name}, {share:.0%}: {told} {found.get('error', '')}")
