@@ -23,7 +23,7 @@ def find_blocks(model: torch.nn.Module, patterns: Sequence[str] | None = None) -
         ['0', '1', '2']
 
     They are, what is found first: layers that transformers checkpoints; modules of the classes in `_no_split_modules`,
-    which nobody divides; members of lists and sequences that are of one class; the model's children that have parameters.
+    which nobody divides; members of lists and sequences that are of one class; the model's children with parameters.
 
     Args:
         model: any module.

@@ -201,15 +201,15 @@ def _kept_choice(call: CallSeen, rule: tuple[tuple[str, int], ...], prices: Pric
     if wanted:
         op = call.ops[min(wanted)]
         raise InvalidOptionError(
-            f"policy: block {call.block!r} keeps {op.name}#{op.nth}, which cannot be kept without others: all writes to a "
-            "tensor, and all draws of random numbers, are kept together or not at all"
+            f"policy: block {call.block!r} keeps {op.name}#{op.nth}, which cannot be kept without others: all writes "
+            "to a tensor, and all draws of random numbers, are kept together or not at all"
         )
     seconds = full_choice(call, prices).seconds + prices.mode * len(call.ops) - spared
     return Choice(seconds=seconds, held_bytes=held, more_bytes=more, rules={call.block: rule}, has_mode=True)
 
 
 def _by_storages(call: CallSeen, prices: Prices) -> list[Choice]:
-    """The block is checkpointed, and the storages that spare the most seconds a byte are kept: more and more of them."""
+    """The block is checkpointed, and storages are kept, those first that spare the most seconds a byte."""
     bundles = _bundles(call)
     stop = max(call.saves, default=-1)
     again = [op for op in call.ops if op.moment < stop]

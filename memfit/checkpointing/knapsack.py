@@ -67,7 +67,7 @@ def solve(choices: Sequence[Sequence[Choice]], moments: Moments) -> Solution | N
 def _search(
     choices: Sequence[Sequence[Choice]], moments: Moments, unit_bytes: int
 ) -> tuple[list[int], float, bool] | None:
-    """Return (choices, seconds, whether states were left out). With a unit, bytes are rounded down to multiples of it."""
+    """Return (choices, seconds, whether states were left out); with a unit, bytes are rounded down to multiples."""
     limits = np.minimum.accumulate(np.array(moments.after, dtype=np.int64)[::-1])[::-1]
     held, seconds = np.zeros(1, dtype=np.int64), np.zeros(1)
     steps: list[tuple[np.ndarray, np.ndarray]] = []  # for each state: the state before, and the choice

@@ -285,7 +285,7 @@ def _repeated(calls: Sequence[CallSeen], prices: Prices) -> list[Choice]:
 
 
 def _chains(calls: Sequence[CallSeen]) -> list[int]:
-    """Return for each call how many calls in a row, up to it, got what the one before returned, each of another block."""
+    """Return for each call how many in a row, up to it, got what the one before returned, each of another block."""
     repeated = {call.block for call in calls if sum(other.block == call.block for other in calls) > 1}
     lengths: list[int] = []
     for call in calls:

@@ -1,4 +1,4 @@
-"""Policies as plain data: batch size -> block -> `none`, `full`, or the operators whose results are kept. Torch-free."""
+"""Policies as plain data: batch size -> block -> `none`, `full`, or operators whose results are kept. Torch-free."""
 
 from __future__ import annotations
 

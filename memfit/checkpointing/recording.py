@@ -83,8 +83,8 @@ class LeanRecorder:
         self._last_output = weakref.ref(grown[0]) if len(grown) == 1 else None
         if grown and "CheckpointFunctionBackward" in saved_node_names(grown[0], _MOST_NODES):
             raise UnsupportedStepError(
-                f"block {mode.call.block!r} calls torch.utils.checkpoint with use_reentrant=True, which runs a backward "
-                "pass of its own inside of backward; give use_reentrant=False there, or take that checkpoint out: "
+                f"block {mode.call.block!r} calls torch.utils.checkpoint with use_reentrant=True, which runs "
+                "a backward pass of its own inside of backward; give use_reentrant=False, or take that checkpoint out: "
                 "memfit.checkpoint decides what is computed again"
             )
 
@@ -100,7 +100,7 @@ class LeanRecorder:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the pass can be planned from: forward has returned, and backward has come to a block if there is any."""
+        """Whether the pass can be planned from: forward has returned, and backward has come to a block."""
         return self.has_returned and (self._has_backward or not self.lean.calls)
 
     def end(self) -> LeanPass:

@@ -79,8 +79,8 @@ def checkpoint(
 
         >>> import torch
         >>> import memfit
-        >>> layers = [torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)) for _ in "abc"]
-        >>> model = torch.nn.Sequential(*layers)
+        >>> from torch.nn import GELU, Linear, Sequential
+        >>> model = Sequential(*[Sequential(Linear(8, 32), GELU(), Linear(32, 8)) for _ in range(3)])
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> handle = memfit.checkpoint(model, "6GiB")
         >>> for _ in range(3):
@@ -101,14 +101,14 @@ def checkpoint(
             predicted for the loop without checkpoints.
         policy: from `policy()`, or a JSON file with it, in the place of plans.
         blocks: names of modules, or patterns of them such as `encoder.layers.*`, in the place of those that are found.
-        budget_is: `firm`: a step that took more than the budget, although all was computed again, is an error at the next
-            call of the model; `soft`: it is a warning.
+        budget_is: `firm`: a step that took more than the budget, although all was computed again, is an error at the
+            next call of the model; `soft`: it is a warning.
 
     Raises:
         InvalidBudgetError: no size.
         InvalidOptionError: neither budget nor policy, or blocks that the model does not have.
         InvalidFileError: a policy that cannot be read.
-        UnsupportedStepError: no blocks were found; at the first call of the model, a block that cannot be computed again.
+        UnsupportedStepError: no blocks were found; at the first call of the model, a block cannot be computed again.
         BudgetNotHeldError: at a call of the model, where the last step took too much.
     """
     if budget is None and policy is None:

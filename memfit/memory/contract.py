@@ -43,7 +43,7 @@ class Usage:
     """What one window took of the device.
 
     Attributes:
-        taken_bytes: counted against the budget: live bytes on a CPU, reserved bytes on CUDA, library workspaces included.
+        taken_bytes: counted against the budget: live bytes on a CPU; on CUDA reserved ones, with library workspaces.
         live_bytes: the most bytes that were live at once.
         kind: of the window.
     """
@@ -143,8 +143,12 @@ class Contract:
             self._budget_bytes = parse_budget(self._text, whole_bytes)
 
     def aim_bytes(self, standing: Standing) -> int:
-        """Return the bytes that the next plan may be predicted to take."""
-        return self.budget_bytes - (standing.error_bytes or 0)
+        """Return the bytes that the next plan may be predicted to take.
+
+        Of what a plan took less than predicted, half is given to the next one, whose error may be another.
+        """
+        error_bytes = standing.error_bytes or 0
+        return self.budget_bytes - (error_bytes if error_bytes > 0 else -(-error_bytes // 2))
 
     def judge(self, standing: Standing, usage: Usage, predicted_bytes: int) -> Verdict:
         """Return the verdict on one window, which `standing` counts.

@@ -13,7 +13,7 @@ IGNORED_OPS: frozenset[Any] = frozenset(SAC_IGNORED_OPS)
 
 
 def detached(value: Any) -> Any:
-    """Return a tensor as it is kept for the second forward pass, which may return it as a view; another value itself."""
+    """Return a tensor as it is kept for the second forward pass, which may return it as a view."""
     return _detach_helper(value)
 
 
