@@ -76,6 +76,8 @@ def _equal_members(name: str, module: torch.nn.Module) -> list[Named]:
     members = [
         (f"{name}.{key}".lstrip("."), m) for key, m in module.named_children() if any(True for _ in m.children())
     ]
+    if any(_equal_members(*member) for member in members):  # a sequence of stages: their own members are the blocks
+        return []
     kinds = [type(member) for _, member in members]
     return [pair for pair in members if kinds.count(type(pair[1])) >= _LEAST_MEMBERS]
 

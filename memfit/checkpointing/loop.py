@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit.checkpointing.blocks import Named
 from memfit.checkpointing.choices import FULL
@@ -110,6 +110,7 @@ class Loop:
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(Hook(self.begin), with_kwargs=True, prepend=True),
             model.register_forward_hook(Hook(self.returned)),
+            register_optimizer_step_pre_hook(Hook(self._before_step)),
             register_optimizer_step_post_hook(Hook(self._stepped)),
         ]
 
@@ -203,7 +204,9 @@ class Loop:
         verdict = contract.judge(shape.standing, usage, predicted_bytes)
         shape.wants_plan |= isinstance(verdict, Aim)
         if isinstance(verdict, Refused):
-            error = contract.refusal(verdict, "all that can be computed again is")
+            assert shape.planned is not None
+            why = f"it keeps as little as can be; the most is taken in {shape.planned.peak_is_in}"
+            error = contract.refusal(verdict, why)
             if contract.is_firm and shape.standing.over == 1:
                 raise error
             self._warn(str(error))
@@ -220,7 +223,15 @@ class Loop:
     def _is_over(self, size_bytes: int) -> bool:
         return self.contract is not None and self.contract.is_resolved and size_bytes > self.contract.budget_bytes
 
+    def _before_step(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        recorder = self.steering.present.recorder if self.steering.present is not None else None
+        if recorder is not None:
+            recorder.before_update()
+
     def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        recorder = self.steering.present.recorder if self.steering.present is not None else None
+        if recorder is not None:
+            recorder.after_update()
         if self._has_stepped:
             return
         own = set(map(id, self.model.parameters()))

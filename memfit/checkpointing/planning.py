@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from memfit.checkpointing.choices import (
     FULL,
@@ -67,6 +67,7 @@ class Planned:
         bound_seconds: no plan of these choices takes fewer.
         is_least, is_most: whether no plan takes less, or none is faster.
         has_mode: whether a dispatch mode is on in a block.
+        peak_is_in: the part of the pass that takes the most.
     """
 
     rules: Mapping[str, Rule]
@@ -76,6 +77,7 @@ class Planned:
     is_least: bool
     is_most: bool
     has_mode: bool
+    peak_is_in: str
 
 
 class Planner:
@@ -104,7 +106,12 @@ class Planner:
         """
         plain = [[c for c in choices if with_modes or not c.has_mode] for choices in self._plain]
         found = self._within(plain, [], limit_bytes, more_bytes)
-        return found or self._below(limit_bytes, more_bytes)
+        if found is None:
+            found = self._below(limit_bytes, more_bytes)
+        if found.is_least:  # what takes as little in fewer seconds: an update, say, may take most, whatever is kept
+            as_little = self._within(plain, [], found.predicted_bytes, more_bytes)
+            found = found if as_little is None else replace(as_little, is_least=True)
+        return found
 
     def everything_kept(self, more_bytes: int) -> Planned:
         """Return the plan that recomputes nothing, which predicts the peak of the bare loop."""
@@ -206,12 +213,18 @@ class Planner:
         held = [0]
         for choice in chosen:
             held.append(held[-1] + choice.held_bytes)
-        predicted = max(
-            moment.peak_bytes
-            + held[moment.last + 1]
-            + (chosen[moment.own].more_bytes if moment.own is not None else 0)
-            - self._relief(groups, moment)
-            for moment in self._lean.moments
+        predicted, moment = max(
+            (
+                (
+                    moment.peak_bytes
+                    + held[moment.last + 1]
+                    + (chosen[moment.own].more_bytes if moment.own is not None else 0)
+                    - self._relief(groups, moment),
+                    moment,
+                )
+                for moment in self._lean.moments
+            ),
+            key=lambda pair: pair[0],
         )
         rules = {name: rule for choice in chosen for name, rule in choice.rules.items()}
         rules |= {self._lean.calls[call].block: CHAINED for group in groups for call in group[1:]}
@@ -225,6 +238,17 @@ class Planner:
             is_least=is_least,
             is_most=seconds == 0,
             has_mode=any(choice.has_mode for choice in chosen),
+            peak_is_in=self._place_of(moment),
+        )
+
+    def _place_of(self, moment: MomentSeen) -> str:
+        if moment.own is not None:
+            return f"the backward pass of {self._lean.calls[moment.own].block}"
+        if moment.last >= 0:
+            return f"the forward pass from {self._lean.calls[moment.last].block} on"
+        is_begin = moment == self._lean.moments[0]
+        return (
+            "what comes before the first block" if is_begin else "what follows backward, such as the optimizer's update"
         )
 
     def _forward_seconds(self, call: int) -> float:

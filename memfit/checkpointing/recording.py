@@ -14,7 +14,7 @@ import torch
 from memfit.checkpointing.planning import LeanPass, MomentSeen
 from memfit.checkpointing.seen import CallSeen, OpSeen, SpanSeen, StorageSeen
 from memfit.errors import UnsupportedStepError
-from memfit.system.recorder import Usage, record, taken_bytes
+from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
 from memfit.torch_private.autograd import UnwrappedMode, default_saved_hooks
 from memfit.torch_private.checkpoints import IGNORED_OPS, saved_node_names, schema_of
 from memfit.torch_private.sharding import local
@@ -47,6 +47,7 @@ class LeanRecorder:
         self.overloads: dict[str, Any] = {}
         self.own = {_key(tensor) for tensor in own}
         self.inside: BlockMode | None = None
+        self._before_update_bytes = self._created_bytes = 0
         self._alive: set[int] = set()
         self._last_output: weakref.ref[torch.Tensor] | None = None
         self._timers: list[Timer] = []
@@ -103,6 +104,14 @@ class LeanRecorder:
         """Whether the pass can be planned from: forward has returned, and backward has come to a block."""
         return self.has_returned and (self._has_backward or not self.lean.calls)
 
+    def before_update(self) -> None:
+        """Note that an optimizer's step begins."""
+        self._before_update_bytes = allocated_bytes(self.device)
+
+    def after_update(self) -> None:
+        """Note that an optimizer's step is over: what is live more then is its state, which later passes begin with."""
+        self._created_bytes += max(0, allocated_bytes(self.device) - self._before_update_bytes)
+
     def end(self) -> LeanPass:
         """End the record, and return what it holds."""
         self._close()
@@ -134,7 +143,7 @@ class LeanRecorder:
         self._segment = None
         context.__exit__(None, None, None)
         last, own = self._where
-        peak_bytes = self._uncounted_bytes + usage.start_bytes + usage.peak_bytes
+        peak_bytes = self._uncounted_bytes + usage.start_bytes + usage.peak_bytes - self._created_bytes
         self.lean.moments.append(MomentSeen(last=last, own=own, peak_bytes=peak_bytes))
 
 

@@ -56,7 +56,7 @@ class SizeReport:
         return (
             f"{self.numel:,} elements{later}: {how}; took {format_bytes(self.most_bytes)}, "
             f"{format_bytes(self.planned.predicted_bytes)} predicted; {self.planned.seconds * 1e3:.1f} ms are computed "
-            f"again{bound}; plan {self.plans}"
+            f"again{bound}; most in {self.planned.peak_is_in}; plan {self.plans}"
         )
 
 
