@@ -35,7 +35,10 @@ from memfit.workloads import build
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"batch": 4, "tokens": 128, "layers": 6, "width": 256, "vocabulary": 2000, "optimizer": "adamw"}),
-    "gpt2 small": ("gpt2", {"batch": 2, "tokens": 32, "layers": 6, "width": 64, "vocabulary": 500, "optimizer": "adamw"}),
+    "gpt2 small": (
+        "gpt2",
+        {"batch": 2, "tokens": 32, "layers": 6, "width": 64, "vocabulary": 500, "optimizer": "adamw"},
+    ),
     "encoder": ("encoder", {"batch": 4, "tokens": 128, "width": 256, "feedforward": 1024, "optimizer": "adamw"}),
     "resnet50": ("resnet50", {"batch": 8, "size": 64, "optimizer": "sgd"}),
     "unet": ("unet", {"batch": 2, "size": 96, "width": 16, "optimizer": "sgd"}),

@@ -149,7 +149,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("loop",),
         ("installed", "reporting"),
         ("blocks", "steering"),
-        ("chain", "policy", "recording"),
+        ("chain", "policy", "recording", "uncounted"),
         ("contexts", "planning"),
         ("knapsack",),
         ("choices",),

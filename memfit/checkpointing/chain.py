@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from memfit.capture.generators import get_state, set_state
 from memfit.checkpointing.contexts import StandIns
 from memfit.torch_private.tensors import tensors_in
 
@@ -39,7 +38,8 @@ class Link:
         self._run, self._args, self._kwargs, self._place = run, args, kwargs, place
         self._given, self._before, self._again = given, before, None
         self._device_type = device.type
-        self._states = {name: get_state(name) for name in dict.fromkeys(("cpu", _generator_name(device)))}
+        self._devices = [device] if device.type == "cuda" else []
+        self._states = torch.get_rng_state(), [torch.cuda.get_rng_state(each) for each in self._devices]
         self._casts = [(kind, *_cast_of(kind)) for kind in dict.fromkeys(("cpu", device.type))]
         self.stand_ins: Callable[[], StandIns] | None = None
         self._returned: weakref.ref[torch.Tensor] | None = None
@@ -73,29 +73,24 @@ class Link:
         """Run the call again, as the first time, without saving anything; return the output that goes on."""
         given = self._input().detach().requires_grad_()
         args = (*self._args[: self._place], given, *self._args[self._place :])
-        states = {name: get_state(name) for name in self._states}
         with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(self._devices))
             for kind, enabled, dtype in self._casts:
                 stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
             if self.stand_ins is not None:
                 stack.enter_context(self.stand_ins())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_drop, _drop))
             stack.enter_context(torch.enable_grad())
-            for name, state in self._states.items():
-                set_state(name, state)
+            torch.set_rng_state(self._states[0])
+            for each, state in zip(self._devices, self._states[1], strict=True):
+                torch.cuda.set_rng_state(state, each)
             output = self._run(*args, **self._kwargs)
-        for name, state in states.items():
-            set_state(name, state)
         (grown,) = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         return grown.detach().requires_grad_()
 
 
 def _drop(_: Any) -> None:
     return None
-
-
-def _generator_name(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else str(device)
 
 
 def _cast_of(kind: str) -> tuple[bool, torch.dtype]:

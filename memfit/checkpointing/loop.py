@@ -21,8 +21,8 @@ from memfit.checkpointing.recording import LeanRecorder
 from memfit.checkpointing.reporting import WindowSeen
 from memfit.checkpointing.seen import CallSeen
 from memfit.checkpointing.steering import Pass, Ruling, Steering, rulings_of
+from memfit.checkpointing.uncounted import Uncounted
 from memfit.memory.contract import Aim, Contract, Refused, Standing, Usage, WindowKind
-from memfit.runtime.compile.occupancy import bytes_from_before
 from memfit.system.recorder import Usage as Recorded
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, record
 from memfit.torch_private.autograd import at_end_of_backward
@@ -94,7 +94,8 @@ class Loop:
         self.windows: list[WindowSeen] = []
         self._may_chain, self._given = may_chain, given
         self._parameters: list[torch.nn.Parameter] = []
-        self._uncounted_bytes = bytes_from_before(device)
+        self._uncounted = Uncounted(device)
+        self._uncounted_bytes = self._uncounted.live_bytes()
         self._window: tuple[AbstractContextManager[Recorded], Recorded] | None = None
         self._numel, self._kind = 0, WindowKind.FIRST
         self._shape: Shape | None = None
@@ -257,7 +258,7 @@ class Loop:
         now_bytes = allocated_bytes(self.device)
         if shape.planner is None:
             self._lean_passes += 1
-            self._uncounted_bytes = bytes_from_before(self.device)
+            self._uncounted_bytes = self._uncounted.live_bytes()
             own = [*self.model.parameters(), *self.model.buffers()]
             recorder = LeanRecorder(self.device, now_bytes, self._uncounted_bytes, own)
             return Pass(rulings=dict.fromkeys(self.blocks, FULL), recorder=recorder)

@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 
-from memfit.capture.placement import step_device
 from memfit.checkpointing.blocks import find_blocks
 from memfit.checkpointing.loop import Loop
 from memfit.checkpointing.policy import read_policy, to_plain
 from memfit.checkpointing.reporting import Report, SizeReport
-from memfit.errors import InvalidOptionError
-from memfit.memory.contract import Contract
-from memfit.planning import FIRM, SOFT
+from memfit.errors import InvalidDeviceError, InvalidOptionError
+from memfit.memory.contract import FIRM, SOFT, Contract
 
 _PAGE_BYTES = {"cuda": 2 << 20}  # c10/cuda/CUDACachingAllocator.cpp, kSmallBuffer and the step of larger segments
 
@@ -115,10 +113,18 @@ def checkpoint(
         raise InvalidOptionError("give a budget, such as memfit.checkpoint(model, '20GiB'), or a policy")
     if budget_is not in (FIRM, SOFT):
         raise InvalidOptionError(f"budget_is={budget_is!r}: expected {FIRM!r} or {SOFT!r}")
-    device = step_device(model, (), "memfit.checkpoint")
+    device = _device_of(model)
     page_bytes = _PAGE_BYTES.get(device.type, 0)
     contract = None if budget is None else Contract(budget, page_bytes=page_bytes, is_firm=budget_is == FIRM)
     given = None if policy is None else read_policy(policy)
     found = find_blocks(model, blocks)
     is_sharded = any(base.__name__ == "FSDPModule" for module in model.modules() for base in type(module).__mro__)
     return Checkpointed(Loop(model, found, contract, device, may_chain=not is_sharded, given=given))
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    devices = {tensor.device: name for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
+    if len(devices) != 1:
+        where = ", ".join(f"{name} on {device}" for device, name in devices.items()) or "no parameters"
+        raise InvalidDeviceError(f"memfit.checkpoint: {where}; expected a model on one device, which has the budget")
+    return next(iter(devices))

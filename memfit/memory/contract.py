@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from memfit.errors import BudgetNotHeldError
 from memfit.system.budget import format_bytes, parse_budget
 
+FIRM, SOFT = "firm", "soft"
 WINDOWS_BEFORE_LARGER = 3
 """Windows of one plan in a row that keep the budget, before a larger plan is tried."""
 MOST_PLANS = 6
