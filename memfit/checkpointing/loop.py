@@ -115,6 +115,10 @@ class Loop:
             register_optimizer_step_post_hook(Hook(self._stepped)),
         ]
 
+    def expect_no_optimizer(self) -> None:
+        """Plan from the second pass on, although no optimizer will step."""
+        self._has_stepped = True
+
     # -- windows
 
     def begin(self, _model: torch.nn.Module, args: Any, kwargs: Any) -> None:

@@ -266,6 +266,8 @@ def _choices(calls: Sequence[CallSeen], prices: Prices, *, leaner: bool) -> list
     for call in calls:
         if call.block in seen:
             found.append([_DUMMY])
+        elif any(each.has_collectives for each in of[call.block]):  # of which all ranks call as many
+            found.append([_always_full(of[call.block], prices)])
         elif len(of[call.block]) > 1:
             found.append(_repeated(of[call.block], prices))
         else:
@@ -292,6 +294,11 @@ def _renamed(choice: Choice, before: str, after: str) -> Choice:
     )
 
 
+def _always_full(calls: Sequence[CallSeen], prices: Prices) -> Choice:
+    seconds = sum(full_choice(call, prices).seconds for call in calls)
+    return Choice(seconds=seconds, held_bytes=0, more_bytes=0, rules={calls[0].block: FULL})
+
+
 def _repeated(calls: Sequence[CallSeen], prices: Prices) -> list[Choice]:
     """Return the two choices of a block that is called several times: at its first call it counts for all of them."""
     found: list[Choice] = []
@@ -313,7 +320,7 @@ def _chains(calls: Sequence[CallSeen]) -> list[int]:
     repeated = {call.block for call in calls if sum(other.block == call.block for other in calls) > 1}
     lengths: list[int] = []
     for call in calls:
-        follows = call.follows and call.block not in repeated
+        follows = call.follows and call.block not in repeated and not call.has_collectives
         lengths.append(lengths[-1] + 1 if lengths and follows else 0)
     return lengths
 

@@ -17,7 +17,7 @@ from memfit.errors import UnsupportedStepError
 from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
 from memfit.torch_private.autograd import UnwrappedMode, default_saved_hooks
 from memfit.torch_private.checkpoints import IGNORED_OPS, saved_node_names, schema_of
-from memfit.torch_private.sharding import local
+from memfit.torch_private.sharding import is_sharded, local
 from memfit.torch_private.tensors import draws, storage_key, tensors_in
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
@@ -254,7 +254,8 @@ class BlockMode(UnwrappedMode):
                 self.call.storages[read].first_read = min(self.call.storages[read].first_read, len(self.call.ops))
         name = str(func)
         self._recorder.overloads[name] = func
-        self.call.has_collectives |= func.namespace in _COLLECTIVES
+        is_of_ranks = func.namespace in _COLLECTIVES or any(map(is_sharded, tensors_in((args, kwargs))))
+        self.call.has_collectives |= is_of_ranks
         op = OpSeen(
             name=name,
             nth=self._nth[name],

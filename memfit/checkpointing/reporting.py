@@ -48,13 +48,16 @@ class SizeReport:
     planned: Planned
     most_bytes: int
 
-    def __str__(self) -> str:
+    def kinds_text(self) -> str:
+        """Return how many modules are kept, partly kept, and computed again."""
         kept = Counter(_kind_of(rule) for rule in self.planned.rules.values())
-        how = ", ".join(f"{count} {kind}" for kind, count in sorted(kept.items()))
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(kept.items()))
+
+    def __str__(self) -> str:
         later = ", later micro-batches" if self.kind is WindowKind.LATER else ""
         bound = f", at least {self.planned.bound_seconds * 1e3:.1f} ms" if self.planned.bound_seconds else ""
         return (
-            f"{self.numel:,} elements{later}: {how}; took {format_bytes(self.most_bytes)}, "
+            f"{self.numel:,} elements{later}: {self.kinds_text()}; took {format_bytes(self.most_bytes)}, "
             f"{format_bytes(self.planned.predicted_bytes)} predicted; {self.planned.seconds * 1e3:.1f} ms are computed "
             f"again{bound}; most in {self.planned.peak_is_in}; plan {self.plans}"
         )

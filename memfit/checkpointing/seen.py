@@ -73,7 +73,7 @@ class CallSeen:
         saves: moments at which autograd saved anything, the block's own or not.
         input_bytes: of the tensors that were given to it, that the call before it returned.
         follows: whether all of its tensors that need a gradient came from the call before it.
-        has_collectives: whether operators of it talk to other ranks.
+        has_collectives: whether operators of it may talk to other ranks.
     """
 
     block: str

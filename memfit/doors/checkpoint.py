@@ -31,7 +31,10 @@ class Checkpointed:
         self.close()
 
     def report(self) -> Report:
-        """Return what was taken, window by window, and what is kept for each size; the running step is left out."""
+        """Return what was taken, window by window, and what is kept for each size.
+
+        A step ends where the next one begins, so that the last one is left out; `end_step` ends it.
+        """
         loop = self._loop
         contract = loop.contract
         return Report(
@@ -51,10 +54,22 @@ class Checkpointed:
             ),
         )
 
+    def expect_no_optimizer(self) -> None:
+        """Plan from the second step on, although no optimizer will step; otherwise its state is waited for."""
+        self._loop.expect_no_optimizer()
+
     def policy(self) -> dict[str, dict[str, Any]]:
         """Return the present policy as plain data: batch size -> block -> `none`, `full`, or the operators kept."""
         shapes = [shape for shape in self._loop.shapes.values() if shape.planned is not None]
         return to_plain({(s.numel, s.kind): s.planned.rules for s in shapes if s.planned is not None})
+
+    def end_step(self) -> None:
+        """End the present step here, and not at the next call of the model: after the last one, before a report.
+
+        Raises:
+            BudgetNotHeldError: it took too much.
+        """
+        self._loop.end()
 
     def freeze(self) -> None:
         """Keep the policy of the largest batch from now on, and measure no more: the model can then be compiled."""
