@@ -51,6 +51,8 @@ class Shape:
         planned: the present plan; None before.
         start_bytes: that were live when the planned pass began.
         standing: what its windows have shown.
+        wants_plan: whether the next pass is planned anew.
+        unused_share: of the bytes that the allocator had taken in the lean pass, which were not live.
     """
 
     numel: int
@@ -63,6 +65,7 @@ class Shape:
     start_bytes: int = 0
     standing: Standing = field(default_factory=Standing)
     wants_plan: bool = True
+    unused_share: float = 0.0
 
 
 class Loop:
@@ -179,12 +182,13 @@ class Loop:
         context, recorded = self._window
         self._window = None
         present, self.steering.present = self.steering.present, None
-        if present is not None and present.recorder is not None:
-            self._learn(present.recorder)
+        lean = present.recorder.end() if present is not None and present.recorder is not None else None
         context.__exit__(None, None, None)
         live_bytes = self._uncounted_bytes + recorded.start_bytes + recorded.peak_bytes
         taken_bytes = live_bytes if recorded.reserved_bytes is None else max(recorded.reserved_bytes, live_bytes)
         usage = Usage(taken_bytes=taken_bytes, live_bytes=live_bytes, kind=self._kind)
+        if lean is not None and present is not None and present.recorder is not None:
+            self._learn(present.recorder, lean, usage)
         shape = self._shape
         plan = shape.standing.plans if shape is not None and self._predicted_bytes is not None else 0
         self.windows.append(
@@ -217,8 +221,6 @@ class Loop:
             self._warn(str(error))
         elif isinstance(verdict, Aim) and not verdict.is_larger:
             self._warn(contract.over_text(usage))
-            if self.device.type == "cuda":
-                empty_cache(self.device)
 
     def _warn(self, text: str | None) -> None:
         if text is not None and text not in self._warned:
@@ -274,10 +276,10 @@ class Loop:
         self._predicted_bytes = shape.planned.predicted_bytes + now_bytes - shape.start_bytes
         return Pass(rulings=shape.rulings, has_chains=CHAINED in shape.rulings.values())
 
-    def _learn(self, recorder: LeanRecorder) -> None:
+    def _learn(self, recorder: LeanRecorder, lean: LeanPass, usage: Usage) -> None:
         shape = self._shape
         assert shape is not None
-        lean = recorder.end()
+        shape.unused_share = 1 - usage.live_bytes / max(1, usage.taken_bytes)
         if not recorder.is_complete:
             return
         shape.lean, shape.overloads = lean, recorder.overloads
@@ -295,6 +297,7 @@ class Loop:
         assert contract is not None
         if not contract.is_resolved:
             contract.resolve(planner.everything_kept(more_bytes).predicted_bytes)
+        shape.standing.expected_error_bytes = int(contract.budget_bytes * shape.unused_share)
         aim_bytes = contract.aim_bytes(shape.standing)
         grown = now_bytes - shape.start_bytes
         has_grown = shape.planned is not None and shape.planned.predicted_bytes + grown > aim_bytes and grown > 0
@@ -306,6 +309,8 @@ class Loop:
         shape.planned, shape.start_bytes, shape.wants_plan = planned, now_bytes, False
         shape.rulings = rulings_of(planned.rules, self._calls(shape), shape.overloads)
         shape.standing.replace_plan(is_least=planned.is_least, is_most=planned.is_most)
+        if self.device.type == "cuda":  # memory in pieces that fitted the last plan would be held beside this one's
+            empty_cache(self.device)
 
     def _calls(self, shape: Shape) -> list[CallSeen]:
         assert shape.lean is not None

@@ -87,6 +87,7 @@ class Standing:
     Attributes:
         is_least: whether the present plan is the one that takes the least.
         is_most: whether it is the one that takes the most, so that nothing is gained by a larger one.
+        expected_error_bytes: assumed until a window was measured.
         error_bytes: the most that a window took above its prediction, negative if below; None before the first.
         worst_bytes: the most that a window took since the present plan.
         windows: since the present plan.
@@ -96,6 +97,7 @@ class Standing:
 
     is_least: bool = False
     is_most: bool = False
+    expected_error_bytes: int = 0
     error_bytes: int | None = None
     worst_bytes: int = 0
     windows: int = 0
@@ -148,7 +150,7 @@ class Contract:
 
         Of what a plan took less than predicted, half is given to the next one, whose error may be another.
         """
-        error_bytes = standing.error_bytes or 0
+        error_bytes = standing.expected_error_bytes if standing.error_bytes is None else standing.error_bytes
         return self.budget_bytes - (error_bytes if error_bytes > 0 else -(-error_bytes // 2))
 
     def judge(self, standing: Standing, usage: Usage, predicted_bytes: int) -> Verdict:

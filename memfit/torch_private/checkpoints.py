@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch.utils.checkpoint import SAC_IGNORED_OPS, _detach_helper
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 IGNORED_OPS: frozenset[Any] = frozenset(SAC_IGNORED_OPS)
 """Operators of which a checkpoint's second forward pass may call another number than its first."""
@@ -14,7 +14,10 @@ IGNORED_OPS: frozenset[Any] = frozenset(SAC_IGNORED_OPS)
 
 def detached(value: Any) -> Any:
     """Return a tensor as it is kept for the second forward pass, which may return it as a view."""
-    return _detach_helper(value)
+    if isinstance(value, torch.Tensor):
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            return value.detach()
+    return value
 
 
 def schema_of(operator: Any) -> Any:
