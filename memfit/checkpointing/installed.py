@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,8 @@ class Installed:
 
     def __init__(self, model: torch.nn.Module, blocks: Sequence[Named], steering: Steering) -> None:
         self._before: list[tuple[dict[str, Any], str, Any]] = []
-        self.spots: dict[str, Spot] = {}
+        self._inside: dict[str, tuple[dict[str, Any], Steered, Any]] = {}
+        self._shown: set[str] = set()
         for name, block in blocks:
             if isinstance(vars(block).get("forward"), Steered) or isinstance(
                 vars(block).get(_LIBRARY_FUNCTION), SteeredFunction
@@ -42,7 +43,12 @@ class Installed:
                 )
             self._install(Spot(name=name, module=block, is_block=True), steering)
             for inner, module in _inside(block):
-                self._replace(Spot(name=f"{name}.{inner}", module=module, is_block=False), steering, module.forward)
+                spot = Spot(name=f"{name}.{inner}", module=module, is_block=False)
+                self._inside[spot.name] = (
+                    vars(module),
+                    Steered(steering, spot, module.forward),
+                    vars(module).get("forward", _ABSENT),
+                )
         for module in model.modules():  # transformers then makes no cache
             if _LIBRARY_FLAG not in vars(module) or isinstance(vars(module).get(_LIBRARY_FUNCTION), SteeredFunction):
                 continue
@@ -52,7 +58,6 @@ class Installed:
     def _install(self, spot: Spot, steering: Steering) -> None:
         module: Any = spot.module
         if _is_layer(module):
-            self.spots[spot.name] = spot
             self._set(module, _LIBRARY_FUNCTION, SteeredFunction(steering, spot))
             self._set(module, _LIBRARY_FLAG, True)
         elif type(module).__name__ == "CheckpointWrapper":
@@ -66,7 +71,6 @@ class Installed:
             self._replace(spot, steering, module.forward)
 
     def _replace(self, spot: Spot, steering: Steering, forward: Callable[..., Any]) -> None:
-        self.spots[spot.name] = spot
         self._set(spot.module, "forward", Steered(steering, spot, forward))
 
     def _set(self, module: torch.nn.Module, name: str, value: Any) -> None:
@@ -74,8 +78,27 @@ class Installed:
         self._before.append((table, name, table.get(name, _ABSENT)))
         table[name] = value
 
+    def show_inside(self, names: Iterable[str] | None) -> None:
+        """Let calls of these modules inside of blocks be steered, and those of no others.
+
+        Args:
+            names: None for all of them.
+        """
+        wanted = set(self._inside) if names is None else self._inside.keys() & set(names)
+        for name in self._shown - wanted:
+            table, _, own = self._inside[name]
+            if own is _ABSENT:
+                table.pop("forward")
+            else:
+                table["forward"] = own
+        for name in wanted - self._shown:
+            table, stand_in, _ = self._inside[name]
+            table["forward"] = stand_in
+        self._shown = wanted
+
     def remove(self) -> None:
         """Put everything back as it was."""
+        self.show_inside(())
         for table, name, value in reversed(self._before):
             if value is _ABSENT:
                 table.pop(name, None)

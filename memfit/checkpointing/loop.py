@@ -106,6 +106,7 @@ class Loop:
         self._awaits_backward = False
         self._has_stepped = False
         self._lean_passes = 0
+        self._steered: set[str] = set()  # modules that a plan was made for
         self._warned: set[str] = set()
         self.frozen: Shape | None = None
         with record(device):  # from here on all is counted
@@ -265,6 +266,7 @@ class Loop:
         if shape.planner is None:
             self._lean_passes += 1
             self._uncounted_bytes = self._uncounted.live_bytes()
+            self.installed.show_inside(None)
             own = [*self.model.parameters(), *self.model.buffers()]
             recorder = LeanRecorder(self.device, now_bytes, self._uncounted_bytes, own)
             return Pass(rulings=dict.fromkeys(self.blocks, FULL), recorder=recorder)
@@ -272,6 +274,7 @@ class Loop:
             self._lean_passes += 1
             return Pass(rulings=dict.fromkeys(self.blocks, FULL))
         self._plan_if_needed(shape, now_bytes)
+        self.installed.show_inside(self._steered)
         assert shape.planned is not None
         self._predicted_bytes = shape.planned.predicted_bytes + now_bytes - shape.start_bytes
         return Pass(rulings=shape.rulings, has_chains=CHAINED in shape.rulings.values())
@@ -308,6 +311,7 @@ class Loop:
     def _take(self, shape: Shape, planned: Planned, now_bytes: int) -> None:
         shape.planned, shape.start_bytes, shape.wants_plan = planned, now_bytes, False
         shape.rulings = rulings_of(planned.rules, self._calls(shape), shape.overloads)
+        self._steered |= shape.rulings.keys()
         shape.standing.replace_plan(is_least=planned.is_least, is_most=planned.is_most)
         if self.device.type == "cuda":  # memory in pieces that fitted the last plan would be held beside this one's
             empty_cache(self.device)
