@@ -11,6 +11,7 @@ import torch
 from checkpoint_models import Mlp, Net, Trained, convs, images, mlps, rows, train
 
 import memfit
+from memfit.checkpointing.blocks import find_blocks
 from memfit.errors import UnsupportedStepError
 from memfit.system.recorder import record
 
@@ -122,6 +123,40 @@ def test_each_storage_that_may_be_kept_gives_the_same_bits(block: type[Mlp]) -> 
 def test_statistics_of_batch_normalization_are_written_once() -> None:
     handle = same_as_bare(convs, images, share=1e-6)
     assert handle is not None
+
+
+class AsksForIdentity(Mlp):
+    """As `nn.MultiheadAttention`, which multiplies once if query, key and value are one tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.inner = Inner(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return super().forward(self.inner(y, y, other=y))
+
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, x.shape[-1:])
+
+
+class Inner(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, *, other: torch.Tensor) -> torch.Tensor:
+        return self.a(x).exp().cos() if x is y and y is other else self.a(x) + self.a(y)
+
+
+@pytest.mark.parametrize("inner", ["none", "full"])
+def test_arguments_that_are_one_tensor_stay_one(inner: str) -> None:
+    make = net(lambda: AsksForIdentity(64))
+    wanted = train(make())
+    model = make()
+    rules = {name: inner for name, _ in find_blocks(model)} | {f"layers.{n}.inner": "full" for n in range(4)}
+    with memfit.checkpoint(model, policy={"4096": rules}):
+        assert train(model).same_bits(wanted)
 
 
 class WritesToInput(Mlp):

@@ -119,6 +119,7 @@ class Steering:
     def _checkpoint(
         self, contexts: Callable[[], Any], forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
+        forward, args, kwargs = _each_once(forward, args, kwargs)
         return stock_checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def _contexts(self, present: Pass, spot: Spot, ruling: Ruling) -> tuple[Any, Any]:
@@ -181,7 +182,8 @@ class Steering:
         """Run a call of a block whose input, or that of the next block, is computed again."""
         places = [n for n, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.requires_grad]
         before, present.link = present.link, None
-        if isinstance(ruling, KeepRule) or len(places) != 1:
+        is_named = len(places) == 1 and any(value is args[places[0]] for value in kwargs.values())
+        if isinstance(ruling, KeepRule) or len(places) != 1 or is_named:
             return self._checkpoint(partial(self._contexts, present, spot, ruling), forward, args, kwargs)
         (place,) = places
         given, rest = args[place], (*args[:place], *args[place + 1 :])
@@ -206,6 +208,27 @@ class Steering:
 
     def _chain_contexts(self, present: Pass, spot: Spot, held: Sequence[tuple[Place, Any]]) -> tuple[Any, Any]:
         return nullcontext(), self._again(present, spot, held, nullcontext())
+
+
+def _each_once(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return a call that is given each tensor once, although `forward` may be given it in several places.
+
+    A checkpoint saves each argument by itself, and code may ask whether two are the same: `nn.MultiheadAttention` does.
+    """
+    firsts = {id(arg): place for place, arg in reversed(list(enumerate(args))) if isinstance(arg, torch.Tensor)}
+    again = [firsts.get(id(arg), place) for place, arg in enumerate(args)]
+    named = {name: firsts[id(value)] for name, value in kwargs.items() if id(value) in firsts}
+    if not named and again == list(range(len(args))):
+        return forward, args, kwargs
+    once = tuple(arg if first == place else None for place, (arg, first) in enumerate(zip(args, again, strict=True)))
+    others = {name: value for name, value in kwargs.items() if name not in named}
+
+    def run(*given: Any) -> Any:
+        return forward(*(given[first] for first in again), **others, **{name: given[n] for name, n in named.items()})
+
+    return run, once, {}
 
 
 class Repeated:
