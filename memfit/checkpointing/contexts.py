@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from memfit.torch_private.autograd import UnwrappedMode, backward_keeps_graph, in_backward
 from memfit.torch_private.checkpoints import IGNORED_OPS, detached
@@ -24,10 +26,12 @@ class KeepRule:
     Attributes:
         expected: the operators, in order, as they were seen.
         kept: numbers of those whose results are kept.
+        names: (name, number of this name) of the same.
     """
 
     expected: tuple[Any, ...]
     kept: frozenset[int]
+    names: frozenset[tuple[str, int]]
 
 
 class Keep(UnwrappedMode):
@@ -87,6 +91,23 @@ class Again(UnwrappedMode):
             if number in kept:
                 return tree_map(detached, kept.pop(number) if self._is_last else kept[number])
         return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def selective_contexts(names: frozenset[tuple[str, int]]) -> Any:
+    """Return stock's contexts of a checkpoint that keeps results, which compilers know.
+
+    Args:
+        names: (name of an operator, number of this name in the block) of those that are kept.
+    """
+    counts: Counter[str] = Counter()
+
+    def decide(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        name = str(operator)
+        counts[name] += 1
+        is_kept = (name, counts[name] - 1) in names
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide, allow_cache_entry_mutation=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

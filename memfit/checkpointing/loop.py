@@ -22,6 +22,7 @@ from memfit.checkpointing.reporting import WindowSeen
 from memfit.checkpointing.seen import CallSeen
 from memfit.checkpointing.steering import Pass, Ruling, Steering, rulings_of
 from memfit.checkpointing.uncounted import Uncounted
+from memfit.errors import UnsupportedStepError
 from memfit.memory.contract import Aim, Contract, Refused, Standing, Usage, WindowKind
 from memfit.system.recorder import Usage as Recorded
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, record
@@ -327,9 +328,10 @@ class Loop:
         self.end()
         planned = [shape for shape in self.shapes.values() if shape.planned is not None]
         if not planned:
-            raise RuntimeError("no pass was planned yet")
+            raise UnsupportedStepError("no pass was planned yet: freeze after two steps with the optimizer's update")
         self.frozen = max(planned, key=lambda shape: shape.numel)
         self._remove_hooks()
+        self.steering.is_frozen = True
         self.steering.present = Pass(rulings=self.frozen.rulings, has_chains=CHAINED in self.frozen.rulings.values())
 
     def close(self) -> None:

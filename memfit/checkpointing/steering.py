@@ -14,7 +14,16 @@ from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 from memfit.checkpointing.chain import Link
 from memfit.checkpointing.choices import NONE, Rule
-from memfit.checkpointing.contexts import Again, Keep, KeepRule, Place, StandIns, Watched, statistics_in
+from memfit.checkpointing.contexts import (
+    Again,
+    Keep,
+    KeepRule,
+    Place,
+    StandIns,
+    Watched,
+    selective_contexts,
+    statistics_in,
+)
 from memfit.checkpointing.planning import CHAINED
 from memfit.checkpointing.recording import LeanRecorder
 from memfit.checkpointing.seen import CallSeen
@@ -84,7 +93,8 @@ def rulings_of(rules: Mapping[str, Rule], calls: Sequence[CallSeen], overloads: 
             continue
         wanted, ops = set(rule), seen[name].ops
         kept = frozenset(number for number, op in enumerate(ops) if (op.name, op.nth) in wanted)
-        found[name] = KeepRule(expected=tuple(overloads[op.name] for op in ops), kept=kept)
+        expected = tuple(overloads[op.name] for op in ops)
+        found[name] = KeepRule(expected=expected, kept=kept, names=frozenset(rule))
     return found
 
 
@@ -98,9 +108,12 @@ class Steering:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.present: Pass | None = None
+        self.is_frozen = False
 
     def run(self, spot: Spot, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of a module as the present pass says."""
+        if torch.compiler.is_compiling():
+            return self._compiled(spot, forward, args, kwargs)
         present = self.present
         if present is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -115,6 +128,17 @@ class Steering:
         if present.has_chains and spot.is_block:
             return self._chained(present, spot, ruling, forward, args, kwargs)
         return self._checkpoint(partial(self._contexts, present, spot, ruling), forward, args, kwargs)
+
+    def _compiled(self, spot: Spot, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a compiler is to trace: a stock checkpoint, once the policy stays."""
+        ruling = self.present.rulings.get(spot.name) if self.is_frozen and self.present is not None else None
+        if ruling is None:
+            return forward(*args, **kwargs)
+        if not isinstance(ruling, KeepRule):
+            return stock_checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return stock_checkpoint(
+            forward, *args, use_reentrant=False, context_fn=partial(selective_contexts, ruling.names), **kwargs
+        )
 
     def _checkpoint(
         self, contexts: Callable[[], Any], forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
