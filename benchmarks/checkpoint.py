@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "densenet121": ("densenet121", {"batch": 4, "size": 64, "optimizer": "sgd"}),
 }
 SHARES = (0.9, 0.7, 0.5)
-SETTLE = 22  # steps until plans stay
+SETTLE = 16  # steps until plans stay
 TURN = 2  # steps
 TURNS = 15
 _ANSWER_SECONDS = 900.0

@@ -147,8 +147,8 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     "memory": (("contract",),),
     "checkpointing": (
         ("loop",),
-        ("installed", "reporting"),
-        ("blocks", "steering"),
+        ("installed", "shapes", "windows"),
+        ("blocks", "reporting", "steering"),
         ("chain", "policy", "recording", "uncounted"),
         ("contexts", "planning"),
         ("knapsack",),

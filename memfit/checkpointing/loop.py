@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,53 +18,26 @@ from memfit.checkpointing.policy import Policy, rules_for
 from memfit.checkpointing.recording import LeanRecorder
 from memfit.checkpointing.reporting import WindowSeen
 from memfit.checkpointing.seen import CallSeen
-from memfit.checkpointing.steering import Pass, Ruling, Steering, rulings_of
+from memfit.checkpointing.shapes import Race, Shape, bucket_of
+from memfit.checkpointing.steering import Pass, Steering, rulings_of
 from memfit.checkpointing.uncounted import Uncounted
+from memfit.checkpointing.windows import History, Meter
 from memfit.errors import UnsupportedStepError
-from memfit.memory.contract import Aim, Contract, Refused, Standing, Usage, WindowKind
-from memfit.system.recorder import Usage as Recorded
+from memfit.memory.contract import Aim, Contract, Held, Refused, Usage, WindowKind
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, record
 from memfit.torch_private.autograd import at_end_of_backward
 from memfit.torch_private.tensors import tensors_in
 
 _log = logging.getLogger("memfit")
 
-_BUCKET = math.log(1.15)  # sizes that differ by less share a plan
 _MOST_LEAN_PASSES = 64  # without an optimizer's step, before a plan is made all the same
+_MOST_WARNINGS = 3  # of one kind
+_HOPELESS = 2.0  # a plan that is predicted to take so many times the seconds is not tried
 _SLACK = 9  # a plan leaves 1/2**9 of the budget to what grows between steps
 _NOT_STEERED = (
     "a backward pass comes from a call of the model in eval mode, which memfit.checkpoint does not steer; call "
     "model.train(), and set single modules to eval() after it"
 )
-
-
-@dataclass(slots=True, eq=False)
-class Shape:
-    """What is known of passes of one size and kind.
-
-    Attributes:
-        numel: elements of the largest batch.
-        kind: of its windows.
-        planner: of its lean pass; None before.
-        overloads: name -> operator, of that pass.
-        planned: the present plan; None before.
-        start_bytes: that were live when the planned pass began.
-        standing: what its windows have shown.
-        wants_plan: whether the next pass is planned anew.
-        unused_share: of the bytes that the allocator had taken in the lean pass, which were not live.
-    """
-
-    numel: int
-    kind: WindowKind
-    planner: Planner | None = None
-    lean: LeanPass | None = None
-    overloads: dict[str, Any] = field(default_factory=dict[str, Any])
-    planned: Planned | None = None
-    rulings: dict[str, Ruling] = field(default_factory=dict[str, Ruling])
-    start_bytes: int = 0
-    standing: Standing = field(default_factory=Standing)
-    wants_plan: bool = True
-    unused_share: float = 0.0
 
 
 class Loop:
@@ -95,12 +66,12 @@ class Loop:
         self.blocks = [name for name, _ in blocks]
         self.steering = Steering(device)
         self.shapes: dict[tuple[int, WindowKind], Shape] = {}
-        self.windows: list[WindowSeen] = []
+        self.history = History()
         self._may_chain, self._given = may_chain, given
         self._parameters: list[torch.nn.Parameter] = []
         self._uncounted = Uncounted(device)
         self._uncounted_bytes = self._uncounted.live_bytes()
-        self._window: tuple[AbstractContextManager[Recorded], Recorded] | None = None
+        self._meter = Meter(device)
         self._numel, self._kind = 0, WindowKind.FIRST
         self._shape: Shape | None = None
         self._predicted_bytes: int | None = None
@@ -108,7 +79,7 @@ class Loop:
         self._has_stepped = False
         self._lean_passes = 0
         self._steered: set[str] = set()  # modules that a plan was made for
-        self._warned: set[str] = set()
+        self._warned: Counter[str] = Counter()
         self.frozen: Shape | None = None
         with record(device):  # from here on all is counted
             pass
@@ -143,8 +114,7 @@ class Loop:
             self._kind = self._kind_now()
             self._shape = self._shape_now()
             self.steering.present = self._pass(self._shape)
-        context = record(self.device)
-        self._window = context, context.__enter__()
+        self._meter.open()
 
     def returned(self, _model: torch.nn.Module, _args: Any, output: Any) -> None:
         """Look for the beginning of the backward pass, which first reaches what the model has returned."""
@@ -163,14 +133,16 @@ class Loop:
     def _watch_evaluation(self, output: Any) -> None:
         """Warn if a call in eval mode is trained on, which is not steered."""
         grown = next((tensor for tensor in tensors_in(output) if tensor.requires_grad), None)
-        if grown is not None and not self.model.training and _NOT_STEERED not in self._warned:
-            grown.register_hook(lambda _: self._warn(_NOT_STEERED))
+        if grown is not None and not self.model.training and not self._warned["eval mode"]:
+            grown.register_hook(lambda _: self._warn(_NOT_STEERED, "eval mode"))
 
     def _backward_begins(self, _gradient: torch.Tensor) -> None:
         self._awaits_backward = False
         present = self.steering.present
         if present is not None and present.recorder is not None:
             at_end_of_backward(present.recorder.end_of_backward)
+        elif present is not None:
+            at_end_of_backward(self._meter.end_of_backward)
 
     def end(self) -> None:
         """End the window that is open, and judge it.
@@ -179,29 +151,23 @@ class Loop:
             BudgetNotHeldError: the budget is firm, and the plan that takes the least took more.
         """
         self._awaits_backward = False
-        if self._window is None:
+        if not self._meter.is_open:
             return
-        context, recorded = self._window
-        self._window = None
         present, self.steering.present = self.steering.present, None
-        lean = present.recorder.end() if present is not None and present.recorder is not None else None
-        context.__exit__(None, None, None)
-        live_bytes = self._uncounted_bytes + recorded.start_bytes + recorded.peak_bytes
-        taken_bytes = live_bytes if recorded.reserved_bytes is None else max(recorded.reserved_bytes, live_bytes)
-        usage = Usage(taken_bytes=taken_bytes, live_bytes=live_bytes, kind=self._kind)
-        if lean is not None and present is not None and present.recorder is not None:
-            self._learn(present.recorder, lean, usage)
+        recorder = present.recorder if present is not None else None
+        lean = recorder.end() if recorder is not None else None
+        usage = self._meter.close(self._kind, self._uncounted_bytes)
+        if recorder is not None and lean is not None:
+            self._learn(recorder, lean, usage)
         shape = self._shape
-        plan = shape.standing.plans if shape is not None and self._predicted_bytes is not None else 0
-        self.windows.append(
-            WindowSeen(
-                numel=self._numel,
-                kind=self._kind,
-                plan=plan,
-                taken_bytes=taken_bytes,
-                predicted_bytes=self._predicted_bytes,
-            )
+        seen = WindowSeen(
+            numel=self._numel,
+            kind=self._kind,
+            plan=shape.standing.plans if shape is not None and self._predicted_bytes is not None else 0,
+            taken_bytes=usage.taken_bytes,
+            predicted_bytes=self._predicted_bytes,
         )
+        self.history.add(seen, is_over=self._is_over(usage.taken_bytes))
         self._judge(shape, usage)
 
     def _judge(self, shape: Shape | None, usage: Usage) -> None:
@@ -210,9 +176,12 @@ class Loop:
         if contract is None:
             return
         if shape is None or predicted_bytes is None:
-            self._warn(contract.over_text(usage) if usage.kind is WindowKind.EVALUATION else None)
+            self._warn(contract.over_text(usage) if usage.kind is WindowKind.EVALUATION else None, "evaluation")
             return
         verdict = contract.judge(shape.standing, usage, predicted_bytes)
+        if isinstance(verdict, Held):
+            self._race(shape, contract)
+            return
         shape.wants_plan |= isinstance(verdict, Aim)
         if isinstance(verdict, Refused):
             assert shape.planned is not None
@@ -220,14 +189,30 @@ class Loop:
             error = contract.refusal(verdict, why)
             if contract.is_firm and shape.standing.over == 1:
                 raise error
-            self._warn(str(error))
-        elif isinstance(verdict, Aim) and not verdict.is_larger:
-            self._warn(contract.over_text(usage))
+            self._warn(str(error), "refused")
+        elif not verdict.is_larger:
+            self._warn(contract.over_text(usage), "over")
 
-    def _warn(self, text: str | None) -> None:
-        if text is not None and text not in self._warned:
-            self._warned.add(text)
-            _log.warning("memfit: %s", text)
+    def _race(self, shape: Shape, contract: Contract) -> None:
+        """Measure the present plan, if a dispatch mode is on in it, against the best one without."""
+        seconds = self._meter.seconds() if shape.race is not None or shape.planned_has_mode else None
+        if seconds is None or shape.planner is None or shape.planned is None:
+            return
+        if shape.race is None:
+            more_bytes = shape.planned.more_bytes
+            limit_bytes = contract.aim_bytes(shape.standing) - (contract.budget_bytes >> _SLACK)
+            rival = shape.planner.plan(limit_bytes, more_bytes, with_modes=False)
+            shape.race = Race((shape.planned, rival))
+            shape.race.is_over = rival.is_least or rival.seconds > _HOPELESS * shape.planned.seconds
+        if not shape.race.is_over:
+            shape.next_plan = shape.race.note(seconds)
+
+    def _warn(self, text: str | None, kind: str) -> None:
+        if text is None or self._warned[kind] >= _MOST_WARNINGS:
+            return
+        self._warned[kind] += 1
+        last = "; later ones are counted in report()" if self._warned[kind] == _MOST_WARNINGS else ""
+        _log.warning("memfit: %s%s", text, last)
 
     def _is_over(self, size_bytes: int) -> bool:
         return self.contract is not None and self.contract.is_resolved and size_bytes > self.contract.budget_bytes
@@ -255,7 +240,7 @@ class Loop:
     # -- plans
 
     def _shape_now(self) -> Shape:
-        key = math.ceil(math.log(max(self._numel, 2)) / _BUCKET), self._kind
+        key = bucket_of(self._numel), self._kind
         found = self.shapes.get(key)
         if found is None or self._numel > found.numel:
             found = self.shapes[key] = Shape(numel=self._numel, kind=self._kind)
@@ -302,15 +287,19 @@ class Loop:
         if not contract.is_resolved:
             contract.resolve(planner.everything_kept(more_bytes).predicted_bytes)
         shape.standing.expected_error_bytes = int(contract.budget_bytes * shape.unused_share)
+        if shape.next_plan is not None:
+            self._take(shape, shape.next_plan, now_bytes)
+            return
         aim_bytes = contract.aim_bytes(shape.standing)
         grown = now_bytes - shape.start_bytes
         has_grown = shape.planned is not None and shape.planned.predicted_bytes + grown > aim_bytes and grown > 0
         if shape.wants_plan or (has_grown and not shape.standing.is_least):
             limit_bytes = aim_bytes - (contract.budget_bytes >> _SLACK)
-            self._take(shape, planner.plan(limit_bytes, more_bytes), now_bytes)
+            with_modes = shape.race is None or not shape.race.is_over or shape.planned_has_mode
+            self._take(shape, planner.plan(limit_bytes, more_bytes, with_modes=with_modes), now_bytes)
 
     def _take(self, shape: Shape, planned: Planned, now_bytes: int) -> None:
-        shape.planned, shape.start_bytes, shape.wants_plan = planned, now_bytes, False
+        shape.planned, shape.start_bytes, shape.wants_plan, shape.next_plan = planned, now_bytes, False, None
         shape.rulings = rulings_of(planned.rules, self._calls(shape), shape.overloads)
         self._steered |= shape.rulings.keys()
         shape.standing.replace_plan(is_least=planned.is_least, is_most=planned.is_most)

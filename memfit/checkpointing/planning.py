@@ -68,6 +68,7 @@ class Planned:
         is_least, is_most: whether no plan takes less, or none is faster.
         has_mode: whether a dispatch mode is on in a block.
         peak_is_in: the part of the pass that takes the most.
+        more_bytes: that it allows for, beyond what was live at the beginning of the lean pass.
     """
 
     rules: Mapping[str, Rule]
@@ -78,6 +79,7 @@ class Planned:
     is_most: bool
     has_mode: bool
     peak_is_in: str
+    more_bytes: int
 
 
 class Planner:
@@ -239,6 +241,7 @@ class Planner:
             is_most=seconds == 0,
             has_mode=any(choice.has_mode for choice in chosen),
             peak_is_in=self._place_of(moment),
+            more_bytes=more_bytes,
         )
 
     def _place_of(self, moment: MomentSeen) -> str:

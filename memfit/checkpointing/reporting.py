@@ -70,30 +70,25 @@ class Report:
     Attributes:
         budget_bytes: None if the policy was given, or a percentage is not resolved yet.
         blocks: names.
-        windows: in order.
+        windows: the latest thousand, in order.
+        count, lean, over: of all windows, of those that were lean, and of those that took more than the budget.
+        most_bytes: that a window took.
         sizes: with a plan.
     """
 
     budget_bytes: int | None
     blocks: tuple[str, ...]
     windows: tuple[WindowSeen, ...]
+    count: int
+    lean: int
+    over: int
+    most_bytes: int
     sizes: tuple[SizeReport, ...]
-
-    @property
-    def most_bytes(self) -> int:
-        """The most bytes that a window took."""
-        return max((window.taken_bytes for window in self.windows), default=0)
-
-    @property
-    def over(self) -> int:
-        """How many windows took more than the budget."""
-        return sum(self.budget_bytes is not None and w.taken_bytes > self.budget_bytes for w in self.windows)
 
     def __str__(self) -> str:
         budget = "no budget" if self.budget_bytes is None else f"a budget of {format_bytes(self.budget_bytes)}"
-        lean = sum(not window.plan and window.kind is not WindowKind.EVALUATION for window in self.windows)
         first = (
-            f"{len(self.blocks)} blocks, {budget}; {len(self.windows)} windows, {lean} of them lean, {self.over} over "
+            f"{len(self.blocks)} blocks, {budget}; {self.count} windows, {self.lean} of them lean, {self.over} over "
             f"budget; most {format_bytes(self.most_bytes)}"
         )
         return "\n".join([first, *map(str, self.sizes)])

@@ -92,7 +92,7 @@ def _answer(target: str, device: str, policy: dict[str, Any], found: Report, sav
         "budget_bytes": found.budget_bytes,
         "policy": policy,
         "blocks": list(found.blocks),
-        "steps": len(found.windows),
+        "steps": found.count,
         "steps_over_budget": found.over,
         "plans": size.plans,
         "predicted": {"peak_bytes": size.planned.predicted_bytes, "recomputed_seconds": size.planned.seconds},
@@ -106,7 +106,7 @@ def _answer(target: str, device: str, policy: dict[str, Any], found: Report, sav
         "peak": f"{format_bytes(last.taken_bytes)} measured, {format_bytes(size.planned.predicted_bytes)} predicted",
         "computed again": f"{seconds_text(size.planned.seconds)} of each step (predicted)",
         "most in": size.planned.peak_is_in,
-        "steps": f"{len(found.windows)}, {found.over} of them over budget",
+        "steps": f"{found.count}, {found.over} of them over budget",
         **({"policy file": str(save)} if save else {}),
     }
     return Answer(target=target, device=device, keys=keys, parts=(rows_table(rows),))

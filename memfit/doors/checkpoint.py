@@ -40,7 +40,11 @@ class Checkpointed:
         return Report(
             budget_bytes=contract.budget_bytes if contract is not None and contract.is_resolved else None,
             blocks=tuple(loop.blocks),
-            windows=tuple(loop.windows),
+            windows=tuple(loop.history.latest),
+            count=loop.history.count,
+            lean=loop.history.lean,
+            over=loop.history.over,
+            most_bytes=loop.history.most_bytes,
             sizes=tuple(
                 SizeReport(
                     numel=shape.numel,
