@@ -108,24 +108,36 @@ def test_words_of_windows_that_were_over() -> None:
     assert "evaluation" in str(contract.over_text(took(2048, WindowKind.EVALUATION)))
 
 
-# (taken, predicted) of the windows of runs of a GPT-2 within 70%, and what was done after each
-RECORDED = [
-    ([(78_003_456, 77_935_872), (77_935_104, 77_800_448)], ["Aim", "Held"], 77_935_872),
-    (
-        [(70_112_256, 77_900_000)] * 3 + [(77_100_032, 77_900_000)] * 3,
-        ["Held", "Held", "Aim", "Held", "Held", "Held"],
-        77_935_872,
+MIB = 1 << 20
+# (taken, predicted) in MiB of the windows of runs, the budget, and the verdicts
+RECORDED = {
+    "reserved bytes of eight blocks on CUDA": (
+        [(1012.0, 975.6), *[(936.0, 922.6)] * 3],
+        997.2,
+        ["Aim", "Held", "Held", "Aim larger"],
     ),
-]
+    "GPT-2, whose update was predicted twice as large": (
+        [*[(98.149, 130.158)] * 3, (144.664, 144.664), *[(98.149, 130.158)] * 3],
+        129.063,
+        ["Held", "Held", "Aim larger", "Aim", "Held", "Held", "Aim larger"],
+    ),
+    "GPT-2 within 70%": ([(128.758, 128.758)] * 5, 129.063, ["Held"] * 5),
+    "bfloat16, where a larger plan took more than predicted": (
+        [*[(93.67, 95.7)] * 3, (96.66, 96.3), (96.3, 96.3)],
+        96.46,
+        ["Held", "Held", "Aim larger", "Aim", "Held"],
+    ),
+}
 
 
-@pytest.mark.parametrize(("windows", "expected", "budget"), RECORDED)
-def test_recorded_runs(windows: list[tuple[int, int]], expected: list[str], budget: int) -> None:
-    contract, standing, seen = Contract(budget), Standing(), []
+@pytest.mark.parametrize("run", RECORDED)
+def test_recorded_runs(run: str) -> None:
+    windows, budget, expected = RECORDED[run]
+    contract, standing, seen = Contract(int(budget * MIB)), Standing(), []
     standing.replace_plan(is_least=False, is_most=False)
     for taken, predicted in windows:
-        verdict = contract.judge(standing, took(taken), predicted)
-        seen.append(type(verdict).__name__)
+        verdict = contract.judge(standing, took(int(taken * MIB)), int(predicted * MIB))
+        seen.append(type(verdict).__name__ + (" larger" if isinstance(verdict, Aim) and verdict.is_larger else ""))
         if isinstance(verdict, Aim):
             standing.replace_plan(is_least=False, is_most=False)
     assert seen == expected
