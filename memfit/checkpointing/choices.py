@@ -215,7 +215,8 @@ def _by_storages(call: CallSeen, prices: Prices) -> list[Choice]:
     again = [op for op in call.ops if op.moment < stop]
     fixed = full_choice(call, prices).seconds + prices.mode * len(call.ops)
     everything = sum(op.seconds for op in again)
-    found, kept = [], []
+    found: list[Choice] = []
+    kept: list[int] = []
     spared, held, more = 0.0, 0, 0
     ratios = sorted(bundles, key=lambda bundle: (-bundle[0] / (bundle[1] + 64), bundle[3][0]))
     for count, (seconds, size, unsaved, numbers) in enumerate(ratios, start=1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from memfit.checkpointing.choices import FULL, NONE, Rule
 from memfit.checkpointing.planning import CHAINED
@@ -65,14 +65,15 @@ def _size(where: str, key: Any) -> tuple[int, WindowKind]:
 def _rules(where: str, rules: Any) -> dict[str, Rule]:
     if not isinstance(rules, Mapping):
         raise InvalidFileError(f"{where}: expected block -> rule, got {rules!r}")
-    return {str(name): _rule(f"{where}: {name}", rule) for name, rule in rules.items()}
+    of = cast("Mapping[str, Any]", rules)
+    return {str(name): _rule(f"{where}: {name}", rule) for name, rule in of.items()}
 
 
 def _rule(where: str, rule: Any) -> Rule:
     if isinstance(rule, str) and rule in _TEXTS:
         return rule
     if isinstance(rule, list):
-        pairs = [str(text).rpartition("#") for text in rule]
+        pairs = [str(text).rpartition("#") for text in cast("list[object]", rule)]
         if all(name and nth.isdecimal() for name, _, nth in pairs):
             return tuple((name, int(nth)) for name, _, nth in pairs)
     raise InvalidFileError(
