@@ -156,6 +156,38 @@ def test_inputs_are_computed_again_below_full_checkpoints() -> None:
     assert alone.is_least and CHAINED not in alone.rules.values()
 
 
+def two_modules(block: str) -> CallSeen:
+    """Return a block with two modules, each of which makes 400 bytes that are saved inside of it."""
+    names = ["mm", "exp", "cos", "tan"]
+    return CallSeen(
+        block=block,
+        ops=[
+            OpSeen(name=name, nth=0, storage=n, seconds=1.0, draws=False, moment=10 * n) for n, name in enumerate(names)
+        ],
+        storages=[
+            StorageSeen(size_bytes=100, last_write=0, saves=[12]),
+            StorageSeen(size_bytes=400, last_write=1, saves=[13]),
+            StorageSeen(size_bytes=100, last_write=2, saves=[14, 32]),
+            StorageSeen(size_bytes=400, last_write=3, saves=[33]),
+        ],
+        spans=[
+            SpanSeen(name=f"{block}.one", first=5, last=15, given=frozenset([0])),
+            SpanSeen(name=f"{block}.two", first=25, last=35, given=frozenset([2])),
+        ],
+        saves=[12, 13, 14, 32, 33],
+    )
+
+
+def test_the_least_plan_computes_again_only_what_it_must() -> None:
+    seen = lean()
+    seen.calls = [two_modules(f"layers.{n}") for n in range(6)]
+    seen.moments[7] = MomentSeen(last=4, own=5, peak_bytes=9000)
+    planned = Planner(seen, FREE).plan(10, 0)
+    assert planned.is_least and planned.predicted_bytes == 9000 - 400
+    assert planned.rules["layers.5"] == FULL and planned.rules["layers.5.one"] == FULL
+    assert all(f"layers.{n}.one" not in planned.rules for n in range(5))
+
+
 def test_more_at_the_beginning_is_more_at_the_peak() -> None:
     planner = Planner(lean(), FREE)
     assert planner.plan(2500, 0).seconds < planner.plan(2500, 400).seconds

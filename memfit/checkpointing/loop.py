@@ -33,6 +33,7 @@ _log = logging.getLogger("memfit")
 _MOST_LEAN_PASSES = 64  # without an optimizer's step, before a plan is made all the same
 _MOST_WARNINGS = 3  # of one kind
 _HOPELESS = 2.0  # a plan that is predicted to take so many times the seconds is not tried
+_RIVALS_SLACK = 7  # what no window has shown leaves 1/2**7
 _SLACK = 9  # a plan leaves 1/2**9 of the budget to what grows between steps
 _NOT_STEERED = (
     "a backward pass comes from a call of the model in eval mode, which memfit.checkpoint does not steer; call "
@@ -200,7 +201,8 @@ class Loop:
             return
         if shape.race is None:
             more_bytes = shape.planned.more_bytes
-            limit_bytes = contract.aim_bytes(shape.standing) - (contract.budget_bytes >> _SLACK)
+            limit_bytes = min(contract.aim_bytes(shape.standing), contract.budget_bytes)
+            limit_bytes -= contract.budget_bytes >> _RIVALS_SLACK
             rival = shape.planner.plan(limit_bytes, more_bytes, with_modes=False)
             shape.race = Race((shape.planned, rival))
             shape.race.is_over = rival.is_least or rival.seconds > _HOPELESS * shape.planned.seconds

@@ -112,7 +112,8 @@ class Planner:
             found = self._below(limit_bytes, more_bytes)
         if found.is_least:  # what takes as little in fewer seconds: an update, say, may take most, whatever is kept
             as_little = self._within(plain, [], found.predicted_bytes, more_bytes)
-            found = found if as_little is None else replace(as_little, is_least=True)
+            as_little = as_little or self._below(found.predicted_bytes, more_bytes)
+            found = replace(as_little, is_least=True)
         return found
 
     def everything_kept(self, more_bytes: int) -> Planned:
