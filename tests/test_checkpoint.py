@@ -275,6 +275,32 @@ def test_close_leaves_the_model_as_it_was() -> None:
     assert hooks == [len(table) for table in (model._forward_pre_hooks, model._forward_hooks)]
 
 
+def test_an_error_in_the_block_stays_the_error() -> None:
+    model = mlps()
+    with pytest.raises(ZeroDivisionError), memfit.checkpoint(model, 1000):
+        for step in range(2):
+            cross_entropy(model, rows(step)).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        raise ZeroDivisionError
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_command(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    sizes = ("layers=2", "width=32", "head_width=16", "tokens=32", "vocabulary=100", "batch=2", "optimizer=adamw")
+    words = [word for size in sizes for word in ("--set", size)]
+    status, out, _ = run("checkpoint", "gpt2", *words, "--budget", "80%", "--steps", 5, "--save", path, "--json")
+    answer = json.loads(out)
+    assert status == 0
+    assert answer["policy"] == json.loads(path.read_text())
+    assert answer["steps"] == 5 and answer["steps_over_budget"] == 0
+    assert answer["measured"]["most_bytes"] <= answer["budget_bytes"]
+    status, _, err = run("checkpoint", "gpt2", *words, "--budget", "1KiB")
+    assert status == 3 and "Raise the budget to" in err
+    status, _, err = run("checkpoint", "gpt2", "--budget", "1GiB", "--steps", 1)
+    assert status == 2 and "--steps" in err
+
+
 def test_a_copy_and_a_pickled_model_are_not_steered() -> None:
     model = mlps()
     with memfit.checkpoint(model, "1GiB") as handle:

@@ -325,10 +325,15 @@ class Loop:
         self.steering.is_frozen = True
         self.steering.present = Pass(rulings=self.frozen.rulings, has_chains=CHAINED in self.frozen.rulings.values())
 
-    def close(self) -> None:
-        """End the window that is open, and leave the model as it was."""
+    def close(self, *, is_judged: bool = True) -> None:
+        """Leave the model as it was.
+
+        Args:
+            is_judged: whether the window that is open is ended and judged; after an error it holds no whole step.
+        """
         try:
-            self.end()
+            if is_judged:
+                self.end()
         finally:
             self._remove_hooks()
             self.installed.remove()

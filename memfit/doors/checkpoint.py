@@ -28,7 +28,7 @@ class Checkpointed:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self.close()
+        self._loop.close(is_judged=raised[0] is None)
 
     def report(self) -> Report:
         """Return what was taken, window by window, and what is kept for each size.
