@@ -287,7 +287,7 @@ def test_an_error_in_the_block_stays_the_error() -> None:
 
 def test_command(run: Any, tmp_path: Path) -> None:
     path = tmp_path / "policy.json"
-    sizes = ("layers=2", "width=32", "head_width=16", "tokens=32", "vocabulary=100", "batch=2", "optimizer=adamw")
+    sizes = ("layers=2", "width=32", "head_width=16", "tokens=64", "vocabulary=100", "batch=16", "optimizer=adamw")
     words = [word for size in sizes for word in ("--set", size)]
     status, out, _ = run("checkpoint", "gpt2", *words, "--budget", "80%", "--steps", 5, "--save", path, "--json")
     answer = json.loads(out)
