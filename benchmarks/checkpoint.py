@@ -40,7 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"batch": 2, "tokens": 32, "layers": 6, "width": 64, "vocabulary": 500, "optimizer": "adamw"},
     ),
     "encoder": ("encoder", {"batch": 4, "tokens": 128, "width": 256, "feedforward": 1024, "optimizer": "adamw"}),
-    "resnet50": ("resnet50", {"batch": 8, "size": 64, "optimizer": "sgd"}),
+    "resnet18": ("resnet50", {"depth": 18, "batch": 16, "size": 112, "optimizer": "sgd"}),
     "unet": ("unet", {"batch": 2, "size": 96, "width": 16, "optimizer": "sgd"}),
     "densenet121": ("densenet121", {"batch": 4, "size": 64, "optimizer": "sgd"}),
 }

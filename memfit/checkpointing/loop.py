@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit.checkpointing.blocks import Named
@@ -77,7 +78,7 @@ class Loop:
         self._shape: Shape | None = None
         self._predicted_bytes: int | None = None
         self._awaits_backward = False
-        self._has_stepped = False
+        self._updates_to_come = 1 + _has_ranks()  # DistributedDataParallel divides its buckets anew in the second step
         self._lean_passes = 0
         self._steered: set[str] = set()  # modules that a plan was made for
         self._warned: Counter[str] = Counter()
@@ -94,7 +95,7 @@ class Loop:
 
     def expect_no_optimizer(self) -> None:
         """Plan from the second pass on, although no optimizer will step."""
-        self._has_stepped = True
+        self._updates_to_come = 0
 
     # -- windows
 
@@ -228,10 +229,10 @@ class Loop:
         recorder = self.steering.present.recorder if self.steering.present is not None else None
         if recorder is not None:
             recorder.after_update()
-        if self._has_stepped:
+        if not self._updates_to_come:
             return
         own = set(map(id, self.model.parameters()))
-        self._has_stepped = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        self._updates_to_come -= any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
     def _kind_now(self) -> WindowKind:
         if not self._parameters or next(self.model.parameters()) is not self._parameters[0]:  # sharding replaces them
@@ -258,7 +259,7 @@ class Loop:
             own = [*self.model.parameters(), *self.model.buffers()]
             recorder = LeanRecorder(self.device, now_bytes, self._uncounted_bytes, own)
             return Pass(rulings=dict.fromkeys(self.blocks, FULL), recorder=recorder)
-        if self._given is None and not self._has_stepped and self._lean_passes < _MOST_LEAN_PASSES:
+        if self._given is None and self._updates_to_come and self._lean_passes < _MOST_LEAN_PASSES:
             self._lean_passes += 1
             return Pass(rulings=dict.fromkeys(self.blocks, FULL))
         self._plan_if_needed(shape, now_bytes)
@@ -343,6 +344,10 @@ class Loop:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def _has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 class Hook:
