@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
     from memfit.checker import check
     from memfit.commands.frontier import frontier
+    from memfit.doors.checkpoint import checkpoint
     from memfit.errors import MemfitError
     from memfit.graph import Graph
     from memfit.plan import Plan, Problem
@@ -34,6 +35,7 @@ __all__ = [
     "TrainingStep",
     "arena",
     "check",
+    "checkpoint",
     "compile",
     "eager",
     "fit",
@@ -51,6 +53,7 @@ _HOME = {
     "Problem": "memfit.plan",
     "TrainingStep": "memfit.capture.training_step",
     "check": "memfit.checker",
+    "checkpoint": "memfit.doors.checkpoint",
     "compile": "memfit.runtime.compile.model",
     "eager": "memfit.runtime.eager.eager",
     "fit": "memfit.runtime.fitting",

@@ -13,7 +13,20 @@ from typing import Annotated
 
 import typer
 
-from memfit.commands import batch, calibrate, check, compare, estimate, fit, frontier, listing, pack, plan, report
+from memfit.commands import (
+    batch,
+    calibrate,
+    check,
+    checkpoint,
+    compare,
+    estimate,
+    fit,
+    frontier,
+    listing,
+    pack,
+    plan,
+    report,
+)
 from memfit.commands.answer import BAD_INPUT, DONE, WarningLines, deliver_error
 from memfit.errors import MemfitError
 from memfit.system.version import __version__
@@ -28,6 +41,7 @@ app = typer.Typer(
 )
 
 app.command("fit", epilog=fit.EXAMPLES)(fit.fit)
+app.command("checkpoint", epilog=checkpoint.EXAMPLES)(checkpoint.checkpoint)
 app.command("estimate", epilog=estimate.EXAMPLES)(estimate.estimate)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("batch", epilog=batch.EXAMPLES)(batch.batch)

@@ -17,6 +17,7 @@ import msgspec
 from memfit.device import Device
 from memfit.errors import InfeasibleBudgetError, InvalidOptionError, NoPlanError, TimeLimitError
 from memfit.graph import Graph
+from memfit.memory.contract import FIRM, SOFT
 from memfit.plan import Bounds, Plan, Problem, Progress, Result, Status
 from memfit.plan_cache import plan_or_kept
 from memfit.planners import make_planner
@@ -29,7 +30,6 @@ from memfit.system.spill_file import require_host_budget
 
 DEFAULT_PLANNER = "auto"
 DEFAULT_TIME_LIMIT_SECONDS = 5.0
-FIRM, SOFT = "firm", "soft"
 SEARCHING = "searching a plan"
 """The stage that `Settings.on_stage` is called with before a planner runs; a kept plan has no such stage."""
 

@@ -44,6 +44,7 @@ from memfit.torch_private.autograd import (
     views_replayed,
     without_autocast,
 )
+from memfit.torch_private.checkpoints import IGNORED_OPS, detached, saved_node_names, schema_of
 from memfit.torch_private.cuda import (
     allocator_settings_text,
     release_cublas_workspaces,
@@ -1292,3 +1293,28 @@ def test_inductor_compiles_the_halves_of_a_partition_and_rehearses_them(share: f
         given = list(forward.arguments)
         rehearsed = forward.rehearsed(given)
     assert given == [] and rehearsed[0].shape == (3, 3) and is_fake(rehearsed[0])
+
+
+def test_checkpoints_call_some_operators_a_different_number_of_times() -> None:
+    assert torch.ops.aten.detach.default in IGNORED_OPS
+    assert torch.ops.aten.mm.default not in IGNORED_OPS
+
+
+def test_a_result_is_kept_without_its_history_and_on_its_memory() -> None:
+    made = torch.ones(3, requires_grad=True).exp()
+    kept = detached(made)
+    assert kept.data_ptr() == made.data_ptr() and not kept.requires_grad
+    assert detached(3) == 3
+
+
+def test_schemas_tell_what_an_operator_writes_to() -> None:
+    written = [
+        a.alias_info is not None and a.alias_info.is_write for a in schema_of(torch.ops.aten.add_.Tensor).arguments
+    ]
+    assert written[:2] == [True, False]
+
+
+def test_nodes_of_reentrant_checkpoints_are_found_by_name() -> None:
+    x = torch.ones(3, requires_grad=True)
+    assert "CheckpointFunctionBackward" in saved_node_names(checkpoint(torch.exp, x, use_reentrant=True).sin(), 100)
+    assert saved_node_names(x.exp().sin(), 1) == {"SinBackward0"}

@@ -1,0 +1,1 @@
+"""Checkpointing: what stock `torch.utils.checkpoint` keeps and recomputes, planned from what was measured."""

@@ -1,0 +1,109 @@
+"""Blocks of a model: the modules that are checkpointed whole or in part, found or named."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from memfit.errors import InvalidOptionError, UnsupportedStepError
+
+Named = tuple[str, torch.nn.Module]
+_REMEDY = "name them: memfit.checkpoint(..., blocks=['encoder.layers.*', 'decoder.*'])"
+_LEAST_MEMBERS = 2
+
+
+def find_blocks(model: torch.nn.Module, patterns: Sequence[str] | None = None) -> list[Named]:
+    """Return the blocks of a model by name, none of them inside of another.
+
+        >>> import torch
+        >>> layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()) for _ in range(3)]
+        >>> [name for name, _ in find_blocks(torch.nn.Sequential(*layers, torch.nn.Linear(4, 2)))]
+        ['0', '1', '2']
+
+    They are, what is found first: layers that transformers checkpoints; modules of the classes in `_no_split_modules`,
+    which nobody divides; members of lists and sequences that are of one class; the model's children with parameters.
+
+    Args:
+        model: any module.
+        patterns: of names, with `*`, in the place of what is found.
+
+    Raises:
+        InvalidOptionError: a pattern that names nothing.
+        UnsupportedStepError: there is none.
+    """
+    named = [(name, module) for name, module in model.named_modules() if name]
+    if patterns is not None:
+        return outermost(_matching(named, patterns))
+    return outermost(_found(model, named))
+
+
+def _found(model: torch.nn.Module, named: Sequence[Named]) -> list[Named]:
+    layers = [pair for pair in named if _is_checkpointed_by_library(pair[1])]
+    if layers:
+        return layers
+    undivided = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    layers = [pair for pair in named if type(pair[1]).__name__ in undivided]
+    if layers:
+        return layers
+    members = [member for name, module in [("", model), *named] for member in _equal_members(name, module)]
+    if members:
+        return members
+    children = [pair for pair in model.named_children() if any(True for _ in pair[1].parameters())]
+    if len(children) >= _LEAST_MEMBERS:
+        return children
+    if children and any(True for _ in children[0][1].children()):
+        name, child = children[0]
+        return [(f"{name}.{inner}", module) for inner, module in _found(child, _inside(child))]
+    raise UnsupportedStepError(f"no blocks were found in {type(model).__name__}: {_REMEDY}")
+
+
+def _inside(module: torch.nn.Module) -> list[Named]:
+    return [(name, inner) for name, inner in module.named_modules() if name]
+
+
+def _is_checkpointed_by_library(module: torch.nn.Module) -> bool:
+    if type(module).__name__ == "CheckpointWrapper":
+        return True
+    return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+
+
+def _equal_members(name: str, module: torch.nn.Module) -> list[Named]:
+    """Return the members of a list or sequence whose class at least two of them have, and that have modules inside."""
+    if not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
+        return []
+    members = [
+        (f"{name}.{key}".lstrip("."), m) for key, m in module.named_children() if any(True for _ in m.children())
+    ]
+    if any(_equal_members(*member) for member in members):  # a sequence of stages: their own members are the blocks
+        return []
+    kinds = [type(member) for _, member in members]
+    return [pair for pair in members if kinds.count(type(pair[1])) >= _LEAST_MEMBERS]
+
+
+def _matching(named: Sequence[Named], patterns: Sequence[str]) -> list[Named]:
+    if isinstance(patterns, str):
+        raise InvalidOptionError(
+            f"blocks is the text {patterns!r}, expected a list of names or patterns: [{patterns!r}]"
+        )
+    found: dict[str, torch.nn.Module] = {}
+    for pattern in patterns:
+        matched = {name: module for name, module in named if fnmatch.fnmatchcase(name, pattern)}
+        if not matched:
+            some = ", ".join(name for name, _ in named[:8])
+            raise InvalidOptionError(f"blocks: no module is named {pattern!r}; the model has {some}, ...")
+        found |= matched
+    return [(name, module) for name, module in named if name in found]
+
+
+def outermost(pairs: Iterable[Named]) -> list[Named]:
+    """Return the modules that are inside of none of the others, each module once."""
+    pairs = list(pairs)
+    names = {name for name, _ in pairs}
+    found: dict[int, Named] = {}
+    for name, module in pairs:
+        parts = name.split(".")
+        if not any(".".join(parts[:depth]) in names for depth in range(1, len(parts))):
+            found.setdefault(id(module), (name, module))
+    return list(found.values())

@@ -1,0 +1,322 @@
+"""Recording of a lean pass: what the forward pass of each block does, and the most bytes in each part of the pass."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from memfit.checkpointing.planning import LeanPass, MomentSeen
+from memfit.checkpointing.seen import CallSeen, OpSeen, SpanSeen, StorageSeen
+from memfit.errors import UnsupportedStepError
+from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
+from memfit.torch_private.autograd import UnwrappedMode, default_saved_hooks
+from memfit.torch_private.checkpoints import IGNORED_OPS, saved_node_names, schema_of
+from memfit.torch_private.sharding import is_sharded, local
+from memfit.torch_private.tensors import draws, storage_key, tensors_in
+
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
+_OF_RANKS = (*_COLLECTIVES, "fsdp")  # write to memory of their own
+_MOST_NODES = 10_000
+
+
+class LeanRecorder:
+    """Records one lean pass.
+
+    Args:
+        device: of the model.
+        start_bytes: that are live now.
+        uncounted_bytes: that are live, too, and that the recorder of the device does not count.
+        own: the model's own tensors, which blocks may write to.
+
+    Attributes:
+        has_returned: whether the model's call has returned.
+    """
+
+    def __init__(
+        self, device: torch.device, start_bytes: int, uncounted_bytes: int, own: Iterable[torch.Tensor]
+    ) -> None:
+        self.device, self._uncounted_bytes = device, uncounted_bytes
+        self.has_returned = self._has_backward = False
+        self.lean = LeanPass(start_bytes=start_bytes)
+        self.overloads: dict[str, Any] = {}
+        self.own = {_key(tensor) for tensor in own}
+        self.inside: BlockMode | None = None
+        self._before_update_bytes = self._created_bytes = 0
+        self._alive: set[int] = set()
+        self._last_output: weakref.ref[torch.Tensor] | None = None
+        self._timers: list[Timer] = []
+        self._segment: tuple[AbstractContextManager[Usage], Usage] | None = None
+        self._where: tuple[int, int | None] = (-1, None)
+        self._open()
+
+    def forward(self, block: str, args: Any, kwargs: Any) -> BlockMode:
+        """Return the context of the first forward pass of a call of a block."""
+        number = len(self.lean.calls)
+        call = CallSeen(block=block)
+        self.lean.calls.append(call)
+        self._alive.add(number)
+        self._cut(None)
+        given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        before = self._last_output() if self._last_output is not None else None
+        call.follows = len(given) == 1 and given[0] is before
+        if call.follows:
+            call.input_bytes = taken_bytes(local(given[0]).untyped_storage().nbytes(), self.device)
+        return BlockMode(self, number, call, tensors_in((args, kwargs)))
+
+    def returned(self, mode: BlockMode, output: Any) -> None:
+        """Note what a call of a block returned.
+
+        Raises:
+            UnsupportedStepError: the block has a reentrant checkpoint inside.
+        """
+        outputs = tensors_in(output)
+        for tensor in outputs:
+            storage = mode.of.get(_key(tensor))
+            if storage is not None:
+                mode.call.storages[storage].is_output = True
+        grown = [tensor for tensor in outputs if tensor.requires_grad]
+        self._last_output = weakref.ref(grown[0]) if len(grown) == 1 else None
+        if grown and "CheckpointFunctionBackward" in saved_node_names(grown[0], _MOST_NODES):
+            raise UnsupportedStepError(
+                f"block {mode.call.block!r} calls torch.utils.checkpoint with use_reentrant=True, which runs "
+                "a backward pass of its own inside of backward; give use_reentrant=False, or take that checkpoint out: "
+                "memfit.checkpoint decides what is computed again"
+            )
+
+    def again(self, number: int) -> None:
+        """Note that the second forward pass of a call begins, and with it its backward pass."""
+        self._has_backward = True
+        self._alive.discard(number)
+        self._cut(number)
+
+    def end_of_backward(self) -> None:
+        """Note that the backward pass is over."""
+        self._cut(None)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the pass can be planned from: forward has returned, and backward has come to a block."""
+        return self.has_returned and (self._has_backward or not self.lean.calls)
+
+    def before_update(self) -> None:
+        """Note that an optimizer's step begins."""
+        self._before_update_bytes = allocated_bytes(self.device)
+
+    def after_update(self) -> None:
+        """Note that an optimizer's step is over: what is live more then is its state, which later passes begin with."""
+        self._created_bytes += max(0, allocated_bytes(self.device) - self._before_update_bytes)
+
+    def end(self) -> LeanPass:
+        """End the record, and return what it holds."""
+        self._close()
+        for timer in self._timers:
+            timer.tell()
+        self._timers.clear()
+        return self.lean
+
+    def timer(self) -> Timer:
+        """Return a timer of one operator, whose seconds are told at the end."""
+        timer = Timer(self.device)
+        if timer.is_late:
+            self._timers.append(timer)
+        return timer
+
+    def _cut(self, own: int | None) -> None:
+        self._close()
+        self._where = max(self._alive, default=-1), own
+        self._open()
+
+    def _open(self) -> None:
+        context = record(self.device)
+        self._segment = context, context.__enter__()
+
+    def _close(self) -> None:
+        if self._segment is None:
+            return
+        context, usage = self._segment
+        self._segment = None
+        context.__exit__(None, None, None)
+        last, own = self._where
+        peak_bytes = self._uncounted_bytes + usage.start_bytes + usage.peak_bytes - self._created_bytes
+        self.lean.moments.append(MomentSeen(last=last, own=own, peak_bytes=peak_bytes))
+
+
+class Timer:
+    """Seconds of one operator: of the host on a CPU, between two events on CUDA, which are read later."""
+
+    __slots__ = ("_begin", "_end", "_op", "is_late")
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_late = device.type == "cuda"
+        self._op: OpSeen | None = None
+        if self.is_late:
+            self._begin = torch.cuda.Event(enable_timing=True)
+            self._end = torch.cuda.Event(enable_timing=True)
+            self._begin.record()
+        else:
+            self._begin = time.perf_counter()
+
+    def stop(self) -> float:
+        """Return the seconds so far; 0 if they are told later."""
+        if self.is_late:
+            self._end.record()
+            return 0.0
+        return time.perf_counter() - self._begin
+
+    def of(self, op: OpSeen) -> None:
+        """Let the seconds that are told later be those of an operator."""
+        self._op = op
+
+    def tell(self) -> None:
+        """Wait for the device, and give the operator its seconds."""
+        if self._op is not None:
+            self._end.synchronize()
+            self._op.seconds = self._begin.elapsed_time(self._end) * 1e-3
+
+
+class BlockMode(UnwrappedMode):
+    """Notes the operators of a block's forward pass, the storages that they make, and what autograd saves.
+
+    Args:
+        recorder: of the pass.
+        number: of the call in the pass.
+        call: takes what is noted.
+        given: tensors that the call was given.
+    """
+
+    def __init__(self, recorder: LeanRecorder, number: int, call: CallSeen, given: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.number, self.call = number, call
+        self.of: dict[int, int] = {}
+        self._recorder = recorder
+        self._given = {_key(tensor) for tensor in given}
+        self._nth: Counter[str] = Counter()
+        self._moment = 0
+        self._hooks: Any = None
+
+    def __enter__(self) -> BlockMode:
+        hooks = default_saved_hooks()  # the checkpoint's own
+        assert hooks is not None
+        pack, unpack = hooks
+
+        def note(tensor: torch.Tensor) -> Any:
+            moment = self._tick()
+            self.call.saves.append(moment)
+            storage = self.of.get(_key(tensor))
+            if storage is not None:
+                self.call.storages[storage].saves.append(moment)
+            return pack(tensor)
+
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(note, unpack)
+        self._hooks.__enter__()
+        self._recorder.inside = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._recorder.inside = None
+        self._hooks.__exit__(*raised)
+        self._hooks = None  # a cycle would hold the frame, and with it the block's inputs
+
+    @contextmanager
+    def span(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Note a call of a module inside the block."""
+        given = {self.of.get(_key(tensor)) for tensor in tensors_in((args, kwargs))} - {None}
+        first = self._tick()
+        yield
+        self.call.spans.append(SpanSeen(name=name, first=first, last=self._tick(), given=frozenset(given)))  # pyright: ignore
+
+    def _tick(self) -> int:
+        self._moment += 1
+        return self._moment
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in IGNORED_OPS:
+            return func(*args, **kwargs)
+        given = {_key(tensor) for tensor in tensors_in((args, kwargs))}
+        written = self._written(func, args, kwargs)
+        moment = self._tick()
+        timer = self._recorder.timer()
+        returned = func(*args, **kwargs)
+        seconds = timer.stop()
+        storage = self._storage_of(returned, given, written)
+        for key in given:
+            read = self.of.get(key)
+            if read is not None and read != storage:
+                self.call.storages[read].first_read = min(self.call.storages[read].first_read, len(self.call.ops))
+        name = str(func)
+        self._recorder.overloads[name] = func
+        is_of_ranks = func.namespace in _COLLECTIVES or any(map(is_sharded, tensors_in((args, kwargs))))
+        self.call.has_collectives |= is_of_ranks
+        op = OpSeen(
+            name=name,
+            nth=self._nth[name],
+            storage=storage,
+            seconds=seconds,
+            draws=draws(func, args, kwargs),
+            moment=moment,
+        )
+        timer.of(op)
+        self.call.ops.append(op)
+        self._nth[name] += 1
+        return returned
+
+    def _written(self, func: Any, args: Any, kwargs: Any) -> set[int]:
+        """Return the keys of the storages that a call writes to; those from outside of the block are refused."""
+        schema = schema_of(func)
+        if not schema.is_mutable or func.namespace in _OF_RANKS:
+            return set()
+        written: set[int] = set()
+        for place, argument in enumerate(schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            written |= {_key(tensor) for tensor in tensors_in(value)}
+        foreign = {key for key in written if key not in self.of and key not in self._recorder.own}
+        if foreign:
+            whose = "its input" if foreign & self._given else "a tensor from outside of it"
+            raise UnsupportedStepError(
+                f"block {self.call.block!r} writes to {whose} ({func}): computed again, it would read what it wrote. "
+                "Write a new tensor there (relu in the place of relu_, x = x + y in the place of x += y), or name "
+                f"other blocks: memfit.checkpoint(..., blocks=[...]) without {self.call.block!r}"
+            )
+        return written
+
+    def _storage_of(self, returned: Any, given: set[int], written: set[int]) -> int | None:
+        """Return the block's storage that a call makes, views, or writes to; what one call makes is one."""
+        storages, number = self.call.storages, len(self.call.ops)
+        made: int | None = None
+        for tensor in tensors_in(returned):
+            key = _key(tensor)
+            if key in given or not key:
+                continue
+            if made is None:
+                made = len(storages)
+                storages.append(StorageSeen(size_bytes=0, last_write=number))
+            if self.of.get(key) != made:
+                storages[made].size_bytes += taken_bytes(
+                    local(tensor).untyped_storage().nbytes(), self._recorder.device
+                )
+            self.of[key] = made
+        for key in written:
+            if key in self.of:
+                storages[self.of[key]].last_write = number
+        if made is not None:
+            return made
+        touched = [self.of[key] for key in (*written, *map(_key, tensors_in(returned))) if key in self.of]
+        return touched[0] if touched else None
+
+
+def _key(tensor: torch.Tensor) -> int:
+    try:
+        return storage_key(local(tensor))
+    except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers have no storage
+        return 0

@@ -1,0 +1,90 @@
+"""What is known of passes of one size and kind: the lean pass, the present plan, and how it fares."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from memfit.checkpointing.planning import LeanPass, Planned, Planner
+from memfit.checkpointing.steering import Ruling
+from memfit.memory.contract import Standing, WindowKind
+
+_BUCKET = math.log(1.15)  # sizes that differ by less share a plan
+_RUNS = 3  # windows of each plan of a race
+
+
+@dataclass(slots=True, eq=False)
+class Race:
+    """Two plans that are measured against each other: with dispatch modes, and without.
+
+    Attributes:
+        plans: both, the present one first.
+        seconds: the fewest that a pass of each took.
+        runs: of the one that runs now.
+        is_over: whether both were measured.
+    """
+
+    plans: tuple[Planned, Planned]
+    seconds: list[float] = field(default_factory=lambda: [math.inf, math.inf])
+    running: int = 0
+    runs: int = 0
+    is_over: bool = False
+
+    def note(self, seconds: float) -> Planned | None:
+        """Count a pass, and return the plan that takes the present one's place, if another does."""
+        self.seconds[self.running] = min(self.seconds[self.running], seconds)
+        self.runs += 1
+        if self.is_over or self.runs < _RUNS:
+            return None
+        self.runs = 0
+        if self.running == 0:
+            self.running = 1
+            return self.plans[1]
+        self.is_over = True
+        return self.plans[0] if self.seconds[0] <= self.seconds[1] else None
+
+
+@dataclass(slots=True, eq=False)
+class Shape:
+    """What is known of passes of one size and kind.
+
+    Attributes:
+        numel: elements of the largest batch.
+        kind: of its windows.
+        planner: of its lean pass; None before.
+        lean: that pass.
+        overloads: name -> operator, of that pass.
+        planned: the present plan; None before.
+        rulings: the same in the form in which it is carried out.
+        start_bytes: that were live when the planned pass began.
+        standing: what its windows have shown.
+        wants_plan: whether the next pass is planned anew.
+        next_plan: that it follows.
+        unused_share: of the bytes that the allocator had taken in the lean pass, which were not live.
+        race: of the two best plans.
+    """
+
+    numel: int
+    kind: WindowKind
+    planner: Planner | None = None
+    lean: LeanPass | None = None
+    overloads: dict[str, Any] = field(default_factory=dict[str, Any])
+    planned: Planned | None = None
+    rulings: dict[str, Ruling] = field(default_factory=dict[str, Ruling])
+    start_bytes: int = 0
+    standing: Standing = field(default_factory=Standing)
+    wants_plan: bool = True
+    next_plan: Planned | None = None
+    unused_share: float = 0.0
+    race: Race | None = None
+
+    @property
+    def planned_has_mode(self) -> bool:
+        """Whether a dispatch mode is on in a block."""
+        return self.planned is not None and self.planned.has_mode
+
+
+def bucket_of(numel: int) -> int:
+    """Return the number of the sizes that share a plan."""
+    return math.ceil(math.log(max(numel, 2)) / _BUCKET)

@@ -1,0 +1,1 @@
+"""The doors: they read options, build what they need, and return it."""

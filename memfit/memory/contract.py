@@ -1,0 +1,202 @@
+"""Contract: what was taken of a device, against a budget and a prediction. The one judge of a budget.
+
+    >>> from memfit.memory.contract import Contract, Standing, Usage
+    >>> contract, standing = Contract("1000"), Standing()
+    >>> contract.judge(standing, Usage(taken_bytes=1100, live_bytes=1100), predicted_bytes=990)
+    Aim(aim_bytes=890, is_larger=False)
+
+It measures nothing and plans nothing: a door gives it the usage of each window, and carries out its verdict.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from memfit.errors import BudgetNotHeldError
+from memfit.system.budget import format_bytes, parse_budget
+
+FIRM, SOFT = "firm", "soft"
+WINDOWS_BEFORE_LARGER = 3
+"""Windows of one plan in a row that keep the budget, before a larger plan is tried."""
+MOST_PLANS = 6
+"""Plans of one standing, after which no larger one is tried."""
+_LEAST_SPARE = 50  # a spare part of the budget below 1/50 is no reason for another plan
+_SPARE_PAGES = 2
+
+
+class WindowKind(enum.Enum):
+    """What a window holds.
+
+    Attributes:
+        FIRST: forward and backward of the first micro-batch of a step, with what follows before the next window.
+        LATER: the same of a later micro-batch, when gradients are there already.
+        EVALUATION: a call of the model without gradients, with what follows before the next window.
+    """
+
+    FIRST = "first"
+    LATER = "later"
+    EVALUATION = "evaluation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What one window took of the device.
+
+    Attributes:
+        taken_bytes: counted against the budget: live bytes on a CPU; on CUDA reserved ones, with library workspaces.
+        live_bytes: the most bytes that were live at once.
+        kind: of the window.
+    """
+
+    taken_bytes: int
+    live_bytes: int
+    kind: WindowKind = WindowKind.FIRST
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The budget was kept, and the plan stays."""
+
+    spare_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """The plan is replaced by one that is predicted to take at most `aim_bytes`."""
+
+    aim_bytes: int
+    is_larger: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The plan that takes the least was over: no plan keeps the budget."""
+
+    needed_bytes: int
+    over_bytes: int
+
+
+Verdict = Held | Aim | Refused
+
+
+@dataclass(slots=True, kw_only=True)
+class Standing:
+    """What the windows of one kind of step have shown so far; `Contract.judge` keeps it.
+
+    Attributes:
+        is_least: whether the present plan is the one that takes the least.
+        is_most: whether it is the one that takes the most, so that nothing is gained by a larger one.
+        expected_error_bytes: assumed until a window was measured.
+        error_bytes: the most that a window took above its prediction, negative if below; None before the first.
+        worst_bytes: the most that a window took since the present plan.
+        windows: since the present plan.
+        plans: so far.
+        over: windows that took more than the budget.
+    """
+
+    is_least: bool = False
+    is_most: bool = False
+    expected_error_bytes: int = 0
+    error_bytes: int | None = None
+    worst_bytes: int = 0
+    windows: int = 0
+    plans: int = 0
+    over: int = 0
+
+    def replace_plan(self, *, is_least: bool, is_most: bool) -> None:
+        """Begin to count windows of another plan."""
+        self.is_least, self.is_most = is_least, is_most
+        self.worst_bytes, self.windows = 0, 0
+        self.plans += 1
+
+
+class Contract:
+    """The budget of one device.
+
+    Args:
+        budget: bytes as text or integer, or a percentage of a peak that `resolve` tells later.
+        page_bytes: the allocator's step in taking memory: less is never spare.
+        is_firm: whether `Refused` is an error; otherwise it is a warning.
+
+    Raises:
+        InvalidBudgetError: no size.
+    """
+
+    def __init__(self, budget: str | int, *, page_bytes: int = 0, is_firm: bool = True) -> None:
+        self._text, self._page_bytes, self.is_firm = budget, page_bytes, is_firm
+        self.is_share = isinstance(budget, str) and budget.strip().endswith("%")
+        checked_bytes = parse_budget(budget, 1 << 50)
+        self._budget_bytes = None if self.is_share else checked_bytes
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether the budget is known in bytes."""
+        return self._budget_bytes is not None
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget in bytes; of a percentage, once `resolve` was called."""
+        assert self._budget_bytes is not None
+        return self._budget_bytes
+
+    def resolve(self, whole_bytes: int) -> None:
+        """Set the bytes of 100%; of a budget in bytes nothing changes."""
+        if self.is_share:
+            self._budget_bytes = parse_budget(self._text, whole_bytes)
+
+    def aim_bytes(self, standing: Standing) -> int:
+        """Return the bytes that the next plan may be predicted to take.
+
+        Of what a plan took less than predicted, half is given to the next one, whose error may be another.
+        """
+        error_bytes = standing.expected_error_bytes if standing.error_bytes is None else standing.error_bytes
+        return self.budget_bytes - (error_bytes if error_bytes > 0 else -(-error_bytes // 2))
+
+    def judge(self, standing: Standing, usage: Usage, predicted_bytes: int) -> Verdict:
+        """Return the verdict on one window, which `standing` counts.
+
+        Args:
+            standing: of this kind of step.
+            usage: of the window.
+            predicted_bytes: what the plan was predicted to take of a window that begins as this one did.
+        """
+        error_bytes = usage.taken_bytes - predicted_bytes
+        standing.error_bytes = error_bytes if standing.error_bytes is None else max(standing.error_bytes, error_bytes)
+        standing.worst_bytes = max(standing.worst_bytes, usage.taken_bytes)
+        standing.windows += 1
+        spare_bytes = self.budget_bytes - standing.worst_bytes
+        if usage.taken_bytes > self.budget_bytes:
+            standing.over += 1
+            if standing.is_least:
+                return Refused(usage.taken_bytes, usage.taken_bytes - self.budget_bytes)
+            return Aim(self.aim_bytes(standing), is_larger=False)
+        is_worth_it = spare_bytes > max(self.budget_bytes // _LEAST_SPARE, _SPARE_PAGES * self._page_bytes)
+        may_grow = standing.windows >= WINDOWS_BEFORE_LARGER and standing.plans < MOST_PLANS and not standing.is_most
+        if is_worth_it and may_grow:
+            return Aim(self.aim_bytes(standing), is_larger=True)
+        return Held(spare_bytes)
+
+    def refusal(self, refused: Refused, what: str) -> BudgetNotHeldError:
+        """Return the error of a window that no plan keeps within the budget.
+
+        Args:
+            refused: the verdict.
+            what: the plan does, as a clause: `every block is computed again`.
+        """
+        return BudgetNotHeldError(
+            f"a step took {format_bytes(refused.needed_bytes)} ({refused.needed_bytes} bytes), "
+            f"{format_bytes(refused.over_bytes)} ({refused.over_bytes} bytes) more than its budget of "
+            f"{format_bytes(self.budget_bytes)}, although {what}; the step is complete. Raise the budget to "
+            f"{refused.needed_bytes} bytes, make the batch smaller, or give budget_is='soft' to go on with a warning",
+            over_bytes=refused.over_bytes,
+        )
+
+    def over_text(self, usage: Usage) -> str | None:
+        """Return what to say of a window that took more than the budget; None if it did not."""
+        if not self.is_resolved or usage.taken_bytes <= self.budget_bytes:
+            return None
+        took = f"took {format_bytes(usage.taken_bytes)}, more than the budget of {format_bytes(self.budget_bytes)}"
+        if usage.kind is WindowKind.EVALUATION:
+            return f"an evaluation {took}: nothing is saved for backward there; make its batch smaller"
+        return f"a step {took}; the next one is planned for less"

@@ -1,0 +1,30 @@
+"""`memfit.checkpoint` on two ranks: the bits of the bare loop, within a budget of each rank's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import rank_checkpoints
+from rank_runs import on_ranks
+
+pytestmark = pytest.mark.slow
+
+WAYS = ["data_parallel", "sharded_after", "sharded_before", "tensor_parallel"]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks([getattr(rank_checkpoints, name) for name in WAYS], 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_keep_their_own_budgets_with_the_bits_of_the_bare_loop(two: list[dict[str, Any]], way: str) -> None:
+    for found in two:
+        assert found[way]["same"]
+        assert found[way]["over"] == 0
+        assert 0.5 < found[way]["used"] <= 1
+
+
+def test_blocks_with_collectives_are_computed_again_on_all_ranks(two: list[dict[str, Any]]) -> None:
+    assert [found["tensor_parallel"]["rules"] for found in two] == [{"full"}, {"full"}]

@@ -1,0 +1,148 @@
+"""The judge of a budget: hand-made windows, and runs that were recorded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from memfit.errors import BudgetNotHeldError, InvalidBudgetError
+from memfit.memory.contract import (
+    MOST_PLANS,
+    WINDOWS_BEFORE_LARGER,
+    Aim,
+    Contract,
+    Held,
+    Refused,
+    Standing,
+    Usage,
+    WindowKind,
+)
+
+
+def took(taken_bytes: int, kind: WindowKind = WindowKind.FIRST) -> Usage:
+    return Usage(taken_bytes=taken_bytes, live_bytes=taken_bytes, kind=kind)
+
+
+def test_a_window_over_budget_tightens_at_once_by_the_error_of_the_prediction() -> None:
+    standing = Standing()
+    standing.replace_plan(is_least=False, is_most=False)
+    assert Contract(1000).judge(standing, took(1040), predicted_bytes=1000) == Aim(960, is_larger=False)
+
+
+def test_the_budget_itself_is_kept() -> None:
+    assert Contract(1000).judge(Standing(), took(1000), predicted_bytes=1000) == Held(0)
+
+
+def test_a_larger_plan_is_tried_after_some_windows_and_only_so_often() -> None:
+    contract, standing = Contract(1000), Standing()
+    seen = []
+    for _ in range(MOST_PLANS + 2):
+        standing.replace_plan(is_least=False, is_most=False)
+        seen += [contract.judge(standing, took(900), predicted_bytes=990) for _ in range(WINDOWS_BEFORE_LARGER)]
+    grown = [index for index, verdict in enumerate(seen) if verdict == Aim(1045, is_larger=True)]
+    assert grown == [WINDOWS_BEFORE_LARGER * (n + 1) - 1 for n in range(MOST_PLANS - 1)]
+
+
+@pytest.mark.parametrize(("spare", "grows"), [(20, False), (21, True)])
+def test_little_to_spare_is_no_reason_for_another_plan(spare: int, grows: bool) -> None:
+    contract, standing = Contract(1000), Standing(plans=1)
+    verdicts = [
+        contract.judge(standing, took(1000 - spare), predicted_bytes=1000) for _ in range(WINDOWS_BEFORE_LARGER)
+    ]
+    assert isinstance(verdicts[-1], Aim) == grows
+
+
+def test_pages_of_the_allocator_are_never_spare() -> None:
+    contract, standing = Contract(1000, page_bytes=60), Standing(plans=1)
+    verdicts = [contract.judge(standing, took(900), predicted_bytes=1000) for _ in range(WINDOWS_BEFORE_LARGER)]
+    assert verdicts[-1] == Held(100)
+
+
+def test_the_plan_that_keeps_most_is_not_replaced_by_a_larger_one() -> None:
+    standing = Standing(is_most=True, plans=1)
+    verdicts = [Contract(1000).judge(standing, took(1), predicted_bytes=1) for _ in range(5)]
+    assert verdicts == [Held(999)] * 5
+
+
+def test_the_error_of_an_earlier_plan_limits_later_ones() -> None:
+    contract, standing = Contract(1000), Standing()
+    standing.replace_plan(is_least=False, is_most=False)
+    assert contract.judge(standing, took(1100), predicted_bytes=1000) == Aim(900, is_larger=False)
+    standing.replace_plan(is_least=False, is_most=False)
+    verdicts = [contract.judge(standing, took(850), predicted_bytes=900) for _ in range(WINDOWS_BEFORE_LARGER)]
+    assert verdicts == [Held(150), Held(150), Aim(900, is_larger=True)]
+
+
+def test_the_least_plan_is_refused_with_the_figure() -> None:
+    contract, standing = Contract(1000), Standing()
+    standing.replace_plan(is_least=True, is_most=False)
+    verdict = contract.judge(standing, took(1300), predicted_bytes=1200)
+    assert verdict == Refused(1300, 300)
+    error = contract.refusal(verdict, "every block is computed again")
+    assert isinstance(error, BudgetNotHeldError) and error.over_bytes == 300
+    assert "1300 bytes" in str(error) and "every block is computed again" in str(error)
+
+
+def test_a_percentage_is_of_what_is_told_later() -> None:
+    contract = Contract("70%")
+    assert not contract.is_resolved
+    assert contract.over_text(took(10**9)) is None
+    contract.resolve(2000)
+    assert contract.budget_bytes == 1400
+    plain = Contract("2000")
+    plain.resolve(7)
+    assert plain.budget_bytes == 2000
+
+
+def test_what_is_no_budget_is_refused_at_once() -> None:
+    with pytest.raises(InvalidBudgetError):
+        Contract("much")
+
+
+def test_words_of_windows_that_were_over() -> None:
+    contract = Contract("1KiB")
+    assert contract.over_text(took(1024)) is None
+    assert "planned for less" in str(contract.over_text(took(2048, WindowKind.LATER)))
+    assert "evaluation" in str(contract.over_text(took(2048, WindowKind.EVALUATION)))
+
+
+MIB = 1 << 20
+# (taken, predicted) in MiB of the windows of runs, the budget, and the verdicts
+RECORDED = {
+    "reserved bytes of eight blocks on CUDA": (
+        [(1012.0, 975.6), *[(936.0, 922.6)] * 3],
+        997.2,
+        ["Aim", "Held", "Held", "Aim larger"],
+    ),
+    "GPT-2, whose update was predicted twice as large": (
+        [*[(98.149, 130.158)] * 3, (144.664, 144.664), *[(98.149, 130.158)] * 3],
+        129.063,
+        ["Held", "Held", "Aim larger", "Aim", "Held", "Held", "Aim larger"],
+    ),
+    "GPT-2 within 70%": ([(128.758, 128.758)] * 5, 129.063, ["Held"] * 5),
+    "bfloat16, where a larger plan took more than predicted": (
+        [*[(93.67, 95.7)] * 3, (96.66, 96.3), (96.3, 96.3)],
+        96.46,
+        ["Held", "Held", "Aim larger", "Aim", "Held"],
+    ),
+}
+
+
+@pytest.mark.parametrize("run", RECORDED)
+def test_recorded_runs(run: str) -> None:
+    windows, budget, expected = RECORDED[run]
+    contract, standing, seen = Contract(int(budget * MIB)), Standing(), []
+    standing.replace_plan(is_least=False, is_most=False)
+    for taken, predicted in windows:
+        verdict = contract.judge(standing, took(int(taken * MIB)), int(predicted * MIB))
+        seen.append(type(verdict).__name__ + (" larger" if isinstance(verdict, Aim) and verdict.is_larger else ""))
+        if isinstance(verdict, Aim):
+            standing.replace_plan(is_least=False, is_most=False)
+    assert seen == expected
+
+
+def test_its_verdicts_need_no_torch() -> None:
+    code = "import sys, memfit.memory.contract; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
