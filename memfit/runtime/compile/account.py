@@ -36,9 +36,9 @@ class Account:
     evaluation that took more raises, because no plan makes it smaller, and so does a fourth step in a row. If the
     budget is soft, these are warnings.
 
-    On CUDA the bytes count that torch's allocator holds, until two steps in a row have kept the budget; what other code,
-    and a step that did not keep it, have left in its cache is returned before these. Of later steps the bytes count that are live. The allocator gets
-    expandable segments, unless its settings say otherwise.
+    On CUDA the bytes count that torch's allocator holds, until two steps in a row have kept the budget; before these,
+    what other code and a step over the budget have left in its cache is returned. Of later steps the bytes count that
+    are live. The allocator gets expandable segments, unless its settings say otherwise.
 
     Args:
         budget_bytes: for everything on the device.
