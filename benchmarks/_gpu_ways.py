@@ -56,7 +56,8 @@ HALF = Ask(name="memfit at 50%", kind="fit", share=0.5)
 SIXTY = Ask(name="memfit at 60%", kind="fit", share=0.6)
 TORCHS = Ask(name="torch's budget 0.5", kind="torch", share=0.5)
 BY_MEMFIT = Ask(name="memfit.checkpoint at their bytes", kind="memfit.checkpoint", bytes_of="checkpoints")
-USUAL = (EAGER, CHECKPOINTS, THERE, HALF, BY_MEMFIT)
+# memfit.checkpoint counts all that the process holds: it plans before others have arenas
+USUAL = (EAGER, CHECKPOINTS, BY_MEMFIT, THERE, HALF)
 
 
 def compare(

@@ -242,6 +242,11 @@ class _PinnedCopies:
 
 
 def _pcie_rates(device: torch.device) -> LinkRates:
+    with torch.cuda.device(device):  # else memory is pinned for the current device, which then gets a context
+        return _rates_of_copies(device)
+
+
+def _rates_of_copies(device: torch.device) -> LinkRates:
     size_bytes = _copy_bytes(device, _COPY_BYTES)
     copies = _PinnedCopies(device, size_bytes)
     alone = [size_bytes / _median_seconds(partial(copies.run, direction, size_bytes)) for direction in range(2)]

@@ -245,9 +245,10 @@ class _Run:
             seconds = self.clock() - started
             return returned, lambda: seconds
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+        stream = torch.cuda.current_stream(self.device)  # another device may be the current one
+        begin.record(stream)
         returned = call.target(*args, **kwargs)
-        end.record()
+        end.record(stream)
 
         def elapsed() -> float:
             end.synchronize()
