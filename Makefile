@@ -16,6 +16,9 @@ DOCS_INSTALLED := $(VENV)/.docs-installed
 
 CUDA_BUILD := $(BIN)/python benchmarks/cuda_build.py
 NOT_HERE := 3
+PARALLEL := -n $(WORKERS) --dist loadfile
+# Budgets of memfit.checkpoint count all memory of the process: its tests run in processes without others.
+APART := --ignore-glob "*/test_checkpoint*.py"
 # Once, for all processes of the tests; they are found by a hash of their sources.
 COMPILE_LIBRARIES := from memfit.runtime.arena.library import load_arena_library as load; \
 	from memfit.system.recorder import allocated_bytes; load('cuda'); allocated_bytes('cpu')
@@ -37,14 +40,17 @@ picture: $(INSTALLED)
 
 # Minutes on two cores. `test-all` adds the tests marked `slow`.
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu and not slow"
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not slow" $(APART)
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not slow" tests/test_checkpoint*.py
 
 test-all: $(INSTALLED)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu and not short"
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not short" $(APART)
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not short" tests/test_checkpoint*.py
 
 # `test`, and a fifth of the slow ones, another fifth for each commit.
 test-ci: $(INSTALLED)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu" --slow-fifth "$$(git rev-list --count HEAD)"
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" $(APART) --slow-fifth "$$(git rev-list --count HEAD)"
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" tests/test_checkpoint*.py --slow-fifth "$$(git rev-list --count HEAD)"
 
 # On torch's own CUDA build over a GPU that is not there (benchmarks/cuda_build.py); needs the headers of a CUDA toolkit.
 test-cuda: $(INSTALLED)

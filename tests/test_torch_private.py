@@ -47,6 +47,7 @@ from memfit.torch_private.autograd import (
 from memfit.torch_private.checkpoints import IGNORED_OPS, detached, saved_node_names, schema_of
 from memfit.torch_private.cuda import (
     allocator_settings_text,
+    has_captured_graphs,
     release_cublas_workspaces,
     turn_on_expandable_segments,
 )
@@ -1318,3 +1319,7 @@ def test_nodes_of_reentrant_checkpoints_are_found_by_name() -> None:
     x = torch.ones(3, requires_grad=True)
     assert "CheckpointFunctionBackward" in saved_node_names(checkpoint(torch.exp, x, use_reentrant=True).sin(), 100)
     assert saved_node_names(x.exp().sin(), 1) == {"SinBackward0"}
+
+
+def test_a_cpu_has_no_captured_graphs() -> None:
+    assert not has_captured_graphs(torch.device("cpu"))
