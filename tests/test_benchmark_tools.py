@@ -376,8 +376,8 @@ def test_tables_go_between_their_markers(stored_sweep: str, tmp_path: Path):
     assert "| lstm | 5 | 1.0 | 2.0 | 3.0 |" in first and "old" not in first and first.endswith("after\n")
     tables.put_into(page, stored_sweep)
     assert page.read_text() == first
-    page.write_text("<!-- table: sweep -->\n<!-- end of table -->\n")
-    with pytest.raises(InvalidOptionError, match="nothing is stored for the table 'sweep'"):
+    page.write_text("<!-- table: cuda-arena -->\n<!-- end of table -->\n")
+    with pytest.raises(InvalidOptionError, match="nothing is stored for the table 'cuda-arena'"):
         tables.put_into(page, stored_sweep)
 
 
