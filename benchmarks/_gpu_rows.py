@@ -161,7 +161,7 @@ FAULTS: dict[str, str] = {
 }
 """Children that fail in a rehearsal, by a fault of memfit, and which. One that no longer fails has to go from here."""
 
-_ALLOCATOR = "what the allocator holds of former steps counts, and depends on the order in which threads free it"
+_ALLOCATOR = "reserved bytes of equal runs differ, for a reason not yet found"
 _CHECKPOINT = "memfit.checkpoint takes more than the bytes of all checkpoints, which is the least that it can keep"
 FAULTS_AT_TIMES = {
     **dict.fromkeys(
