@@ -38,4 +38,4 @@ AT_TIMES: dict[str, tuple[float, ...]] = {
     "graph break, backend": (0.9, 0.75, 0.6),
     "graph break, compile": (0.9, 0.75, 0.6),
 }
-"""These failed in some runs and not in others, for a reason not yet found: either outcome passes, so they guard nothing."""
+"""These failed in some runs only, for a reason not yet found: either outcome passes, so that they guard nothing."""
