@@ -9,7 +9,7 @@ import pytest
 from _gpu_doors import BY_ITERATIONS, CASES, USERS_SEGMENTS, Case, measure_case
 from _measure import MIB
 from conftest import InChild
-from expected_failures import AT_TIMES, EXPECTED
+from expected_failures import EXPECTED
 
 SHARES = (0.9, 0.75, 0.6)
 OFFLOAD = {"planner": "offload", "host_budget": "1GiB"}
@@ -46,18 +46,11 @@ BY_NAME = {case.name: case for case in (*CASES, *BESIDE)}
 
 def _cases() -> list[Any]:
     """Return name and share of each case; those which are expected to fail must fail."""
-    unknown = {*EXPECTED, *AT_TIMES} - set(BY_NAME)
+    unknown = set(EXPECTED) - set(BY_NAME)
     assert not unknown, f"expected to fail, and no case: {unknown}"
-
-    def marks(name: str, share: float) -> list[pytest.MarkDecorator]:
-        return [
-            pytest.mark.xfail(strict=listed is EXPECTED, reason="see expected_failures.py")
-            for listed in (EXPECTED, AT_TIMES)
-            if share in listed.get(name, ())
-        ]
-
+    fails = pytest.mark.xfail(strict=True, reason="see expected_failures.py")
     return [
-        pytest.param(name, share, id=f"{name}, {share:.0%}", marks=marks(name, share))
+        pytest.param(name, share, id=f"{name}, {share:.0%}", marks=[fails] if share in EXPECTED.get(name, ()) else [])
         for name in BY_NAME
         for share in SHARES
     ]
