@@ -90,6 +90,7 @@ assert fake.library.memfit_arena_resize(other._handle, 4096) == 1
 """
 
 
+@pytest.mark.slow
 def test_the_calls_over_a_stand_in(fakes: str) -> None:
     steps = run(ON_THE_FAKE + CALLS, fakes).splitlines()
     assert steps[0] == "0 [False, False, False] 0 1 3072"
@@ -335,6 +336,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_planned_step_on_a_device_whose_bytes_are_counted(fakes: str) -> None:
     assert run(ON_THE_FAKE + PLANNED, fakes).startswith("CUDA out of memory. Tried to allocate")
 

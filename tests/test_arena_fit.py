@@ -42,6 +42,7 @@ def fitted(model: nn.Module, *, arena: bool, with_optimizer: bool, verify: bool 
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_optimizer", [False, True])
 def test_the_same_bits_from_the_arena(with_optimizer: bool) -> None:
     found: list[list[torch.Tensor]] = []
@@ -58,6 +59,7 @@ def test_the_same_bits_from_the_arena(with_optimizer: bool) -> None:
     assert step.arena.reoptimizations <= 1  # the first step makes the optimizer's state
 
 
+@pytest.mark.slow
 def test_the_measured_peak_has_the_arena_in_it() -> None:
     planned = fitted(net(), arena=True, with_optimizer=True)
     assert planned.arena is not None
@@ -111,6 +113,7 @@ def test_batches_of_another_shape_share_the_memory() -> None:
     assert planned.arena.last_step.not_served == 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_an_arena_serves_the_graphs_around_a_break() -> None:
     class Looks(nn.Module):

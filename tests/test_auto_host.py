@@ -99,6 +99,7 @@ def middle_problem(graph: Graph, device: Device, share: float, host_bytes: int =
     return replace(task, budget_bytes=least + int(share * (most - least)))
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     graph=graphs(most_ops=3, boundaries=False, mutations=False),

@@ -128,6 +128,7 @@ class Counting(nn.Module):
         return self.layers(inputs) * (1.0 if self.calls % 2 else 2.0)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_compiled_often_keeps_its_budget(caplog: pytest.LogCaptureFixture) -> None:
     """Dynamo would take it to eager at the ninth time."""
     torch.manual_seed(0)
@@ -145,6 +146,7 @@ def test_a_model_that_is_compiled_often_keeps_its_budget(caplog: pytest.LogCaptu
     assert not [record for record in caplog.records if record.name == "memfit"]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_compiled_very_often_is_warned_of(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +318,7 @@ def test_the_backend_is_found_without_importing_memfit() -> None:
     assert finished.returncode == 0, finished.stderr
 
 
+@pytest.mark.slow
 def test_what_a_loss_takes_between_the_halves_counts() -> None:
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())]

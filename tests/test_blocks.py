@@ -81,6 +81,7 @@ def test_layers_that_are_cheap_to_compute_again_go_first() -> None:
     assert min(option.total_seconds for option in found if option.peak_bytes <= budget_bytes) == unplanned.seconds + 40
 
 
+@pytest.mark.slow
 def test_a_search_begins_within_budgets_that_only_nested_segments_reach() -> None:
     result = SearchPlanner(iterations=2000).plan(
         problem(chain(400), 2400)

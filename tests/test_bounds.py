@@ -104,6 +104,7 @@ def test_the_bound_is_asked_at_ops_behind_the_forward_backward_boundary(shared_g
     assert bound.seconds / sum(op.seconds for op in graph.ops) > 0.1154
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_below_plans_of_published_graphs(name: str, shared_graphs: Path) -> None:
     assert bounds_above_plans(Graph.load(shared_graphs / f"{name}.graph.json.gz")) == []

@@ -105,6 +105,7 @@ def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 def test_layers_are_planned_with_eagers_bits(name: str) -> None:
     model = Layers(WAYS[name])

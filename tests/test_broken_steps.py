@@ -112,6 +112,7 @@ def least_budget(step: memfit.TrainingStep, **settings: Any) -> NoPlanError:
     return refused.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Looking, Twice])
 def test_the_least_budget_that_is_named_works_in_the_same_process(kind: type[Looking]) -> None:
     torch.manual_seed(0)
@@ -154,6 +155,7 @@ def test_the_least_budget_that_is_named_works_in_a_fresh_process() -> None:
     assert run(named) <= named
 
 
+@pytest.mark.slow
 def test_every_budget_holds_with_eagers_bits() -> None:
     torch.manual_seed(0)
     step = step_of(Looking(), batch_of(512))
@@ -200,6 +202,7 @@ def test_another_branch_in_mid_training_is_planned_and_keeps_the_bits() -> None:
     assert states[0].first_difference(states[1]) is None
 
 
+@pytest.mark.slow
 def test_models_that_are_gone_are_let_go_and_none_falls_back_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # records of torch's logs hold their objects
     gone: list[Any] = []
@@ -299,6 +302,7 @@ def make():
 """
 
 
+@pytest.mark.slow
 def test_the_command_line_gives_the_bounds_of_the_whole_step(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "target.py"
     file.write_text(TARGET, encoding="utf-8")
@@ -331,6 +335,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parameters_are_updated_in_backward_with_eagers_bits(name: str) -> None:
     batch = batch_of(64)
@@ -347,6 +352,7 @@ def test_parameters_are_updated_in_backward_with_eagers_bits(name: str) -> None:
     assert all(torch.equal(mine, eager) for mine, eager in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 def test_gradients_do_not_wait_for_each_other() -> None:
     """Where parameters are most of the memory, all gradients together would be a quarter of it."""
     torch.manual_seed(0)
@@ -440,6 +446,7 @@ class Stopped(nn.Module):
         return self.last(torch.tanh(self.shared(hidden)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_kept_apart", [False, True])
 @pytest.mark.parametrize("budget", ["100%", "75%"])
 def test_a_weight_that_an_earlier_graph_still_reads_is_updated_after_it(budget: str, is_kept_apart: bool) -> None:

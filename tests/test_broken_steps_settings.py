@@ -31,6 +31,7 @@ def planned_step(kind: type[nn.Module], share: float, *, rows: int = 512, **sett
     return planned_within(step, int(share * measured_eager_peak(step, CPU)), **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Looking, Twice])
 def test_an_arena_counts_in_full_and_serves_the_halves(kind: type[nn.Module]) -> None:
     planned = planned_step(kind, 0.75, arena=True)
@@ -72,6 +73,7 @@ def test_the_planner_that_is_named_makes_the_plans() -> None:
     assert {plan.planner for plan in planned.plans} == {"none"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Looking, Twice])
 def test_graphs_share_a_host_budget(kind: type[nn.Module]) -> None:
     host_bytes, fast = 64 << 20, linked(1e13, 1e13, alignment_bytes=64)
@@ -83,6 +85,7 @@ def test_graphs_share_a_host_budget(kind: type[nn.Module]) -> None:
     assert sum(plan.predicted.host_peak_bytes for plan in planned.plans) <= host_bytes
 
 
+@pytest.mark.slow
 def test_layers_of_one_kind_have_room_for_all_their_calls() -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:

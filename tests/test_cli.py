@@ -358,6 +358,7 @@ def _process(*words: object, code: str = TORCH_FREE) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 def test_graph_files_need_no_torch(graph_file: Path, tmp_path: Path) -> None:
     plan_file = tmp_path / "chain.plan.json"
     commands: list[list[object]] = [

@@ -20,6 +20,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, di
     return status, json.loads(out), err
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_costs_more_than_the_smallest(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -34,6 +35,7 @@ def test_the_largest_batch_fits_and_costs_more_than_the_smallest(
     assert "samples a second" in page.read_text()
 
 
+@pytest.mark.slow
 def test_a_file_of_the_users_own_is_tried_with_other_batches(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

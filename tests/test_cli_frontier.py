@@ -22,6 +22,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, di
     return status, json.loads(out), err
 
 
+@pytest.mark.slow
 def test_larger_sizes_leave_room_for_smaller_batches(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "frontier.html"
     arguments = ("unet", "--budget", "4MiB", "--set", "size=16,32,256", *UNET, "--report", str(page))
@@ -37,6 +38,7 @@ def test_larger_sizes_leave_room_for_smaller_batches(capsys: pytest.CaptureFixtu
     assert "size 32, width 4" in text and "a batch of 1 takes" in text
 
 
+@pytest.mark.slow
 def test_the_table_names_the_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["frontier", "unet", "--budget", "4MiB", "--set", "size=16,256", *UNET]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -63,6 +65,7 @@ def test_a_function_of_ones_own_is_called_with_each_combination() -> None:
         assert row.largest.batch == row.largest_batch >= row.fastest.batch
 
 
+@pytest.mark.slow
 def test_without_options_there_is_one_row(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(

@@ -310,6 +310,7 @@ def _process(*words: object, before: str = "") -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_step_that_breaks_is_planned_in_parts_and_says_where(own_file: Path) -> None:
     words = ["--budget", "4MiB", *MOVES, "--json"]  # in a process of its own: Dynamo itself warns
     with _process("fit", f"{own_file}:breaks", *words) as process:

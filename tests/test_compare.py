@@ -186,6 +186,7 @@ def test_torch_solvers_keep_less_for_a_smaller_share(run: Run) -> None:
         assert overheads[0] < overheads[-1]
 
 
+@pytest.mark.slow
 def test_a_step_that_torch_cannot_compile_is_still_compared(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from memfit.baselines import torch_budget
 

@@ -109,6 +109,7 @@ def gradients(model: nn.Module, called: Callable[..., Any]) -> list[torch.Tensor
     return [parameter.grad for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_have_eagers_bits(name: str) -> None:
     model = Model(KINDS[name])
@@ -140,6 +141,7 @@ def test_backward_inside_autocast_is_refused_unless_it_was_said() -> None:
     assert model.first.weight.grad is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_backward_inside_autocast_has_eagers_bits(name: str) -> None:
     model = Model(KINDS[name])

@@ -64,6 +64,7 @@ MIDDLES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIDDLES)
 def test_layers(name: str) -> None:
     assert_as_eager(
@@ -99,6 +100,7 @@ def test_losses_with_margins(loss: nn.Module) -> None:
     assert_as_eager(Margins(), torch.randn(4, 8, generator=torch.Generator().manual_seed(2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.8])
 @pytest.mark.parametrize("kind", ["trained", "evaluated", "without statistics"])
 def test_batch_norm_by_cudnn_updates_its_statistics_once(kind: str, share: float) -> None:
@@ -233,6 +235,7 @@ STRIDED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRIDED)
 def test_results_of_other_strides_than_predicted(name: str) -> None:
     assert_as_eager(Between(STRIDED[name]), torch.randn(4, 24, 8, generator=torch.Generator().manual_seed(2)))

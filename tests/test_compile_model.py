@@ -323,6 +323,7 @@ optimizer.step(closure)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compile_line", "words"),
     [
@@ -413,6 +414,7 @@ def test_a_number_that_cannot_be_a_tensor_is_refused() -> None:
         call_with(model, 1.5, torch.randn(4, 8))
 
 
+@pytest.mark.slow
 def test_models_whose_backward_never_comes_leave_records_to_others() -> None:
     accounts = [Account(1 << 30, torch.device("cpu")) for _ in range(18)]  # two more than may measure at once
     for account in accounts:

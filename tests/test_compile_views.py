@@ -116,6 +116,7 @@ def require_eagers_gradients(model: nn.Module, call: Callable[[Any], torch.Tenso
         assert mine.grad is theirs.grad is None or torch.equal(mine.grad, theirs.grad), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probability", [0.1, 0.5])
 @pytest.mark.parametrize("views", VIEWS)
 def test_views_of_dropouts_result_keep_it(views: str, probability: float) -> None:
@@ -171,6 +172,7 @@ def swin() -> Any:
     return transformers.SwinForImageClassification(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [bert, bart, funnel, swin])
 def test_transformers_have_eagers_gradients_with_dropout(make: Callable[[], Any]) -> None:
     torch.manual_seed(0)

@@ -183,6 +183,7 @@ def _sliced(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", CONSTANTS.values(), ids=CONSTANTS.keys())
 def test_tensors_made_of_numbers_are_made_in_each_step(between: Callable[[torch.Tensor], torch.Tensor]) -> None:
     expected, found = losses_of(between)
@@ -237,6 +238,7 @@ LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS.keys())
 def test_looks(look: Callable[[torch.Tensor], Any]) -> None:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -294,6 +296,7 @@ PARAMETER_VALUES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:Converting a tensor", "ignore:To copy construct", "ignore:Accessing the data pointer"
 )
@@ -443,6 +446,7 @@ TORCH_DRAWS: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", TORCH_DRAWS.values(), ids=TORCH_DRAWS.keys())
 def test_a_generator_that_is_handed_in_draws_as_in_eager(
     draw: Callable[[torch.Tensor, torch.Generator], torch.Tensor],

@@ -96,6 +96,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], torch
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.5, 0.85, 0.7])
 @pytest.mark.parametrize("case", CASES)
 def test_the_loop_has_its_bits_within_the_budget(case: str, share: float) -> None:

@@ -115,6 +115,7 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, int], torch.Tenso
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 def test_an_odd_loop_has_its_bits(name: str) -> None:
     make, loss, share = LOOPS[name]

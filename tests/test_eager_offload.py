@@ -166,6 +166,7 @@ def is_closed(directory: Path) -> bool:
     return not open_files(directory) and not list(directory.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("free_copies")
 @pytest.mark.parametrize("case", CASES)
 def test_copies_to_the_host_have_the_bits_within_both_budgets(case: str, tmp_path: Path) -> None:
@@ -178,6 +179,7 @@ def test_copies_to_the_host_have_the_bits_within_both_budgets(case: str, tmp_pat
     assert is_closed(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["mlp", "dropout", "views", "a function of the user's own"])
 def test_slow_copies_are_made_only_of_what_no_call_makes_again(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copies_cost(monkeypatch, 1e9)

@@ -124,6 +124,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, int], torch.Tenso
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.85, 0.65])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")

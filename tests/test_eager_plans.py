@@ -66,6 +66,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], torch
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.85, 0.7])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
@@ -108,6 +109,7 @@ def test_two_structures_in_turns() -> None:
     assert report.by_plan.passes >= 6 and report.left_plan.passes <= 1, report
 
 
+@pytest.mark.slow
 def test_in_turns_with_a_common_beginning() -> None:
     def loss(model: nn.Module, number: int) -> torch.Tensor:
         hidden = model[:8](torch.randn(2048, 64))  # type: ignore[index]

@@ -159,6 +159,7 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, int], torch.Tenso
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_the_budget_holds_for_memory_that_is_not_announced(name: str) -> None:
@@ -166,6 +167,7 @@ def test_the_budget_holds_for_memory_that_is_not_announced(name: str) -> None:
     compared(make, loss, share, steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_a_budget_that_is_too_small_is_refused_and_never_passed(name: str) -> None:
@@ -183,6 +185,7 @@ def _nested(x: torch.Tensor) -> torch.Tensor:
     return torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "loss"),
     [

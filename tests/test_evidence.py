@@ -110,6 +110,7 @@ def test_eager_runs_with_saved_tensors_on_the_host_where_the_device_has_no_room(
     assert measured.step_seconds > 0
 
 
+@pytest.mark.slow
 def test_garbage_that_python_frees_within_a_step_hides_nothing_of_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """An eager step leaves a cycle that holds a tensor, and a planned step collects it."""
     planned = planned_of(make_pair("conv", None)[0])

@@ -63,6 +63,7 @@ def example_of(library: str) -> str:
     return found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", sorted(OTHERS))
 def test_an_example_needs_no_more_than_its_extra(extra: str, tmp_path: Path) -> None:
     python = make_environment(tmp_path / "environment", extra)

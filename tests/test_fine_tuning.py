@@ -27,6 +27,7 @@ def adapted_gpt() -> Any:
     return peft.get_peft_model(small_gpt(), lora_settings())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}], ids=["plain", "bf16"])
 def test_a_trainer_of_adapters_keeps_its_bits_and_its_budget(tmp_path: Path, settings: Any) -> None:
     from memfit.integrations.transformers import MemfitCallback
@@ -99,6 +100,7 @@ def _sft_trainer(path: Path, callbacks: Any = (), *, adapters: bool, **settings:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -105,6 +105,7 @@ def test_three_steps_have_eagers_bits(name: str, optimizer: str) -> None:
     assert_same(planned, eager)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_every_planner_runs_with_eagers_bits_at_its_least_memory(planner: str) -> None:
     step, eager = make_pair("unusual", make_adamw)

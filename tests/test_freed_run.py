@@ -43,6 +43,7 @@ STEPS: dict[str, Callable[[], TrainingStep]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_a_run_stays_within_what_it_may_take_and_leaves_the_step_alone(name: str) -> None:
     step = STEPS[name]()

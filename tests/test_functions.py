@@ -51,6 +51,7 @@ def _chunked(function: Any, state: Any, batch: Any, count: int) -> list[RowChunk
     return [] if found is None else [c.target for c in found.binding.calls if isinstance(c.target, RowChunks)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["100%", "50%", "40%"])
 def test_k_means_gives_the_same_centres_within_its_budget(points: torch.Tensor, budget: str) -> None:
     centres = points[:CENTRES].clone()
@@ -226,6 +227,7 @@ ROWS = 4096
 F = torch.nn.functional
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "function"),
     [
@@ -355,6 +357,7 @@ def test_two_chains_with_a_sum_over_all_rows_between_them() -> None:
     assert planned.measure(repeats=1).peak_bytes <= 2 * batch.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     [
@@ -407,6 +410,7 @@ def make():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["fit", "plan", "compare", "estimate"])
 def test_on_the_command_line(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION_FILE)

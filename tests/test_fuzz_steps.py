@@ -25,6 +25,7 @@ def test_a_step_keeps_eagers_bits_and_its_budget_or_is_refused(seed: int) -> Non
     assert outcome.kind in (fuzz_steps.SAME, fuzz_steps.REFUSED), outcome
 
 
+@pytest.mark.slow
 def test_a_difference_is_found_and_shrunk_to_what_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change that only one of the two worlds sees is a difference, and the rest of the case is left out."""
     case = _fuzz_worlds.Case(

@@ -337,6 +337,7 @@ def test_a_closure_tensor_on_the_left_of_a_comparison(compare: Callable[[Any, An
     step.verify()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["100%", "90%"])
 @pytest.mark.parametrize("has_optimizer", [True, False])
 def test_a_loss_that_calls_backward_itself(has_optimizer: bool, budget: str) -> None:

@@ -329,11 +329,13 @@ def _environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMFIT_TEST_GAIN", "2.0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_ATTRIBUTES)
 def test_an_attribute_of(name: str) -> None:
     check(with_gain(WITH_ATTRIBUTES[name]()), *ATTRIBUTE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOLDERS)
 def test_what_is_held_by(name: str) -> None:
     make, read, write = HOLDERS[name]

@@ -401,6 +401,7 @@ ATTRIBUTE_CHANGES: dict[str, tuple[Change, Change]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(ATTRIBUTE_CHANGES))
 def test_an_attribute_that_changes(name: str) -> None:
     change, back = ATTRIBUTE_CHANGES[name]

@@ -74,6 +74,7 @@ def test_no_name_changes_the_code_that_is_compiled(name: str) -> None:
     assert ast.dump(ast.parse(source_of(renamed(plain, name)))) == ast.dump(ast.parse(source_of(plain)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["\nraise SystemExit(7)\n", "x\u2028raise SystemExit(7)", "\r\f\n", "\x00", "\ud800", "s0  # ", "\\"]
 )

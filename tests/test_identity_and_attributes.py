@@ -234,6 +234,7 @@ def held(model: torch.nn.Module) -> dict[Any, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READS)
 def test_a_module_whose_dictionary_forward_reads_is_as_it_was(name: str) -> None:
     results: list[list[torch.Tensor]] = []

@@ -126,6 +126,7 @@ def test_a_budget_holds_with_the_gradients_and_masks_of_inductor(made: Any, shar
     assert_close(planned.buffers, plain.buffers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "whose"), [(1.0, "own"), (0.9, "lean")])
 def test_halves_of_inductors_own_are_used_where_they_fit(
     share: float, whose: str, caplog: pytest.LogCaptureFixture
@@ -279,6 +280,7 @@ def test_options_that_do_not_combine_are_refused(options: dict[str, Any], words:
         memfit.compile(nn.Linear(2, 2), budget="1MiB", **options)
 
 
+@pytest.mark.slow
 def test_a_whole_step_keeps_its_budget_and_trains_as_eager_does() -> None:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])

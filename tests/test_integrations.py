@@ -127,6 +127,7 @@ def logged(trainer: Any) -> list[Any]:
     return [(entry.get("loss"), entry.get("grad_norm")) for entry in trainer.state.log_history[:-1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("settings", [{}, {"bf16": True, "label_smoothing_factor": 0.1}], ids=["plain", "bf16"])
 def test_a_trainer_keeps_its_bits_and_its_budget(tmp_path: Path, steps: int, settings: Any) -> None:
@@ -144,6 +145,7 @@ def test_a_trainer_keeps_its_bits_and_its_budget(tmp_path: Path, steps: int, set
     assert callback.plans
 
 
+@pytest.mark.slow
 def test_a_trainer_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     small_gpt()
     from memfit.integrations.transformers import MemfitTrainer
@@ -171,6 +173,7 @@ def test_an_evaluation_without_training_is_held_to_the_budget(tmp_path: Path) ->
         late.evaluate()
 
 
+@pytest.mark.slow
 def test_two_trainers_of_one_model_plan_it_in_turn(tmp_path: Path) -> None:
     small_gpt()
     import transformers
@@ -222,6 +225,7 @@ def accelerated(make_parts: Any, steps: int, **settings: Any) -> tuple[nn.Module
     return accelerator.unwrap_model(model), losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerates_loop_keeps_its_bits_and_its_budget(steps: int, precision: str) -> None:

@@ -152,6 +152,7 @@ def training_step(model: nn.Module, loss: Loss, batch: Any) -> TrainingStep:
     return TrainingStep(model=model, loss=loss, batch=batch, optimizer=optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MADE)
 def test_graphs_made_from_symbols_are_those_of_captures(name: str) -> None:
     make, loss, batch_of = MADE[name]
@@ -166,6 +167,7 @@ def test_graphs_made_from_symbols_are_those_of_captures(name: str) -> None:
     assert made == [False] * 6 + [True] * 2 or not TORCH_2_13  # before, more of torch's C++ asked for plain numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CAPTURED)
 def test_what_symbols_cannot_say_is_captured_at_each_size(name: str) -> None:
     make, loss, batch_of = CAPTURED[name]
@@ -212,6 +214,7 @@ def test_a_step_whose_python_state_changed_is_captured() -> None:
     assert sizes.capture(tokens(43)).stream is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_optimizer", [True, False])
 def test_training_over_many_sizes_has_eagers_bits(with_optimizer: bool) -> None:
     torch.manual_seed(0)

@@ -59,6 +59,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[int | None]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "padding"), CASES.values(), ids=CASES.keys())
 def test_training_gives_the_bits_of_eager(make: Callable[[], Any], padding: list[int | None]) -> None:
     torch.manual_seed(0)

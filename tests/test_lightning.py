@@ -67,6 +67,7 @@ def fit_lightning(
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("is_manual", [False, True], ids=["automatic", "manual"])
@@ -98,6 +99,7 @@ def test_lightning_steps_whose_closure_calls_the_module_are_planned() -> None:
     assert callback.most_bytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulated", [1, 4])
 def test_a_batch_that_a_lightning_step_skips_is_skipped(accumulated: int) -> None:
     pytest.importorskip("pytorch_lightning", reason="pip install memfit[lightning]")

@@ -105,6 +105,7 @@ def sentences() -> Case:
     return model, square, [torch.randn(rows, tokens, 32) for rows, tokens in sizes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "arena"),
     [*((case, False) for case in (branches, dtypes, dictionaries, images, bags, sentences)), (sentences, True)],

@@ -90,6 +90,7 @@ def test_a_break_costs_one_graph_more_wherever_it_is(nested: bool) -> None:
     assert (len(called) == 3) == nested
 
 
+@pytest.mark.slow
 def test_a_step_with_breaks_in_calls_keeps_bits_and_budget() -> None:
     step = planned(step_of(Stack()))
     step.verify()
@@ -98,6 +99,7 @@ def test_a_step_with_breaks_in_calls_keeps_bits_and_budget() -> None:
         assert len(step.plans) == 3
 
 
+@pytest.mark.slow
 @needs_division
 @pytest.mark.parametrize("failure", [RuntimeError("the compiler's own fault"), UnsupportedStepError("other bits")])
 def test_what_the_compiler_cannot_take_up_is_compiled_function_by_function(
@@ -136,6 +138,7 @@ def test_a_model_that_no_way_compiles_is_refused(monkeypatch: pytest.MonkeyPatch
         planned(step_of(Stack()))
 
 
+@pytest.mark.slow
 @needs_division
 def test_a_compiler_that_fails_in_training_is_given_an_easier_task(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.exc import InternalTorchDynamoError

@@ -149,6 +149,7 @@ def test_a_plan_with_offloading_is_legal_and_never_slower_than_one_without(graph
             assert both.bounds.overhead <= both.overhead + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["offload", "auto"])
 @pytest.mark.parametrize("rate", [0.1, 20.0])
 @pytest.mark.parametrize("seed", [0, 1])

@@ -59,6 +59,7 @@ def offloading_plan(step: PlannedStep, share: float) -> Plan:
     return plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cnn", "unet", "transformer", "lstm"])
 def test_a_plan_that_offloads_gives_the_same_bits(name: str) -> None:
     first = fit_step(small_step(name), Settings(budget="100%", planner="none"))
@@ -215,6 +216,7 @@ def test_an_arena_serves_a_step_that_offloads() -> None:
     step.verify()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "why"),
     [

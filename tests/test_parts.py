@@ -21,6 +21,7 @@ from memfit.planners.engine.retention.instance import build_instance
 NAMES = [field.name for field in dataclasses.fields(Parts)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_search_without_a_part_still_fits_the_budget(name: str) -> None:
     task = problem(residual(4, equal=True), 1150)

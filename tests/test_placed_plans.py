@@ -43,6 +43,7 @@ def taken(allocator: AllocatorSettings) -> Callable[[Plan], int]:
     return lambda plan: taken_bytes(plan, None, allocator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expandable", [False, True])
 def test_a_plan_is_made_for_less_until_the_allocator_takes_no_more_than_the_budget(expandable: bool) -> None:
     allocator = AllocatorSettings(expandable_segments=expandable)

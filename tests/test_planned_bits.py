@@ -32,6 +32,7 @@ _COMPUTES_ONCE.add(("drop_cheap", "cnn"))
 COMPUTE_AGAIN = {"threshold": 1e30}  # of drop_cheap: each op is cheap
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_plans_at_the_least_memory_run_with_the_same_bits(planner: str, name: str) -> None:
@@ -71,6 +72,7 @@ def test_noise_drawn_on_a_named_device_is_drawn_again_with_the_same_bits() -> No
     planned.verify()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("planner", ["mirror", "sublinear", "division_tree", "search"])
 def test_marked_modules_are_computed_again_with_the_same_bits(planner: str, name: str) -> None:
@@ -196,6 +198,7 @@ READS_STATISTICS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READS_STATISTICS)
 def test_statistics_that_a_batch_normalization_has_updated_may_be_read(name: str) -> None:
     function, norm = READS_STATISTICS[name]

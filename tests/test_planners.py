@@ -99,6 +99,7 @@ def test_the_unplanned_peak_is_enough_where_overlap_makes_it_smaller() -> None:
     assert result.plan.predicted.peak_bytes == most
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(graph=graphs(collectives=True))
 def test_every_plan_is_legal_within_its_budget_and_above_the_bound(graph: Graph) -> None:

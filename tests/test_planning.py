@@ -139,6 +139,7 @@ def test_a_kept_plan_is_used_unless_the_settings_say_otherwise() -> None:
     assert stages == [SEARCHING] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [("plan", "fit"), ("fit", "plan")])
 def test_plan_and_fit_give_the_same_plan_byte_for_byte(run: Run, tmp_path: Path, order: tuple[str, str]) -> None:
     for command in order:
@@ -237,6 +238,7 @@ def test_a_host_budget_is_shared_at_a_break(breaking: TrainingStep) -> None:
     assert len(given) == 2 and all(given) and sum(given) <= 1 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("backend_is_known", [False, True])  # by then PyTorch's compiler enters modules another way
 def test_mirror_marks_reach_the_graph_that_has_them(breaking: TrainingStep, backend_is_known: bool) -> None:

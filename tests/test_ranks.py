@@ -38,6 +38,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return on_ranks([getattr(rank_steps, name) for name in TOGETHER], 2, tmp_path_factory.mktemp("two"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALIKE)
 def test_two_ranks_train_as_ddp_within_the_budget(two: Results, name: str) -> None:
     _require_as_ddp([result[name] for result in two])

@@ -328,6 +328,7 @@ def count_in_a_process() -> tuple[int, str]:
     return int(done.stdout), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept_bytes", [0, 100, 4096, -1])
 def test_a_library_that_was_cut_is_built_again(built: Path, kept_bytes: int):
     whole = built.read_bytes()

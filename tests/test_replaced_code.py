@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import memfit
+from memfit.capture.code_reads import is_own
 from memfit.errors import UnsupportedStepError
 
 pytestmark = [
@@ -100,6 +101,7 @@ def _compiled(model: Layers) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda batch: _run_eager(model, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("planned", [_fitted, _broken, _compiled])
 def test_steps_follow(planned: Callable[[Layers], Any], name: str) -> None:
@@ -136,3 +138,20 @@ def test_the_backend_refuses_hooks_on_all_modules_that_come_later() -> None:
             compiled(torch.randn(16, 32))
     finally:
         hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("filename", "own"),
+    [
+        ("/home/me/project/.venv/lib/python3.11/site-packages/transformers/modeling_utils.py", False),
+        ("/usr/lib/python3/dist-packages/yaml/__init__.py", False),
+        (torch.__file__, False),
+        (copy.__file__, False),
+        ("/home/me/project/model.py", True),
+        ("/home/me/site-packages-of-mine/model.py", True),
+        ("<ipython-input-1>", True),
+    ],
+)
+def test_code_of_every_environment_is_a_librarys(filename: str, own: bool) -> None:
+    """One that is built on another environment has packages in two folders; those of the second are no user's code."""
+    assert is_own(filename) is own

@@ -109,6 +109,7 @@ def trained(kind: Callable[[], nn.Module], *, is_planned: bool, has_optimizer: b
     return model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_optimizer", [True, False], ids=["with optimizer", "without"])
 @pytest.mark.parametrize(
     "kind", [Teacher, Quantized, QuantizedAfterUse, Binary, Hooked, Averages, Exchanging, Shifting]

@@ -130,6 +130,7 @@ def _plans() -> Iterator[str]:
     yield _line("hopeless", task, make_planner("search", iterations=4_000).plan(task))
 
 
+@pytest.mark.slow
 def test_plans_by_moves_are_as_stored(golden: Callable[[str, str], None]) -> None:
     plans = list(_plans())
     assert len(plans) == 18

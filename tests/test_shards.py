@@ -33,6 +33,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return on_ranks([getattr(shard_steps, name) for name in TOGETHER], 2, tmp_path_factory.mktemp("two"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALIKE)
 def test_two_ranks_train_as_fully_shard_within_the_budget(two: Results, name: str) -> None:
     _require_as_stock([result[name] for result in two])

@@ -70,6 +70,7 @@ def _fresh_compiler() -> Any:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_broken", [False, True], ids=["whole", "parts"])
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

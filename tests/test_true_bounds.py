@@ -82,6 +82,7 @@ def bound_bytes(step: TrainingStep) -> int:
     return least_budget_bound(Problem(graph=graph, device=local_device("cpu"), budget_bytes=1))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_no_eager_step_is_below_the_bound(name: str, clip_norm: float | None) -> None:

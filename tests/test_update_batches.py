@@ -51,6 +51,7 @@ def updates_of(step: TrainingStep) -> list[ParameterUpdate]:
     return [call.target for call in capture(step).binding.calls if isinstance(call.target, ParameterUpdate)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_steps_have_eagers_bits(name: str) -> None:
     step, eager = step_with(MAKERS[name]), step_with(MAKERS[name])

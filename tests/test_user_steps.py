@@ -376,6 +376,7 @@ def test_a_batch_normalization_without_momentum_counts_its_steps() -> None:
     assert model.norm.momentum is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "planner",
     [

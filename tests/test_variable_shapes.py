@@ -116,6 +116,7 @@ def require_same_training(
     return step, stages
 
 
+@pytest.mark.slow
 def test_lengths_up_and_down_are_planned_without_a_search() -> None:
     step, stages = require_same_training(gpt2, [sentences(tokens) for tokens in LENGTHS], "75%")
     assert stages.searches == 1
@@ -236,6 +237,7 @@ def test_a_planner_that_does_not_search_is_asked_for_each_size() -> None:
     assert {plan.planner for plan in step.plans} == {"segments"}
 
 
+@pytest.mark.slow
 def test_a_structure_is_compared_with_eager_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     compare = memfit.capture.compare.require_as_eager
@@ -388,6 +390,7 @@ def test_work_behind_the_steps_ends_when_it_is_stopped() -> None:
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_while_a_plan_is_searched() -> None:
     source = """
 import torch, memfit, time

@@ -77,6 +77,7 @@ def stopped(step: Any, batch: Any, at: str) -> str:
     return note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "at", "words"),
     [
@@ -90,6 +91,7 @@ def test_the_note_counts_all_that_a_step_writes_to(make: Any, at: str, words: st
     assert words in stopped(*planned(make), at)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("make", [plain, Broken])
 def test_a_step_that_can_be_run_again_gives_what_it_would_have_given(make: Any) -> None:

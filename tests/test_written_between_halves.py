@@ -63,6 +63,7 @@ def gradients(model: Any, write: Callable[[Any, torch.Tensor, torch.Tensor], obj
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITES)
 def test_gradients_are_eagers_whatever_is_written_in_between(name: str) -> None:
     model = Waves()

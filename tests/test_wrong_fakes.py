@@ -129,6 +129,7 @@ def in_bfloat16(model: nn.Module, batch: Any) -> torch.Tensor:
         return functional.cross_entropy(model(batch[0]), batch[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

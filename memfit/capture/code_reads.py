@@ -18,18 +18,21 @@ _LIBRARIES = tuple(
         str(Path(__file__).parent.parent),
     }
 )
+_INSTALLED = {"site-packages", "dist-packages"}
 _GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTE_READS = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
 _VALUE_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
 _NO_CODE = ("CACHE", "COPY", "EXTENDED_ARG", "NOP", "SWAP")
 
 
+@cache
 def is_own(filename: str) -> bool:
-    """Return whether a file is the user's: neither of the standard library nor installed in site-packages.
+    """Return whether a file is the user's: neither of the standard library nor installed in any site-packages.
 
-    Code without a file, as in a notebook, is the user's too.
+    There are several where an environment is built on another one. Code without a file, as in a notebook, is the
+    user's too.
     """
-    return not filename.startswith(_LIBRARIES)
+    return not filename.startswith(_LIBRARIES) and _INSTALLED.isdisjoint(Path(filename).parts)
 
 
 @cache
