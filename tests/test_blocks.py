@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import pytest
 from chains import chain, network, problem
 from hypothesis import given, settings
 from hypothesis import strategies as st

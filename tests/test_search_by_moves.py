@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import pytest
 from chains import network, problem
 from devices import linked
 
