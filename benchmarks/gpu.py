@@ -35,7 +35,7 @@ from make_gpu import has_gpu  # noqa: E402
 
 MINUTES = 9.25  # of the ten that a command on a lent machine may take
 FIRST_ROWS = (0, 1)
-BUILD = Path(__file__).parents[1] / "build"
+CARRIED = Path(__file__).parents[1] / "build" / "carried"
 REHEARSED_BYTES = 80 << 30  # of the device that is not there: an H100's
 REHEARSAL_PATIENCE = 12.0  # its host has few cores, which others use too
 REHEARSAL_MINUTES = 90.0
@@ -51,7 +51,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="children whose name has such a word")
     parser.add_argument("--first", action="store_true", help="the tests marked gpu, and rows 0 and 1")
     parser.add_argument("--rehearsal", action="store_true", help="over a GPU that is not there, which computes nothing")
-    parser.add_argument("--carry", type=Path, default=BUILD / "carried", help="folder of archives of an earlier run")
+    parser.add_argument("--carry", type=Path, help=f"folder of archives of an earlier run (default: {CARRIED})")
     return parser.parse_args()
 
 
@@ -85,7 +85,8 @@ def measure(options: argparse.Namespace, caches: Path, compiling: subprocess.Pop
         print(f"CUDA does not start: {machine['error']}")
         return 1
     path = payload_path(machine["folder"], rehearsal=options.rehearsal)
-    carried = unpack(caches, [options.carry, path.parent])
+    # a rehearsal begins as the first run does, so that its bytes are the same in each
+    carried = unpack(caches, [options.carry] if options.carry else [] if options.rehearsal else [CARRIED, path.parent])
     rows = FIRST_ROWS if options.first else options.rows
     chosen = [
         child
