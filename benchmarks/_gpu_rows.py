@@ -151,6 +151,7 @@ _PAGES = "some pages of torch's allocator above the budget, in the steps before 
 _BY_MEMFIT = "memfit.checkpoint takes more than the bytes of all checkpoints, which is the least that it can keep"
 FAULTS: dict[str, str] = {
     "eager": "eager mode reserves more than its budget, by an eighth, and says that it was within",
+    "compile": _PAGES,
     "graph break": "steps around a graph break take more: eager's cache of the first call, and workspaces of cuBLAS",
     "graph break, compile": _PAGES,
     "accumulation by percentage": "a variant that adds to gradients has another budget than the arena counts with",
