@@ -208,7 +208,7 @@ _DQN_WAYS = (
             share=share,
             given={"planner": "offload", "host_budget": "16GiB"},
         )
-        for share in (0.8, 0.6, 0.4)
+        for share in (0.6, 0.4)
     ),
 )
 _FENG_WAYS = (

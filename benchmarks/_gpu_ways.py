@@ -24,7 +24,7 @@ from memfit.torch_private.dynamo import compile_with_budget
 
 HARD_STEPS = 50
 PLANNING_STEPS = 5  # of memfit.checkpoint, which plans in the second step after the first update
-TIME_LIMIT_SECONDS = 2.0
+TIME_LIMIT_SECONDS = 1.5
 SOLVER = "dp"  # torch's default for its activation memory budget
 
 
