@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from threading import Thread
 
 import pytest
 import torch
@@ -45,6 +46,11 @@ def test_a_call_on_another_stream_waits_and_what_is_kept_for_the_last_one_is_fre
     on.append(one)
     with memory.call("a signature"):
         assert len(one.waited_for) == 1 and one.waited_for[0] is other
+    freed.clear()
+    thread = Thread(target=memory.follow_stream)
+    thread.start()
+    thread.join()
+    assert freed == ([device] if has_graphs else ["workspaces", device]), "each thread has workspaces of its own"
 
 
 def test_a_call_on_a_cpu_has_no_stream() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -67,7 +68,7 @@ class StepMemory:
         self.arena = arena
         self.served = served
         self._device = device
-        self._stream: torch.cuda.Stream | None = None  # of the last call
+        self._last = self._stream_and_thread()  # of the last call
         self._optimizer = optimizer
         self._expected: dict[Hashable, HasPlaces] = {}  # by the key of the memory
 
@@ -113,26 +114,39 @@ class StepMemory:
 
     def call(self, signature: Hashable) -> AbstractContextManager[Any]:
         """Return the `with` block in which a call of this signature runs, on the current stream."""
-        self.follow_stream()
+        self.follow_stream(follows_thread=False)
         return nullcontext() if self.arena is None else self.arena.step(key=self.key(signature))
 
-    def follow_stream(self) -> bool:
-        """Let the current stream wait for that of the last call, if it is another.
+    def follow_stream(self, *, follows_thread: bool = True) -> bool:
+        """Let the current stream wait for that of the last call, if it is another one.
 
         What is kept for the other one is freed: torch's allocator serves each stream from memory of its own, and cuBLAS
-        has workspaces for each. Return whether these were freed, so that the next call takes them anew.
+        has workspaces for each stream of each thread. Return whether these were freed, so that the next call takes them
+        anew.
+
+        Args:
+            follows_thread: do so if the last call was on another thread, too. Not for the half of a compiled part:
+                autograd runs the backward on a thread of its own.
         """
-        if self._device.type != "cuda":
+        before, now = self._last, self._stream_and_thread()
+        if before is None or now is None:
             return False
-        before, self._stream = self._stream, torch.cuda.current_stream(self._device)
-        if before is None or before == self._stream:
+        if not follows_thread:
+            now = now[0], before[1]
+        self._last = now
+        if before == now:
             return False
-        self._stream.wait_stream(before)
+        now[0].wait_stream(before[0])
         is_free_to = not has_captured_graphs(self._device)
         if is_free_to:
             release_cublas_workspaces()
         empty_cache(self._device)
         return is_free_to
+
+    def _stream_and_thread(self) -> tuple[torch.cuda.Stream, int] | None:
+        if self._device.type != "cuda":
+            return None
+        return torch.cuda.current_stream(self._device), threading.get_native_id()
 
     def forget(self, signature: Hashable) -> None:
         """Drop the layouts of a signature, whose calls will request other memory from now on."""

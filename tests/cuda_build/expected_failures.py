@@ -22,7 +22,6 @@ EXPECTED: dict[str, tuple[float, ...]] = {
     "fit, accumulation": (0.9, 0.75, 0.6),
     "fit, batches of three sizes": (0.9, 0.75, 0.6),
     "fit, offloading, side streams": (0.6,),
-    "fit, threads": (0.75, 0.6),
     "fit, torch's allocator, side streams": (0.9,),
     "graph break": (0.9, 0.75, 0.6),
     "graph break, backend": (0.75, 0.6),
