@@ -99,3 +99,37 @@ def tensor_parallel(_rank: int, _count: int) -> dict[str, Any]:
         return model, None
 
     return _compare(make, 0.9 if dist.get_rank() == 0 else 1.2, wrap_last=True, loss=cross_entropy)
+
+
+def trainer(rank: int, count: int) -> dict[str, Any]:
+    """transformers' Trainer, as torchrun starts it: DistributedDataParallel, accumulation, evaluations between."""
+    import os
+    import tempfile
+    from pathlib import Path
+
+    from test_integrations import Peak, trainer_of
+
+    from memfit.integrations.transformers import MemfitCallback
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    trainers: list[Any] = []
+
+    def run(*callbacks: Any) -> None:
+        path = Path(tempfile.mkdtemp())
+        trainers.append(trainer_of(path, callbacks, steps=5, eval_strategy="steps", eval_steps=2))
+        trainers[-1].train()
+
+    peak = Peak()
+    peak.run(run)
+    budget = peak.budget(0.9)
+    callback = MemfitCallback(budget)
+    run(callback)
+    bare, held = (each.model.state_dict() for each in trainers)
+    report = callback.report()
+    return {
+        "same": all(torch.equal(bare[name], held[name]) for name in bare),
+        "over": report.over,  # pyright: ignore
+        "used": callback.most_bytes / budget,
+        "rules": {str(rule) for size in report.sizes for rule in size.planned.rules.values()},  # pyright: ignore
+    }

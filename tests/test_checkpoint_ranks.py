@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from rank_runs import on_ranks
 pytestmark = pytest.mark.slow
 
 WAYS = ["data_parallel", "sharded_after", "sharded_before", "tensor_parallel"]
+if find_spec("transformers") and find_spec("accelerate"):
+    WAYS.append("trainer")
 
 
 @pytest.fixture(scope="module")

@@ -198,6 +198,56 @@ def test_another_compiler_is_refused(tmp_path: Path) -> None:
         trainer_of(tmp_path, [MemfitCallback("1GiB")], torch_compile=True, torch_compile_backend="eager")
 
 
+def with_a_break() -> Any:
+    model = small_gpt()
+    own = model.transformer.h[0].mlp.forward
+
+    def forward(given: torch.Tensor) -> torch.Tensor:
+        returned = own(given)
+        torch._dynamo.graph_break()
+        return returned
+
+    model.transformer.h[0].mlp.forward = forward
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", ["auto", "checkpoint", "eager"])
+def test_a_trainer_whose_model_breaks_into_graphs_keeps_its_bits_and_its_budget(
+    tmp_path: Path, door: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "gradient_checkpointing": door == "checkpoint"}
+    peak, trainers = Peak(), []
+
+    def train(*callbacks: Any) -> None:
+        trainers.append(trainer_of(tmp_path, callbacks, steps=6, model=with_a_break(), **evaluated))
+        trainers[-1].train()
+
+    peak.run(train)
+    from memfit.integrations.transformers import MemfitCallback
+
+    budget = peak.budget(1.03 if door == "checkpoint" else 0.9)  # it takes the place of transformers' checkpoints
+    callback = MemfitCallback(budget, door=door)
+    train(callback)
+    stock, trainer = trainers
+    assert_same(trainer.model, stock.model)
+    assert 0 < callback.most_bytes <= budget
+    assert ("the budget is held by memfit.checkpoint, since" in caplog.text) == (door == "auto")
+    assert not any("forward" in vars(module) for name, module in trainer.model.named_modules() if name[-3:] != "mlp")
+    assert not trainer.model._forward_pre_hooks
+    trainer.evaluate()
+
+
+def test_a_door_that_does_not_exist_or_lacks_an_option_is_refused() -> None:
+    small_gpt()
+    from memfit.integrations.transformers import MemfitCallback
+
+    with pytest.raises(InvalidOptionError, match="'auto', 'compile', 'checkpoint', 'eager'"):
+        MemfitCallback("1GiB", door="window")
+    with pytest.raises(InvalidOptionError, match="has no option 'planner', but blocks, budget_is"):
+        MemfitCallback("1GiB", door="checkpoint", planner="none")
+
+
 # Accelerate
 
 
@@ -228,23 +278,26 @@ def accelerated(make_parts: Any, steps: int, **settings: Any) -> tuple[nn.Module
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_accelerates_loop_keeps_its_bits_and_its_budget(steps: int, precision: str) -> None:
+@pytest.mark.parametrize("door", ["compile", "checkpoint"])
+def test_accelerates_loop_keeps_its_bits_and_its_budget(steps: int, precision: str, door: str) -> None:
     pytest.importorskip("accelerate", reason="pip install memfit[accelerate]")
     from memfit.integrations.accelerate import prepare
 
-    peak, runs, budgets, _ = Peak(), [], [], rows(steps * 4 * 256)
+    peak, runs, budgets, accelerators, _ = Peak(), [], [], [], rows(steps * 4 * 256)
     peak.run(lambda: runs.append(accelerated(lambda a, *parts: a.prepare(*parts), steps, mixed_precision=precision)))
 
     def planned(accelerator: Any, *parts: Any) -> Any:
         budgets.append(peak.budget(0.7))
-        return prepare(accelerator, *parts, budget=budgets[0], options=OPTIONS)
+        accelerators.append(accelerator)
+        options = {"options": OPTIONS} if door == "compile" else {}
+        return prepare(accelerator, *parts, budget=budgets[0], door=door, **options)
 
     sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
     runs.append(accelerated(planned, steps, mixed_precision=precision))
     (stock, expected), (model, losses) = runs
     assert losses == expected
     assert_same(model, stock)
-    assert 0 < model._compiled_call_impl.account.most_bytes <= budgets[0]
+    assert 0 < accelerators[0].memfit[0].most_bytes <= budgets[0]
 
 
 def test_what_an_accelerator_would_not_enforce_is_refused() -> None:
@@ -256,6 +309,8 @@ def test_what_an_accelerator_would_not_enforce_is_refused() -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # or the first one's settings stay
     with pytest.raises(InvalidOptionError, match="dynamo_backend"):
         prepare(accelerate.Accelerator(cpu=True, dynamo_backend="eager"), dropped_out(), budget="1GiB")
+    with pytest.raises(InvalidOptionError, match=r"with memfit\.eager"):
+        prepare(accelerate.Accelerator(cpu=True), dropped_out(), budget="1GiB", door="eager")
 
 
 def test_accelerate_plans_several_models_that_were_prepared_once_and_again() -> None:

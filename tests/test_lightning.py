@@ -71,7 +71,8 @@ def fit_lightning(
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("is_manual", [False, True], ids=["automatic", "manual"])
-def test_lightning_keeps_its_bits_and_its_budget(steps: int, precision: str, is_manual: bool) -> None:
+@pytest.mark.parametrize("door", ["compile", "checkpoint"])
+def test_lightning_keeps_its_bits_and_its_budget(steps: int, precision: str, is_manual: bool, door: str) -> None:
     pytest.importorskip("pytorch_lightning", reason="pip install memfit[lightning]")
     from memfit.integrations.lightning import MemfitCallback
 
@@ -79,7 +80,7 @@ def test_lightning_keeps_its_bits_and_its_budget(steps: int, precision: str, is_
     peak.run(lambda: modules.append(fit_lightning(is_manual=is_manual, steps=steps, precision=precision)))
     (stock,) = modules
     budget = peak.budget(0.85)
-    callback = MemfitCallback(budget, module="net", options=OPTIONS)
+    callback = MemfitCallback(budget, module="net", door=door, **({"options": OPTIONS} if door == "compile" else {}))
     planned = fit_lightning(is_manual=is_manual, steps=steps, callbacks=[callback], precision=precision)
     assert planned.losses == stock.losses
     assert_same(planned, stock)

@@ -27,6 +27,7 @@ from memfit.errors import UnsupportedStepError
 from memfit.memory.contract import Aim, Contract, Held, Refused, Usage, WindowKind
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, record
 from memfit.torch_private.autograd import at_end_of_backward
+from memfit.torch_private.modules import module_hooks
 from memfit.torch_private.tensors import tensors_in
 
 _log = logging.getLogger("memfit")
@@ -346,6 +347,13 @@ class Loop:
         self._hooks.clear()
 
 
+def loops_of(model: torch.nn.Module) -> list[Loop]:
+    """Return the loops whose hooks are on a model."""
+    hooks = module_hooks(model)[0].values()
+    owners = [getattr(hook.call, "__self__", None) for hook in hooks if isinstance(hook, Hook)]
+    return [owner for owner in owners if isinstance(owner, Loop)]
+
+
 def _has_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
@@ -358,10 +366,10 @@ class Hook:
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
+        self.call = call
 
     def __call__(self, *given: Any) -> Any:
-        return self._call(*given)
+        return self.call(*given)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _nothing

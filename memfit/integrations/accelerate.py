@@ -8,17 +8,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 
-from memfit.errors import InvalidOptionError, InvalidTargetError, UnsupportedStepError
-from memfit.runtime.compile.model import compile_anew
+from memfit.errors import InvalidOptionError, InvalidTargetError
+from memfit.integrations.held import AUTO, EAGER, HeldModel
 from memfit.runtime.compile.updates import parameters_of
 
 _WHERE = "memfit.integrations.accelerate.prepare"
 
 
-def prepare(accelerator: Accelerator, *things: Any, budget: str | int, **options: Any) -> Any:
+def prepare(accelerator: Accelerator, *things: Any, budget: str | int, door: str = AUTO, **options: Any) -> Any:
     """Return what `accelerator.prepare(*things)` does, with the calls of its models inside `budget`.
 
-    The loop stays as it is: `accelerator.accumulate`, `accelerator.backward(loss)`, clipping and saving.
+    The loop stays as it is: `accelerator.accumulate`, `accelerator.backward(loss)`, clipping and saving. What holds
+    each model is in `accelerator.memfit`, in their order: `accelerator.memfit[0].most_bytes`, `.plans`, `.report()`.
 
         >>> import torch
         >>> from accelerate import Accelerator
@@ -31,24 +32,30 @@ def prepare(accelerator: Accelerator, *things: Any, budget: str | int, **options
         >>> optimizer.step()
 
     Args:
-        accelerator: on one process; without a Dynamo backend, whose names are an enumeration without memfit.
+        accelerator: without a Dynamo backend, whose names are an enumeration without memfit.
         things: models, their optimizers, and what else `accelerator.prepare` takes. The calls of each model are planned
             within what the others leave of the budget.
-        budget: the bytes for everything on the device: `"6GiB"`, or an integer.
-        options: `reserve`, `planner`, `options`, `time_limit_seconds`, `seed`, `host_budget`, `host_dir` as in
-            `memfit.compile`.
+        budget: the bytes for everything on the device: `"6GiB"`, or an integer; of each rank's device, if there are
+            several.
+        door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, and for a
+            model that the compiler breaks into several graphs, `memfit.checkpoint`. `compile`, `checkpoint`: that one.
+        options: of the door: `reserve`, `planner`, `options`, `time_limit_seconds`, `seed`, `host_budget`, `host_dir`
+            as in `memfit.compile`; `blocks`, `budget_is` as in `memfit.checkpoint`.
 
     Raises:
         InvalidTargetError: no model.
-        InvalidOptionError: the accelerator compiles the model itself.
-        UnsupportedStepError: several processes or devices.
-        MemfitError: as `memfit.compile`.
+        InvalidOptionError: the accelerator compiles the model itself; door="eager", whose end no accelerator tells.
+        UnsupportedStepError: several processes, which `memfit.compile` does not plan.
+        MemfitError: as the door.
     """
-    if accelerator.distributed_type != DistributedType.NO:
-        raise UnsupportedStepError(
-            f"{_WHERE}: the accelerator is distributed ({accelerator.distributed_type}), and memfit does not plan "
-            "across ranks yet; run one process"
+    if door == EAGER:
+        raise InvalidOptionError(
+            f"{_WHERE}: door='eager' ends with a block, which an accelerator does not have; write "
+            "`with memfit.eager(model, budget=...):` around the loop"
         )
+    is_divided = accelerator.distributed_type != DistributedType.NO
+    why = f"the accelerator is distributed ({accelerator.distributed_type})" if is_divided else ""
+    HeldModel(budget, door, options, _WHERE)  # a wrong option is refused before anything is prepared
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         raise InvalidOptionError(
             f"{_WHERE}: the accelerator compiles the model by backend {accelerator.state.dynamo_plugin.backend}; leave "
@@ -60,8 +67,12 @@ def prepare(accelerator: Accelerator, *things: Any, budget: str | int, **options
     if not models:
         raise InvalidTargetError(f"{_WHERE}: no model; give the model, its optimizer and the rest to one prepare")
     optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)]
+    held: list[HeldModel] = []
     for model in models:
         own = set(model.parameters())
         theirs = [each for each in optimizers if len(models) == 1 or not own.isdisjoint(parameters_of(each))]
-        compile_anew(model, {"budget": budget, **options}, _WHERE).account.follow(*theirs)
+        held.append(HeldModel(budget, door, options, _WHERE))
+        held[-1].hold(model, why_not_compile=why)
+        held[-1].follow(*theirs)
+    accelerator.memfit = held  # pyright: ignore[reportAttributeAccessIssue] # for what they tell
     return prepared

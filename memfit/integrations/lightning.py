@@ -7,11 +7,11 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-import torch
-
+from memfit.checkpointing.reporting import Report
 from memfit.errors import InvalidTargetError, UnsupportedStepError
+from memfit.integrations.held import AUTO, HeldModel
 from memfit.plan import Plan
-from memfit.runtime.compile.model import PlannedCalls, compile_anew, release
+from memfit.runtime.eager.eager import Report as EagerReport
 
 # The core alone, or the whole framework, whose core has another name.
 _is_core = "pytorch_lightning" in sys.modules or find_spec("lightning") is None
@@ -29,68 +29,70 @@ class MemfitCallback(lightning.Callback):
     Automatic and manual optimization, accumulation, clipping, precision, checkpoints and loggers stay Lightning's.
 
     Args:
-        budget: the bytes for everything on the device: `"6GiB"`, or an integer.
+        budget: the bytes for everything on the device: `"6GiB"`, or an integer; of each rank's device, if there are
+            several.
         module: the name of the module that `training_step` calls, such as `"net"` for `self.net(inputs)`; by default
             the LightningModule itself, for a `training_step` that calls `self(inputs)`.
-        options: `planner`, `options`, `time_limit_seconds`, `seed`, `host_budget`, `host_dir` as in `memfit.compile`.
+        door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, and for a
+            module that the compiler breaks into several graphs, `memfit.checkpoint`. `compile`, `checkpoint`, `eager`:
+            that one; the latter two are on from the beginning of a training to its end.
+        options: of the door: `planner`, `options`, `time_limit_seconds`, `seed`, `host_budget`, `host_dir` as in
+            `memfit.compile`; `blocks`, `budget_is` as in `memfit.checkpoint`.
 
     Raises:
         InvalidTargetError: there is no such module.
-        UnsupportedStepError: several devices; a training step that did not call the module.
-        MemfitError: as `memfit.compile`.
+        UnsupportedStepError: several devices, which `memfit.compile` does not plan; a training step that did not call
+            the module.
+        MemfitError: as the door.
     """
 
-    def __init__(self, budget: str | int, *, module: str = "", **options: Any) -> None:
-        self._options = {"budget": budget, **options}
+    def __init__(self, budget: str | int, *, module: str = "", door: str = AUTO, **options: Any) -> None:
+        self._held = HeldModel(budget, door, options, _WHERE)
         self._name = module
-        self._module: torch.nn.Module | None = None
-        self._calls: PlannedCalls | None = None
         self._ran = 0
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans in use, one for each graph and tuple of sizes."""
-        return [] if self._calls is None else self._calls.plans
+        """The plans in use of `memfit.compile`, one for each graph and tuple of sizes."""
+        return self._held.plans
 
     @property
     def most_bytes(self) -> int:
         """The most bytes on the device in any step that was measured: forward, loss, backward and update."""
-        return 0 if self._calls is None else self._calls.account.most_bytes
+        return self._held.most_bytes
+
+    def report(self) -> Report | EagerReport | None:
+        """Return the report of `memfit.checkpoint` or `memfit.eager`; None if `memfit.compile` holds the module."""
+        return self._held.report()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Let the module's calls run planned."""
-        if trainer.world_size > 1:
-            raise UnsupportedStepError(
-                f"{_WHERE}: the Trainer runs {trainer.world_size} processes, and memfit does not plan across ranks "
-                "yet; give Trainer(devices=1)"
-            )
+        self._hold(trainer, pl_module, is_training=False)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Follow the optimizers."""
+        self._hold(trainer, pl_module, is_training=True)
+        self._held.follow(*trainer.optimizers)
+
+    def _hold(self, trainer: Any, pl_module: Any, *, is_training: bool) -> None:
         modules = dict(pl_module.named_modules())
         if self._name not in modules:
             raise InvalidTargetError(
                 f"{_WHERE}: {type(pl_module).__name__} has no module {self._name!r}; it has "
                 f"{', '.join(name for name in modules if name and '.' not in name)}"
             )
-        module = modules[self._name]
-        if module is not self._module:
-            # manual optimization runs backward in `training_step`, which is inside autocast
-            manual = {"backward_autocast": not pl_module.automatic_optimization}
-            self._calls = compile_anew(module, {**manual, **self._options}, _WHERE)
-            self._module = module
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Follow the optimizers."""
-        assert self._calls is not None
-        self._calls.account.follow(*trainer.optimizers)
+        why = f"the Trainer runs {trainer.world_size} processes" if trainer.world_size > 1 else ""
+        # manual optimization runs backward in `training_step`, which is inside autocast
+        manual = not pl_module.automatic_optimization
+        self._held.hold(modules[self._name], why_not_compile=why, is_training=is_training, backward_autocast=manual)
 
     def _begin_batch(self, *_given: Any) -> None:
         """Note which calls ran before the batch."""
-        assert self._calls is not None
-        self._ran = self._calls.account.ran
+        self._ran = self._held.ran
 
     def _end_batch(self, *_given: Any) -> None:
-        """Refuse a step that called no planned module."""
-        assert self._calls is not None
-        if self._calls.account.ran == self._ran:
+        """Refuse a step that called no module that is held."""
+        if self._held.model is not None and self._held.ran == self._ran:
             name = f"self.{self._name}(...)" if self._name else "self(...)"
             raise UnsupportedStepError(
                 f"{_WHERE}: a step did not call {name}, so that its budget was not enforced; name the module that it "
@@ -109,8 +111,10 @@ class MemfitCallback(lightning.Callback):
         """Leave the module as it was: the Trainer tears nothing down then."""
         self.teardown(trainer, pl_module, "fit")
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """End the training."""
+        self._held.end_training()
+
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Leave the module as it was."""
-        if self._module is not None:
-            release(self._module)
-        self._module = None
+        self._held.let_go()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import transformers
 
+from memfit.checkpointing.reporting import Report
 from memfit.errors import InvalidOptionError, UnsupportedStepError
+from memfit.integrations.held import AUTO, HeldModel
 from memfit.plan import Plan
-from memfit.runtime.compile.model import PlannedCalls, compile_anew, release
-from memfit.torch_private.modules import own_call
+from memfit.runtime.eager.eager import Report as EagerReport
 
 _WHERE = "memfit.integrations.transformers"
 
@@ -25,42 +25,48 @@ class MemfitCallback(transformers.TrainerCallback):
     the budget too. Accumulation, mixed precision, clipping, label smoothing, saving and resuming stay the Trainer's.
 
     Args:
-        budget: the bytes for everything on the device: `"6GiB"`, or an integer.
-        options: `planner`, `options`, `time_limit_seconds`, `seed`, `host_budget`, `host_dir` as in `memfit.compile`.
+        budget: the bytes for everything on the device: `"6GiB"`, or an integer; of each rank's device, if there are
+            several.
+        door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, and for a
+            model that the compiler breaks into several graphs, `memfit.checkpoint`. `compile`, `checkpoint`, `eager`:
+            that one; `eager` is on from the beginning of a training to its end.
+        options: of the door: `planner`, `options`, `time_limit_seconds`, `seed`, `host_budget`, `host_dir` as in
+            `memfit.compile`; `blocks`, `budget_is` as in `memfit.checkpoint`.
 
     Raises:
-        InvalidOptionError, InvalidBudgetError: when the Trainer is made; other errors as `memfit.compile`.
-        UnsupportedStepError: TrainingArguments that ask for several devices, or for another compiler.
+        InvalidOptionError, InvalidBudgetError: when the Trainer is made; other errors as the door.
+        UnsupportedStepError: TrainingArguments that ask for another compiler, or for what the door does not hold.
     """
 
-    def __init__(self, budget: str | int, **options: Any) -> None:
-        self._options = {"budget": budget, **options}
-        self._model: torch.nn.Module | None = None
-        self._calls: PlannedCalls | None = None
+    def __init__(self, budget: str | int, *, door: str = AUTO, **options: Any) -> None:
+        self._held = HeldModel(budget, door, options, _WHERE)
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans in use, one for each graph and tuple of sizes."""
-        return [] if self._calls is None else self._calls.plans
+        """The plans in use of `memfit.compile`, one for each graph and tuple of sizes."""
+        return self._held.plans
 
     @property
     def most_bytes(self) -> int:
         """The most bytes on the device in any step that was measured: forward, loss, backward and update."""
-        return 0 if self._calls is None else self._calls.account.most_bytes
+        return self._held.most_bytes
+
+    def report(self) -> Report | EagerReport | None:
+        """Return the report of `memfit.checkpoint` or `memfit.eager`; None if `memfit.compile` holds the model."""
+        return self._held.report()
 
     def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
         """Let the model's calls run planned."""
-        _require_one_device(args)
-        self._plan(given["model"])
+        self._hold(args, given["model"], is_training=False)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
         """Follow the optimizer of this training; a `model_init` has made another model by now."""
-        _require_one_device(args)
-        self._plan(given["model"]).account.follow(given["optimizer"])
+        self._hold(args, given["model"], is_training=True)
+        self._held.follow(given["optimizer"])
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
         """Refuse an evaluation that runs unplanned."""
-        if self._calls is None or self._calls.account.ran == 0:
+        if self._held.model is not None and self._held.ran == 0:
             raise UnsupportedStepError(
                 f"{_WHERE}: the evaluation does not call the Trainer's model, or the callback was added after the "
                 "Trainer was made; give it to the Trainer as callbacks=[MemfitCallback(...)]"
@@ -68,16 +74,22 @@ class MemfitCallback(transformers.TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
         """Let go of the optimizer."""
-        if self._calls is not None:
-            self._calls.account.follow()
+        self._held.end_training()
 
-    def _plan(self, model: Any) -> PlannedCalls:
-        if self._calls is None or own_call(model) is not self._calls:
-            if self._model is not None and own_call(self._model) is self._calls:
-                release(self._model)
-            self._calls = compile_anew(model, self._options, _WHERE)
-            self._model = model
-        return self._calls
+    def _hold(self, args: Any, model: Any, *, is_training: bool) -> None:
+        if args.torch_compile:
+            raise InvalidOptionError(
+                f"{_WHERE}: TrainingArguments(torch_compile=True) compiles the model by itself, and its steps would "
+                "have no budget; leave it out"
+            )
+        if args.n_gpu > 1:
+            raise UnsupportedStepError(
+                f"{_WHERE}: the Trainer runs on {args.n_gpu} devices by DataParallel, in one process; start it with "
+                "torchrun, or show it one device, for example by CUDA_VISIBLE_DEVICES=0"
+            )
+        is_divided = args.world_size > 1 or args.deepspeed or args.fsdp
+        why = "the Trainer runs on several devices (DDP, FSDP or DeepSpeed)" if is_divided else ""
+        self._held.hold(model, why_not_compile=why, is_training=is_training)
 
 
 class MemfitTrainer(transformers.Trainer):
@@ -85,7 +97,7 @@ class MemfitTrainer(transformers.Trainer):
 
     Args:
         budget: the bytes for everything on the device: `"6GiB"`, or an integer.
-        memfit_options: a dictionary of what `MemfitCallback` takes beside it.
+        memfit_options: a dictionary of what `MemfitCallback` takes beside it, such as `{"door": "checkpoint"}`.
         arguments: as for Trainer.
         named: as for Trainer.
 
@@ -99,16 +111,3 @@ class MemfitTrainer(transformers.Trainer):
         self.memfit = MemfitCallback(budget, **(memfit_options or {}))
         named["callbacks"] = [*(named.get("callbacks") or ()), self.memfit]
         super().__init__(*arguments, **named)
-
-
-def _require_one_device(args: Any) -> None:
-    if args.world_size > 1 or args.n_gpu > 1 or args.deepspeed or args.fsdp:
-        raise UnsupportedStepError(
-            f"{_WHERE}: the Trainer runs on several devices (DDP, DataParallel, FSDP or DeepSpeed), and memfit does "
-            "not plan across ranks yet; show it one device, for example by CUDA_VISIBLE_DEVICES=0"
-        )
-    if args.torch_compile:
-        raise InvalidOptionError(
-            f"{_WHERE}: TrainingArguments(torch_compile=True) compiles the model by itself, and its steps would have "
-            "no budget; leave it out"
-        )

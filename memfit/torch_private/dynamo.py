@@ -131,7 +131,7 @@ _loops_divided, _questions_noted = _Inside(divide_loops), _Inside(_note_question
 
 
 def compiled_calls(
-    model: torch.nn.Module, function: Callable[..., Any], backend: Callable[..., Any]
+    model: torch.nn.Module, function: Callable[..., Any], backend: Callable[..., Any], *, whole: bool = False
 ) -> Callable[..., Any]:
     """Return `function` compiled by `backend`, also where all of its own code is torch's, as in `nn.Sequential`.
 
@@ -142,6 +142,7 @@ def compiled_calls(
         model: what the function calls.
         function: a function or a bound method.
         backend: as torch.compile takes it.
+        whole: whether a call that breaks into several graphs is an error, before anything of it has run.
     """
     import torch._dynamo  # takes seconds to import
 
@@ -150,7 +151,7 @@ def compiled_calls(
 
     def compile_anew() -> Callable[..., Any]:  # Dynamo keeps what it compiled by the code object
         own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
-        return torch.compile(own, backend=backend)
+        return torch.compile(own, backend=backend, fullgraph=whole)
 
     _patch_torch_for_dynamo()
     compiled, code, named = compile_anew(), _CodeOfModules(model), set[CodeType]()

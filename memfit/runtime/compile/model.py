@@ -96,34 +96,47 @@ def compile(
     return model
 
 
-def compile_in_place(model: torch.nn.Module, options: Mapping[str, Any], where: str) -> PlannedCalls:
+def compile_in_place(
+    model: torch.nn.Module,
+    options: Mapping[str, Any],
+    where: str,
+    *,
+    otherwise: Callable[[str], Callable[..., Any]] | None = None,
+) -> PlannedCalls:
     """Let all calls of a model run planned; return what runs them.
 
     Args:
         model: the model.
         options: of the backend; None stands for a default.
         where: begins the message of an error.
+        otherwise: as for `PlannedCalls`.
 
     Raises:
         MemfitError: as `compile`.
     """
-    calls = PlannedCalls(None, model, options, where)
+    calls = PlannedCalls(None, model, options, where, otherwise=otherwise)
     set_call(model, calls)
     return calls
 
 
-def compile_anew(model: torch.nn.Module, options: Mapping[str, Any], where: str) -> PlannedCalls:
+def compile_anew(
+    model: torch.nn.Module,
+    options: Mapping[str, Any],
+    where: str,
+    *,
+    otherwise: Callable[[str], Callable[..., Any]] | None = None,
+) -> PlannedCalls:
     """As `compile_in_place`; a model that memfit planned before, for a run that is over or was broken off, is released.
 
     Args:
-        model, options, where: as there.
+        model, options, where, otherwise: as there.
 
     Raises:
         MemfitError: as `compile`.
     """
     if isinstance(own_call(model), PlannedCalls):
         release(model)
-    return compile_in_place(model, options, where)
+    return compile_in_place(model, options, where, otherwise=otherwise)
 
 
 def release(model: torch.nn.Module) -> None:
@@ -142,6 +155,8 @@ class PlannedCalls:
         model: whose parameters it trains.
         options: of the backend, where None stands for a default, or read before.
         where: begins the message of an error.
+        otherwise: is told why a call with gradients cannot run as one planned graph, before anything of it has run, and
+            returns what runs it; without it such a call runs in several graphs, or is refused.
 
     Raises:
         MemfitError: as `compile`.
@@ -153,6 +168,8 @@ class PlannedCalls:
         model: torch.nn.Module,
         options: GraphSettings | Mapping[str, Any],
         where: str,
+        *,
+        otherwise: Callable[[str], Callable[..., Any]] | None = None,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise InvalidTargetError(f"{where}: model is a {type(model).__name__}, expected a torch.nn.Module")
@@ -167,7 +184,8 @@ class PlannedCalls:
             options = read_options({name: value for name, value in options.items() if value is not None})
         self._settings = options
         self._function = eager_call(model) if function is None else function
-        self._compiled = compiled_calls(model, self._function, self._planned_graph)
+        self._otherwise = otherwise
+        self._compiled = compiled_calls(model, self._function, self._planned_graph, whole=otherwise is not None)
         self._account: Account | None = None
         self._turn = Turn()
 
@@ -208,7 +226,12 @@ class PlannedCalls:
     def _call(self, account: Account, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         account.begin()
         ran, breaks = account.ran, graph_breaks()
-        returned = self._captured(*arguments, **named)
+        try:
+            returned = self._captured(*arguments, **named)
+        except UnsupportedStepError as error:
+            if self._otherwise is None or account.ran > ran:
+                raise
+            return self._otherwise(str(error).removeprefix(f"{self._where}: "))(*arguments, **named)
         if account.ran == ran:
             reasons = [why for why, count in graph_breaks().items() if count > breaks.get(why, 0)]
             why = (
@@ -216,6 +239,9 @@ class PlannedCalls:
                 if reasons
                 else "PyTorch's compiler may not enter it (DDP, FSDP, torch.compiler.disable, TORCH_COMPILE_DISABLE)"
             )
+            if self._otherwise is not None:
+                self._otherwise(why)
+                return returned
             raise UnsupportedStepError(
                 f"{self._where}: a call of {type(self._model).__name__} ran no planned graph, so its budget was not "
                 f"enforced: {why}; give the bare module inside of it, or memfit.fit the whole step"

@@ -1,0 +1,172 @@
+"""Held model: a model in a library's loop, held to a budget by the door of memfit that can do it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from memfit.checkpointing.loop import loops_of
+from memfit.checkpointing.reporting import Report
+from memfit.doors.checkpoint import Checkpointed, checkpoint
+from memfit.errors import InvalidOptionError, UnsupportedStepError
+from memfit.plan import Plan
+from memfit.runtime.compile.model import PlannedCalls, compile_anew, release
+from memfit.runtime.eager.eager import Eager, eager
+from memfit.runtime.eager.eager import Report as EagerReport
+from memfit.torch_private.modules import eager_call, own_call
+
+_log = logging.getLogger("memfit")
+
+AUTO, COMPILE, CHECKPOINT, EAGER = "auto", "compile", "checkpoint", "eager"
+_OPTIONS = {CHECKPOINT: ("blocks", "budget_is"), EAGER: ("host_budget", "host_dir")}
+
+
+class HeldModel:
+    """A model in a library's loop, held to a budget.
+
+    Args:
+        budget: the bytes for everything on the device.
+        door: `compile`: `memfit.compile` plans its calls; `checkpoint`: `memfit.checkpoint` steers torch's checkpoints
+            in them; `eager`: `memfit.eager` is on while it trains; `auto`: compile where it can, else checkpoint.
+        options: of the door; with `auto` those of compile and of checkpoint, each of which takes its own.
+        where: begins the message of an error.
+
+    Attributes:
+        model: that is held now; None if none is.
+
+    Raises:
+        InvalidOptionError: no such door, or an option that it does not have.
+    """
+
+    def __init__(self, budget: str | int, door: str, options: Mapping[str, Any], where: str) -> None:
+        doors = (AUTO, COMPILE, *_OPTIONS)
+        if door not in doors:
+            raise InvalidOptionError(f"{where}: door={door!r}, expected one of {', '.join(map(repr, doors))}")
+        foreign = [name for name in options if door in _OPTIONS and name not in _OPTIONS[door]]
+        if foreign:
+            raise InvalidOptionError(
+                f"{where}: door={door!r} has no option {foreign[0]!r}, but {', '.join(_OPTIONS[door])}; the options of "
+                "memfit.compile are for door='compile'"
+            )
+        self._budget, self._door, self._options, self._where = budget, door, dict(options), where
+        self.model: torch.nn.Module | None = None
+        self._by: PlannedCalls | Checkpointed | Eager | None = None
+        self._counter: Any = None
+        self._counted = 0
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans of `compile`, one for each graph and tuple of sizes."""
+        return self._by.plans if isinstance(self._by, PlannedCalls) else []
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes on the device in any step that was measured: forward, loss, backward and update."""
+        if isinstance(self._by, PlannedCalls):
+            return self._by.account.most_bytes
+        report = self.report()
+        return 0 if report is None else report.most_bytes if isinstance(report, Report) else report.peak_bytes
+
+    @property
+    def ran(self) -> int:
+        """The calls of the model that were planned or steered."""
+        return self._by.account.ran if isinstance(self._by, PlannedCalls) else self._counted
+
+    def report(self) -> Report | EagerReport | None:
+        """Return the report of `checkpoint` or `eager`; None of `compile`, which has plans, and before a training."""
+        return None if self._by is None or isinstance(self._by, PlannedCalls) else self._by.report()
+
+    def hold(
+        self, model: torch.nn.Module, *, why_not_compile: str = "", is_training: bool = True, **given: Any
+    ) -> None:
+        """Hold this model from now on, and no other one.
+
+        Args:
+            model: if it is trained now, on its device.
+            why_not_compile: why compile may not hold it, so that `auto` takes checkpoint at once; empty if it may.
+            is_training: whether a training begins; without one only compile holds a model.
+            given: options of compile by the library's settings; the user's go first.
+
+        Raises:
+            UnsupportedStepError: the door is compile, which may not hold it.
+            MemfitError: as the door.
+        """
+        if self._door == COMPILE and why_not_compile:
+            raise UnsupportedStepError(
+                f"{self._where}: {why_not_compile}, which memfit.compile does not plan; give door='checkpoint'"
+            )
+        compiles = self._door == COMPILE or (self._door == AUTO and not why_not_compile)
+        if model is self.model and (own_call(model) is self._by or not isinstance(self._by, PlannedCalls)):
+            return
+        self.let_go()
+        if not (compiles or is_training):
+            return
+        self.model = model
+        if compiles:
+            options = {**given, **self._options, "budget": self._budget}
+            options.pop("blocks", None)
+            otherwise = self._fall_back if self._door == AUTO else None
+            self._by = compile_anew(model, options, self._where, otherwise=otherwise)
+        elif self._door == EAGER:
+            self._count(model)
+            self._by = eager(model, budget=self._budget, **self._options)
+            self._by.__enter__()
+        else:
+            self._steer(model, why_not_compile)
+
+    def _steer(self, model: torch.nn.Module, why: str) -> None:
+        own = {name: value for name, value in self._options.items() if name in _OPTIONS[CHECKPOINT]}
+        if why:
+            left = [name for name in self._options if name not in own]
+            without = f", without {', '.join(left)}" if left else ""
+            _log.warning("memfit: the budget is held by memfit.checkpoint%s, since %s", without, why)
+        for loop in loops_of(model):  # of a run that was broken off
+            loop.close(is_judged=False)
+        self._count(model)
+        self._by = checkpoint(model, self._budget, **own)
+
+    def _fall_back(self, why: str) -> Callable[..., Any]:
+        """Let checkpoint hold the model, since compile cannot; return what runs its calls."""
+        model = self.model
+        assert model is not None
+        release(model)
+        self._counted = self.ran
+        self._steer(model, why.partition(" Hint:")[0])
+        return eager_call(model)
+
+    def _count(self, model: torch.nn.Module) -> None:
+        def count(*_: Any) -> None:
+            self._counted += 1
+
+        self._counter = model.register_forward_pre_hook(count)
+
+    def follow(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Let compile count the state that these optimizers will make, and hold their updates to the budget."""
+        if isinstance(self._by, PlannedCalls):
+            self._by.account.follow(*optimizers)
+
+    def end_training(self) -> None:
+        """End a training: compile holds later evaluations, too; the other doors leave the model as it was."""
+        if isinstance(self._by, PlannedCalls):
+            self._by.account.follow()
+        else:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Leave the model as it was."""
+        model, self.model = self.model, None
+        if self._counter is not None:
+            self._counter.remove()
+            self._counter = None
+        if model is None:
+            return
+        if isinstance(self._by, PlannedCalls):
+            if own_call(model) is self._by:
+                release(model)
+        elif isinstance(self._by, Checkpointed):
+            self._by.close()
+        elif self._by is not None:
+            self._by.__exit__(None, None, None)
