@@ -88,10 +88,60 @@ class Branches(Mlp):
         return x + self.b(y)
 
 
-@pytest.mark.parametrize("block", [TwoDropouts, Counts, ReadsBeforeWrite, Branches])
+class CountsInside(Mlp):
+    """Has a module inside that counts, and that may be checkpointed by itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.inside = Counts(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.inside(x))
+
+
+@pytest.mark.parametrize("block", [TwoDropouts, Counts, CountsInside, ReadsBeforeWrite, Branches])
 @pytest.mark.parametrize("share", [0.85, 0.7, 0.0])
 def test_bits_are_those_of_the_bare_loop(block: type[Mlp], share: float) -> None:
     same_as_bare(net(lambda: block(64)), share=share or 1e-6)
+
+
+class AddsToInput(torch.nn.Module):
+    """Adds to its input in place, as some encodings of positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 0.5
+        return self.inside(x)
+
+
+def with_stem(block: Callable[[], torch.nn.Module]) -> Callable[[], Net]:
+    def make() -> Net:
+        torch.manual_seed(0)
+        before = torch.nn.Sequential(torch.nn.Linear(8, 64), block())
+        return Net([Mlp(64) for _ in range(3)], before, torch.nn.Sequential(block(), torch.nn.Linear(64, 4)))
+
+    return make
+
+
+@pytest.mark.parametrize("share", [0.85, 0.6, 0.0])
+@pytest.mark.parametrize("block", [TwoDropouts, Counts, Branches, Mlp])
+def test_bits_with_a_stem_and_a_head_beside_the_blocks(block: type[Mlp], share: float) -> None:
+    handle = same_as_bare(with_stem(lambda: block(64)), share=share or 1e-6)
+    (size,) = handle.report().sizes
+    assert {"before", "after"} <= size.planned.rules.keys()
+    assert share or size.planned.rules["before"] != "none"
+
+
+def test_a_stem_that_writes_to_its_input_stays_as_it_is() -> None:
+    handle = same_as_bare(with_stem(AddsToInput), share=0.5)
+    (size,) = handle.report().sizes
+    assert size.planned.rules["after"] == "none"
+    (call,) = [call for shape in handle._loop.shapes.values() for call in shape.lean.calls if call.block == "after"]
+    assert "writes to its input (aten.add_.Tensor)" in call.must_stay
+    assert size.planned.rules["before"] != "none"  # there it is the stem's own tensor
 
 
 @pytest.mark.parametrize("block", [TwoDropouts, ReadsBeforeWrite])

@@ -130,6 +130,19 @@ RECORDED = {
 }
 
 
+def test_a_larger_plan_leaves_pages_free_that_an_allocator_may_take() -> None:
+    plain, paged = Contract(1000 * MIB), Contract(1000 * MIB, page_bytes=2 * MIB)
+    for contract, taken, wanted in ((plain, 970, True), (paged, 960, False), (paged, 940, True)):
+        standing = Standing()
+        standing.replace_plan(is_least=False, is_most=False)
+        verdicts = [contract.judge(standing, took(taken * MIB), taken * MIB) for _ in range(3)]
+        assert isinstance(verdicts[-1], Aim) == wanted
+        if isinstance(verdicts[-1], Aim):
+            assert verdicts[-1].aim_bytes == 1000 * MIB - contract.margin_bytes
+    assert plain.margin_bytes == 0
+    assert paged.margin_bytes == 25 * MIB
+
+
 @pytest.mark.parametrize("run", RECORDED)
 def test_recorded_runs(run: str) -> None:
     windows, budget, expected = RECORDED[run]

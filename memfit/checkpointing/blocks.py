@@ -39,6 +39,36 @@ def find_blocks(model: torch.nn.Module, patterns: Sequence[str] | None = None) -
     return outermost(_found(model, named))
 
 
+def find_rest(model: torch.nn.Module, blocks: Sequence[Named]) -> list[Named]:
+    """Return the modules beside the blocks that have modules inside: a stem, embeddings, a head of several layers.
+
+        >>> import torch
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> layers = Sequential(*[Sequential(Linear(4, 4), ReLU()) for _ in range(2)])
+        >>> model = Sequential(Sequential(Linear(4, 4), ReLU()), layers, Linear(4, 2))
+        >>> [name for name, _ in find_rest(model, find_blocks(model))]
+        ['0']
+
+    Args:
+        model: any module.
+        blocks: that were found in it.
+    """
+    own = {id(module) for _, block in blocks for module in block.modules()}
+    around = {id(module) for module in model.modules() if any(id(inner) in own for inner in module.modules())} - own
+    found: list[Named] = []
+
+    def look(name: str, module: torch.nn.Module) -> None:
+        for key, child in module.named_children():
+            inner = f"{name}.{key}".lstrip(".")
+            if id(child) in around or isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+                look(inner, child)
+            elif id(child) not in own and any(True for _ in child.children()):
+                found.append((inner, child))
+
+    look("", model)
+    return outermost(found)
+
+
 def _found(model: torch.nn.Module, named: Sequence[Named]) -> list[Named]:
     layers = [pair for pair in named if _is_checkpointed_by_library(pair[1])]
     if layers:

@@ -175,7 +175,7 @@ def choice_of_rules(call: CallSeen, rules: Mapping[str, Rule], prices: Prices) -
     Raises:
         InvalidOptionError: results that cannot be kept without others, or that the block does not have.
     """
-    rule = rules.get(call.block, FULL)
+    rule = NONE if call.must_stay else rules.get(call.block, FULL)
     if not isinstance(rule, str):
         return _kept_choice(call, rule, prices)
     spans = [span for span in call.spans if rules.get(span.name) == FULL]

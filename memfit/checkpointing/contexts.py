@@ -165,7 +165,7 @@ class Watched:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._tables = [table for each in module.modules() for table in (vars(each), module_tables(each)[1])]
+        self._tables = tables_in(module)
         self._statistics = {
             (id(module_tables(each)[1]), key)
             for each in module.modules()
@@ -198,6 +198,11 @@ class Watched:
 def _version(value: Any) -> int | None:
     is_counted = isinstance(value, torch.Tensor) and not value.is_inference()
     return value._version if is_counted else None
+
+
+def tables_in(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return the tables of attributes and of buffers of a module and those inside of it."""
+    return [table for each in module.modules() for table in (vars(each), module_tables(each)[1])]
 
 
 def statistics_in(module: torch.nn.Module) -> list[Place]:

@@ -23,17 +23,21 @@ class Installed:
     Args:
         model: the whole.
         blocks: its blocks.
+        rest: modules beside them.
         steering: decides what is done with each call.
 
     Raises:
         UnsupportedStepError: a block is wrapped in a reentrant checkpoint.
     """
 
-    def __init__(self, model: torch.nn.Module, blocks: Sequence[Named], steering: Steering) -> None:
+    def __init__(
+        self, model: torch.nn.Module, blocks: Sequence[Named], rest: Sequence[Named], steering: Steering
+    ) -> None:
         self._before: list[tuple[dict[str, Any], str, Any]] = []
         self._inside: dict[str, tuple[dict[str, Any], Steered, Any]] = {}
         self._shown: set[str] = set()
-        for name, block in blocks:
+        beside = {name for name, _ in rest}
+        for name, block in (*blocks, *rest):
             if isinstance(vars(block).get("forward"), Steered) or isinstance(
                 vars(block).get(_LIBRARY_FUNCTION), SteeredFunction
             ):
@@ -41,9 +45,10 @@ class Installed:
                 raise InvalidOptionError(
                     f"block {name!r} is steered by memfit.checkpoint already; call close() of that handle first"
                 )
-            self._install(Spot(name=name, module=block, is_block=True), steering)
+            whole = Spot(name=name, module=block, is_block=True, is_rest=name in beside)
+            self._install(whole, steering)
             for inner, module in _inside(block):
-                spot = Spot(name=f"{name}.{inner}", module=module, is_block=False)
+                spot = Spot(name=f"{name}.{inner}", module=module, is_block=False, block=whole)
                 self._inside[spot.name] = (
                     vars(module),
                     Steered(steering, spot, module.forward),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit.checkpointing.blocks import Named
-from memfit.checkpointing.choices import FULL
+from memfit.checkpointing.choices import FULL, NONE
 from memfit.checkpointing.installed import Installed
 from memfit.checkpointing.planning import CHAINED, LeanPass, Planned, Planner
 from memfit.checkpointing.policy import Policy, rules_for
@@ -48,7 +48,8 @@ class Loop:
 
     Args:
         model: the hooks are on it.
-        blocks: that are steered.
+        blocks: that are steered, and computed again in lean passes.
+        rest: modules beside them that are steered, and not computed again in lean passes.
         contract: the budget.
         device: of the model.
         may_chain: whether inputs of blocks may be computed again.
@@ -59,6 +60,7 @@ class Loop:
         self,
         model: torch.nn.Module,
         blocks: Sequence[Named],
+        rest: Sequence[Named],
         contract: Contract | None,
         device: torch.device,
         *,
@@ -67,6 +69,7 @@ class Loop:
     ) -> None:
         self.model, self.contract, self.device = model, contract, device
         self.blocks = [name for name, _ in blocks]
+        self._rest = [name for name, _ in rest]
         self.steering = Steering(device)
         self.shapes: dict[tuple[int, WindowKind], Shape] = {}
         self.history = History()
@@ -86,7 +89,7 @@ class Loop:
         self.frozen: Shape | None = None
         with record(device):  # from here on all is counted
             pass
-        self.installed = Installed(model, blocks, self.steering)
+        self.installed = Installed(model, blocks, rest, self.steering)
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(Hook(self.begin), with_kwargs=True, prepend=True),
             model.register_forward_hook(Hook(self.returned)),
@@ -185,7 +188,8 @@ class Loop:
         if isinstance(verdict, Held):
             self._race(shape, contract)
             return
-        shape.wants_plan |= isinstance(verdict, Aim)
+        if isinstance(verdict, Aim):
+            shape.wants_plan, shape.aim_bytes = True, verdict.aim_bytes
         if isinstance(verdict, Refused):
             assert shape.planned is not None
             why = f"it keeps as little as can be; the most is taken in {shape.planned.peak_is_in}"
@@ -204,7 +208,7 @@ class Loop:
         if shape.race is None:
             more_bytes = shape.planned.more_bytes
             limit_bytes = min(contract.aim_bytes(shape.standing), contract.budget_bytes)
-            limit_bytes -= contract.budget_bytes >> _RIVALS_SLACK
+            limit_bytes -= max(contract.margin_bytes, contract.budget_bytes >> _RIVALS_SLACK)
             rival = shape.planner.plan(limit_bytes, more_bytes, with_modes=False)
             shape.race = Race((shape.planned, rival))
             shape.race.is_over = rival.is_least or rival.seconds > _HOPELESS * shape.planned.seconds
@@ -259,15 +263,23 @@ class Loop:
             self.installed.show_inside(None)
             own = [*self.model.parameters(), *self.model.buffers()]
             recorder = LeanRecorder(self.device, now_bytes, self._uncounted_bytes, own)
-            return Pass(rulings=dict.fromkeys(self.blocks, FULL), recorder=recorder)
+            return Pass(rulings=dict.fromkeys(self.blocks + self._rest_to_begin_with(shape), FULL), recorder=recorder)
         if self._given is None and self._updates_to_come and self._lean_passes < _MOST_LEAN_PASSES:
             self._lean_passes += 1
-            return Pass(rulings=dict.fromkeys(self.blocks, FULL))
+            again = [call.block for call in self._calls(shape) if not call.must_stay]
+            return Pass(rulings=dict.fromkeys(again, FULL))
         self._plan_if_needed(shape, now_bytes)
         self.installed.show_inside(self._steered)
         assert shape.planned is not None
         self._predicted_bytes = shape.planned.predicted_bytes + now_bytes - shape.start_bytes
         return Pass(rulings=shape.rulings, has_chains=CHAINED in shape.rulings.values())
+
+    def _rest_to_begin_with(self, shape: Shape) -> list[str]:
+        """Return what beside the blocks a given policy computes again: it can be, or no policy would say so."""
+        if self._given is None:
+            return []
+        rules = rules_for(self._given, shape.numel, shape.kind)
+        return [name for name in self._rest if rules.get(name, NONE) != NONE]
 
     def _learn(self, recorder: LeanRecorder, lean: LeanPass, usage: Usage) -> None:
         shape = self._shape
@@ -294,7 +306,7 @@ class Loop:
         if shape.next_plan is not None:
             self._take(shape, shape.next_plan, now_bytes)
             return
-        aim_bytes = contract.aim_bytes(shape.standing)
+        aim_bytes = contract.aim_bytes(shape.standing) if shape.aim_bytes is None else shape.aim_bytes
         grown = now_bytes - shape.start_bytes
         has_grown = shape.planned is not None and shape.planned.predicted_bytes + grown > aim_bytes and grown > 0
         if shape.wants_plan or (has_grown and not shape.standing.is_least):
@@ -303,7 +315,8 @@ class Loop:
             self._take(shape, planner.plan(limit_bytes, more_bytes, with_modes=with_modes), now_bytes)
 
     def _take(self, shape: Shape, planned: Planned, now_bytes: int) -> None:
-        shape.planned, shape.start_bytes, shape.wants_plan, shape.next_plan = planned, now_bytes, False, None
+        shape.planned, shape.start_bytes = planned, now_bytes
+        shape.wants_plan, shape.aim_bytes, shape.next_plan = False, None, None
         shape.rulings = rulings_of(planned.rules, self._calls(shape), shape.overloads)
         self._steered |= shape.rulings.keys()
         shape.standing.replace_plan(is_least=planned.is_least, is_most=planned.is_most)

@@ -270,6 +270,8 @@ def _choices(calls: Sequence[CallSeen], prices: Prices, *, leaner: bool) -> list
     for call in calls:
         if call.block in seen:
             found.append([_DUMMY])
+        elif any(each.must_stay for each in of[call.block]):
+            found.append([_staying(of[call.block])])
         elif any(each.has_collectives for each in of[call.block]):  # of which all ranks call as many
             found.append([_always_full(of[call.block], prices)])
         elif len(of[call.block]) > 1:
@@ -298,6 +300,11 @@ def _renamed(choice: Choice, before: str, after: str) -> Choice:
     )
 
 
+def _staying(calls: Sequence[CallSeen]) -> Choice:
+    held = sum(none_choice(call).held_bytes for call in calls)
+    return Choice(seconds=0.0, held_bytes=held, more_bytes=0, rules={calls[0].block: NONE})
+
+
 def _always_full(calls: Sequence[CallSeen], prices: Prices) -> Choice:
     seconds = sum(full_choice(call, prices).seconds for call in calls)
     return Choice(seconds=seconds, held_bytes=0, more_bytes=0, rules={calls[0].block: FULL})
@@ -323,8 +330,9 @@ def _chains(calls: Sequence[CallSeen]) -> list[int]:
     """Return for each call how many in a row, up to it, got what the one before returned, each of another block."""
     repeated = {call.block for call in calls if sum(other.block == call.block for other in calls) > 1}
     lengths: list[int] = []
-    for call in calls:
-        follows = call.follows and call.block not in repeated and not call.has_collectives
+    for number, call in enumerate(calls):
+        may_follow = not any(each.must_stay for each in calls[max(0, number - 1) : number + 1])
+        follows = call.follows and call.block not in repeated and not call.has_collectives and may_follow
         lengths.append(lengths[-1] + 1 if lengths and follows else 0)
     return lengths
 

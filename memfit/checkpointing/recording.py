@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from memfit.checkpointing.choices import none_choice
 from memfit.checkpointing.planning import LeanPass, MomentSeen
 from memfit.checkpointing.seen import CallSeen, OpSeen, SpanSeen, StorageSeen
 from memfit.errors import UnsupportedStepError
 from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
 from memfit.torch_private.autograd import UnwrappedMode, default_saved_hooks
-from memfit.torch_private.checkpoints import IGNORED_OPS, saved_node_names, schema_of
+from memfit.torch_private.checkpoints import IGNORED_OPS, detached, saved_node_names, schema_of
 from memfit.torch_private.sharding import is_sharded, local
 from memfit.torch_private.tensors import draws, storage_key, tensors_in
 
@@ -42,7 +44,7 @@ class LeanRecorder:
         self, device: torch.device, start_bytes: int, uncounted_bytes: int, own: Iterable[torch.Tensor]
     ) -> None:
         self.device, self._uncounted_bytes = device, uncounted_bytes
-        self.has_returned = self._has_backward = False
+        self.has_returned = self._has_backward = self._is_over = False
         self.lean = LeanPass(start_bytes=start_bytes)
         self.overloads: dict[str, Any] = {}
         self.own = {_key(tensor) for tensor in own}
@@ -53,14 +55,24 @@ class LeanRecorder:
         self._timers: list[Timer] = []
         self._segment: tuple[AbstractContextManager[Usage], Usage] | None = None
         self._where: tuple[int, int | None] = (-1, None)
+        self._kept_now: int | None = None  # the call whose forward pass runs, if it is kept
+        self._segment_is_of: int | None = None  # the same when the present moment began
+        self._kept_in: list[int | None] = []  # and by moment
         self._open()
 
-    def forward(self, block: str, args: Any, kwargs: Any) -> BlockMode:
-        """Return the context of the first forward pass of a call of a block."""
+    def forward(self, block: str, args: Any, kwargs: Any, *, is_kept: bool = False) -> BlockMode:
+        """Return the context of the first forward pass of a call of a block.
+
+        Args:
+            block: its name.
+            args, kwargs: of the call.
+            is_kept: whether it is no checkpoint.
+        """
         number = len(self.lean.calls)
-        call = CallSeen(block=block)
+        call = CallSeen(block=block, is_kept=is_kept)
         self.lean.calls.append(call)
         self._alive.add(number)
+        self._kept_now = number if is_kept else None
         self._cut(None)
         given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         before = self._last_output() if self._last_output is not None else None
@@ -82,15 +94,31 @@ class LeanRecorder:
                 mode.call.storages[storage].is_output = True
         grown = [tensor for tensor in outputs if tensor.requires_grad]
         self._last_output = weakref.ref(grown[0]) if len(grown) == 1 else None
+        if self._kept_now is not None:
+            self._kept_now = None
+            self._cut(None)
         if grown and "CheckpointFunctionBackward" in saved_node_names(grown[0], _MOST_NODES):
-            raise UnsupportedStepError(
+            self.refuse(
+                mode.call,
                 f"block {mode.call.block!r} calls torch.utils.checkpoint with use_reentrant=True, which runs "
                 "a backward pass of its own inside of backward; give use_reentrant=False, or take that checkpoint out: "
-                "memfit.checkpoint decides what is computed again"
+                "memfit.checkpoint decides what is computed again",
             )
 
+    def refuse(self, call: CallSeen, why: str) -> None:
+        """Note that a call cannot be computed again.
+
+        Raises:
+            UnsupportedStepError: it is to be.
+        """
+        if not call.is_kept:
+            raise UnsupportedStepError(why)
+        call.must_stay = why
+
     def again(self, number: int) -> None:
-        """Note that the second forward pass of a call begins, and with it its backward pass."""
+        """Note that the backward pass of a call begins, with its second forward pass if it is not kept."""
+        if self._is_over or (number not in self._alive and self.lean.calls[number].is_kept):
+            return
         self._has_backward = True
         self._alive.discard(number)
         self._cut(number)
@@ -115,10 +143,23 @@ class LeanRecorder:
     def end(self) -> LeanPass:
         """End the record, and return what it holds."""
         self._close()
+        self._is_over = True
         for timer in self._timers:
             timer.tell()
         self._timers.clear()
+        self._take_kept_away()
         return self.lean
+
+    def _take_kept_away(self) -> None:
+        """Let moments have the bytes of a pass in which kept calls, too, were checkpoints.
+
+        In its own forward pass a kept call holds what it does step by step, so that nothing is taken away there.
+        """
+        kept = [(number, none_choice(call).held_bytes) for number, call in enumerate(self.lean.calls) if call.is_kept]
+        for place, (moment, now) in enumerate(zip(self.lean.moments, self._kept_in, strict=True)):
+            size_bytes = sum(size for number, size in kept if number <= moment.last and number != now)
+            if size_bytes:
+                self.lean.moments[place] = replace(moment, peak_bytes=moment.peak_bytes - size_bytes)
 
     def timer(self) -> Timer:
         """Return a timer of one operator, whose seconds are told at the end."""
@@ -129,6 +170,7 @@ class LeanRecorder:
 
     def _cut(self, own: int | None) -> None:
         self._close()
+        self._segment_is_of = self._kept_now
         self._where = max(self._alive, default=-1), own
         self._open()
 
@@ -145,6 +187,7 @@ class LeanRecorder:
         last, own = self._where
         peak_bytes = self._uncounted_bytes + usage.start_bytes + usage.peak_bytes - self._created_bytes
         self.lean.moments.append(MomentSeen(last=last, own=own, peak_bytes=peak_bytes))
+        self._kept_in.append(self._segment_is_of)
 
 
 class Timer:
@@ -201,9 +244,9 @@ class BlockMode(UnwrappedMode):
         self._hooks: Any = None
 
     def __enter__(self) -> BlockMode:
-        hooks = default_saved_hooks()  # the checkpoint's own
-        assert hooks is not None
-        pack, unpack = hooks
+        pack, unpack = default_saved_hooks() or (detached, _same)  # the checkpoint's own
+        if self.call.is_kept:
+            pack, unpack = self._told(pack, unpack)
 
         def note(tensor: torch.Tensor) -> Any:
             moment = self._tick()
@@ -224,6 +267,16 @@ class BlockMode(UnwrappedMode):
         self._recorder.inside = None
         self._hooks.__exit__(*raised)
         self._hooks = None  # a cycle would hold the frame, and with it the block's inputs
+
+    def _told(self, pack: Callable[..., Any], unpack: Callable[..., Any]) -> tuple[Any, Any]:
+        """Return hooks that say when the backward pass comes to what was saved."""
+        recorder, number = self._recorder, self.number
+
+        def told(packed: Any) -> Any:
+            recorder.again(number)
+            return unpack(packed)
+
+        return pack, told
 
     @contextmanager
     def span(self, name: str, args: Any, kwargs: Any) -> Any:
@@ -283,10 +336,11 @@ class BlockMode(UnwrappedMode):
         foreign = {key for key in written if key not in self.of and key not in self._recorder.own}
         if foreign:
             whose = "its input" if foreign & self._given else "a tensor from outside of it"
-            raise UnsupportedStepError(
+            self._recorder.refuse(
+                self.call,
                 f"block {self.call.block!r} writes to {whose} ({func}): computed again, it would read what it wrote. "
                 "Write a new tensor there (relu in the place of relu_, x = x + y in the place of x += y), or name "
-                f"other blocks: memfit.checkpoint(..., blocks=[...]) without {self.call.block!r}"
+                f"other blocks: memfit.checkpoint(..., blocks=[...]) without {self.call.block!r}",
             )
         return written
 
@@ -313,6 +367,10 @@ class BlockMode(UnwrappedMode):
             return made
         touched = [self.of[key] for key in (*written, *map(_key, tensors_in(returned))) if key in self.of]
         return touched[0] if touched else None
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -74,6 +74,8 @@ class CallSeen:
         input_bytes: of the tensors that were given to it, that the call before it returned.
         follows: whether all of its tensors that need a gradient came from the call before it.
         has_collectives: whether operators of it may talk to other ranks.
+        is_kept: whether it was no checkpoint in the lean pass.
+        must_stay: why it cannot be computed again; empty if it can.
     """
 
     block: str
@@ -84,6 +86,8 @@ class CallSeen:
     input_bytes: int = 0
     follows: bool = False
     has_collectives: bool = False
+    is_kept: bool = False
+    must_stay: str = ""
 
     @property
     def form(self) -> tuple[object, ...]:

@@ -60,6 +60,7 @@ class Shape:
         start_bytes: that were live when the planned pass began.
         standing: what its windows have shown.
         wants_plan: whether the next pass is planned anew.
+        aim_bytes: that its plan may be predicted to take, if the last window said so.
         next_plan: that it follows.
         unused_share: of the bytes that the allocator had taken in the lean pass, which were not live.
         race: of the two best plans.
@@ -75,6 +76,7 @@ class Shape:
     start_bytes: int = 0
     standing: Standing = field(default_factory=Standing)
     wants_plan: bool = True
+    aim_bytes: int | None = None
     next_plan: Planned | None = None
     unused_share: float = 0.0
     race: Race | None = None

@@ -23,6 +23,7 @@ from memfit.checkpointing.contexts import (
     Watched,
     selective_contexts,
     statistics_in,
+    tables_in,
 )
 from memfit.checkpointing.planning import CHAINED
 from memfit.checkpointing.recording import LeanRecorder
@@ -37,22 +38,30 @@ class Spot:
         name: in the model.
         module: itself.
         is_block: whether it is a block, and not a module inside of one.
+        is_rest: whether it lies beside the blocks, and is no checkpoint in lean passes.
+        block: that it is inside of; None of a block.
         statistics: places of batch normalization's statistics in it.
-        changed: other places that its forward pass was seen to change.
+        changed: other places that the forward pass of a block was seen to change.
     """
 
     name: str
     module: torch.nn.Module
     is_block: bool
+    is_rest: bool = False
+    block: Spot | None = None
     statistics: list[Place] = field(default_factory=list[Place])
     changed: list[Place] = field(default_factory=list[Place])
+    _tables: set[int] = field(default_factory=set[int])
 
     def __post_init__(self) -> None:
         self.statistics = statistics_in(self.module)
+        self._tables = {id(table) for table in tables_in(self.module)}
 
     def held(self) -> list[tuple[Place, Any]]:
         """Return what the places hold now that a forward pass will change."""
-        return [(place, place.held()) for place in self.changed]
+        if self.block is None:
+            return [(place, place.held()) for place in self.changed]
+        return [(place, place.held()) for place in self.block.changed if id(place.table) in self._tables]
 
 
 Ruling = str | KeepRule
@@ -118,6 +127,8 @@ class Steering:
         if present is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         ruling = present.rulings.get(spot.name)
+        if present.recorder is not None and spot.is_rest and ruling is None:
+            return self._record_kept(present.recorder, spot, forward, args, kwargs)
         if ruling is None:
             if present.recorder is not None and present.recorder.inside is not None:
                 with present.recorder.inside.span(spot.name, args, kwargs):
@@ -191,6 +202,18 @@ class Steering:
         output = self._checkpoint(contexts, forward, args, kwargs)
         held += watched.changed()
         spot.changed = [place for place, _ in held]
+        recorder.returned(mode, output)
+        return output
+
+    def _record_kept(
+        self, recorder: LeanRecorder, spot: Spot, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call of what lies beside the blocks in a lean pass: it is no checkpoint, and all it does is noted."""
+        mode = recorder.forward(spot.name, args, kwargs, is_kept=True)
+        watched = Watched(spot.module)
+        with mode:
+            output = forward(*args, **kwargs)
+        spot.changed = [place for place, _ in watched.changed()]
         recorder.returned(mode, output)
         return output
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memfit.checkpointing.blocks import find_blocks
+from memfit.checkpointing.blocks import find_blocks, find_rest
 from memfit.checkpointing.loop import Loop
 from memfit.checkpointing.policy import read_policy, to_plain
 from memfit.checkpointing.reporting import Report, SizeReport
@@ -138,7 +138,8 @@ def checkpoint(
     given = None if policy is None else read_policy(policy)
     found = find_blocks(model, blocks)
     is_sharded = any(base.__name__ == "FSDPModule" for module in model.modules() for base in type(module).__mro__)
-    return Checkpointed(Loop(model, found, contract, device, may_chain=not is_sharded, given=given))
+    rest = find_rest(model, found) if blocks is None else []
+    return Checkpointed(Loop(model, found, rest, contract, device, may_chain=not is_sharded, given=given))
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

@@ -22,6 +22,8 @@ WINDOWS_BEFORE_LARGER = 3
 MOST_PLANS = 6
 """Plans of one standing, after which no larger one is tried."""
 _LEAST_SPARE = 50  # a spare part of the budget below 1/50 is no reason for another plan
+_LEAST_SPARE_IN_PAGES = 20  # the same where an allocator takes pages, of which another plan may leave more unused
+_PAGES_MARGIN = 40
 _SPARE_PAGES = 2
 
 
@@ -145,6 +147,11 @@ class Contract:
         if self.is_share:
             self._budget_bytes = parse_budget(self._text, whole_bytes)
 
+    @property
+    def margin_bytes(self) -> int:
+        """What a plan leaves free that replaces one within the budget: an allocator may take more pages for it."""
+        return self.budget_bytes // _PAGES_MARGIN if self._page_bytes else 0
+
     def aim_bytes(self, standing: Standing) -> int:
         """Return the bytes that the next plan may be predicted to take.
 
@@ -171,10 +178,11 @@ class Contract:
             if standing.is_least:
                 return Refused(usage.taken_bytes, usage.taken_bytes - self.budget_bytes)
             return Aim(self.aim_bytes(standing), is_larger=False)
-        is_worth_it = spare_bytes > max(self.budget_bytes // _LEAST_SPARE, _SPARE_PAGES * self._page_bytes)
+        least_spare = _LEAST_SPARE_IN_PAGES if self._page_bytes else _LEAST_SPARE
+        is_worth_it = spare_bytes > max(self.budget_bytes // least_spare, _SPARE_PAGES * self._page_bytes)
         may_grow = standing.windows >= WINDOWS_BEFORE_LARGER and standing.plans < MOST_PLANS and not standing.is_most
         if is_worth_it and may_grow:
-            return Aim(self.aim_bytes(standing), is_larger=True)
+            return Aim(self.aim_bytes(standing) - self.margin_bytes, is_larger=True)
         return Held(spare_bytes)
 
     def refusal(self, refused: Refused, what: str) -> BudgetNotHeldError:
