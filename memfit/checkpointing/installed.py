@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from memfit.checkpointing.blocks import Named
 from memfit.checkpointing.steering import Spot, Steered, SteeredFunction, Steering
 from memfit.errors import InvalidOptionError, UnsupportedStepError
+from memfit.torch_private.modules import own_call
 
 _ABSENT = object()
+_CALL = "_compiled_call_impl"
 _LIBRARY_FLAG, _LIBRARY_FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 _MOST_INSIDE = 60  # modules of a block whose calls are steered
 
@@ -36,6 +38,7 @@ class Installed:
         self._before: list[tuple[dict[str, Any], str, Any]] = []
         self._inside: dict[str, tuple[dict[str, Any], Steered, Any]] = {}
         self._shown: set[str] = set()
+        self._steering, self._spots = steering, list[Spot]()
         beside = {name for name, _ in rest}
         for name, block in (*blocks, *rest):
             if isinstance(vars(block).get("forward"), Steered) or isinstance(
@@ -47,6 +50,7 @@ class Installed:
                 )
             whole = Spot(name=name, module=block, is_block=True, is_rest=name in beside)
             self._install(whole, steering)
+            self._spots.append(whole)
             for inner, module in _inside(block):
                 spot = Spot(name=f"{name}.{inner}", module=module, is_block=False, block=whole)
                 self._inside[spot.name] = (
@@ -59,6 +63,15 @@ class Installed:
                 continue
             self._set(module, _LIBRARY_FLAG, not _is_layer(module))
             self._set(module, _LIBRARY_FUNCTION, _just_call)
+        self.go_outside()
+
+    def go_outside(self) -> None:
+        """Steer the blocks that were compiled by themselves around their compiled code."""
+        for spot in self._spots:
+            compiled = own_call(spot.module)
+            if compiled is not None and not isinstance(compiled, Steered) and not _is_layer(spot.module):
+                spot.is_outside = True
+                self._set(spot.module, _CALL, Steered(self._steering, spot, cast("Callable[..., Any]", compiled)))
 
     def _install(self, spot: Spot, steering: Steering) -> None:
         module: Any = spot.module
@@ -90,6 +103,8 @@ class Installed:
             names: None for all of them.
         """
         wanted = set(self._inside) if names is None else self._inside.keys() & set(names)
+        compiled = {spot.name for spot in self._spots if spot.is_compiled}  # whose code would be compiled anew
+        wanted = {name for name in wanted if self._inside[name][1].block_name not in compiled}
         for name in self._shown - wanted:
             table, _, own = self._inside[name]
             if own is _ABSENT:

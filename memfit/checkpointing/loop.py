@@ -260,6 +260,7 @@ class Loop:
         if shape.planner is None:
             self._lean_passes += 1
             self._uncounted_bytes = self._uncounted.live_bytes()
+            self.installed.go_outside()
             self.installed.show_inside(None)
             own = [*self.model.parameters(), *self.model.buffers()]
             recorder = LeanRecorder(self.device, now_bytes, self._uncounted_bytes, own)

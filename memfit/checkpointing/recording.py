@@ -60,13 +60,16 @@ class LeanRecorder:
         self._kept_in: list[int | None] = []  # and by moment
         self._open()
 
-    def forward(self, block: str, args: Any, kwargs: Any, *, is_kept: bool = False) -> BlockMode:
+    def forward(
+        self, block: str, args: Any, kwargs: Any, *, is_kept: bool = False, is_compiled: bool = False
+    ) -> BlockMode:
         """Return the context of the first forward pass of a call of a block.
 
         Args:
             block: its name.
             args, kwargs: of the call.
             is_kept: whether it is no checkpoint.
+            is_compiled: whether it is compiled, or a module in it, so that its operators are not to be seen.
         """
         number = len(self.lean.calls)
         call = CallSeen(block=block, is_kept=is_kept)
@@ -79,7 +82,8 @@ class LeanRecorder:
         call.follows = len(given) == 1 and given[0] is before
         if call.follows:
             call.input_bytes = taken_bytes(local(given[0]).untyped_storage().nbytes(), self.device)
-        return BlockMode(self, number, call, tensors_in((args, kwargs)))
+        kind = CompiledMode if is_compiled else BlockMode
+        return kind(self, number, call, tensors_in((args, kwargs)))
 
     def returned(self, mode: BlockMode, output: Any) -> None:
         """Note what a call of a block returned.
@@ -251,20 +255,30 @@ class BlockMode(UnwrappedMode):
         def note(tensor: torch.Tensor) -> Any:
             moment = self._tick()
             self.call.saves.append(moment)
-            storage = self.of.get(_key(tensor))
+            storage = self._saved(tensor)
             if storage is not None:
                 self.call.storages[storage].saves.append(moment)
             return pack(tensor)
 
         self._hooks = torch.autograd.graph.saved_tensors_hooks(note, unpack)
         self._hooks.__enter__()
-        self._recorder.inside = self
-        super().__enter__()
+        self._begin()
         return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def _begin(self) -> None:
+        self._recorder.inside = self
+        super().__enter__()
+
+    def _end(self, *raised: Any) -> None:
         super().__exit__(*raised)
         self._recorder.inside = None
+
+    def _saved(self, tensor: torch.Tensor) -> int | None:
+        """Return the block's storage of a tensor that autograd saves; None if it is not the block's."""
+        return self.of.get(_key(tensor))
+
+    def __exit__(self, *raised: Any) -> None:
+        self._end(*raised)
         self._hooks.__exit__(*raised)
         self._hooks = None  # a cycle would hold the frame, and with it the block's inputs
 
@@ -367,6 +381,32 @@ class BlockMode(UnwrappedMode):
             return made
         touched = [self.of[key] for key in (*written, *map(_key, tensors_in(returned))) if key in self.of]
         return touched[0] if touched else None
+
+
+class CompiledMode(BlockMode):
+    """As BlockMode, of a block that is compiled: its operators, which would then run one by one, are one.
+
+    Storages are those that autograd saves, which were not given to the block and are not the model's.
+    """
+
+    def _begin(self) -> None:
+        self._op = OpSeen(name="compiled", nth=0, storage=None, seconds=0.0, draws=False, moment=self._tick())
+        self.call.ops.append(self._op)
+        self._timer = self._recorder.timer()
+
+    def _end(self, *raised: Any) -> None:  # noqa: ARG002
+        self._op.seconds = self._timer.stop()
+        self._timer.of(self._op)
+
+    def _saved(self, tensor: torch.Tensor) -> int | None:
+        key = _key(tensor)
+        if not key or key in self._given or key in self._recorder.own:
+            return None
+        if key not in self.of:
+            size_bytes = taken_bytes(local(tensor).untyped_storage().nbytes(), self._recorder.device)
+            self.of[key] = len(self.call.storages)
+            self.call.storages.append(StorageSeen(size_bytes=size_bytes, last_write=0))
+        return self.of[key]
 
 
 def _same(value: Any) -> Any:

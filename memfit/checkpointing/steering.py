@@ -28,6 +28,7 @@ from memfit.checkpointing.contexts import (
 from memfit.checkpointing.planning import CHAINED
 from memfit.checkpointing.recording import LeanRecorder
 from memfit.checkpointing.seen import CallSeen
+from memfit.torch_private.modules import own_call
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +39,7 @@ class Spot:
         name: in the model.
         module: itself.
         is_block: whether it is a block, and not a module inside of one.
+        is_outside: whether its calls are compiled, and steered around the compiled code.
         is_rest: whether it lies beside the blocks, and is no checkpoint in lean passes.
         block: that it is inside of; None of a block.
         statistics: places of batch normalization's statistics in it.
@@ -48,6 +50,7 @@ class Spot:
     module: torch.nn.Module
     is_block: bool
     is_rest: bool = False
+    is_outside: bool = False
     block: Spot | None = None
     statistics: list[Place] = field(default_factory=list[Place])
     changed: list[Place] = field(default_factory=list[Place])
@@ -56,6 +59,11 @@ class Spot:
     def __post_init__(self) -> None:
         self.statistics = statistics_in(self.module)
         self._tables = {id(table) for table in tables_in(self.module)}
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether calls of it, or of a module in it, are compiled."""
+        return any(own_call(module) is not None for module in self.module.modules())
 
     def held(self) -> list[tuple[Place, Any]]:
         """Return what the places hold now that a forward pass will change."""
@@ -122,7 +130,7 @@ class Steering:
     def run(self, spot: Spot, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of a module as the present pass says."""
         if torch.compiler.is_compiling():
-            return self._compiled(spot, forward, args, kwargs)
+            return forward(*args, **kwargs) if spot.is_outside else self._compiled(spot, forward, args, kwargs)
         present = self.present
         if present is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -184,7 +192,7 @@ class Steering:
         """Run a call of a block in a lean pass: all of it is computed again, and all that it does is noted."""
         recorder = present.recorder
         assert recorder is not None
-        mode = recorder.forward(spot.name, args, kwargs)
+        mode = recorder.forward(spot.name, args, kwargs, is_compiled=spot.is_compiled)
         watched = Watched(spot.module)
         held: list[tuple[Place, Any]] = []
         number = mode.number
@@ -209,7 +217,7 @@ class Steering:
         self, recorder: LeanRecorder, spot: Spot, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """Run a call of what lies beside the blocks in a lean pass: it is no checkpoint, and all it does is noted."""
-        mode = recorder.forward(spot.name, args, kwargs, is_kept=True)
+        mode = recorder.forward(spot.name, args, kwargs, is_kept=True, is_compiled=spot.is_compiled)
         watched = Watched(spot.module)
         with mode:
             output = forward(*args, **kwargs)
@@ -314,6 +322,11 @@ class Steered:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._steering.run(self._spot, self.forward, args, kwargs)
+
+    @property
+    def block_name(self) -> str:
+        """The name of the block that it is, or is inside of."""
+        return (self._spot.block or self._spot).name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.forward, memo)
