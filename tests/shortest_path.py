@@ -154,7 +154,8 @@ def smallest(storages: list[int], sizes: list[int], excess: int) -> Iterator[int
 def _order(graph: Graph) -> tuple[list[int], list[int]]:
     """For each op, the ops that have to come before its first computation, and those after which it may not be again.
 
-    Ops that touch the same mutated storage, or draw from the same generator, keep their order; what reads a version
+    Ops that touch the same mutated storage, draw from the same generator, or run between the same ranks keep their
+    order; what reads a version
     cannot be computed once that is overwritten.
     """
     before, until = [0] * len(graph.ops), [0] * len(graph.ops)
@@ -163,7 +164,7 @@ def _order(graph: Graph) -> tuple[list[int], list[int]]:
         for other in graph.ops[: op.id]:
             theirs = dict(graph.read_versions[other.id])
             shared = [s for s in versions.keys() & theirs.keys() if graph.last_version[s]]
-            if shared or (op.random is not None and op.random == other.random):
+            if shared or not set(op.kept_in_order).isdisjoint(other.kept_in_order):
                 before[op.id] |= 1 << other.id
             if any(s in op.mutates for s in shared):
                 until[other.id] |= 1 << op.id
