@@ -41,7 +41,7 @@ def test_a_larger_plan_is_tried_after_some_windows_and_only_so_often() -> None:
     for _ in range(MOST_PLANS + 2):
         standing.replace_plan(is_least=False, is_most=False)
         seen += [contract.judge(standing, took(900), predicted_bytes=990) for _ in range(WINDOWS_BEFORE_LARGER)]
-    grown = [index for index, verdict in enumerate(seen) if verdict == Aim(1045, is_larger=True)]
+    grown = [index for index, verdict in enumerate(seen) if verdict == Aim(1000, is_larger=True)]
     assert grown == [WINDOWS_BEFORE_LARGER * (n + 1) - 1 for n in range(MOST_PLANS - 1)]
 
 

@@ -22,12 +22,23 @@ from memfit.checkpointing.seen import CallSeen
 from memfit.checkpointing.shapes import Race, Shape, bucket_of
 from memfit.checkpointing.steering import Pass, Steering, rulings_of
 from memfit.checkpointing.uncounted import Uncounted
+from memfit.checkpointing.whole import MOST_COMPILATIONS, compiled_calls_in
 from memfit.checkpointing.windows import History, Meter
 from memfit.errors import UnsupportedStepError
-from memfit.memory.contract import Aim, Contract, Held, Refused, Usage, WindowKind
+from memfit.memory.contract import (
+    MOST_PLANS,
+    WINDOWS_BEFORE_LARGER,
+    Aim,
+    Contract,
+    Held,
+    Refused,
+    Standing,
+    Usage,
+    WindowKind,
+)
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, record
 from memfit.torch_private.autograd import at_end_of_backward
-from memfit.torch_private.modules import module_hooks
+from memfit.torch_private.modules import module_hooks, uncompiled
 from memfit.torch_private.tensors import tensors_in
 
 _log = logging.getLogger("memfit")
@@ -36,7 +47,12 @@ _MOST_LEAN_PASSES = 64  # without an optimizer's step, before a plan is made all
 _MOST_WARNINGS = 3  # of one kind
 _HOPELESS = 2.0  # a plan that is predicted to take so many times the seconds is not tried
 _RIVALS_SLACK = 7  # what no window has shown leaves 1/2**7
+_COMPILERS_SLACK = 4  # 1/2**4 of the budget is left to what the compiler keeps more than eager mode
 _SLACK = 9  # a plan leaves 1/2**9 of the budget to what grows between steps
+_NOT_SEEN = (
+    "an optimizer has stepped, and no call of the model was seen: give memfit.checkpoint what the loop calls, such as "
+    "the module that torch.compile returned"
+)
 _NOT_STEERED = (
     "a backward pass comes from a call of the model in eval mode, which memfit.checkpoint does not steer; call "
     "model.train(), and set single modules to eval() after it"
@@ -47,7 +63,7 @@ class Loop:
     """Measures the passes of a model, and plans them within a budget.
 
     Args:
-        model: the hooks are on it.
+        called: what the loop calls; the hooks are on it, or on what is in it if torch.compile made it.
         blocks: that are steered, and computed again in lean passes.
         rest: modules beside them that are steered, and not computed again in lean passes.
         contract: the budget.
@@ -58,7 +74,7 @@ class Loop:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        called: torch.nn.Module,
         blocks: Sequence[Named],
         rest: Sequence[Named],
         contract: Contract | None,
@@ -67,13 +83,17 @@ class Loop:
         may_chain: bool,
         given: Policy | None = None,
     ) -> None:
+        model = uncompiled(called)
         self.model, self.contract, self.device = model, contract, device
         self.blocks = [name for name, _ in blocks]
         self._rest = [name for name, _ in rest]
         self.steering = Steering(device)
         self.shapes: dict[tuple[int, WindowKind], Shape] = {}
         self.history = History()
-        self._may_chain, self._given = may_chain, given
+        self._whole = compiled_calls_in(called, blocks)
+        self._compilations = 0
+        self._is_first_compiled = False
+        self._may_chain, self._given = may_chain and not self._whole, given
         self._parameters: list[torch.nn.Parameter] = []
         self._uncounted = Uncounted(device)
         self._uncounted_bytes = self._uncounted.live_bytes()
@@ -90,11 +110,16 @@ class Loop:
         with record(device):  # from here on all is counted
             pass
         self.installed = Installed(model, blocks, rest, self.steering)
+        self._model_hooks = self._hooks_on(model)
         self._hooks: list[Any] = [
-            model.register_forward_pre_hook(Hook(self.begin), with_kwargs=True, prepend=True),
-            model.register_forward_hook(Hook(self.returned)),
             register_optimizer_step_pre_hook(Hook(self._before_step)),
             register_optimizer_step_post_hook(Hook(self._stepped)),
+        ]
+
+    def _hooks_on(self, model: torch.nn.Module) -> list[Any]:
+        return [
+            model.register_forward_pre_hook(Hook(self.begin), with_kwargs=True, prepend=True),
+            model.register_forward_hook(Hook(self.returned)),
         ]
 
     def expect_no_optimizer(self) -> None:
@@ -119,6 +144,7 @@ class Loop:
         else:
             self._kind = self._kind_now()
             self._shape = self._shape_now()
+            self._compile_if_settled(self._shape)
             self.steering.present = self._pass(self._shape)
         self._meter.open()
 
@@ -181,10 +207,16 @@ class Loop:
         self._predicted_bytes = None
         if contract is None:
             return
+        if self._is_first_compiled and shape is not None:  # the compiler itself takes memory, and compiles once
+            self._is_first_compiled = False
+            return
         if shape is None or predicted_bytes is None:
             self._warn(contract.over_text(usage) if usage.kind is WindowKind.EVALUATION else None, "evaluation")
             return
         verdict = contract.judge(shape.standing, usage, predicted_bytes)
+        if isinstance(verdict, Aim) and self._compilations >= MOST_COMPILATIONS:
+            over_bytes = usage.taken_bytes - contract.budget_bytes
+            verdict = Held(0) if verdict.is_larger else Refused(usage.taken_bytes, over_bytes)
         if isinstance(verdict, Held):
             self._race(shape, contract)
             return
@@ -193,8 +225,11 @@ class Loop:
         if isinstance(verdict, Refused):
             assert shape.planned is not None
             why = f"it keeps as little as can be; the most is taken in {shape.planned.peak_is_in}"
+            if not shape.standing.is_least:
+                why = f"the model was compiled {self._compilations} times, each for less"
             error = contract.refusal(verdict, why)
-            if contract.is_firm and shape.standing.over == 1:
+            if contract.is_firm and not shape.is_refused:
+                shape.is_refused = True
                 raise error
             self._warn(str(error), "refused")
         elif not verdict.is_larger:
@@ -202,6 +237,8 @@ class Loop:
 
     def _race(self, shape: Shape, contract: Contract) -> None:
         """Measure the present plan, if a dispatch mode is on in it, against the best one without."""
+        if self._whole:  # a compiler takes the mode's decisions into its graph
+            return
         seconds = self._meter.seconds() if shape.race is not None or shape.planned_has_mode else None
         if seconds is None or shape.planner is None or shape.planned is None:
             return
@@ -236,6 +273,9 @@ class Loop:
             recorder.after_update()
         if not self._updates_to_come:
             return
+        if not self._meter.is_open and not self.history.count:
+            self._warn(None if self._warned["not seen"] else _NOT_SEEN, "not seen")
+            return
         own = set(map(id, self.model.parameters()))
         self._updates_to_come -= any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
@@ -246,6 +286,29 @@ class Loop:
         return WindowKind.LATER if has_gradients else WindowKind.FIRST
 
     # -- plans
+
+    def _compile_if_settled(self, shape: Shape) -> None:
+        """Let the calls of a model that is compiled as a whole run compiled, once a plan has held for some windows."""
+        before = shape.standing
+        has_held = before.windows >= WINDOWS_BEFORE_LARGER and (
+            before.is_least or not self._is_over(before.worst_bytes)
+        )
+        if not self._whole or self._compilations or not has_held:
+            return
+        self._remove(self._model_hooks)
+        self.steering.is_frozen = True
+        for call in self._whole:
+            call.is_on = True
+            if uncompiled(call.module) is self.model:
+                call.around = self.begin, self.returned
+        if all(call.around is None for call in self._whole):
+            self._model_hooks += self._hooks_on(self.model)
+        self._compilations = 1
+        self._is_first_compiled = True
+        assert self.contract is not None
+        shape.wants_plan = not before.is_least
+        shape.aim_bytes = self.contract.budget_bytes - (self.contract.budget_bytes >> _COMPILERS_SLACK)
+        shape.standing = Standing(is_least=before.is_least, is_most=before.is_most, plans=1)
 
     def _shape_now(self) -> Shape:
         key = bucket_of(self._numel), self._kind
@@ -313,7 +376,15 @@ class Loop:
         if shape.wants_plan or (has_grown and not shape.standing.is_least):
             limit_bytes = aim_bytes - (contract.budget_bytes >> _SLACK)
             with_modes = shape.race is None or not shape.race.is_over or shape.planned_has_mode
-            self._take(shape, planner.plan(limit_bytes, more_bytes, with_modes=with_modes), now_bytes)
+            planned = planner.plan(limit_bytes, more_bytes, with_modes=with_modes)
+            is_held = not self._is_over(shape.standing.worst_bytes)
+            if shape.planned is not None and planned.rules == shape.planned.rules and is_held:  # it is the largest
+                shape.wants_plan, shape.aim_bytes, shape.standing.plans = False, None, MOST_PLANS
+                return
+            self._take(shape, planned, now_bytes)
+            if self._compilations and not self._is_first_compiled:
+                self._compilations += 1
+                self._is_first_compiled = True
 
     def _take(self, shape: Shape, planned: Planned, now_bytes: int) -> None:
         shape.planned, shape.start_bytes = planned, now_bytes
@@ -339,6 +410,8 @@ class Loop:
         self.frozen = max(planned, key=lambda shape: shape.numel)
         self._remove_hooks()
         self.steering.is_frozen = True
+        for call in self._whole:
+            call.is_on, call.around = True, None
         self.steering.present = Pass(rulings=self.frozen.rulings, has_chains=CHAINED in self.frozen.rulings.values())
 
     def close(self, *, is_judged: bool = True) -> None:
@@ -352,13 +425,19 @@ class Loop:
                 self.end()
         finally:
             self._remove_hooks()
+            for call in self._whole:
+                call.remove()
             self.installed.remove()
             self.steering.present = None
 
     def _remove_hooks(self) -> None:
-        for hook in self._hooks:
+        self._remove(self._model_hooks)
+        self._remove(self._hooks)
+
+    def _remove(self, hooks: list[Any]) -> None:
+        for hook in hooks:
             hook.remove()
-        self._hooks.clear()
+        hooks.clear()
 
 
 def loops_of(model: torch.nn.Module) -> list[Loop]:

@@ -64,6 +64,7 @@ class Shape:
         next_plan: that it follows.
         unused_share: of the bytes that the allocator had taken in the lean pass, which were not live.
         race: of the two best plans.
+        is_refused: whether it was said that no plan keeps the budget.
     """
 
     numel: int
@@ -80,6 +81,7 @@ class Shape:
     next_plan: Planned | None = None
     unused_share: float = 0.0
     race: Race | None = None
+    is_refused: bool = False
 
     @property
     def planned_has_mode(self) -> bool:

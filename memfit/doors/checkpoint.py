@@ -14,6 +14,7 @@ from memfit.checkpointing.policy import read_policy, to_plain
 from memfit.checkpointing.reporting import Report, SizeReport
 from memfit.errors import InvalidDeviceError, InvalidOptionError
 from memfit.memory.contract import FIRM, SOFT, Contract
+from memfit.torch_private.modules import uncompiled
 
 _PAGE_BYTES = {"cuda": 2 << 20}  # c10/cuda/CUDACachingAllocator.cpp, kSmallBuffer and the step of larger segments
 
@@ -136,9 +137,10 @@ def checkpoint(
     page_bytes = _PAGE_BYTES.get(device.type, 0)
     contract = None if budget is None else Contract(budget, page_bytes=page_bytes, is_firm=budget_is == FIRM)
     given = None if policy is None else read_policy(policy)
-    found = find_blocks(model, blocks)
+    inner = uncompiled(model)
+    found = find_blocks(inner, blocks)
     is_sharded = any(base.__name__ == "FSDPModule" for module in model.modules() for base in type(module).__mro__)
-    rest = find_rest(model, found) if blocks is None else []
+    rest = find_rest(inner, found) if blocks is None else []
     return Checkpointed(Loop(model, found, rest, contract, device, may_chain=not is_sharded, given=given))
 
 

@@ -155,10 +155,10 @@ class Contract:
     def aim_bytes(self, standing: Standing) -> int:
         """Return the bytes that the next plan may be predicted to take.
 
-        Of what a plan took less than predicted, half is given to the next one, whose error may be another.
+        What a plan took less than predicted is not given to the next one, which may take all that is predicted.
         """
         error_bytes = standing.expected_error_bytes if standing.error_bytes is None else standing.error_bytes
-        return self.budget_bytes - (error_bytes if error_bytes > 0 else -(-error_bytes // 2))
+        return self.budget_bytes - max(0, error_bytes)
 
     def judge(self, standing: Standing, usage: Usage, predicted_bytes: int) -> Verdict:
         """Return the verdict on one window, which `standing` counts.

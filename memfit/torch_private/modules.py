@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._guards
@@ -86,6 +86,13 @@ def is_compiled(model: torch.nn.Module) -> bool:
     from torch._dynamo import OptimizedModule
 
     return isinstance(model, OptimizedModule) or model._compiled_call_impl is not None
+
+
+def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside of what `torch.compile` made of it; a module that it did not make is returned."""
+    from torch._dynamo import OptimizedModule
+
+    return cast("torch.nn.Module", model._orig_mod) if isinstance(model, OptimizedModule) else model
 
 
 def hooks_on_all_modules() -> list[Any]:
