@@ -148,7 +148,6 @@ def _child(name: str, row: int, seconds: float, measure: Measure, smaller: dict[
 
 
 _PAGES = "some pages of torch's allocator above the budget, in the steps before the plan is corrected"
-_BY_MEMFIT = "memfit.checkpoint takes more than the bytes of all checkpoints, which is the least that it can keep"
 FAULTS: dict[str, str] = {
     "eager": "eager mode reserves more than its budget, by an eighth, and says that it was within",
     "compile": _PAGES,
@@ -161,8 +160,6 @@ FAULTS: dict[str, str] = {
     "fit, batches of three sizes": "a step of a new size reserves what its capture and its measurement take",
     "gpt2-medium": "a step under the hard cap takes 30 MiB more of the driver than its budget of 8,034",
     "llama-1b": "unused parts of segments that hold parameters and state count only after a first step has shown them",
-    "resnet50": _BY_MEMFIT,
-    "vit-large": _BY_MEMFIT,
     "inductor-gpt2": "the step in which Inductor makes its kernels counts, and no plan fits into what that leaves",
 }
 """Children that fail in a rehearsal, by a fault of memfit, and which. One that no longer fails has to go from here."""
