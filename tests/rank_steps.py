@@ -21,7 +21,7 @@ from memfit.plan import Plan
 from memfit.schedule import Compute
 
 STEPS = 20
-SEARCH: dict[str, Any] = {"options": {"iterations": 1_500}, "time_limit_seconds": 60}  # on a busy machine the same
+SEARCH: dict[str, Any] = {"options": {"iterations": 6_000}, "time_limit_seconds": 60}  # on a busy machine the same
 SMALL_BUCKETS_MB = 0.02  # of three Linear(64, 64)
 
 

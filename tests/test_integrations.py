@@ -141,7 +141,7 @@ def test_a_trainer_keeps_its_bits_and_its_budget(tmp_path: Path, steps: int, set
     planned.train()
     assert logged(planned) == logged(stock)
     assert_same(planned.model, stock.model)
-    assert 0 < callback.most_bytes <= callback._options["budget"]
+    assert 0 < callback.most_bytes <= callback._held.budget
     assert callback.plans
 
 

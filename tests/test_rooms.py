@@ -147,7 +147,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     "memory": (("contract",),),
     "checkpointing": (
         ("loop",),
-        ("installed", "shapes", "windows"),
+        ("installed", "shapes", "whole", "windows"),
         ("blocks", "reporting", "steering"),
         ("chain", "policy", "recording", "uncounted"),
         ("contexts", "planning"),
@@ -162,7 +162,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("autograd", "checkpoints", "cuda", "modules", "ranks", "sharding", "symbols", "tensors", "tracing"),
         ("patching",),
     ),
-    "integrations": (("accelerate", "lightning", "transformers"),),
+    "integrations": (("accelerate", "lightning", "transformers"), ("held",)),
     "runtime/compile": (
         ("lookup", "model"),
         ("backend",),

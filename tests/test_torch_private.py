@@ -88,6 +88,7 @@ from memfit.torch_private.modules import (
     own_call,
     own_tensors,
     set_call,
+    uncompiled,
 )
 from memfit.torch_private.patching import replaced
 from memfit.torch_private.ranks import (
@@ -510,7 +511,9 @@ def test_a_module_of_torchs_own_code_is_captured() -> None:
     assert own_call(model) is not None
     set_call(model, None)
     assert own_call(model) is None
-    assert not is_compiled(model) and is_compiled(torch.compile(model, backend="eager"))
+    wrapped = torch.compile(model, backend="eager")
+    assert not is_compiled(model) and is_compiled(wrapped)
+    assert uncompiled(wrapped) is model is uncompiled(model)
     compile_soundly()
     try:
         model.compile(backend=backend)

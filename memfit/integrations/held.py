@@ -35,7 +35,9 @@ class HeldModel:
         where: begins the message of an error.
 
     Attributes:
+        budget: as given.
         model: that is held now; None if none is.
+        holds_evaluations: whether an evaluation without training is held, too: by compile alone.
 
     Raises:
         InvalidOptionError: no such door, or an option that it does not have.
@@ -51,8 +53,9 @@ class HeldModel:
                 f"{where}: door={door!r} has no option {foreign[0]!r}, but {', '.join(_OPTIONS[door])}; the options of "
                 "memfit.compile are for door='compile'"
             )
-        self._budget, self._door, self._options, self._where = budget, door, dict(options), where
+        self.budget, self._door, self._options, self._where = budget, door, dict(options), where
         self.model: torch.nn.Module | None = None
+        self.holds_evaluations = door in (AUTO, COMPILE)
         self._by: PlannedCalls | Checkpointed | Eager | None = None
         self._counter: Any = None
         self._counted = 0
@@ -102,17 +105,18 @@ class HeldModel:
         if model is self.model and (own_call(model) is self._by or not isinstance(self._by, PlannedCalls)):
             return
         self.let_go()
+        self.holds_evaluations = compiles
         if not (compiles or is_training):
             return
         self.model = model
         if compiles:
-            options = {**given, **self._options, "budget": self._budget}
+            options = {**given, **self._options, "budget": self.budget}
             options.pop("blocks", None)
             otherwise = self._fall_back if self._door == AUTO else None
             self._by = compile_anew(model, options, self._where, otherwise=otherwise)
         elif self._door == EAGER:
             self._count(model)
-            self._by = eager(model, budget=self._budget, **self._options)
+            self._by = eager(model, budget=self.budget, **self._options)
             self._by.__enter__()
         else:
             self._steer(model, why_not_compile)
@@ -126,7 +130,7 @@ class HeldModel:
         for loop in loops_of(model):  # of a run that was broken off
             loop.close(is_judged=False)
         self._count(model)
-        self._by = checkpoint(model, self._budget, **own)
+        self._by = checkpoint(model, self.budget, **own)
 
     def _fall_back(self, why: str) -> Callable[..., Any]:
         """Let checkpoint hold the model, since compile cannot; return what runs its calls."""

@@ -66,7 +66,7 @@ class MemfitCallback(transformers.TrainerCallback):
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
         """Refuse an evaluation that runs unplanned."""
-        if self._held.model is not None and self._held.ran == 0:
+        if self._held.holds_evaluations and self._held.ran == 0:
             raise UnsupportedStepError(
                 f"{_WHERE}: the evaluation does not call the Trainer's model, or the callback was added after the "
                 "Trainer was made; give it to the Trainer as callbacks=[MemfitCallback(...)]"
