@@ -24,7 +24,7 @@ COMPILE_LIBRARIES := from memfit.runtime.arena.library import load_arena_library
 	from memfit.system.recorder import allocated_bytes; load('cuda'); allocated_bytes('cpu')
 
 .DELETE_ON_ERROR:
-.PHONY: demo picture test test-all test-ci test-cuda test-torch lint bench gpu gpu-rehearsal wheels docs clean
+.PHONY: demo picture test test-all test-ci durations test-cuda test-torch lint bench gpu gpu-rehearsal wheels docs clean
 
 # Fits a ResNet-50 step into $(BUDGET), runs it, proves that its gradients are the same bits, and leaves a report.
 demo: $(INSTALLED)
@@ -52,6 +52,11 @@ test-ci: $(INSTALLED)
 	@$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" $(APART) --slow-fifth "$$(git rev-list --count HEAD)"
 	@$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" tests/test_checkpoint*.py --slow-fifth "$$(git rev-list --count HEAD)"
 
+# All tests, to store what each takes: those that take long are `slow` (tests/durations.py).
+durations: $(INSTALLED)
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" --store-durations $(APART)
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" --store-durations tests/test_checkpoint*.py
+
 # On torch's own CUDA build over a GPU that is not there (benchmarks/cuda_build.py); needs the headers of a CUDA toolkit.
 test-cuda: $(INSTALLED)
 	@$(CUDA_BUILD) make >/dev/null || { [ $$? = $(NOT_HERE) ] || exit 1; \
@@ -76,8 +81,8 @@ docs: $(DOCS_INSTALLED)
 bench: $(INSTALLED)
 	@for script in torch_baselines sweep compare_baselines plan_shared_graphs prove_small_graphs planning_time \
 		offloading inplace simulate_speed guard_cost packing arena cuda_reserved chen_figures feng_table1 joint_plans profile_without_memory \
-		disk_tier offloading_planners offloading_planners_picture dqn_curves functions variable_shapes graph_breaks \
-		loop_cost eager_mode dispatch_modes dense_cuts tables; do \
+		disk_tier offloading_planners offloading_planners_picture dqn_curves functions variable_shapes \
+		loop_cost eager_mode checkpoint doors dispatch_modes dense_cuts tables; do \
 		echo "benchmarks/$$script.py"; $(RUN) benchmarks/$$script.py || exit 1; \
 	done
 

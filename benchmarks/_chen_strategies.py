@@ -21,16 +21,16 @@ import numpy as np
 
 from memfit.device import GENERIC
 from memfit.graph import Graph, Op, Phase
+from memfit.papers.planners.linear_split import linear_chain, solve_chain
+from memfit.papers.planners.recompute_counts import counts_keeping, evaluate_counts
+from memfit.papers.planners.sublinear import appendix_a_splits
+from memfit.papers.planners.vertices import vertices_of
 from memfit.plan import Problem
 from memfit.planners.engine.order import update_at_once_order
 from memfit.planners.engine.retention.decisions import Evaluation
 from memfit.planners.engine.retention.emit import emit
 from memfit.planners.engine.retention.instance import Instance, build_instance
 from memfit.planners.engine.starts.forward_part import ForwardPart, Split
-from memfit.planners.published.linear_split import linear_chain, solve_chain
-from memfit.planners.published.recompute_counts import counts_keeping, evaluate_counts
-from memfit.planners.published.sublinear import appendix_a_splits
-from memfit.planners.published.vertices import vertices_of
 from memfit.report.live import play
 
 NO_LIMIT = 1 << 60

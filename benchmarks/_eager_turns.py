@@ -190,8 +190,6 @@ def _numbers(report: Report, before_bytes: int) -> dict[str, Any]:
         "passes": {
             "calm": report.calm.passes,
             "by policy": report.by_policy.passes,
-            "by plan": report.by_plan.passes,
-            "left": report.left_plan.passes,
         },
         "calls": report.calls,
         "made_again": report.made_again,

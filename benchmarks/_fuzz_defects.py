@@ -25,7 +25,7 @@ Patch = tuple[Any, str, Any]
 
 # What else would see the defect: the comparison of a capture with eager's calls, and the measurement of each step.
 _UNCOMPARED: tuple[Patch, ...] = ((PlannedStep, "_compare", lambda *_: None),)
-_UNMEASURED: tuple[Patch, ...] = ((planned_step, "needed_correction", lambda *_: None),)
+_UNMEASURED: tuple[Patch, ...] = ((PlannedStep, "_judge", lambda *_: None),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

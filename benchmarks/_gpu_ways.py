@@ -20,6 +20,7 @@ from _planned import eager_run
 
 import memfit
 from memfit.errors import InvalidOptionError, VerificationError
+from memfit.options import FitOptions, help_texts
 from memfit.torch_private.dynamo import compile_with_budget
 
 HARD_STEPS = 50
@@ -214,7 +215,7 @@ def _fit(ask: Ask, made: Model, budget_bytes: int) -> Way:
     step.model.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
     given = {"time_limit_seconds": TIME_LIMIT_SECONDS} | ask.given
-    unknown = given.keys() - inspect.signature(memfit.fit).parameters.keys()
+    unknown = given.keys() - inspect.signature(memfit.fit).parameters.keys() - help_texts(FitOptions).keys()
     if unknown:
         raise NotThereYetError(f"memfit.fit has no option {', '.join(sorted(unknown))}")
     optimizer = step.optimizer

@@ -12,9 +12,9 @@ from _measure import all_same, differences, outcome, resident_bytes, same_bits, 
 from _record import interleaved_ratio
 
 from memfit import PlannedStep, TrainingStep
+from memfit.doors.fit import fit_step
 from memfit.errors import InfeasibleBudgetError, TimeLimitError
 from memfit.planning import Settings
-from memfit.runtime.fitting import fit_step
 from memfit.system.recorder import allocated_bytes
 from memfit.torch_private.cuda import release_cublas_workspaces
 from memfit.workloads import build

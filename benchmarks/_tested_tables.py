@@ -128,34 +128,6 @@ def first_fit(found: Payload) -> Table:
     return head, rows, f"Without imports; at most {found['time_limit_seconds']:.0f} s of search."
 
 
-def graph_breaks(found: Payload) -> Table:
-    """Steps with graph breaks against the same steps without."""
-    rows = [
-        [
-            row["workload"],
-            f"{row['share']:.0%}",
-            str(each["breaks"]),
-            f"{each['seconds']:.3f}",
-            f"{each['above_whole']:+.1%}",
-            f"{each['peak_bytes'] / MIB:.0f}",
-            f"{row['budget_bytes'] / MIB:.0f}",
-        ]
-        for row in found["rows"]
-        for each in row["breaks"]
-    ]
-    head = [
-        "workload",
-        "of eager's peak",
-        "breaks",
-        "step, s",
-        "against no breaks",
-        "measured peak, MiB",
-        "budget, MiB",
-    ]
-    note = f"The steps of one budget take turns; medians of {found['rounds']} rounds."
-    return head, rows, note
-
-
 def versions(stored: dict[str, Payload]) -> Table:
     """How many tests passed on each version."""
     rows = [
@@ -245,7 +217,6 @@ TESTED_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {
     "fuzz-defects": ("fuzz_defects", fuzz_defects),
     "models": ("models", models),
     "first-fit": ("first_fit", first_fit),
-    "graph-breaks": ("graph_breaks", graph_breaks),
     "variable-shapes": ("variable_shapes", variable_shapes),
 }
 """Each table of one result by name: the script that stored it, and what makes it."""

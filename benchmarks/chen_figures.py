@@ -36,13 +36,13 @@ from _record import load, result_path, store
 from memfit import TrainingStep
 from memfit.capture import capture
 from memfit.device import GENERIC
+from memfit.doors.fit import fit_step
 from memfit.errors import InfeasibleBudgetError
 from memfit.packing import PackingProblem, check_layout, make_packer
 from memfit.packing.from_schedule import blocks_of
 from memfit.plan import Problem
 from memfit.planners import make_planner
 from memfit.planning import Settings
-from memfit.runtime.fitting import fit_step
 from memfit.system.recorder import allocated_bytes
 
 NAME = "chen_figures"

@@ -26,9 +26,9 @@ from _record import interleaved_seconds, load, result_path, store
 from torch_baselines import BASELINE_KINDS, baseline, best
 
 from memfit import PlannedStep, TrainingStep
+from memfit.doors.fit import fit_step
 from memfit.errors import InfeasibleBudgetError, MemfitError
 from memfit.planning import DEFAULT_PLANNER, Settings
-from memfit.runtime.fitting import fit_step
 from memfit.system.recorder import allocated_bytes
 from memfit.workloads import build
 

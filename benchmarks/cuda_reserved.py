@@ -21,16 +21,18 @@ from _measure import EIGHT, MIB
 from _record import result_path, store
 
 from memfit.capture import capture
+from memfit.compile_ahead import compile_ahead
 from memfit.cost.device_profiles import load_device
 from memfit.cost.rooflines import roofline
 from memfit.device import Device
+from memfit.errors import NoPlanError
 from memfit.graph import Graph
+from memfit.memory.fit_by import Sizes, fit_by
 from memfit.packing import PackingProblem, make_packer
 from memfit.packing.from_schedule import blocks_of
 from memfit.plan import Plan
-from memfit.planners.compile_ahead import compile_ahead
-from memfit.planning import Settings, make_leanest_plan, make_plan
-from memfit.runtime.placed_plans import MOST_PLANS, plan_for_less
+from memfit.planning import Settings, make_plan
+from memfit.runtime.placed_plans import MOST_PLANS
 from memfit.schedule import Schedule
 from memfit.simulate.cuda_allocator import AllocatorSettings
 from memfit.simulate.reserved import reserved
@@ -59,17 +61,20 @@ def plan_within(mode: str, half: Plan, settings: Settings) -> dict[str, Any]:
     """Plan for less until what the mode takes is within the budget of `half`; return the figures of what was found."""
     graph, device = half.graph, half.device
 
-    def make(own: Settings) -> Plan:
-        return half if own.budget == half.budget_bytes else make_plan(graph, device, own)
+    def make(aim_bytes: int) -> Plan:
+        return half if aim_bytes == half.budget_bytes else make_plan(graph, device, settings.within(aim_bytes))
 
-    placed = plan_for_less(
-        make, settings.within(half.budget_bytes), lambda plan: taken_bytes(mode, graph, plan.schedule, device)
-    )
-    plan = placed.plan
-    found = {"taken_bytes": placed.taken_bytes, "overhead": plan.overhead, "aim_bytes": plan.budget_bytes}
-    if placed.taken_bytes > placed.budget_bytes:
-        return {**found, "error": f"above the budget after {MOST_PLANS} plans"}
-    return {**found, "plans": placed.tries}
+    def sizes_of(plan: Plan) -> Sizes:
+        return Sizes(
+            planned_bytes=min(plan.budget_bytes, plan.predicted.peak_bytes),
+            taken_bytes=taken_bytes(mode, graph, plan.schedule, device),
+            budget_bytes=half.budget_bytes,
+        )
+
+    placed = fit_by(make, sizes_of, half.budget_bytes, most_plans=MOST_PLANS)
+    plan = placed.made
+    found = {"taken_bytes": placed.sizes.taken_bytes, "overhead": plan.overhead, "aim_bytes": plan.budget_bytes}
+    return {**found, "plans": placed.plans} if placed.fits else {**found, "error": f"above after {MOST_PLANS} plans"}
 
 
 def figures(plan: Plan) -> dict[str, Any]:
@@ -102,7 +107,11 @@ def workload(name: str, seconds: float, save: Callable[[str, Plan], None]) -> di
     graph = roofline(captured.graph, captured.binding, device)
     settings = Settings(budget="50%", time_limit_seconds=seconds, reads_kept_plans=False)
     whole = make_plan(graph, device, Settings(budget="100%", planner="none"))
-    least = make_leanest_plan(graph, device, settings)
+    try:
+        least = make_plan(graph, device, settings.within(1))
+    except NoPlanError as error:
+        assert error.least_budget_found_bytes is not None
+        least = make_plan(graph, device, settings.within(error.least_budget_found_bytes))
     budget_bytes = max(whole.predicted.peak_bytes // 2, least.predicted.peak_bytes)  # vgg16's gradients are above half
     half = make_plan(graph, device, settings.within(budget_bytes))
     plans = {"unplanned": whole, "half": half, "least": least}

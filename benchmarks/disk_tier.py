@@ -30,8 +30,8 @@ from _process import answer_if_child, in_fresh_process
 from _record import load, result_path, store
 
 from memfit.cost.link import link_rates
+from memfit.doors.fit import fit_step
 from memfit.planning import Settings
-from memfit.runtime.fitting import fit_step
 from memfit.runtime.state import left_as_it_was
 from memfit.runtime.step import PlannedStep
 from memfit.simulate import simulate

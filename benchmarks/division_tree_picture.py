@@ -13,11 +13,11 @@ from pathlib import Path
 
 from memfit.capture import capture
 from memfit.device import GENERIC
+from memfit.papers.planners.closed_sets import ClosedSet, Kind, division_tree
+from memfit.papers.planners.vertices import vertices_of
 from memfit.plan import Problem
 from memfit.planners.engine.order import update_at_once_order
 from memfit.planners.engine.retention.instance import build_instance
-from memfit.planners.published.closed_sets import ClosedSet, Kind, division_tree
-from memfit.planners.published.vertices import vertices_of
 from memfit.workloads import build
 
 _COLORS = {Kind.SPLITTABLE: "#dbe9f6", Kind.BRANCHED: "#fbe3cf", Kind.WHOLE: "#f6d6dd", Kind.EDGE: "#ffffff"}

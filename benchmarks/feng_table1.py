@@ -32,6 +32,7 @@ from memfit import TrainingStep
 from memfit.capture import capture
 from memfit.cost.device_profiles import load_device
 from memfit.cost.rooflines import roofline
+from memfit.doors.fit import fit_step
 from memfit.errors import InfeasibleBudgetError
 from memfit.graph import Graph, Phase
 from memfit.plan import Plan, Problem
@@ -39,7 +40,6 @@ from memfit.planners import make_planner
 from memfit.planners.engine.bounds.bounds import least_budget_bound
 from memfit.planning import Settings
 from memfit.report.live import play
-from memfit.runtime.fitting import fit_step
 from memfit.workloads import build
 
 NAME = "feng_table1"

@@ -17,9 +17,9 @@ from _process import answer_if_child, in_fresh_process
 from _record import store
 
 from memfit.capture.row_chunks import RowChunks
+from memfit.doors.fit import fit_step
 from memfit.errors import NoPlanError
 from memfit.planning import Settings
-from memfit.runtime.fitting import fit_step
 from memfit.runtime.step import PlannedStep
 from memfit.workloads import build
 

@@ -31,11 +31,11 @@ from memfit import TrainingStep
 from memfit.binding import Binding
 from memfit.capture import Captured
 from memfit.cost.calibration import local_device
+from memfit.doors.fit import fit_step
 from memfit.errors import InfeasibleBudgetError
 from memfit.graph import Graph, Op
 from memfit.plan import Plan
 from memfit.planning import Settings, make_plan
-from memfit.runtime.fitting import fit_step
 from memfit.runtime.step import PlannedStep
 from memfit.schedule import Compute
 from memfit.simulate import simulate

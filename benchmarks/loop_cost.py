@@ -32,9 +32,9 @@ from memfit.binding import Call, Value, map_values
 from memfit.capture.fuse import Fused, calls_of
 from memfit.capture.generators import SaveGeneratorState
 from memfit.cost.views import view_of
+from memfit.doors.fit import fit_step
 from memfit.planning import Settings
 from memfit.runtime.direct_calls import DirectCalls
-from memfit.runtime.fitting import fit_step
 from memfit.schedule import Compute
 from memfit.torch_private.tensors import tree_flatten
 

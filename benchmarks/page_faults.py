@@ -32,8 +32,8 @@ from _process import answer_if_child, in_fresh_process
 from _record import store
 
 from memfit import TrainingStep
+from memfit.doors.fit import fit_step
 from memfit.planning import Settings
-from memfit.runtime.fitting import fit_step
 from memfit.runtime.step import PlannedStep
 
 WAYS = ("eager", "eager_kept", "planned", "planned_kept", "arena")

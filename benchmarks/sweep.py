@@ -24,8 +24,8 @@ from _process import answer_if_child, fresh_cache, in_fresh_process
 from _record import load, result_path, store
 
 from memfit import Plan, Problem, TrainingStep
+from memfit.doors.fit import fit_step
 from memfit.planning import Settings, plan_frontier
-from memfit.runtime.fitting import fit_step
 
 BUDGETS = 10
 QUICK_WORKLOAD, QUICK_BUDGETS, QUICK_REPEATS = "unet", 4, 1

@@ -22,6 +22,7 @@ from _arena_tables import ARENA_NAMES, ARENA_TABLES
 from _baseline_tables import BASELINE_RESULT_TABLES, BASELINE_TABLES
 from _cells import memory, overhead, ratio, yes
 from _cuda_tables import CUDA_SET_TABLES, CUDA_TABLES
+from _door_tables import DOOR_SET_TABLES, DOOR_TABLES
 from _gpu_tables import DOCS, NAVIGATION, PAGE, documents, first_table, write_page
 from _gpu_tables import NAME as GPU
 from _measure import EIGHT, MIB
@@ -166,6 +167,8 @@ def _peaks(found: Sequence[dict[str, Any]]) -> list[str]:
 ONE_RESULT_TABLES = PAPER_TABLES | SCALE_TABLES | ABLATION_TABLES | TESTED_TABLES | OFFLOADING_TABLES | CUDA_TABLES
 ONE_RESULT_TABLES |= BASELINE_RESULT_TABLES
 SET_TABLES = ARENA_TABLES | TESTED_SET_TABLES | OFFLOADING_SET_TABLES | CUDA_SET_TABLES | SCALE_SET_TABLES
+SET_TABLES |= DOOR_SET_TABLES
+ONE_RESULT_TABLES |= DOOR_TABLES
 TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     **{name: (script, _drawn_by(make)) for name, (script, make) in BASELINE_TABLES.items()},
     "sweep": ("sweep", sweep),
@@ -188,6 +191,8 @@ IN_FOLDERS = (
     "page_faults",
     "loop_cost",
     "many_ranks",
+    "checkpoint",
+    "doors",
 )
 """The scripts that store each result in a file of its own, by names that are no workloads'."""
 

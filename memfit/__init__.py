@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from memfit.checker import check
     from memfit.commands.frontier import frontier
     from memfit.doors.checkpoint import checkpoint
+    from memfit.doors.compile import compile
+    from memfit.doors.fit import fit
+    from memfit.doors.function import fit_function
     from memfit.errors import MemfitError
     from memfit.graph import Graph
+    from memfit.papers.planners.mirror import mirror
     from memfit.plan import Plan, Problem
-    from memfit.planners.mirror import mirror
     from memfit.runtime.arena.arena import arena
-    from memfit.runtime.compile.model import compile
     from memfit.runtime.eager.eager import eager
-    from memfit.runtime.fitting import fit
-    from memfit.runtime.function import fit_function
     from memfit.runtime.step import PlannedStep
 
 __all__ = [
@@ -54,12 +54,12 @@ _HOME = {
     "TrainingStep": "memfit.capture.training_step",
     "check": "memfit.checker",
     "checkpoint": "memfit.doors.checkpoint",
-    "compile": "memfit.runtime.compile.model",
+    "compile": "memfit.doors.compile",
     "eager": "memfit.runtime.eager.eager",
-    "fit": "memfit.runtime.fitting",
-    "fit_function": "memfit.runtime.function",
+    "fit": "memfit.doors.fit",
+    "fit_function": "memfit.doors.function",
     "frontier": "memfit.commands.frontier",
-    "mirror": "memfit.planners.mirror",
+    "mirror": "memfit.papers.planners.mirror",
 }
 
 

@@ -6,6 +6,7 @@ The command line prints an error as one line on standard error, and exits with i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 
 class MemfitError(Exception):
@@ -62,6 +63,31 @@ class CaptureError(MemfitError, RuntimeError):
     """A training step cannot be captured as a graph; the message names the user's line."""
 
 
+def capture_error(text: str, raised: Exception) -> CaptureError:
+    """Return a CaptureError for what a step's code raised, which code that catches the latter's class catches, too.
+
+    >>> isinstance(capture_error("train.py:3: the step raised ValueError: odd", ValueError("odd")), ValueError)
+    True
+
+    Args:
+        text: the message.
+        raised: the error of the step's code.
+    """
+
+    def told(error: Exception) -> str:
+        return str(error.args[0])
+
+    def reduced(error: Exception) -> tuple[type[CaptureError], tuple[str]]:
+        return CaptureError, (told(error),)  # another process does not have the class
+
+    members: dict[str, Any] = {"__str__": told, "__init__": RuntimeError.__init__, "__reduce__": reduced}
+    members["__module__"] = __name__
+    try:
+        return type("CaptureError", (CaptureError, type(raised)), members)(text)
+    except TypeError:  # of another layout in memory, as OSError
+        return CaptureError(text)
+
+
 class GraphBreakError(CaptureError):
     """A step depends on the value of a tensor, so it is not one graph; `line` is the user's."""
 
@@ -80,6 +106,10 @@ class WrongFakesError(CaptureError):
 
 class UnsupportedStepError(MemfitError, RuntimeError):
     """The step contains something that memfit does not plan: DDP or FSDP, retain_graph, a second backward."""
+
+
+class NotOneGraphError(UnsupportedStepError):
+    """PyTorch's compiler cannot take the calls of a model in as one graph."""
 
 
 class RankError(MemfitError, RuntimeError):
@@ -102,7 +132,7 @@ class InfeasibleBudgetError(NoPlanError):
 
 
 class OverBudgetError(MemfitError, RuntimeError):
-    """A call or a step does not fit, and nothing is left that could be let go; in eager mode, names the line."""
+    """A call or a step does not fit, and nothing is left that could be freed; in eager mode, names the line."""
 
     exit_status = 3
 

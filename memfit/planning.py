@@ -150,29 +150,6 @@ def make_plan(graph: Graph, device: Device, settings: Settings, bytes_outside: i
     return result.plan
 
 
-def make_leanest_plan(graph: Graph, device: Device, settings: Settings, bytes_outside: int = 0) -> Plan:
-    """Return the plan of the least peak that the settings' planner finds; its budget is that peak.
-
-    Args:
-        graph, device, settings, bytes_outside: as for `make_plan`; the settings' budget does not count.
-
-    Raises:
-        InvalidOptionError: a setting that cannot be read.
-        KeyboardInterrupt: Ctrl-C ended the search, and the settings say `stops_on_interrupt`.
-    """
-    problem = make_problem(graph, device, settings.within(1), bytes_outside)
-    planner = make_planner(settings.planner, **settings.options)
-    result = plan_or_kept(
-        problem, planner, reads=settings.reads_kept_plans, on_search=lambda: settings.on_stage(SEARCHING)
-    )
-    if result.interrupted and settings.stops_on_interrupt:
-        raise KeyboardInterrupt
-    leanest = result.plan or result.leanest
-    if leanest is None:
-        raise no_plan_error(result, problem, settings.planner)
-    return leanest
-
-
 def make_problem(graph: Graph, device: Device, settings: Settings, bytes_outside: int = 0) -> Problem:
     """Return the Problem that a planner is given: the arguments are those of `make_plan`.
 

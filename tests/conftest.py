@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 import tempfile
-import zlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,34 +42,70 @@ sys.path.insert(0, str(HERE))  # for `import reference` and `import strategies`:
 
 from browsing import CHROME, FLAGS, Visit  # noqa: E402
 from command_line import Run  # noqa: E402
+from durations import Durations, fixture_key  # noqa: E402
 
 # Deadlines measure the machine; the first example of a test may compile.
 settings.register_profile("memfit", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("memfit")
 
 
+_durations = Durations()
+_measured: dict[str, float] = {}  # in this process, or of all that ended
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--renew-golden", action="store_true", help="write the golden files anew instead of comparing")
+    parser.addoption("--store-durations", action="store_true", help="write tests/durations.json anew")
     parser.addoption(
         "--slow-fifth", type=int, help="of the tests marked slow, run those of this fifth only (any number)"
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what needs a CUDA device where there is none, and slow tests that another run takes."""
+    _durations.mark(items)
     fifth = config.getoption("--slow-fifth")
     if fifth is not None:
-        others = [item for item in items if item.get_closest_marker("slow") and not _is_of_fifth(item, fifth)]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        others = {item for item in slow if not _durations.is_of_fifth(item, fifth)}
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
     on_device = [item for item in items if item.get_closest_marker("gpu")]
     if on_device and not _has_cuda():
         for item in on_device:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-def _is_of_fifth(item: pytest.Item, fifth: int) -> bool:
-    return zlib.crc32(item.nodeid.encode()) % 5 == fifth % 5
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Any:
+    """Measure a fixture that tests share."""
+    began = time.monotonic()
+    result = yield
+    if fixturedef.scope == "module":
+        _measured[fixture_key(fixturedef.baseid, fixturedef.argname)] = time.monotonic() - began
+    return result
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note what a test took."""
+    if report.when == "call":
+        _measured[report.nodeid] = report.duration
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a process of the tests has measured."""
+    _measured.update(getattr(node, "workeroutput", {}).get("memfit_fixtures", {}))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand on what was measured, or store it."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["memfit_fixtures"] = {name: seconds for name, seconds in _measured.items() if "::fixture " in name}
+    elif session.config.getoption("--store-durations"):
+        _durations.store(_measured)
 
 
 def _has_cuda() -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from steps import make_pair
 
 from memfit import PlannedStep, TrainingStep
+from memfit.doors.fit import fit_step
 from memfit.errors import InfeasibleBudgetError
 from memfit.planning import Settings
-from memfit.runtime.fitting import fit_step
 from memfit.workloads import build
 
 NAMES = ("cnn", "unet", "transformer", "lstm")

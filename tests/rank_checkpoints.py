@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoint_models import Trained, cross_entropy, mlps, rows, train
+from checkpoint_models import Trained, mlps, rows, train
 
 import memfit
 
 
-def _compare(make: Any, share: float, data: Any = rows, wrap_last: bool = False, **options: Any) -> dict[str, Any]:
+def _compare(
+    make: Any, share: float, data: Any = rows, wrap_last: bool = False, steps: int = 7, **options: Any
+) -> dict[str, Any]:
     """Train bare and within a share of the bare peak; `make` returns (model, what the loop calls)."""
 
     def run(budget: int | None) -> tuple[Trained, Any]:
@@ -23,7 +25,7 @@ def _compare(make: Any, share: float, data: Any = rows, wrap_last: bool = False,
         if budget and wrap_last:
             handle = memfit.checkpoint(model, budget)
         torch.manual_seed(dist.get_rank())
-        trained = train(model, data, steps=7, call=call, **options)
+        trained = train(model, data, steps=steps, call=call, **options)
         trained.state = {name: _whole(tensor) for name, tensor in model.named_parameters()}
         if handle is not None:
             handle.end_step()
@@ -40,6 +42,7 @@ def _compare(make: Any, share: float, data: Any = rows, wrap_last: bool = False,
         "over": report.over,
         "used": max(got.peaks[2:]) / budget,
         "rules": {str(rule) for size in report.sizes for rule in size.planned.rules.values()},
+        "policy": [str(size.planned.rules) for size in report.sizes],
     }
 
 
@@ -86,7 +89,7 @@ def sharded_before(_rank: int, _count: int) -> dict[str, Any]:
 
 
 def tensor_parallel(_rank: int, _count: int) -> dict[str, Any]:
-    """Ranks with budgets of their own, whose blocks run collectives: each is computed again as a whole."""
+    """Ranks with budgets of their own, whose blocks run collectives: they follow one policy."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -98,7 +101,50 @@ def tensor_parallel(_rank: int, _count: int) -> dict[str, Any]:
             parallelize_module(layer, mesh, {"a": ColwiseParallel(), "b": RowwiseParallel()})
         return model, None
 
-    return _compare(make, 0.9 if dist.get_rank() == 0 else 1.2, wrap_last=True, loss=cross_entropy)
+    return _compare(make, 0.85 if dist.get_rank() == 0 else 0.9, wrap_last=True, steps=9)
+
+
+class _Exchanged(torch.nn.Module):
+    """A block whose rows go to the other ranks, as those of experts do, and come back."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.distributed._functional_collectives import all_to_all_single_autograd as exchange
+
+        own, group = len(x) // dist.get_world_size(), dist.group.WORLD
+        counts = torch.empty(dist.get_world_size(), dtype=torch.int64)
+        dist.all_gather(list(counts.split(1)), torch.tensor([own]))
+        theirs, mine = counts.tolist(), [own] * dist.get_world_size()
+        there = exchange(x, theirs, mine, group)  # pyright: ignore
+        return exchange(self.inner(there), mine, theirs, group)  # pyright: ignore
+
+
+def experts(_rank: int, _count: int) -> dict[str, Any]:
+    """Blocks that exchange rows, with batches of other sizes on each rank."""
+
+    def make(model: torch.nn.Module) -> Any:
+        model.layers = torch.nn.ModuleList(_Exchanged(layer) for layer in model.layers)  # pyright: ignore
+        return model, None
+
+    return _compare(make, 0.8, _other_lengths, wrap_last=True, steps=12)
+
+
+def unlike(_rank: int, _count: int) -> dict[str, Any]:
+    """Blocks that run collectives, and something else on one rank: their ranks cannot share a policy."""
+
+    class Unlike(_Exchanged):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = super().forward(x)
+            return found * 2 if dist.get_rank() else found
+
+    def make(model: torch.nn.Module) -> Any:
+        model.layers = torch.nn.ModuleList(Unlike(layer) for layer in model.layers)  # pyright: ignore
+        return model, None
+
+    return _compare(make, 0.9, _rows_of_rank, wrap_last=True)
 
 
 def trainer(rank: int, count: int) -> dict[str, Any]:

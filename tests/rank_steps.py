@@ -72,6 +72,7 @@ def beside_ddp(
     clip_norm: float | None = None,
     buckets_mb: float | None = None,
     is_wrapped: bool = False,
+    budget: str = "85%",
 ) -> dict[str, Any]:
     """Train a model by `fit`, and its twin by DDP with the same seeds, 20 steps each; say how they compare."""
     data, mine, twin = batches(rank, shape), make(), make()
@@ -87,7 +88,7 @@ def beside_ddp(
             parameter.add_(rank)  # rank 0's are everybody's
     given = DistributedDataParallel(mine, bucket_cap_mb=buckets_mb) if is_wrapped else mine
     one, other = (torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (mine, twin))
-    step = fitted(given, data[0], function=function, optimizer=one, clip_norm=clip_norm)
+    step = fitted(given, data[0], budget, function, optimizer=one, clip_norm=clip_norm)
     torch.manual_seed(7 + rank)
     losses = [step(batch).item() for batch in data]
     torch.manual_seed(7 + rank)
@@ -148,7 +149,8 @@ def default_buckets(rank: int, _count: int) -> dict[str, Any]:
 
 
 def clipped_in_bfloat16(rank: int, _count: int) -> dict[str, Any]:
-    return beside_ddp(rank, perceptron, function=loss_in_bfloat16, clip_norm=1.0)
+    # on processors whose bfloat16 kernels take more scratch memory, 85% is below the least
+    return beside_ddp(rank, perceptron, function=loss_in_bfloat16, clip_norm=1.0, budget="90%")
 
 
 def with_buffers(rank: int, _count: int) -> dict[str, Any]:

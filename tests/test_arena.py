@@ -288,6 +288,23 @@ def test_recording_another_key_lets_the_memory_go_first() -> None:
         assert arena.last_step.served == 1
 
 
+def test_memory_that_is_vacated_is_there_again_in_the_next_step() -> None:
+    with memfit.arena() as arena:
+        for _ in range(2):
+            with arena.step():
+                kib(8)
+        arena.vacate()
+        assert (arena.held_bytes, arena.height_bytes) == (0, 8 * 1024)
+        with arena.step():
+            kept = kib(8)
+            with pytest.raises(MemfitError, match="leave the step first"):
+                arena.vacate()
+        assert arena.last_step.served == 1
+        arena.vacate()
+        assert arena.held_bytes == 8 * 1024, "a tensor lies in it"
+        del kept
+
+
 def test_an_exception_in_the_middle_of_a_step() -> None:
     def run(fail: bool) -> torch.Tensor:
         first = torch.full((1024,), 1.0)

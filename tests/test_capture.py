@@ -184,6 +184,19 @@ def test_a_model_that_raises_is_reported_with_its_line() -> None:
         capture(step)
 
 
+def test_what_a_model_raises_can_be_caught_as_what_it_is() -> None:
+    class Odd(nn.Linear):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            if len(values) % 2:
+                raise KeyError("an odd number of rows")
+            return super().forward(values)
+
+    step = TrainingStep(model=Odd(4, 2), loss=cross_entropy, batch=(torch.randn(3, 4), torch.tensor([0, 1, 1])))
+    with pytest.raises(KeyError) as caught:
+        capture(step)
+    assert isinstance(caught.value, CaptureError) and "the step raised KeyError" in str(caught.value)
+
+
 def test_sparse_gradients_are_refused():
     model = torch.nn.EmbeddingBag(10, 4, sparse=True)
     step = TrainingStep(model=model, loss=lambda model, batch: model(batch).sum(), batch=torch.zeros(2, 3, dtype=int))

@@ -7,6 +7,7 @@ import gc
 import io
 import json
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,9 @@ from memfit.errors import (
     InvalidBudgetError,
     InvalidFileError,
     InvalidOptionError,
-    UnsupportedStepError,
 )
 from memfit.memory.contract import WindowKind
-from memfit.system.recorder import record
+from memfit.system.recorder import allocated_bytes, record
 
 KINDS: dict[str, tuple[Callable[[], Any], Callable[[int], Any]]] = {
     "mlps": (mlps, rows),
@@ -45,10 +45,13 @@ def bare(make: Callable[[], Any], data: Callable[[int], Any], **options: Any) ->
     return train(make(), data, **options)
 
 
+_OF_DOOR = "blocks", "budget_is", "host_budget"
+
+
 def steered(make: Callable[[], Any], data: Callable[[int], Any], budget: str | int, **options: Any) -> Any:
     gc.collect()
     model = make()
-    handle = memfit.checkpoint(model, budget, **{k: options.pop(k) for k in ("blocks", "budget_is") if k in options})
+    handle = memfit.checkpoint(model, budget, **{k: options.pop(k) for k in _OF_DOOR if k in options})
     trained = train(model, data, **options)
     handle._loop.end()
     return trained, handle
@@ -87,6 +90,37 @@ def test_predictions_are_what_is_measured() -> None:
     assert len(planned) == 7
     assert all(abs(window.predicted_bytes / window.taken_bytes - 1) < 0.02 for window in planned)
     handle.close()
+    _, handle = steered(lambda: mlps(count=2), rows, "1GiB", steps=3)  # a forward pass takes a large part of the bytes
+    planned = handle.report().windows[-1]
+    assert planned.taken_bytes <= planned.predicted_bytes < 1.02 * planned.taken_bytes
+    handle.close()
+
+
+class Wide(torch.nn.Module):
+    """A block whose forward pass needs much that is not saved, with batch normalization and nothing in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = torch.nn.Linear(64, 64), torch.nn.Linear(256, 64), torch.nn.BatchNorm1d(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = torch.cat([torch.cat([x + 1, x + 2], 1) + 1, torch.cat([x + 3, x + 4], 1)], 1)
+        return x + torch.relu(self.norm(self.b(wide) + self.a(x)))
+
+
+def test_what_passes_by_in_a_forward_pass_is_not_counted_twice() -> None:
+    def wide() -> Net:
+        torch.manual_seed(0)
+        return Net([Wide() for _ in range(4)], torch.nn.Linear(8, 64), torch.nn.Linear(64, 4))
+
+    wanted = bare(wide, rows)
+    budget = int(0.9 * max(wanted.peaks[2:]))
+    got, handle = steered(wide, rows, budget)
+    windows = [window for window in handle.report().windows if window.predicted_bytes is not None]
+    handle.close()
+    assert got.same_bits(wanted)
+    assert max(got.peaks[2:]) <= budget
+    assert all(window.predicted_bytes < 1.04 * window.taken_bytes for window in windows)
 
 
 def test_lean_first_and_planned_from_the_second_step_on() -> None:
@@ -146,13 +180,167 @@ def test_inputs_of_blocks_are_computed_again_below_full_checkpoints() -> None:
     wanted, by_hand = bare(narrow, many), bare(full, many)
     got, handle = steered(narrow, many, 1, budget_is="soft")
     assert got.same_bits(wanted)
-    assert max(got.peaks[2:]) < 0.75 * max(by_hand.peaks[2:])
+    assert max(got.peaks[2:]) < 0.65 * max(by_hand.peaks[2:])
+    assert "full, input by halves" in handle.policy()[str(4096 * 8)].values()
+    handle.close()
+    between = int(0.85 * max(by_hand.peaks[2:]))
+    got, handle = steered(narrow, many, between)
+    assert got.same_bits(wanted)
+    assert max(got.peaks[2:]) <= between
     assert "full, input too" in handle.policy()[str(4096 * 8)].values()
     handle.close()
 
 
 def _stock(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False)
+
+
+def _many(step: int) -> Any:
+    return rows(step, 4096)
+
+
+def _by_hand() -> Net:
+    model = mlps(count=8)
+    for layer in model.layers:
+        layer.forward = _stock(layer.forward)
+    return model
+
+
+def test_inputs_of_blocks_go_to_the_host_and_come_back() -> None:
+    wanted, by_hand = bare(lambda: mlps(count=8), _many), bare(_by_hand, _many)
+    got, handle = steered(lambda: mlps(count=8), _many, 1, budget_is="soft", host_budget="64MiB")
+    assert got.same_bits(wanted)
+    assert max(got.peaks[2:]) < max(by_hand.peaks[2:]) - (2 << 20)  # two inputs of 1 MiB, of seven that are away
+    rules = handle.policy()[str(4096 * 8)]
+    assert list(rules.values()).count("full, input on the host") == 7
+    assert handle.report().windows[-1].predicted_bytes > 0.99 * max(got.peaks[2:])
+    handle.close()
+    with memfit.checkpoint(mlps(count=8), policy={"32768": rules}, host_budget="64MiB") as handle:
+        assert train(handle._loop.model, _many).same_bits(wanted)
+    with memfit.checkpoint(mlps(count=8), policy={"32768": rules}) as handle:
+        handle.expect_no_optimizer()
+        with pytest.raises(InvalidOptionError, match="give host_budget"):
+            train(handle._loop.model, _many)
+
+
+def test_the_bytes_of_checkpoints_by_hand_are_enough_for_them() -> None:
+    def alike() -> Net:
+        torch.manual_seed(0)
+        blocks: list[torch.nn.Module] = [
+            torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64)) for _ in range(8)
+        ]
+        return Net(blocks, torch.nn.Linear(8, 64), torch.nn.Linear(64, 4))
+
+    def by_hand() -> Net:
+        model = alike()
+        for layer in model.layers:
+            layer.forward = _stock(layer.forward)
+        return model
+
+    budget = max(bare(by_hand, _many).peaks[2:]) + (8 << 10)  # less than the slack of other plans
+    got, handle = steered(alike, _many, budget)
+    assert max(got.peaks[2:]) <= budget
+    assert not any("input" in str(rule) for rule in handle.policy()[str(4096 * 8)].values())
+    handle.close()
+
+
+def _flat() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = [torch.nn.Linear(8, 64)]
+    for _ in range(8):
+        layers += [torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64), torch.nn.LayerNorm(64)]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(64, 4))
+
+
+def test_sequences_of_single_layers_are_divided() -> None:
+    wanted = bare(_flat, _many)
+    budget = int(0.6 * max(wanted.peaks[2:]))
+    got, handle = steered(_flat, _many, budget)
+    assert got.same_bits(wanted)
+    assert 0.9 * budget < max(got.peaks[2:]) <= budget
+    assert handle.report().blocks[:2] == ("0-2", "3-6")
+    model = handle._loop.model
+    other = copy.deepcopy(model)
+    handle.close()
+    assert "forward" not in vars(model)
+    batch = _many(0)[0]
+    assert torch.equal(model(batch), other(batch)) and list(model.state_dict()) == list(_flat().state_dict())
+
+
+def test_the_pieces_of_a_vgg_are_its_blocks() -> None:
+    def layer(one: int, other: int) -> list[torch.nn.Module]:
+        return [torch.nn.Conv2d(one, other, 3, padding=1), torch.nn.ReLU(inplace=True)]
+
+    class Vgg(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            below, above = (*layer(3, 8), *layer(8, 8)), (*layer(8, 8), *layer(8, 8))
+            self.features = torch.nn.Sequential(*below, torch.nn.MaxPool2d(2), *above)
+            self.head = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.features(x).mean((2, 3)))
+
+    assert [name for name, _ in find_blocks(Vgg())] == ["features.0-4", "features.5-8", "head"]
+    wanted = bare(Vgg, images)
+    got, handle = steered(Vgg, images, int(0.8 * max(wanted.peaks[2:])), budget_is="soft")
+    assert got.same_bits(wanted)
+    handle.close()
+
+
+def test_a_plan_is_explained() -> None:
+    got, handle = steered(lambda: mlps(count=8), _many, "50%")
+    (found,) = handle.explain()
+    planned = found.planned
+    parts = planned.start_bytes, planned.kept_bytes, planned.inputs_bytes
+    assert planned.inputs_bytes == 7 << 20  # seven blocks hand 1 MiB to the next one
+    assert all(size_bytes > 0 for size_bytes in parts) and sum(parts) < planned.predicted_bytes
+    assert found.least_bytes < planned.predicted_bytes < found.most_bytes
+    assert [other.budget_bytes / handle.report().budget_bytes for other in found.larger] == pytest.approx(
+        [1.1, 1.25, 1.5]
+    )
+    assert [other.seconds for other in found.larger] == sorted((o.seconds for o in found.larger), reverse=True)
+    text = str(found)
+    assert planned.peak_is_in in text and "would be computed again" in text and "inputs of blocks" in text
+    assert max(got.peaks[2:]) <= handle.report().budget_bytes
+    handle.close()
+    with memfit.checkpoint(mlps(), policy={"64": {}}) as handle:
+        assert handle.explain() == []
+
+
+def test_chains_take_what_is_predicted() -> None:
+    first = {0: "full", 3: "full", 6: "full"}
+    rules = {f"layers.{n}": first.get(n, "full, input too") for n in range(8)}
+    wanted, model = bare(lambda: mlps(count=8), _many), mlps(count=8)
+    with memfit.checkpoint(model, policy={"32768": rules}) as handle:
+        got = train(model, _many)
+        handle.end_step()
+        window = handle.report().windows[-1]
+    assert got.same_bits(wanted)
+    assert window.predicted_bytes is not None
+    assert abs(window.taken_bytes - window.predicted_bytes) < 1 << 16
+
+
+def test_a_full_host_takes_no_more() -> None:
+    wanted = bare(lambda: mlps(count=8), _many)
+    got, handle = steered(lambda: mlps(count=8), _many, 1, budget_is="soft", host_budget="3MiB")
+    assert got.same_bits(wanted)
+    assert list(handle.policy()[str(4096 * 8)].values()).count("full, input on the host") <= 3
+    handle.close()
+
+
+def test_a_backward_pass_that_never_comes_leaves_the_host_empty() -> None:
+    model = mlps(count=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with memfit.checkpoint(model, 1, budget_is="soft", host_budget="7MiB") as handle:
+        train(model, _many, optimizer=optimizer, steps=3)
+        for step in range(4):
+            cross_entropy(model, _many(step))
+        got = train(model, _many, optimizer=optimizer, steps=3)
+        handle.end_step()
+        assert handle._loop._host.has_room(7 << 20)
+    assert all(math.isfinite(loss) for loss in got.losses)
 
 
 # -- other loops
@@ -223,6 +411,87 @@ def test_two_calls_before_one_backward_pass_are_one_window() -> None:
     handle.close()
 
 
+def _as_a_stage_of_a_pipeline(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    """Run forward passes of four micro-batches, and backward passes between, of the oldest; two are live at once."""
+    parts = [(batch[0][n::4], batch[1][n::4]) for n in range(4)]
+    waiting = [cross_entropy(model, parts[0])]
+    losses: list[torch.Tensor] = []
+    for part in parts[1:]:
+        waiting.append(cross_entropy(model, part))
+        losses.append(waiting.pop(0))
+        losses[-1].backward()
+    return sum([loss.detach() for loss in losses], start=waiting[0])
+
+
+def test_backward_passes_between_forward_passes_are_one_window() -> None:
+    before_bytes = allocated_bytes("cpu")  # of other tests
+    wanted = bare(mlps, rows, loss=_as_a_stage_of_a_pipeline)
+    budget = before_bytes + int(0.9 * (max(wanted.peaks[2:]) - before_bytes))
+    got, handle = steered(mlps, rows, budget, loss=_as_a_stage_of_a_pipeline)
+    assert got.same_bits(wanted) and max(got.peaks) <= budget
+    assert max(got.peaks[2:]) >= 0.9 * budget
+    assert [window.plan for window in handle.report().windows][:2] == [0, 1]
+    assert len(handle.report().windows) == 8
+    handle.close()
+
+
+def test_what_is_not_trained_on_ends_with_the_step() -> None:
+    unused: list[torch.Tensor] = []
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        value = cross_entropy(model, batch)
+        unused[:] = [model(batch[0][:8])]
+        return value
+
+    _, handle = steered(mlps, rows, "1GiB", loss=loss)
+    assert len(handle.report().windows) == 8
+    handle.close()
+
+
+def test_a_pass_with_more_calls_than_were_seen_is_seen_anew() -> None:
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        if optimizer.state:
+            return cross_entropy(model, batch)
+        return sum([cross_entropy(model, batch) for _ in range(2)], start=torch.zeros(()))
+
+    model = mlps()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    handle = memfit.checkpoint(model, "1GiB")
+    cross_entropy(model, rows(0)).backward()  # tries it out, as a pipeline's stage does
+    model.zero_grad()
+    train(model, rows, loss=loss, optimizer=optimizer, steps=3)
+    handle.end_step()
+    assert [window.plan for window in handle.report().windows] == [0, 0, 0, 1]
+    handle.close()
+
+
+def test_later_micro_batches_are_told_although_a_wrapper_keeps_the_gradients() -> None:
+    """As FSDP2 does without synchronization: `.grad` is None, and the bytes are there."""
+    kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        for micro in range(3):
+            cross_entropy(model, rows(3 * number + micro)).backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                kept[parameter] = kept[parameter] + parameter.grad if parameter in kept else parameter.grad
+                parameter.grad = None
+        for parameter in model.parameters():
+            parameter.grad = kept.pop(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = mlps()
+    handle = memfit.checkpoint(model, "1GiB")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for number in range(5):
+        step(model, optimizer, number)
+    handle.end_step()
+    kinds = [window.kind for window in handle.report().windows]
+    assert kinds[3:] == [WindowKind.FIRST, WindowKind.LATER, WindowKind.LATER] * 4
+    handle.close()
+
+
 @pytest.mark.xfail(reason="a step took up to 2% more than its budget in some runs", strict=False)
 def test_what_grows_between_steps_is_planned_for() -> None:
     kept: list[torch.Tensor] = []
@@ -238,6 +507,38 @@ def test_what_grows_between_steps_is_planned_for() -> None:
     assert got.same_bits(wanted) and max(got.peaks) <= budget
     assert handle.report().sizes[0].plans > 1
     handle.close()
+
+
+class UpdatesCopies:
+    """An optimizer of 64-bit copies of the parameters, as wrappers for mixed precision and sharding have it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.own = list(model.parameters())
+        self.copies = [parameter.detach().double().requires_grad_() for parameter in self.own]
+        self.inner = torch.optim.AdamW(self.copies, lr=1e-3)
+
+    def step(self) -> None:
+        for own, copied in zip(self.own, self.copies, strict=True):
+            copied.grad = own.grad.double() if own.grad is not None else None
+        self.inner.step()
+        for own, copied in zip(self.own, self.copies, strict=True):
+            own.data.copy_(copied.detach())
+            copied.grad = None
+
+    def zero_grad(self) -> None:
+        for own in self.own:
+            own.grad = None
+
+
+def test_an_optimizer_of_copies_of_the_parameters_is_seen() -> None:
+    model = mlps()
+    bare_loop = train(model, optimizer=UpdatesCopies(model))  # pyright: ignore
+    gc.collect()
+    model = mlps()
+    with memfit.checkpoint(model, int(0.8 * max(bare_loop.peaks[2:]))) as handle:
+        assert train(model, optimizer=UpdatesCopies(model)).same_bits(bare_loop)  # pyright: ignore
+        handle.end_step()
+        assert (handle.report().lean, handle.report().over) == (1, 0)
 
 
 def test_a_percentage_is_of_the_peak_without_checkpoints() -> None:
@@ -426,8 +727,8 @@ def test_blocks_are_found() -> None:
 
     stage = [torch.nn.Sequential(Mlp(4), Mlp(4)) for _ in range(2)]
     assert names(mlps(3)) == ["layers.0", "layers.1", "layers.2"]
+    assert names(torch.nn.Sequential(torch.nn.ModuleDict({"a": Mlp(4), "b": Mlp(4)}))) == ["0.a", "0.b"]
     assert names(torch.nn.Sequential(*stage)) == ["0.0", "0.1", "1.0", "1.1"]
     assert names(torch.nn.Sequential(Mlp(4), torch.nn.Linear(4, 4))) == ["0", "1"]
     assert [name for name, _ in find_blocks(mlps(3), ["layers.[02]", "layers.2.a"])] == ["layers.0", "layers.2"]
-    with pytest.raises(UnsupportedStepError, match="blocks="):
-        names(torch.nn.Linear(2, 2))
+    assert not names(torch.nn.Linear(2, 2))

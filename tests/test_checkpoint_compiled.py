@@ -14,7 +14,7 @@ from occupied import bytes_now
 from torch._dynamo.utils import counters
 
 import memfit
-from memfit.errors import UnsupportedStepError
+from memfit.errors import InvalidOptionError, UnsupportedStepError
 from memfit.system.recorder import record
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own
@@ -66,6 +66,17 @@ def by_blocks(backend: str) -> Callable[[Net], Net]:
     return compile_it
 
 
+def by_wrapped_blocks(backend: str) -> Callable[[Net], Net]:
+    """As torchtitan's `apply_compile`."""
+
+    def compile_it(model: Net) -> Net:
+        for name, layer in model.layers.named_children():
+            model.layers.register_module(name, torch.compile(layer, backend=backend, fullgraph=True))
+        return model
+
+    return compile_it
+
+
 def by_method(model: Net) -> Net:
     model.compile(backend="aot_eager")
     return model
@@ -85,6 +96,18 @@ def test_compiled_blocks_are_compiled_once_and_keep_their_bits(
     bare, peak_bytes, _ = train_compiled(kind, by_blocks(backend), None)
     graphs = counters["stats"]["unique_graphs"]
     got, _, handle = train_compiled(kind, by_blocks(backend), int(share * peak_bytes), compiled_after=is_after)
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert got.same_bits(bare)
+    assert handle.report().over == 0
+    assert "computed again" in str(handle.report())
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+def test_blocks_that_torch_compile_wraps_are_steered_around_it(is_after: bool) -> None:
+    bare, peak_bytes, _ = train_compiled("mlps", by_wrapped_blocks("aot_eager"), None)
+    graphs = counters["stats"]["unique_graphs"]
+    compile_it = by_wrapped_blocks("aot_eager")
+    got, _, handle = train_compiled("mlps", compile_it, int(0.8 * peak_bytes), compiled_after=is_after)
     assert counters["stats"]["unique_graphs"] == graphs
     assert got.same_bits(bare)
     assert handle.report().over == 0
@@ -111,7 +134,9 @@ def test_a_model_that_is_compiled_as_a_whole_settles_in_eager_mode_first(
     bare, peak_bytes, _ = train_compiled(kind, compile_it, None)
     got, _, handle = train_compiled(kind, compile_it, int(share * peak_bytes))
     assert got.same_bits(bare)  # of aot_eager, which has eager's kernels
-    assert handle.report().over == 0
+    report = handle.report()
+    assert report.over <= 2  # the plan was made in eager mode, and is corrected at most twice
+    assert all(window.taken_bytes <= int(share * peak_bytes) for window in report.windows[-2:])
     assert 1 <= counters["stats"]["unique_graphs"] <= 3
 
 
@@ -119,6 +144,15 @@ def test_what_memfit_compile_runs_is_refused() -> None:
     model = memfit.compile(mlps(2), budget="1GiB")
     with pytest.raises(UnsupportedStepError, match=r"use one of memfit\.compile and memfit\.checkpoint"):
         memfit.checkpoint(model, "1GiB")
+
+
+def test_a_host_budget_of_a_model_that_is_compiled_as_a_whole_is_refused() -> None:
+    model = mlps(2)
+    model.compile(backend="eager")
+    before = model._compiled_call_impl
+    with pytest.raises(InvalidOptionError, match="compile its blocks by themselves"):
+        memfit.checkpoint(model, "1GiB", host_budget="1GiB")
+    assert model._compiled_call_impl is before
 
 
 def test_a_loop_that_does_not_call_the_model_is_told_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,8 @@ from rank_runs import on_ranks
 
 pytestmark = pytest.mark.slow
 
-WAYS = ["data_parallel", "sharded_after", "sharded_before", "tensor_parallel"]
+SHARED = ["tensor_parallel", "experts"]
+WAYS = ["data_parallel", "sharded_after", "sharded_before", *SHARED, "unlike"]
 if find_spec("transformers") and find_spec("accelerate"):
     WAYS.append("trainer")
 
@@ -29,5 +30,13 @@ def test_two_ranks_keep_their_own_budgets_with_the_bits_of_the_bare_loop(two: li
         assert 0.5 < found[way]["used"] <= 1
 
 
-def test_blocks_with_collectives_are_computed_again_on_all_ranks(two: list[dict[str, Any]]) -> None:
-    assert [found["tensor_parallel"]["rules"] for found in two] == [{"full"}, {"full"}]
+@pytest.mark.parametrize("way", SHARED)
+def test_ranks_whose_blocks_run_collectives_follow_one_policy(two: list[dict[str, Any]], way: str) -> None:
+    one, other = (found[way] for found in two)
+    assert one["policy"] == other["policy"]
+    assert one["rules"] > {"full"}
+    assert max(one["used"], other["used"]) > 0.75  # sizes differ from step to step
+
+
+def test_blocks_with_collectives_that_are_not_alike_are_computed_again_on_all_ranks(two: list[dict[str, Any]]) -> None:
+    assert [found["unlike"]["rules"] for found in two] == [{"full"}, {"full"}]

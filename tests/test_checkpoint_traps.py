@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import gc
+import logging
+import random
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
+import checkpoint_reaching
 import pytest
 import torch
 from checkpoint_models import Mlp, Net, Trained, convs, images, mlps, rows, train
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import memfit
 from memfit.checkpointing.blocks import find_blocks
@@ -31,7 +39,7 @@ def net(block: Callable[[], torch.nn.Module], count: int = 4) -> Callable[[], Ne
 
 
 def same_as_bare(make: Callable[[], Any], data: Callable[[int], Any] = rows, share: float = 0.75) -> Any:
-    """Train bare and within a share of the peak; return the report."""
+    """Train bare and within a share of the peak; return the handle."""
     gc.collect()
     wanted = train(make(), data)
     gc.collect()
@@ -105,6 +113,131 @@ def test_bits_are_those_of_the_bare_loop(block: type[Mlp], share: float) -> None
     same_as_bare(net(lambda: block(64)), share=share or 1e-6)
 
 
+def reaching(factor: Any) -> Callable[[], Net]:
+    made = net(lambda: checkpoint_reaching.Reaching(factor))
+
+    def make() -> Net:
+        checkpoint_reaching.begin()
+        return made()
+
+    return make
+
+
+@pytest.mark.parametrize("factor", checkpoint_reaching.HELD)
+@pytest.mark.parametrize("share", [0.8, 0.0])
+def test_python_state_that_a_block_changes_is_held_for_its_second_forward_pass(factor: Any, share: float) -> None:
+    same_as_bare(reaching(factor), share=share or 1e-6)
+
+
+@pytest.mark.parametrize("factor", checkpoint_reaching.REFUSED)
+def test_an_iterator_that_a_block_advances_and_that_cannot_be_set_back_is_refused(factor: Any) -> None:
+    name = checkpoint_reaching.REFUSED[factor]
+    with pytest.raises(UnsupportedStepError, match=rf"block '.*' takes values from .*{name}, an iterator"):
+        same_as_bare(reaching(factor))
+
+
+class Memory:
+    """An object that a block is given, and changes."""
+
+    def __init__(self) -> None:
+        self.held: torch.Tensor | None = None
+
+    def __getitem__(self, _key: str) -> torch.Tensor:
+        assert self.held is not None
+        return self.held
+
+    def __setitem__(self, _key: str, value: torch.Tensor) -> None:
+        self.held = value
+
+
+class Remembers(Mlp):
+    """Reads what it is given beside its input, and leaves its output there."""
+
+    def forward(self, x: torch.Tensor, memory: Any, *, key: Any, detached: bool) -> torch.Tensor:
+        y = super().forward(x * torch.sigmoid(memory[key]))
+        memory[key] = y.detach() if detached else y
+        return y
+
+
+class Remembering(Net):
+    """Gives each block a memory of its own, or one to all, and runs twice through them."""
+
+    def __init__(self, kind: Callable[[], Any], key: Any, *, detached: bool, shared: bool) -> None:
+        torch.manual_seed(0)
+        super().__init__([Remembers(64) for _ in range(3)], torch.nn.Linear(8, 64), torch.nn.Linear(64, 4))
+        self.kind, self.key, self.detached, self.shared = kind, key, detached, shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        memories = [self.kind()] * 3 if self.shared else [self.kind() for _ in range(3)]
+        for memory in memories:
+            memory[self.key] = torch.zeros_like(x)
+        for _ in range(2):
+            for layer, memory in zip(self.layers, memories, strict=True):
+                x = layer(x, memory, key=self.key, detached=self.detached)
+        return self.after(x)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.0])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "key"), [(lambda: [None], 0), (dict, "k"), (Memory, "k")], ids=["list", "dict", "own"]
+)
+def test_what_a_block_is_given_and_changes_is_held_for_its_second_forward_pass(
+    kind: Callable[[], Any], key: Any, detached: bool, shared: bool, share: float
+) -> None:
+    same_as_bare(lambda: Remembering(kind, key, detached=detached, shared=shared), share=share or 1e-6)
+
+
+class Memoizes(torch.nn.Module):
+    """Keeps noise by a key, which is new in a planned step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(64) * 0.5) for _ in range(8))
+        self.noise, self.calls = dict[int, torch.Tensor](), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls // 3 not in self.noise:
+            self.noise[self.calls // 3] = torch.rand(512, 64) + 0.5
+        y = x * self.noise[self.calls // 3]
+        for scale in self.scales:
+            y = torch.nn.functional.gelu((y * scale).tanh())
+        return x + y
+
+
+@pytest.mark.parametrize("share", [0.0, 0.7, 0.9])
+def test_what_a_block_keeps_by_a_new_key_is_held_for_its_second_forward_pass(share: float) -> None:
+    def make() -> Net:
+        torch.manual_seed(0)
+        return Net([Memoizes() for _ in range(5)], torch.nn.Linear(8, 64), torch.nn.Linear(64, 4))
+
+    same_as_bare(make, share=share or 1e-6)
+
+
+class Hidden(torch.nn.Module):
+    """Computes by what memfit does not look at: an object of a library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logger = logging.getLogger("memfit.tests.hidden")
+        y = self.inner(x).tanh() if logger.level else self.inner(x).sigmoid().tanh()
+        logger.setLevel(logging.DEBUG)
+        return x + y
+
+
+def test_a_block_that_computes_otherwise_the_second_time_is_refused_by_name() -> None:
+    model = torch.nn.Sequential(*[Hidden() for _ in range(5)])
+    logging.getLogger("memfit.tests.hidden").setLevel(logging.NOTSET)
+    with memfit.checkpoint(model, "64MiB"), pytest.raises(UnsupportedStepError, match="block '0' computes otherwise"):
+        model(torch.randn(512, 64, requires_grad=True)).square().mean().backward()
+
+
 class AddsToInput(torch.nn.Module):
     """Adds to its input in place, as some encodings of positions do."""
 
@@ -139,7 +272,9 @@ def test_a_stem_that_writes_to_its_input_stays_as_it_is() -> None:
     handle = same_as_bare(with_stem(AddsToInput), share=0.5)
     (size,) = handle.report().sizes
     assert size.planned.rules["after"] == "none"
-    (call,) = [call for shape in handle._loop.shapes.values() for call in shape.lean.calls if call.block == "after"]
+    (call,) = [
+        call for shape in handle._loop.plans.shapes.values() for call in shape.lean.calls if call.block == "after"
+    ]
     assert "writes to its input (aten.add_.Tensor)" in call.must_stay
     assert size.planned.rules["before"] != "none"  # there it is the stem's own tensor
 
@@ -152,7 +287,7 @@ def test_each_storage_that_may_be_kept_gives_the_same_bits(block: type[Mlp]) -> 
     model = make()
     with memfit.checkpoint(model, 1 << 40, blocks=["layers.0"]) as handle:
         train(model, steps=3)
-        (call,) = next(iter(handle._loop.shapes.values())).lean.calls
+        (call,) = next(iter(handle._loop.plans.shapes.values())).lean.calls
     storages = {op.storage for op in call.ops}
     alone = [[f"{op.name}#{op.nth}" for op in call.ops if op.storage == storage] for storage in storages]
     everything = {name for rule in alone for name in rule}
@@ -259,22 +394,130 @@ def test_other_checkpoints_in_a_block_stay() -> None:
     same_as_bare(net(lambda: NotReentrant(64)), share=0.9)
 
 
-def test_a_wrapper_that_checkpoints_is_taken_over() -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+def keeps_products(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    is_product = operator is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def make() -> Net:
-        model = mlps()
-        for n, layer in enumerate(model.layers):
-            model.layers[n] = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-        return model
 
+SELECTIVE = partial(create_selective_checkpoint_contexts, keeps_products)
+
+
+def own_contexts() -> Any:
+    return nullcontext(), nullcontext()
+
+
+def wrapped(**options: Any) -> Net:
+    model = mlps()
+    for n, layer in enumerate(model.layers):
+        model.layers[n] = checkpoint_wrapper(layer, **options)
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"context_fn": SELECTIVE}, {"checkpoint_impl": CheckpointImpl.REENTRANT}])
+def test_a_wrapper_that_checkpoints_is_taken_over(options: dict[str, Any]) -> None:
     wanted = train(mlps())
     gc.collect()
-    model = make()
+    model = wrapped(**options)
     with memfit.checkpoint(model, int(1.2 * max(wanted.peaks[2:]))) as handle:
         got = train(model)
         assert set(handle.policy()["4096"].values()) == {"none"}
     assert got.losses == wanted.losses
+
+
+def test_a_wrapper_with_contexts_of_the_users_is_refused() -> None:
+    with pytest.raises(UnsupportedStepError, match=r"'layers.0' is checkpointed with a context_fn .*own_contexts"):
+        memfit.checkpoint(wrapped(context_fn=own_contexts), "1GiB")
+
+
+# -- calls and backward passes
+
+
+class Varying(Net):
+    """Calls of its blocks that data choose.
+
+    Args:
+        how: layers are dropped; the pass ends early; each block, or the first one alone, is called several times; each
+            call goes to another block; blocks get other numbers of rows.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__([Mlp(64) for _ in range(8)], torch.nn.Linear(8, 64), torch.nn.Linear(64, 4))
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chance = random.Random(int(x[0, 0].item() * 1e4))
+        x = self.before(x)
+        for number, count in self._calls(chance):
+            rows = int(len(x) * chance.uniform(0.7, 1)) if self.how == "rows" else len(x)
+            for _ in range(count):
+                x = torch.cat([self.layers[number](x[:rows]), x[rows:]])
+        return self.after(x)
+
+    def _calls(self, chance: random.Random) -> list[tuple[int, int]]:
+        count = len(self.layers)
+        return {
+            "dropped": [(number, int(chance.random() < 0.6)) for number in range(count)],
+            "ends early": [(number, 1) for number in range(chance.randint(2, count))],
+            "several calls": [(number, chance.randint(1, 3)) for number in range(count)],
+            "one block": [(0, chance.randint(2, count))],
+            "routed": [(chance.randrange(count), 1) for _ in range(count)],
+            "rows": [(number, 1) for number in range(count)],
+        }[self.how]
+
+
+@pytest.mark.parametrize("how", ["dropped", "ends early", "several calls", "one block", "routed", "rows"])
+def test_blocks_beyond_what_the_plan_was_made_from_are_computed_again(how: str) -> None:
+    def make() -> Varying:
+        torch.manual_seed(0)
+        return Varying(how)
+
+    wanted = train(make(), rows, steps=30)
+    model, budget = make(), int(0.8 * max(wanted.peaks[2:]))
+    with memfit.checkpoint(model, budget, budget_is="soft") as handle:
+        got = train(model, rows, steps=30)
+        handle._loop.end()
+        assert got.same_bits(wanted)
+        assert sum(peak > budget for peak in got.peaks) <= 2  # each is a reason for another plan
+        assert max(got.peaks) < 1.03 * budget
+        assert handle.report().lean <= 9
+
+
+class TwoOutputs(Net):
+    """Returns what a loop leaves aside before what it uses, as some models of TRL do."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        output = super().forward(x)
+        return {"loss": output.sum(), "scores": output}
+
+
+def loss_of_scores(model: Any, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(batch[0])["scores"], batch[1])
+
+
+def loss_beside_a_reference(model: Any, batch: Any) -> torch.Tensor:
+    """Calls the model without gradients between its forward and its backward pass, as TRL's DPO with adapters does."""
+    output = model(batch[0])
+    with torch.no_grad():
+        reference = model(batch[0] + 1)
+    return torch.nn.functional.cross_entropy(output - reference, batch[1])
+
+
+@pytest.mark.parametrize(("kind", "loss"), [(TwoOutputs, loss_of_scores), (Net, loss_beside_a_reference)])
+def test_each_step_is_seen_and_planned(kind: type[Net], loss: Any) -> None:
+    def make() -> Net:
+        model = mlps()
+        return kind(list(model.layers), model.before, model.after)
+
+    train(make(), loss=loss)
+    gc.collect()
+    wanted = train(make(), loss=loss)
+    gc.collect()
+    model = make()
+    with memfit.checkpoint(model, int(0.7 * max(wanted.peaks[2:]))) as handle:
+        assert train(model, loss=loss).same_bits(wanted)
+        handle.end_step()
+        report = handle.report()
+    assert (report.count, report.lean, report.over) == (8, 1, 0)
 
 
 # -- transformers
@@ -322,3 +565,81 @@ def test_a_library_that_checkpoints_by_itself(has_cache: bool, checkpoints_befor
         )
     assert [table.keys() for table in tables] == [vars(module).keys() for module in model.modules()]
     assert model.transformer.h[0].gradient_checkpointing == checkpoints_before
+
+
+@pytest.mark.parametrize("settings", [{"preserve_rng_state": False}, {"use_reentrant": False, "context_fn": SELECTIVE}])
+def test_settings_of_a_librarys_checkpoints_are_taken_over(settings: dict[str, Any]) -> None:
+    wanted = trained(gpt2())
+    gc.collect()
+    model = gpt2()
+    model.activation_checkpointing_enable(settings)
+    with memfit.checkpoint(model, int(0.8 * max(wanted.peaks[2:]))) as handle:
+        assert trained(model).same_bits(wanted)
+        assert "none" in handle.policy()["1024"].values()
+
+
+@pytest.mark.parametrize(
+    ("settings", "offload", "what"),
+    [
+        ({"use_reentrant": False, "context_fn": own_contexts}, False, r"a context_fn of its own \(.*own_contexts\)"),
+        ({"use_reentrant": False, "depth": 2}, False, "depth=..., no argument of torch.utils.checkpoint"),
+        (None, True, r"a function of its own .*offload=True"),
+    ],
+)
+@pytest.mark.parametrize("is_after", [False, True])
+def test_settings_that_would_be_lost_are_refused(settings: Any, offload: bool, what: str, is_after: bool) -> None:
+    model = gpt2()
+    handle = memfit.checkpoint(model, "1GiB") if is_after else None
+    model.activation_checkpointing_enable(settings, offload=offload)
+    with pytest.raises(UnsupportedStepError, match=f"'transformer' is checkpointed with {what}.*leave it out of"):
+        trained(model) if is_after else memfit.checkpoint(model, "1GiB")
+    if handle is not None:
+        handle.close()
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_checkpoints_that_a_loop_turns_on_or_off_stay_memfits(is_on: bool) -> None:
+    wanted = trained(gpt2())
+    gc.collect()
+    model = gpt2()
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:  # as loops do that generate in between
+        (model.activation_checkpointing_enable if is_on else model.activation_checkpointing_disable)()
+        return language_loss(model, batch)
+
+    with memfit.checkpoint(model, int(0.8 * max(wanted.peaks[2:]))) as handle:
+        assert train(model, tokens, loss=loss, steps=6).same_bits(wanted)
+        handle.end_step()
+        assert handle.report().over == 0
+        assert len(handle.policy()["1024"]) > 3
+    assert model.is_activation_checkpointing == is_on
+
+
+class _Products(TorchDispatchMode):
+    """Counts products of matrices in the forward passes of blocks."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_to_go_to_the_host_goes_there() -> None:
+    """Stock's policies of offloading compute again in eager mode, and say nothing (pytorch#196956)."""
+
+    def offload(*_: Any, **__: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_CPU_OFFLOAD
+
+    x = torch.randn(8, 64, requires_grad=True)
+    contexts = partial(create_selective_checkpoint_contexts, offload)
+    loss = torch.utils.checkpoint.checkpoint(Mlp(64), x, use_reentrant=False, context_fn=contexts).sum()
+    with _Products() as again:
+        loss.backward()
+    assert again.count == 1  # of the two, the last one that saves anything is not reached: so it was not on the host
+    model = net(lambda: Mlp(64), count=8)()
+    away: list[int] = []
+    with memfit.checkpoint(model, 1, budget_is="soft", host_budget="64MiB") as handle:
+        model.after.register_forward_pre_hook(lambda *_: away.append(len(handle._loop.steering.present.hosted)))
+        train(model, lambda step: rows(step, 4096), steps=4)
+    assert away == [0, 7, 7, 7]

@@ -19,16 +19,16 @@ from memfit.checker import check
 from memfit.device import GENERIC
 from memfit.errors import InvalidOptionError
 from memfit.graph import Graph, Phase
+from memfit.papers.planners.mirror import Mirror, read_mirrors, with_mirrors
+from memfit.papers.planners.recompute_counts import counts_keeping, counts_of, evaluate_counts, evaluate_sequence
+from memfit.papers.planners.recursive import recursive_counts
+from memfit.papers.planners.sublinear import appendix_a_splits
 from memfit.plan import Status
 from memfit.planners import PLANNERS, Marked, make_planner
 from memfit.planners.engine.order import original_order, update_at_once_order
 from memfit.planners.engine.retention.emit import emit
 from memfit.planners.engine.retention.instance import Instance, build_instance
 from memfit.planners.engine.starts.forward_part import ForwardPart
-from memfit.planners.mirror import Mirror, read_mirrors, with_mirrors
-from memfit.planners.published.recompute_counts import counts_keeping, counts_of, evaluate_counts, evaluate_sequence
-from memfit.planners.published.recursive import recursive_counts
-from memfit.planners.published.sublinear import appendix_a_splits
 from memfit.simulate import simulate
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ from memfit.memory.contract import (
     Refused,
     Standing,
     Usage,
+    Warnings,
     WindowKind,
 )
 
@@ -88,7 +90,6 @@ def test_the_least_plan_is_refused_with_the_figure() -> None:
 def test_a_percentage_is_of_what_is_told_later() -> None:
     contract = Contract("70%")
     assert not contract.is_resolved
-    assert contract.over_text(took(10**9)) is None
     contract.resolve(2000)
     assert contract.budget_bytes == 1400
     plain = Contract("2000")
@@ -103,9 +104,23 @@ def test_what_is_no_budget_is_refused_at_once() -> None:
 
 def test_words_of_windows_that_were_over() -> None:
     contract = Contract("1KiB")
-    assert contract.over_text(took(1024)) is None
-    assert "planned for less" in str(contract.over_text(took(2048, WindowKind.LATER)))
-    assert "evaluation" in str(contract.over_text(took(2048, WindowKind.EVALUATION)))
+    assert "planned for less" in contract.over_text(took(2048, WindowKind.LATER))
+    assert "evaluation" in contract.over_text(took(2048, WindowKind.EVALUATION))
+
+
+def test_the_first_warnings_of_each_kind_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    warnings = Warnings()
+    with caplog.at_level(logging.WARNING, "memfit"):
+        for number in range(5):
+            warnings.warn(f"over {number}", "over")
+            warnings.warn(f"once {number}", "once", most=1)
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged == [
+        "memfit: over 0",
+        "memfit: once 0",
+        "memfit: over 1",
+        "memfit: over 2; later ones are counted in report()",
+    ]
 
 
 MIB = 1 << 20

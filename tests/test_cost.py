@@ -28,10 +28,10 @@ from memfit.cost.observations import Observations, RealResult, call_key
 from memfit.cost.op_inputs import InputMaker
 from memfit.cost.result_check import check_results
 from memfit.cost.single_op import undisturbed
+from memfit.doors.fit import fit_step
 from memfit.errors import CaptureError, WrongFakesError
 from memfit.graph import Op, Phase, Role, Storage
 from memfit.planning import Settings
-from memfit.runtime.fitting import fit_step
 from memfit.runtime.step import PlannedStep
 from memfit.system.recorder import allocated_bytes, record
 from memfit.workloads import build

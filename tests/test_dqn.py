@@ -22,15 +22,15 @@ from memfit.checker import check
 from memfit.device import GENERIC, Device
 from memfit.errors import InvalidFileError, InvalidOptionError
 from memfit.graph import Graph, Op, Phase, Role, Storage
+from memfit.papers.dqn.environment import NOTHING, Environment
+from memfit.papers.dqn.network import ROUNDS, Network, RowTensors
+from memfit.papers.dqn.planner import DqnPlanner
+from memfit.papers.dqn.recomputations import moved_ahead
+from memfit.papers.dqn.rows import VALID, Act, Kind
+from memfit.papers.dqn.training import Agent, Learning
 from memfit.plan import Problem, Progress, Status
 from memfit.plan_cache import plan_or_kept
 from memfit.planners import make_planner
-from memfit.planners.dqn.environment import NOTHING, Environment
-from memfit.planners.dqn.network import ROUNDS, Network, RowTensors
-from memfit.planners.dqn.planner import DqnPlanner
-from memfit.planners.dqn.recomputations import moved_ahead
-from memfit.planners.dqn.rows import VALID, Act, Kind
-from memfit.planners.dqn.training import Agent, Learning
 from memfit.planners.engine.order import original_order
 from memfit.planners.engine.results import unplanned_peak_bytes
 from memfit.planners.engine.retention.decisions import evaluate, keep_only, simulated

@@ -13,10 +13,10 @@ from torch import nn
 from memfit import TrainingStep
 from memfit.capture import capture
 from memfit.capture.hidden_state import refuse_hidden_state
+from memfit.doors.fit import fit_step
 from memfit.errors import UnsupportedStepError, VerificationError
 from memfit.planning import Settings
 from memfit.runtime import saved_on_host, verify
-from memfit.runtime.fitting import fit_step
 from memfit.runtime.state import StepState
 from memfit.runtime.step import PlannedStep
 

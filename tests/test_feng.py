@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from memfit.device import GENERIC
 from memfit.graph import Graph, Op, Phase, Role, Storage
+from memfit.papers.planners.closed_sets import ClosedSet, Kind, division_tree, splitting_vertices
+from memfit.papers.planners.division_tree import solve_graph
+from memfit.papers.planners.linear_split import SplitCost, linear_chain, solve_chain
+from memfit.papers.planners.vertices import vertices_of
 from memfit.plan import Problem
 from memfit.planners import make_planner
 from memfit.planners.engine.order import original_order
 from memfit.planners.engine.retention.instance import Instance, build_instance
-from memfit.planners.published.closed_sets import ClosedSet, Kind, division_tree, splitting_vertices
-from memfit.planners.published.division_tree import solve_graph
-from memfit.planners.published.linear_split import SplitCost, linear_chain, solve_chain
-from memfit.planners.published.vertices import vertices_of
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -13,6 +13,7 @@ from test_integrations import CPU, OPTIONS, Peak, assert_same, logged, small_gpt
 from test_integrations import fresh_libraries as fresh_libraries  # used by every test
 
 import memfit
+from memfit.errors import NotOneGraphError
 
 peft = pytest.importorskip("peft", reason="pip install peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # these libraries' own
@@ -66,16 +67,20 @@ def test_a_step_of_adapters_is_fitted() -> None:
     assert_same(model, eager)
 
 
-def _sft_trainer(path: Path, callbacks: Any = (), *, adapters: bool, **settings: Any) -> Any:
-    trl = pytest.importorskip("trl", reason="pip install trl")
-    import datasets
-    from tokenizers import Tokenizer, models
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {f"w{number}": number for number in range(98)} | {"<pad>": 98, "<eos>": 99}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="<eos>"
-    )
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def _sft_trainer(path: Path, callbacks: Any = (), *, adapters: bool, **settings: Any) -> Any:
+    trl = pytest.importorskip("trl", reason="pip install trl")
+    import datasets
+
     arguments = trl.SFTConfig(
         output_dir=str(path),
         max_steps=3,
@@ -87,14 +92,13 @@ def _sft_trainer(path: Path, callbacks: Any = (), *, adapters: bool, **settings:
         use_cpu=True,
         save_strategy="no",
         disable_tqdm=True,
-        gradient_checkpointing=False,
-        **{"bf16": False, **settings},
+        **{"bf16": False, "gradient_checkpointing": False, **settings},
     )
     return trl.SFTTrainer(
         model=small_gpt(),
         args=arguments,
         train_dataset=datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in texts(70)]),
-        processing_class=tokenizer,
+        processing_class=_tokenizer(),
         callbacks=list(callbacks),
         peft_config=lora_settings() if adapters else None,
     )
@@ -104,10 +108,18 @@ def _sft_trainer(path: Path, callbacks: Any = (), *, adapters: bool, **settings:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"adapters": False, "door": "compile"}, id="all"),
-        pytest.param({"adapters": False}, id="all-auto"),
+        pytest.param({"adapters": False}, id="all"),
         pytest.param({"adapters": False, "packing": True, "max_length": 32, "bf16": True}, id="packed-bf16"),
         pytest.param({"adapters": True}, id="adapters"),
+        pytest.param(
+            {
+                "adapters": False,
+                "door": "checkpoint",
+                "gradient_checkpointing": True,
+                "gradient_checkpointing_kwargs": {"selective": True},
+            },
+            id="all-selective",
+        ),
         pytest.param({"adapters": True, "bf16": True}, id="adapters-bf16"),
     ],
 )
@@ -119,11 +131,65 @@ def test_an_sft_trainer_keeps_its_bits_and_its_budget(tmp_path: Path, settings: 
     stock, peak = _sft_trainer(tmp_path, **settings), Peak()
     peak.run(stock.train)
     budget = bytes_now(CPU) + peak.above_bytes * 11 // 10  # most is a buffer for logits, outside of the model
-    callback = MemfitCallback(budget, door=door, options=OPTIONS)
+    callback = MemfitCallback(budget, door=door, **({} if door == "checkpoint" else {"options": OPTIONS}))
     planned = _sft_trainer(tmp_path, [callback], **settings)
     planned.train()
     assert logged(planned) == logged(stock)
     assert_same(planned.model, stock.model)
     assert 0 < callback.most_bytes <= budget
-    assert bool(callback.plans) == (door == "compile")  # the logits' function breaks the graph: checkpoints hold it
-    assert (callback.report() is not None) == (door == "auto")
+    report = callback.report()  # the logits' function breaks the graph: checkpoints hold it
+    assert not callback.plans and report is not None
+    assert report.lean < report.count and report.over == 0
+
+
+@pytest.mark.slow
+def test_an_sft_trainer_under_compile_names_the_door_that_holds_it(tmp_path: Path) -> None:
+    from memfit.integrations.transformers import MemfitCallback
+
+    trainer = _sft_trainer(tmp_path, [MemfitCallback("1GiB", door="compile", options=OPTIONS)], adapters=False)
+    with pytest.raises(NotOneGraphError, match=r"out=.*; memfit\.checkpoint holds the budget of such a model"):
+        trainer.train()
+
+
+@pytest.mark.slow
+def test_a_dpo_trainer_of_adapters_is_planned_with_the_calls_of_its_reference(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="pip install trl")
+    import datasets
+
+    from memfit.integrations.transformers import MemfitCallback
+
+    generator = torch.Generator().manual_seed(1)
+
+    def tokens(count: int) -> str:
+        return " ".join(f"w{number}" for number in torch.randint(0, 98, (count,), generator=generator).tolist())
+
+    rows = [{"prompt": tokens(8), "chosen": f" {tokens(24)}", "rejected": f" {tokens(24)}"} for _ in range(48)]
+    peak, trainers = Peak(), list[Any]()
+
+    def train(*callbacks: Any) -> None:
+        trainers.append(
+            trl.DPOTrainer(
+                model=small_gpt(n_layer=6, n_embd=64),
+                args=trl.DPOConfig(
+                    output_dir=str(tmp_path),
+                    max_steps=6,
+                    report_to=[],
+                    use_cpu=True,
+                    bf16=False,
+                    save_strategy="no",
+                    gradient_checkpointing=bool(callbacks),
+                ),
+                train_dataset=datasets.Dataset.from_list(rows),
+                processing_class=_tokenizer(),
+                callbacks=list(callbacks),
+                peft_config=lora_settings(),
+            )
+        )
+        trainers[-1].train()
+
+    peak.run(train)
+    callback = MemfitCallback(peak.budget(0.9), door="checkpoint")
+    train(callback)
+    assert_same(trainers[1].model, trainers[0].model)
+    report: Any = callback.report()
+    assert (report.count, report.lean, report.over) == (6, 1, 0)

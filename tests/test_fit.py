@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
+import random
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,8 @@ from torch import nn
 
 import memfit
 from memfit import TrainingStep
+from memfit.checkpointing.step import CheckpointedStep
+from memfit.doors.fit import fit_step
 from memfit.errors import (
     InfeasibleBudgetError,
     InvalidBudgetError,
@@ -29,9 +32,7 @@ from memfit.errors import (
 from memfit.planners import PLANNERS
 from memfit.planning import Settings
 from memfit.runtime import first_step
-from memfit.runtime.fitting import fit_step
 from memfit.runtime.measure import resident_bytes
-from memfit.runtime.parts import PartlyPlannedStep
 from memfit.runtime.state import StepState
 from memfit.runtime.step import PlannedStep
 from memfit.runtime.verify import first_difference
@@ -78,13 +79,13 @@ def planned_and_eager(
     return fit_step(step, settings), eager
 
 
-def assert_same(planned: PlannedStep | PartlyPlannedStep, eager: TrainingStep) -> None:
+def assert_same(planned: PlannedStep | CheckpointedStep, eager: TrainingStep) -> None:
     """Everything that a step changes has the same bits on both sides."""
     difference = StepState.take(eager).first_difference(StepState.take(planned.step))
     assert difference is None, difference
 
 
-def step_both(planned: PlannedStep | PartlyPlannedStep, eager: TrainingStep, batch: Any, seed: int = 7) -> None:
+def step_both(planned: PlannedStep | CheckpointedStep, eager: TrainingStep, batch: Any, seed: int = 7) -> None:
     torch.manual_seed(seed)
     loss = planned(batch)
     after = torch.get_rng_state()
@@ -276,9 +277,9 @@ def test_planned_and_unplanned_steps_mix_and_checkpoint_files_resume(tmp_path: A
     planned, eager = planned_and_eager("conv", make_adamw)
     step_both(planned, eager, conv_batch())
     torch.manual_seed(3)
-    planned.step.run_eager(planned.step.batch)
+    planned.step.run_eager(conv_batch())
     torch.manual_seed(3)
-    eager.run_eager(eager.batch)
+    eager.run_eager(conv_batch())
     state = {"model": planned.step.model.state_dict(), "optimizer": planned.step.optimizer.state_dict()}
     torch.save(state, tmp_path / "checkpoint.pt")
     step_both(planned, eager, conv_batch())
@@ -326,13 +327,13 @@ def test_verify_names_the_first_tensor_that_differs() -> None:
         assert torch.equal(tensor, before[name])
 
 
-_restless_calls = itertools.count()
+_restless = random.SystemRandom()  # without a state that could be put back
 
 
 @torch.library.custom_op("memfit_tests::restless", mutates_args=())
 def restless(values: torch.Tensor) -> torch.Tensor:
     """A kernel that is not deterministic: each call gives other bits."""
-    return values + next(_restless_calls)
+    return values + _restless.random()
 
 
 @restless.register_fake
@@ -439,18 +440,16 @@ class LooksAtValues(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_step_that_looks_at_values_is_planned_in_parts(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_looks_at_values_runs_under_checkpoints(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = LooksAtValues()
     eager = TrainingStep(model=copy.deepcopy(model), loss=cross_entropy, batch=unusual_batch(), optimizer=None)
     planned = memfit.fit(model, cross_entropy, eager.batch, budget="1MiB", options=FEW_MOVES, verify=True)
-    assert isinstance(planned, PartlyPlannedStep)
+    assert isinstance(planned, CheckpointedStep)
     assert "test_fit.py" in caplog.text
-    assert "2 graphs around that line are planned" in caplog.text
-    assert len(planned.plans) == 2
+    assert "runs under memfit.checkpoint" in caplog.text
     step_both(planned, eager, eager.batch)
     assert_same(planned, eager)
-    torch.compiler.reset()
 
 
 def test_a_first_step_over_its_budget_is_planned_again_and_said(
@@ -567,3 +566,18 @@ def test_a_smaller_last_batch_with_an_optimizer_that_counts_its_steps(optimizer:
     step_both(planned, eager, (images, labels))
     assert len(planned.plans) == 2
     assert_same(planned, eager)
+
+
+def test_the_batch_that_a_step_was_made_with_is_freed_once_another_one_is_given() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    example = torch.randn(32, 16), torch.randint(0, 4, (32,))
+    step = memfit.fit(model, nn.CrossEntropyLoss(), example, budget="64MiB", time_limit_seconds=0.5)
+    first = weakref.ref(example[0])
+    step(example)
+    del example
+    gc.collect()
+    assert first() is not None, "for step.verify()"
+    step((torch.randn(32, 16), torch.randint(0, 4, (32,))))
+    gc.collect()
+    assert first() is None
+    step.verify()

@@ -13,7 +13,7 @@ import _fuzz_worlds
 import fuzz_steps
 
 # Changes and blocks that once gave other numbers without a word: a replaced layer, tied, flattened and restrided
-# parameters, a hook, a cleared group, Dropout's p, and a generator of the user's in a step that is planned in parts.
+# parameters, a hook, a cleared group, Dropout's p, and a generator of the user's in a step that is no graph.
 SEEDS = (5, 17, 18, 25, 90, 235)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -55,8 +56,11 @@ def test_the_cache_is_overwritten_with_no_more_than_half_of_what_is_free(monkeyp
 
     monkeypatch.setattr(torch, "empty", noted)
     monkeypatch.setattr(gpu_timing, "free_bytes", lambda _device: 1000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(L2_cache_size=400))
     gpu_timing._overwrite_cache(torch.device("cpu"))
-    assert made == [500]
+    monkeypatch.setattr(gpu_timing, "free_bytes", lambda _device: 10_000)
+    gpu_timing._overwrite_cache(torch.device("cpu"))
+    assert made == [500, 800]
 
 
 @given(PAIRS)

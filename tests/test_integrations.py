@@ -76,11 +76,11 @@ class Peak:
 # Transformers
 
 
-def small_gpt() -> Any:
+def small_gpt(**changed: Any) -> Any:
     transformers = pytest.importorskip("transformers", reason="pip install memfit[transformers]")
     pytest.importorskip("accelerate", reason="the Trainer needs it: pip install memfit[transformers]")
     transformers.set_seed(0)
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 100, "n_positions": 64}
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 100, "n_positions": 64, **changed}
     config = transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)
     return transformers.GPT2LMHeadModel(config)
 
@@ -190,12 +190,45 @@ def test_two_trainers_of_one_model_plan_it_in_turn(tmp_path: Path) -> None:
         assert callback.most_bytes > 0
 
 
-def test_another_compiler_is_refused(tmp_path: Path) -> None:
+def test_what_the_trainer_compiles_is_not_for_memfits_compile(tmp_path: Path) -> None:
     small_gpt()
     from memfit.integrations.transformers import MemfitCallback
 
-    with pytest.raises(InvalidOptionError, match="torch_compile=True"):
-        trainer_of(tmp_path, [MemfitCallback("1GiB")], torch_compile=True, torch_compile_backend="eager")
+    with pytest.raises(UnsupportedStepError, match=r"torch_compile=True.*door='checkpoint'"):
+        trainer_of(tmp_path, [MemfitCallback("1GiB", door="compile")], torch_compile=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["layers", "whole", "trainer", "regions"])
+def test_a_trainer_of_a_model_that_is_compiled_keeps_its_bits_and_its_budget(
+    tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_gpt()
+    from memfit.integrations.transformers import MemfitCallback
+
+    def train(*callbacks: Any) -> None:
+        torch.compiler.reset()
+        model = small_gpt(n_layer=6, n_embd=64, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+        for part in {"whole": [model], "layers": model.transformer.h}.get(which, ()):
+            part.compile(backend="aot_eager")
+        compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"} if which in own else {}
+        made = trainer_of(tmp_path, callbacks, steps=12, model=model, gradient_accumulation_steps=1, **compiled)
+        trainers.append(made)
+        made.train()
+
+    own = ("trainer", "regions")
+    for name in ("BACKEND", "MODE", "USE_REGIONAL_COMPILATION"):  # which TrainingArguments set
+        monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", {"BACKEND": "no", "MODE": "default"}.get(name, "False"))
+    if which == "regions":
+        monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "True")
+    peak, trainers = Peak(), list[Any]()
+    peak.run(train)
+    callback = MemfitCallback(peak.budget(0.8), door="auto" if which in own else "checkpoint")
+    train(callback)
+    assert_same(trainers[1].model, trainers[0].model)
+    report: Any = callback.report()
+    assert report.over == 0
+    assert "computed again" in str(report)
 
 
 def with_a_break() -> Any:
@@ -307,8 +340,10 @@ def test_what_an_accelerator_would_not_enforce_is_refused() -> None:
     with pytest.raises(InvalidTargetError, match="no model"):
         prepare(accelerate.Accelerator(cpu=True), [], budget="1GiB")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # or the first one's settings stay
-    with pytest.raises(InvalidOptionError, match="dynamo_backend"):
-        prepare(accelerate.Accelerator(cpu=True, dynamo_backend="eager"), dropped_out(), budget="1GiB")
+    compiling = accelerate.Accelerator(cpu=True, dynamo_backend="aot_eager")
+    with pytest.raises(UnsupportedStepError, match=r"dynamo_backend='aot_eager'.*door='checkpoint'"):
+        prepare(compiling, dropped_out(), budget="1GiB", door="compile")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(InvalidOptionError, match=r"with memfit\.eager"):
         prepare(accelerate.Accelerator(cpu=True), dropped_out(), budget="1GiB", door="eager")
 

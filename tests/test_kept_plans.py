@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from memfit import TrainingStep
+from memfit.doors.fit import fit_step
 from memfit.errors import InfeasibleBudgetError
 from memfit.plan import Problem, Result, Status
 from memfit.planners import make_planner
 from memfit.planning import Settings
-from memfit.runtime.fitting import fit_step
 
 SETTINGS = Settings(budget="80%", options={"iterations": 2_000})
 

@@ -26,12 +26,12 @@ from memfit.cost.observations import Observation, Observations, call_key
 from memfit.cost.op_inputs import InputMaker
 from memfit.cost.rooflines import roofline
 from memfit.device import GENERIC
+from memfit.doors.fit import fit_step
 from memfit.errors import PlanMismatchError
 from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.plan import Problem
 from memfit.planners import make_planner
 from memfit.planning import Settings
-from memfit.runtime.fitting import fit_step
 from memfit.runtime.step import PlannedStep
 from memfit.schedule import Compute
 from memfit.system.recorder import record

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from memfit.errors import InvalidBlocksError, InvalidLayoutError, InvalidOptionError
 from memfit.packing import PACKERS, Block, Blocks, PackingProblem, check_layout, make_packer, pack
 from memfit.packing.blocks import live_bytes, make_layout
-from memfit.packing.published.colouring import colour_conflicts
-from memfit.packing.published.first_fit import ORDERS, measure
+from memfit.packing.first_fit import ORDERS, measure
 from memfit.packing.sections import sections_of
+from memfit.papers.packers.colouring import colour_conflicts
 
 
 @st.composite

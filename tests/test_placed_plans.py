@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from memfit.errors import NoPlanError
 from memfit.graph import Graph
 from memfit.plan import Plan
 from memfit.planning import Settings, make_plan
-from memfit.runtime.placed_plans import allocator_settings, plan_for_less, plan_within, taken_bytes
+from memfit.runtime.placed_plans import allocator_settings, plan_within, taken_bytes
 from memfit.simulate.cuda_allocator import AllocatorSettings
 from memfit.workloads import build
 
@@ -54,20 +52,6 @@ def test_a_plan_is_made_for_less_until_the_allocator_takes_no_more_than_the_budg
     assert placed.budget_bytes == plain.budget_bytes
     assert placed.predicted.peak_bytes < plain.predicted.peak_bytes
     assert placed.bounds == plain.bounds
-
-
-def test_a_plan_is_made_for_so_much_less_that_a_page_is_left_out() -> None:
-    budgets_mib: list[int] = []
-
-    def exactly(settings: Settings) -> Any:
-        budgets_mib.append(int(settings.budget) // MIB)
-        return SimpleNamespace(budget_bytes=settings.budget, predicted=SimpleNamespace(peak_bytes=settings.budget))
-
-    def in_pages(plan: Plan) -> int:
-        return 2 * MIB - plan.budget_bytes // (-20 * MIB) * 20 * MIB
-
-    placed = plan_for_less(exactly, Settings(budget=340 * MIB), in_pages)
-    assert (placed.taken_bytes, budgets_mib) == (322 * MIB, [340, 338, 334, 326, 310])
 
 
 def test_a_plan_that_fits_is_the_only_one() -> None:

@@ -18,9 +18,9 @@ from torch.nn import functional
 
 import memfit
 from memfit import PlannedStep, TrainingStep
+from memfit.doors.fit import fit_step
 from memfit.planners import PLANNERS
 from memfit.planning import Settings
-from memfit.runtime.fitting import fit_step
 
 _MOVES = 50_000  # so that the plan does not depend on how busy the machine is
 _SEARCHED_ROOM = 1.2  # so few moves may not find the least memory twice

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,23 +18,19 @@ from command_line import MOVES, Run, json_of
 from torch import nn
 from walk import functions_of_target
 
-import memfit
 from memfit import TrainingStep
-from memfit.device import GENERIC, Device
+from memfit.device import GENERIC
 from memfit.errors import (
     InfeasibleBudgetError,
     InvalidOptionError,
     NoPlanError,
     TimeLimitError,
 )
-from memfit.plan import Bounds, Plan, Problem, Result, Status
+from memfit.plan import Bounds, Problem, Result, Status
 from memfit.planners import PLANNERS
 from memfit.planners.engine.results import unplanned_peak_bytes
 from memfit.planners.none import KeepEverything
-from memfit.planning import SEARCHING, Settings, make_leanest_plan, make_plan
-from memfit.runtime.fitting import fit_step
-from memfit.runtime.parts import PartlyPlannedStep
-from memfit.torch_private.dynamo import compile_soundly
+from memfit.planning import SEARCHING, Settings, make_plan
 
 SMALL = ("--set", "batch=4", "--set", "steps=6", "--set", "width=16")
 
@@ -190,68 +186,6 @@ def breaking() -> Iterator[TrainingStep]:
 
 def roomy(**more: Any) -> Settings:
     return Settings(budget=64 << 20, **more)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_every_setting_reaches_the_graphs_around_a_break(
-    breaking: TrainingStep, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[Settings] = []
-
-    def recording(make: Callable[..., Plan]) -> Callable[..., Plan]:
-        def recorded(graph: Any, device: Device, settings: Settings, bytes_outside: int = 0) -> Plan:
-            given.append(settings)
-            return make(graph, device, settings, bytes_outside)
-
-        return recorded
-
-    monkeypatch.setattr("memfit.runtime.graph_part.make_plan", recording(make_plan))
-    monkeypatch.setattr("memfit.runtime.graph_part.make_leanest_plan", recording(make_leanest_plan))
-    device = Device(name="named by the user")
-    settings = roomy(
-        planner="search",
-        options={"iterations": 7, "threads": 1},
-        time_limit_seconds=0.25,
-        seed=5,
-        device=device,
-        reads_kept_plans=False,
-        stops_on_interrupt=True,
-        on_stage=lambda _title: None,
-        progress=lambda _progress: None,
-    )
-    planned = fit_step(breaking, settings)
-    assert isinstance(planned, PartlyPlannedStep)
-    assert len(given) >= 4  # the leanest plans of both graphs, then those within the budget
-    for part in given:
-        for field in dataclasses.fields(Settings):
-            if field.name != "budget":
-                assert getattr(part, field.name) == getattr(settings, field.name), field.name
-    assert [plan.device for plan in planned.plans] == [device, device]
-    assert {plan.planner for plan in planned.plans} == {"search"}
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_host_budget_is_shared_at_a_break(breaking: TrainingStep) -> None:
-    planned = fit_step(breaking, roomy(host_budget_bytes=1 << 20, planner="none"))
-    planned(breaking.batch)
-    given = [plan.host_budget_bytes for plan in planned.plans]
-    assert len(given) == 2 and all(given) and sum(given) <= 1 << 20
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("backend_is_known", [False, True])  # by then PyTorch's compiler enters modules another way
-def test_mirror_marks_reach_the_graph_that_has_them(breaking: TrainingStep, backend_is_known: bool) -> None:
-    if backend_is_known:
-        compile_soundly()
-    marks = [memfit.mirror("before", 1), memfit.mirror("after", 0)]
-    planned = fit_step(breaking, roomy(planner="mirror", options={"mirror": marks}))
-    assert isinstance(planned, PartlyPlannedStep)
-    times = [len(plan.schedule.codes[plan.schedule.codes == 0]) - len(plan.graph.ops) for plan in planned.plans]
-    planned.verify()
-    assert len(times) == 2
-    with pytest.raises(InvalidOptionError, match="mirror names 'nowhere', which is no module and no op"):
-        fit_step(breaking, roomy(planner="mirror", options={"mirror": "before:1,nowhere:0"}))
 
 
 def test_the_errors_without_a_plan_carry_both_least_budgets() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -58,10 +58,14 @@ class Runner:
         self.clock.timed(half, is_backward=is_backward)
 
 
+def race_of(runners: list[Runner], won: list[Runner]) -> Race:
+    return Race(cast("Any", runners), cast("Any", won.append))
+
+
 def test_the_fastest_in_both_halves_is_kept(hand: Hand) -> None:
     slow, fast = Runner(hand, 1.0, 3.0), Runner(hand, 2.0, 1.5, first=100.0)
     won: list[Runner] = []
-    run = Race([slow, fast], won.append)
+    run = race_of([slow, fast], won)
     for number in range(2 * RUNS):
         result, backward = run(number)
         assert result == number
@@ -78,7 +82,7 @@ def test_the_fastest_in_both_halves_is_kept(hand: Hand) -> None:
 def test_calls_without_backward_passes_go_to_the_first_in_the_end(hand: Hand) -> None:
     first, second = Runner(hand, 2.0, 1.0), Runner(hand, 1.0, 1.0)
     won: list[Runner] = []
-    run = Race([first, second], won.append)
+    run = race_of([first, second], won)
     for number in range(30 * RUNS):
         run(number)
     assert won == [first]
@@ -87,7 +91,7 @@ def test_calls_without_backward_passes_go_to_the_first_in_the_end(hand: Hand) ->
 def test_several_calls_before_their_backward_passes_are_timed(hand: Hand) -> None:
     first, second = Runner(hand, 2.0, 1.0), Runner(hand, 1.0, 1.0)
     won: list[Runner] = []
-    run = Race([first, second], won.append)
+    run = race_of([first, second], won)
     while not won:
         for _, backward in [run(number) for number in range(4)]:
             backward()
@@ -97,7 +101,7 @@ def test_several_calls_before_their_backward_passes_are_timed(hand: Hand) -> Non
 def test_a_machine_that_is_slow_for_half_of_the_turns_counts_for_neither(hand: Hand) -> None:
     first, second = Runner(hand, 1.0, 1.0), Runner(hand, 1.05, 1.0)
     won: list[Runner] = []
-    run = Race([first, second], won.append)
+    run = race_of([first, second], won)
     for turn in range(2 * RUNS + 1):
         times = 3.0 if turn <= RUNS else 1.0  # of what count, six turns of the first, and five of the second
         first.forward, second.forward = times, times * 1.05

@@ -13,11 +13,11 @@ from memfit.binding import Value
 from memfit.capture.reuse import in_place_form
 from memfit.capture.whole_step import capture_whole_step
 from memfit.device import GENERIC
+from memfit.doors.fit import fit_step
 from memfit.graph import Graph
 from memfit.plan import Problem
 from memfit.planners import make_planner
 from memfit.planning import Settings
-from memfit.runtime.fitting import fit_step
 from memfit.schedule import Compute
 from memfit.system.recorder import record
 
@@ -48,6 +48,44 @@ def test_forms(target: Any, args: tuple[Any, ...], storage: int, expected: str |
     shape = next(arg.shape for arg in args if isinstance(arg, Value))
     form = in_place_form(target, args, {}, [value(9, *shape)], storage, "cpu")
     assert (None if form is None else str(form.target)) == expected
+
+
+def test_products_of_complex_numbers_are_written_over_an_input_where_all_are_laid_out_alike() -> None:
+    first, same, short = (
+        value(number, *shape, dtype=torch.complex64) for number, shape in enumerate([(4, 3), (4, 3), (3,)])
+    )
+    result = value(9, 4, 3, dtype=torch.complex64)
+    assert in_place_form(aten.mul.Tensor, [first, same], {}, [result], 0, "cpu") is not None
+    assert in_place_form(aten.mul.Tensor, [first, short], {}, [result], 0, "cpu") is None
+
+
+class Filters(nn.Module):
+    """Multiplies spectra by a column of a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filters = nn.ParameterList(nn.Parameter(torch.view_as_complex(torch.randn(17, 32, 2) * 0.3)) for _ in "12")
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in "12")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for filtering, layer in zip(self.filters, self.layers, strict=True):
+            spectrum = torch.fft.rfft(x, dim=-1) * filtering[:, 0].conj()
+            x = x + torch.tanh(layer(torch.fft.irfft(spectrum, n=32, dim=-1)))
+        return x
+
+
+def test_spectra_that_are_multiplied_have_eagers_bits() -> None:
+    torch.manual_seed(0)
+    model, batch = Filters(), (torch.randn(256, 32), torch.randn(256, 32))
+    nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
+    wanted = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    step = fit_step(
+        TrainingStep(model=model, loss=nn.functional.mse_loss, batch=batch),
+        Settings(budget="16MiB", time_limit_seconds=0.2),
+    )
+    step(batch)
+    assert all(map(torch.equal, wanted, (parameter.grad for parameter in model.parameters())))
 
 
 def graph_of(model: nn.Module) -> Graph:

@@ -18,8 +18,11 @@ from strategies import graphs
 from memfit.capture.whole_step import capture_whole_step
 from memfit.checker import check
 from memfit.device import GENERIC, Device
+from memfit.doors.fit import fit_step
 from memfit.errors import InvalidOptionError
 from memfit.graph import Graph, Phase
+from memfit.papers.planners.layers import is_convolution, is_fully_connected, layer_of_backward
+from memfit.papers.planners.recompute_seconds import RecomputeSeconds
 from memfit.plan import Plan, Problem
 from memfit.planners import make_planner
 from memfit.planners.engine.offloading.absences import HostRoom
@@ -27,10 +30,7 @@ from memfit.planners.engine.offloading.intervals import find_offload_intervals
 from memfit.planners.engine.order import original_order
 from memfit.planners.engine.results import unplanned_peak_bytes, unplanned_schedule
 from memfit.planners.engine.retention.instance import build_instance
-from memfit.planners.published.layers import is_convolution, is_fully_connected, layer_of_backward
-from memfit.planners.published.recompute_seconds import RecomputeSeconds
 from memfit.planning import Settings
-from memfit.runtime.fitting import fit_step
 from memfit.runtime.step import PlannedStep
 from memfit.schedule import Code
 from memfit.simulate import simulate

@@ -8,9 +8,9 @@ from threading import Thread
 import pytest
 import torch
 
-from memfit.runtime import step_memory
 from memfit.runtime.step_memory import Served, StepMemory
 from memfit.simulate.reserved import DEFAULT
+from memfit.torch_private import cuda
 
 
 @dataclass(slots=True, eq=False)
@@ -18,6 +18,10 @@ class Stream:
     """A stream of the device, and those that it waited for."""
 
     waited_for: list[Stream] = field(default_factory=list["Stream"])
+
+    @property
+    def cuda_stream(self) -> int:
+        return id(self)
 
     def wait_stream(self, other: Stream) -> None:
         self.waited_for.append(other)
@@ -30,9 +34,16 @@ def test_a_call_on_another_stream_waits_and_what_is_kept_for_the_last_one_is_fre
     one, other, freed = Stream(), Stream(), []
     on = [one]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: on[-1])
-    monkeypatch.setattr(step_memory, "has_captured_graphs", lambda _device: has_graphs)
-    monkeypatch.setattr(step_memory, "release_cublas_workspaces", lambda: freed.append("workspaces"))
-    monkeypatch.setattr(step_memory, "empty_cache", lambda device: freed.append(device))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 1000 - 100 * len(freed))
+    segments = [
+        {"device": 1, "stream": stream, "total_size": 50, "allocated_size": 20} for stream in (one.cuda_stream, 0)
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(cuda, "has_captured_graphs", lambda _device: has_graphs)
+    monkeypatch.setattr(cuda, "release_cublas_workspaces", lambda: freed.append("workspaces"))
+    monkeypatch.setattr(cuda, "empty_cache", lambda device: freed.append(device))
     device = torch.device("cuda", 1)
     memory = StepMemory(None, None, Served(by=DEFAULT), device)
     with memory.call("a signature"):

@@ -288,5 +288,5 @@ def test_models_across_ranks_are_refused() -> None:
         (torch.nn.DataParallel(inner), "the model is wrapped in DataParallel"),
     ):
         step = TrainingStep(model=model, loss=LOSS, batch=BATCH)
-        with pytest.raises(UnsupportedStepError, match=f"here: {message}; memfit plans only bare models across ranks"):
+        with pytest.raises(UnsupportedStepError, match=f"here: {message}; memfit plans only bare models"):
             check_step(step, "here")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,14 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from memfit import torch_private
-from memfit.torch_private import cuda, dynamo
+from memfit.torch_private import cuda
+from memfit.torch_private.ambient import Ambient, saved_as_they_are
 from memfit.torch_private.aot import boxed, trace_joint
 from memfit.torch_private.autograd import (
     TorchDispatchMode,
@@ -36,16 +39,26 @@ from memfit.torch_private.autograd import (
     default_saved_hooks,
     hooks_aside_in_transforms,
     in_backward,
+    in_transform,
     is_on,
     next_sequence_number,
     no_modes,
     only_mode,
     saved_leaves_themselves,
+    saved_with,
     views_replayed,
     without_autocast,
 )
-from memfit.torch_private.checkpoints import IGNORED_OPS, detached, saved_node_names, schema_of
+from memfit.torch_private.checkpoints import (
+    IGNORED_OPS,
+    detached,
+    ends_early,
+    saved_node_names,
+    schema_of,
+    tell_mismatch,
+)
 from memfit.torch_private.cuda import (
+    LastStream,
     allocator_settings_text,
     has_captured_graphs,
     release_cublas_workspaces,
@@ -54,11 +67,8 @@ from memfit.torch_private.cuda import (
 from memfit.torch_private.dynamo import (
     compile_soundly,
     compile_with_budget,
-    compiled_around_breaks,
     compiled_calls,
-    divides_calls,
     dp_knapsack,
-    graph_breaks,
     greedy_knapsack,
     ilp_knapsack,
     is_compilers,
@@ -74,12 +84,12 @@ from memfit.torch_private.guarding import (
     leaf_hooks,
 )
 from memfit.torch_private.inductor import LEAN, InductorHalf, ModulePair, compiled_by_inductor
-from memfit.torch_private.loops import divide_loops
 from memfit.torch_private.modules import (
     eager_call,
     global_module_hooks,
     gradient_hooks,
     has_accumulation_hooks,
+    has_lazy_parameters,
     hooks_on_all_modules,
     is_compiled,
     module_hooks,
@@ -88,6 +98,8 @@ from memfit.torch_private.modules import (
     own_call,
     own_tensors,
     set_call,
+    structure_of,
+    tables_of,
     uncompiled,
 )
 from memfit.torch_private.patching import replaced
@@ -98,6 +110,7 @@ from memfit.torch_private.ranks import (
     first_bucket_bytes,
     gradient_buckets,
     group_timeout,
+    groups_of,
     is_gloo,
     runs_under_ddp,
     start_gather,
@@ -128,6 +141,7 @@ from memfit.torch_private.tensors import (
     StorageWeakRef,
     as_fake,
     bare_overload,
+    bytes_in,
     draws,
     failing_fakes_unlogged,
     fake_mode_of,
@@ -136,6 +150,7 @@ from memfit.torch_private.tensors import (
     has_own_dispatch,
     is_data_dependent,
     is_fake,
+    is_freed,
     is_plain_dense,
     is_view,
     is_zero_tensor,
@@ -183,6 +198,25 @@ def test_an_attribute_is_replaced_inside_a_block() -> None:
     with replaced(Owner, "name", lambda: 2):
         assert Owner.name() == 2
     assert Owner().name() == 1
+
+
+def test_the_groups_of_a_collective_are_told() -> None:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        whole, (first, second) = torch.distributed.group.WORLD, mesh.get_all_groups()
+        assert whole is not None
+        ones = torch.ones(4, 4)
+        functional = torch.ops._c10d_functional.all_reduce.default
+        assert groups_of(functional, (ones, "sum", whole.group_name), {}, [ones]) == [whole]
+        assert groups_of(functional, (ones, "sum"), {"group_name": second.group_name}, [ones]) == [second]
+        sharded = distribute_tensor(ones, mesh["a"], [Shard(0)])
+        assert groups_of(torch.ops.aten.relu.default, (sharded,), {}, [sharded]) == [first]
+        assert groups_of(torch.ops.aten.relu.default, (ones,), {}, [ones]) == []
+        alone = torch.distributed.new_group([0])
+        assert groups_of(functional, (ones, "sum", alone.group_name), {}, [ones]) == []
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_every_public_name_of_the_room_is_tested_here() -> None:
@@ -328,14 +362,6 @@ def test_a_models_own_tensors_in_their_order() -> None:
         assert [id(each) for each in mine] == [id(each) for each in theirs]
 
 
-def test_loops_are_divided_inside_a_block() -> None:
-    layers = torch.nn.ModuleDict({"first": torch.nn.Identity()})
-    with ExitStack() as patches:
-        divide_loops(patches)
-        assert isinstance(layers.items(), tuple)
-    assert not isinstance(layers.items(), tuple)
-
-
 def test_tables_of_a_module_and_hooks_of_its_parameters() -> None:
     module = torch.nn.BatchNorm1d(3)
     parameters, buffers = module_tables(module)
@@ -367,79 +393,6 @@ def test_failing_fakes_are_not_logged(capfd: pytest.CaptureFixture[str]) -> None
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_no_model_compiled_around_breaks_falls_back() -> None:
-    class Breaking(torch.nn.Module):
-        def forward(self, values: torch.Tensor) -> torch.Tensor:
-            return values.sin() if values.sum().item() > 1e9 else values.cos()
-
-    graphs: list[int] = []  # for each compiled graph the number of its model
-
-    def backend_of(number: int) -> Any:
-        def backend(module: torch.fx.GraphModule, _inputs: Any) -> Any:
-            graphs.append(number)
-            return module.forward
-
-        return backend
-
-    for number in range(12):
-        run = compiled_around_breaks(Breaking(), backend_of(number))
-        assert torch.equal(run(torch.ones(3)), torch.ones(3).cos())
-    assert graphs == [number for number in range(12) for _ in range(2)]
-    torch.compiler.reset()
-
-
-def test_which_torch_divides_calls() -> None:
-    """What `nested_graph_breaks` turns on; the switch itself is older than what it takes."""
-    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-
-    inlines = inspect.signature(InstructionTranslatorBase.inline_user_function_return)
-    assert divides_calls() == ("allow_nested_graph_breaks" in inlines.parameters)
-    assert hasattr(torch._dynamo.config, "nested_graph_breaks")
-
-
-class Looping(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh()) for _ in range(3))
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            values = block(values)
-            if values.sum().item() > 1e9:
-                break
-        return values
-
-
-class Counting(Looping):
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        for number, block in enumerate(self.blocks):
-            if values.sum().item() < 1e9:
-                values = block(values) * number
-        return values
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a")
-@pytest.mark.parametrize("kind", [Looping, Counting])
-def test_breaks_in_loops_divide_the_loop(kind: type[Looping]) -> None:
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(module: torch.fx.GraphModule, _inputs: Any) -> Any:
-        graphs.append(module)
-        return module.forward
-
-    iterate, forward = torch.nn.ModuleList.__iter__, torch.nn.Sequential.forward
-    model = kind()
-    values = torch.randn(4, 3)
-    assert torch.equal(compiled_around_breaks(model, backend)(values), model(values))
-    linears = [node for graph in graphs for node in graph.graph.nodes if "linear" in str(node.target)]
-    assert len(linears) >= 2  # the same graph may run several blocks
-    assert torch.nn.ModuleList.__iter__ is iterate
-    assert torch.nn.Sequential.forward is forward
-    torch.compiler.reset()
-
-
 def _counting_backend() -> tuple[Any, list[int]]:
     captured: list[int] = []
 
@@ -448,17 +401,6 @@ def _counting_backend() -> tuple[Any, list[int]]:
         return module.forward
 
     return backend, captured
-
-
-def test_loops_are_divided_until_the_last_thread_is_done() -> None:
-    before = torch.nn.Sequential.forward
-    first = second = dynamo._loops_divided
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert torch.nn.Sequential.forward is not before
-    second.__exit__(None, None, None)
-    assert torch.nn.Sequential.forward is before
 
 
 def test_code_that_asks_whether_it_is_compiled_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -476,20 +418,6 @@ def test_code_that_asks_whether_it_is_compiled_is_named(caplog: pytest.LogCaptur
     another = Asking()
     compiled_calls(another, eager_call(another), backend)(values)
     assert caplog.text.count("asks whether it is being compiled") == 2, "once for each model"
-    torch.compiler.reset()
-
-
-def test_reasons_of_graph_breaks() -> None:
-    torch.compiler.reset()
-    before = graph_breaks()
-
-    def number(values: torch.Tensor) -> torch.Tensor:
-        return values * values.sum().item()
-
-    backend, _ = _counting_backend()
-    torch.compile(number, backend=backend)(torch.ones(3))
-    (reason,) = (why for why, count in graph_breaks().items() if count > before.get(why, 0))
-    assert "item()" in reason and "\n" not in reason
     torch.compiler.reset()
 
 
@@ -548,7 +476,14 @@ def test_dispatch_mode_and_pytrees() -> None:
     assert leaves == [1, 2, None]
     assert structure == tree_flatten({"a": [3, (4, 5)]})[1]
     assert tensors_in({"a": [leaves, (None, torch.ones(1))], "b": 2}) == [torch.ones(1)]
+    assert bytes_in({"a": [torch.ones(3, 2), (None, torch.ones(1, dtype=torch.bfloat16))], "b": 2}) == 26
     assert tree_map(lambda leaf: leaf or 0, [1, (None,)]) == [1, (0,)]
+
+
+def test_a_device_without_streams_has_none_to_follow() -> None:
+    last = LastStream(torch.device("cpu"))
+    assert not last.follow()
+    assert not last.follow(follows_thread=False, waits=True)
 
 
 def test_cublas_gives_its_workspaces_back() -> None:
@@ -899,6 +834,13 @@ def test_zero_tensors_are_known() -> None:
     assert not is_zero_tensor(torch.zeros(3))
 
 
+def test_tensors_whose_memory_was_freed() -> None:
+    freed, view = torch.zeros(4, 3), torch.zeros(4, 3).t()[1:]
+    assert not (is_freed(freed) or is_freed(view) or is_freed(torch.zeros(0)))
+    freed.untyped_storage().resize_(0)
+    assert is_freed(freed) and not is_freed(torch.eye(3).to_sparse()) and not is_freed(torch.zeros(3, device="meta"))
+
+
 def test_tensors_with_dispatch_of_their_own() -> None:
     assert has_own_dispatch(torch.nested.nested_tensor([torch.zeros(3)], layout=torch.jagged))
     assert not has_own_dispatch(torch.zeros(3))
@@ -907,24 +849,31 @@ def test_tensors_with_dispatch_of_their_own() -> None:
 
 def test_hooks_of_saved_tensors_are_taken_off_for_transformations() -> None:
     packed: list[torch.Tensor] = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor
-    )
 
-    @contextmanager
-    def aside() -> Iterator[None]:
-        hooks.__exit__()
-        try:
-            yield
-        finally:
-            hooks.__enter__()
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor
 
+    def cosine(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda y: y.sin().sum())(x)
+
+    original = torch.autograd.graph.disable_saved_tensors_hooks
     x = torch.ones(3, requires_grad=True)
-    with hooks, hooks_aside_in_transforms(aside):
-        assert torch.func.grad(lambda y: y.sin().sum())(torch.zeros(3)).tolist() == [1.0] * 3
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, pack),
+        hooks_aside_in_transforms(),
+        pytest.raises(RuntimeError, match="saved tensor hooks"),  # the user's, as without the block
+    ):
+        cosine(torch.zeros(3))
+    pack.__module__ = "memfit.anywhere"
+    with saved_with(pack, lambda tensor: tensor):
+        with hooks_aside_in_transforms():
+            assert cosine(torch.zeros(3)).tolist() == [1.0] * 3
+        assert cosine(torch.zeros(3)).tolist() == [1.0] * 3
         assert not packed
         x.sin()
         assert packed
+    assert torch.autograd.graph.disable_saved_tensors_hooks is original
 
 
 def test_custom_functions_get_saved_leaves_themselves() -> None:
@@ -1316,6 +1265,112 @@ def test_schemas_tell_what_an_operator_writes_to() -> None:
         a.alias_info is not None and a.alias_info.is_write for a in schema_of(torch.ops.aten.add_.Tensor).arguments
     ]
     assert written[:2] == [True, False]
+
+
+def test_a_second_forward_pass_that_saves_others_raises_what_is_told() -> None:
+    x = torch.ones(3, requires_grad=True)
+    calls: list[int] = []
+
+    def run(given: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return given.exp() if len(calls) == 1 else given[:2].exp()
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        tell_mismatch(lambda error: KeyError(f"mine: {error}"))
+        yield
+
+    with pytest.raises(KeyError, match="mine"):
+        checkpoint(run, x, use_reentrant=False, context_fn=lambda: (nullcontext(), again())).sum().backward()
+    tell_mismatch(KeyError)  # outside of a second pass, nothing is to be told
+
+
+def test_a_second_forward_pass_that_ends_early_raises_no_error_of_the_users() -> None:
+    x = torch.ones(3, requires_grad=True)
+    ended: list[bool] = []
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            ended.append(ends_early(error))
+            raise
+
+    checkpoint(torch.exp, x, use_reentrant=False, context_fn=lambda: (nullcontext(), again())).sum().backward()
+    assert ended == [True] and not ends_early(ValueError())
+
+
+def test_transformations_of_torch_func_are_seen() -> None:
+    seen: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(in_transform())
+        return x.square().sum()
+
+    torch.func.grad(function)(torch.ones(3))
+    assert seen == [True] and not in_transform()
+
+
+def test_what_a_forward_pass_runs_under_is_there_again() -> None:
+    class Doubled(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            returned = func(*args, **(kwargs or {}))
+            return returned * 2 if func is torch.exp else returned
+
+    x = torch.ones(3)
+    torch.set_default_dtype(torch.float64)
+    with Doubled():
+        ambient = Ambient(lambda _hook: True)
+    torch.set_default_dtype(torch.float32)
+    with ambient.again():
+        assert torch.ones(1).dtype == torch.float64 and torch.equal(torch.exp(x), x.exp() * 2)
+    assert torch.ones(1).dtype == torch.float32 and torch.equal(torch.exp(x), x.exp())
+
+
+def test_what_a_forward_pass_runs_under_is_read_whatever_way_the_user_sets_precision() -> None:
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    try:
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        ambient = Ambient(lambda _hook: True)
+        torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+        with ambient.again():
+            assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+        assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+
+
+def test_hooks_of_saved_tensors_are_there_again_and_not_for_what_is_saved_as_it_is() -> None:
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor.round()
+
+    x = torch.full((3,), 1.25, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        ambient = Ambient(lambda hook: hook is pack)
+        with saved_as_they_are(lambda hook: hook is pack):
+            x.square().sum().backward()
+    assert not saved and torch.equal(x.grad, x * 2)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor), lambda _: x), ambient.again():
+        x.square()
+    assert saved and torch.equal(kept[0], x.round())
+
+
+def test_tables_structure_and_lazy_parameters_of_modules() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(2))
+    tables = tables_of(model[0])
+    assert any(table.get("weight") is model[0].weight for table in tables) and vars(model[0]) in tables
+    assert has_lazy_parameters(model)
+    model(torch.ones(1, 2))
+    assert not has_lazy_parameters(model)
+    before = structure_of(model)
+    assert before == structure_of(model)
+    model[1] = torch.nn.Linear(2, 2)
+    assert before != structure_of(model)
 
 
 def test_nodes_of_reentrant_checkpoints_are_found_by_name() -> None:

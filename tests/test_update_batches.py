@@ -14,8 +14,8 @@ from memfit.capture import capture, update_trial
 from memfit.capture.finish import finish
 from memfit.capture.optimizer import ParameterUpdate, updates_many_at_once
 from memfit.cost.measurement import measure
+from memfit.doors.fit import fit_step
 from memfit.planning import Settings
-from memfit.runtime.fitting import fit_step
 from memfit.runtime.state import StepState
 from memfit.runtime.step import PlannedStep
 

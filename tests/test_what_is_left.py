@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import memfit
-from memfit.runtime.parts import PartlyPlannedStep
+from memfit.checkpointing.step import CheckpointedStep
 from memfit.runtime.what_is_left import saying_what_is_left
 
 AGAIN = "memfit: no parameter had been updated when the step failed; it can be run again"
@@ -96,7 +96,7 @@ def test_the_note_counts_all_that_a_step_writes_to(make: Any, at: str, words: st
 @pytest.mark.parametrize("make", [plain, Broken])
 def test_a_step_that_can_be_run_again_gives_what_it_would_have_given(make: Any) -> None:
     step, batch = planned(make)
-    assert isinstance(step, PartlyPlannedStep) == (make is Broken)
+    assert isinstance(step, CheckpointedStep) == (make is Broken)
     twin, _ = planned(make)
     note = stopped(step, batch, "before")
     assert note == AGAIN

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from memfit.papers.planners.recompute_counts import Counts, counts_of, plan_by_counts
 from memfit.plan import Problem, Result
 from memfit.planners.engine.retention.instance import Instance
-from memfit.planners.published.recompute_counts import Counts, counts_of, plan_by_counts
 
 Solve = Callable[[list[float], list[float], float], tuple[float, Sequence[int], Sequence[int]]]
 """(memory, runtime, most memory) -> (runtime saved, items to save, items to recompute), as torch's solvers are."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dis
+import sys
 import sysconfig
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 import torch
 
@@ -19,6 +21,8 @@ _LIBRARIES = tuple(
     }
 )
 _INSTALLED = {"site-packages", "dist-packages"}
+_HOLDING = {"argparse", "collections", "configparser", "queue", "types", "weakref"}  # of Python's own: users' values
+_OPAQUE = (sys.stdlib_module_names | {"torch", "numpy", "memfit"}) - _HOLDING
 _GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTE_READS = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
 _VALUE_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
@@ -33,6 +37,26 @@ def is_own(filename: str) -> bool:
     user's too.
     """
     return not filename.startswith(_LIBRARIES) and _INSTALLED.isdisjoint(Path(filename).parts)
+
+
+def is_librarys(module_name: Any) -> bool:
+    """Return whether a module is Python's, torch's, NumPy's or memfit's, and holds no values of users."""
+    if not isinstance(module_name, str):  # a class may have a property of that name: then there is no telling
+        return False
+    return module_name.partition(".")[0] in _OPAQUE and not module_name.startswith("torch.distributions")
+
+
+def is_opaque(cls: type) -> bool:
+    """Return whether objects of a class are a library's, whose own code reads what no step depends on."""
+    return is_librarys(cls.__module__) and not issubclass(cls, torch.nn.Module)
+
+
+def is_users(cls: type) -> bool:
+    """Return whether a class is the user's, or one of Python's that holds values of users; of no installed package."""
+    if is_librarys(cls.__module__) or not isinstance(cls.__module__, str):
+        return False
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return file is None or is_own(file) or cls.__module__.partition(".")[0] in sys.stdlib_module_names
 
 
 @cache

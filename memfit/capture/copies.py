@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import functools
 import operator
 import threading
 from collections import OrderedDict, deque
@@ -195,26 +196,53 @@ class Items:
 
     def read(self) -> Any:
         """Return a copy of what it holds now."""
-        if isinstance(self.items, BUFFERS):
+        if self._has_bytes:
             view = self.items if isinstance(self.items, np.ndarray) else memoryview(self.items)
             return view.shape, str(getattr(view, "dtype", "")), view.tobytes()
-        return list(each_of(self.items))
+        return list(self.items.flat if isinstance(self.items, np.ndarray) else each_of(self.items))
+
+    @property
+    def _has_bytes(self) -> bool:
+        """Whether it is a buffer of numbers; an array may be of objects."""
+        is_of_objects = isinstance(self.items, np.ndarray) and self.items.dtype.hasobject
+        return isinstance(self.items, BUFFERS) and not is_of_objects
 
     @property
     def is_changed(self) -> bool:
         now = self.read()
-        if isinstance(self.items, BUFFERS):
+        if self._has_bytes:
             return now != self.before
         return len(now) != len(self.before) or not (
             all(map(operator.is_, self.before, now)) or all(map(is_same, self.before, now))
         )
 
+    def put_numbers_back(self) -> None:
+        """Write back what an array or another buffer held."""
+        if isinstance(self.items, BUFFERS) and self.is_changed:
+            self.write(self.before)
+
+    def write(self, held: Any) -> None:
+        """Let it hold what `read` has returned."""
+        items = self.items
+        if isinstance(items, np.ndarray) and items.dtype.hasobject:
+            for number, value in enumerate(held):
+                items.flat[number] = value
+        elif isinstance(items, np.ndarray):
+            items[...] = np.frombuffer(held[2], items.dtype).reshape(held[0])
+        elif isinstance(items, bytearray):  # it may have grown
+            items[:] = held[2]
+        elif isinstance(items, array.array):
+            items[:] = array.array(items.typecode, held[2])
+        elif isinstance(items, BUFFERS):
+            memoryview(items).cast("B")[:] = held[2]
+        else:
+            kind = _own_kind(items)
+            kind.clear(items)
+            (kind.update if kind is set else kind.extend)(items, held)
+
     def put_back(self) -> None:
-        if isinstance(self.items, BUFFERS):
-            return  # numbers that a step writes into an array are the user's results
-        kind = _own_kind(self.items)
-        kind.clear(self.items)
-        (kind.update if kind is set else kind.extend)(self.items, self.before)
+        if not isinstance(self.items, BUFFERS):  # numbers that a step writes into an array are the user's results
+            self.write(self.before)
 
 
 def own_attributes(value: Any) -> dict[str, Any] | None:
@@ -264,6 +292,15 @@ class Slots:
     def put_back(self) -> None:
         for name in self.changed():
             object.__setattr__(self.owner, name, self.before[name])
+
+
+def function_of(raw: Any) -> Any:
+    """Return the function of a static method, a class method or a property, and any other value itself."""
+    if isinstance(raw, staticmethod | classmethod):
+        return cast("Any", raw).__func__
+    if isinstance(raw, property):
+        return raw.fget
+    return raw.func if isinstance(raw, functools.cached_property) else raw
 
 
 def function_parts(function: FunctionType) -> tuple[Any, ...]:

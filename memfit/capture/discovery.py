@@ -29,7 +29,15 @@ from typing import Any, cast
 
 import torch
 
-from memfit.capture.code_reads import attribute_reads, global_reads, global_writes, imported_modules, is_own
+from memfit.capture.code_reads import (
+    attribute_reads,
+    global_reads,
+    global_writes,
+    imported_modules,
+    is_librarys,
+    is_opaque,
+    is_own,
+)
 from memfit.capture.copies import (
     ATOMS,
     BUFFERS,
@@ -42,17 +50,18 @@ from memfit.capture.copies import (
     Table,
     each_of,
     entries_of,
+    function_of,
     function_parts,
     own_attributes,
     slot_names,
 )
+from memfit.capture.iterators import Position, is_plain_iterator
 from memfit.torch_private.modules import gradient_hooks, module_hooks
 from memfit.torch_private.tensors import is_fake
 from memfit.torch_private.tracing import stood_for
 
 MODULE_NAMES = frozenset(vars(torch.nn.Module()))
-_HOLDING = {"argparse", "collections", "configparser", "queue", "types", "weakref"}  # of Python's own: users' values
-_OPAQUE = (sys.stdlib_module_names | {"torch", "numpy", "memfit"}) - _HOLDING
+_OF_CHECKPOINTS = "memfit.checkpointing."  # hooks on the model, and stand-ins for `forward`
 _FUNCTIONS = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
 _FUNCTIONS += (MemberDescriptorType, GetSetDescriptorType)
 _VIEWS = (MappingProxyType, *map(type, ({}.keys(), {}.values(), {}.items())), BuiltinMethodType, MethodWrapperType)
@@ -62,7 +71,7 @@ class Discovery:
     """Copies of what can be reached from a step's model and loss.
 
     Attributes:
-        tables, cells, items, slots: copies of all that the step can reach, made before it does.
+        tables, cells, items, slots, positions: copies of all that the step can reach, made before it does.
         functions: (path, function, its parts) of the user's functions.
         modules: (path, module) of the model's modules, and of those that the loss reaches beside it.
         tensors: (path, tensor) of what these hold, by the tensor's id.
@@ -75,6 +84,7 @@ class Discovery:
         self.cells: list[Place] = []
         self.items: list[Items] = []
         self.slots: list[Slots] = []
+        self.positions: list[Position] = []
         self.functions: list[tuple[str, FunctionType, tuple[Any, ...]]] = []
         self.modules: list[tuple[str, torch.nn.Module]] = []
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
@@ -84,6 +94,25 @@ class Discovery:
         self._held_files: list[ModuleType] = []
         self._described: dict[int, type] = {}
         self._patched: list[type] = []  # classes that have a `__getattribute__` of memfit's for now
+
+    def look_everywhere(self) -> None:
+        """Copy what the attributes and the classes of modules and objects hold, too; else that is done when the step
+        reads them."""
+        seen: set[int] = set()
+        while ahead := [table for key, table in self.tables.items() if key not in seen]:
+            seen.update(self.tables)
+            for table in ahead:
+                if table.is_whole and id(table.table) in self._seen:  # it is a dictionary that the step may reorder
+                    table.names = None
+                for key, value in tuple(table.before.items()):
+                    self._discover(value, table.name(key))
+            for _, owner in tuple(self._objects.values()):
+                self._discover(type(owner), type(owner).__qualname__)
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Torch's generators that were found."""
+        return [value for value in self._seen.values() if isinstance(value, torch.Generator)]
 
     def _object_found(self, table: Table, owner: Any) -> None:
         """Called for each object whose attributes have been copied."""
@@ -95,7 +124,7 @@ class Discovery:
                 continue
             raw = cls.__dict__[name]
             self._add_class_attribute(cls, name, raw)
-            self._discover(_function_of(raw), table.name(name))
+            self._discover(function_of(raw), table.name(name))
 
     def _add_class_attribute(self, cls: type, name: str, value: Any) -> None:
         table = self._class_table(cls)
@@ -129,6 +158,9 @@ class Discovery:
         if isinstance(value, torch.Tensor):
             self.tensors.setdefault(id(value), (path, value))
         if type(value) in ATOMS or id(value) in self._seen:
+            return
+        if type(value).__module__.startswith(_OF_CHECKPOINTS):
+            self._discover(getattr(value, "forward", None), path)
             return
         self._seen[id(value)] = value
         if isinstance(value, torch.nn.Module):
@@ -187,6 +219,8 @@ class Discovery:
             )
         elif isinstance(value, type(os.environ)):
             self._discover(value._data, path)
+        elif is_plain_iterator(value):
+            self.positions.append(Position(path, value))
 
     def _add_place(self, path: str, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
         self.cells.append(Place(path, read, write))
@@ -286,14 +320,14 @@ class Discovery:
 
     def _discover_class(self, cls: type) -> None:
         """Copy the values in a class of the user's, and look at its functions."""
-        if _is_librarys(cls.__module__) or issubclass(cls, enum.Enum):
+        if is_librarys(cls.__module__) or issubclass(cls, enum.Enum):
             return
         self._discover(type(cls), type(cls).__qualname__)
         for base in cls.__mro__:
-            if _is_librarys(base.__module__):
+            if is_librarys(base.__module__):
                 continue
             for name, raw in list(base.__dict__.items()):
-                function = _function_of(raw)
+                function = function_of(raw)
                 if isinstance(function, FunctionType):
                     self._discover(function, f"{cls.__qualname__}.{name}")
                 elif not name.startswith("__"):
@@ -338,7 +372,7 @@ class Discovery:
     def _discover_file(self, module: ModuleType, code: CodeType) -> None:
         """Copy the globals of a file of the user's whose names are read as attributes in a function's code."""
         filename = getattr(module, "__file__", None)
-        if _is_librarys(module.__name__) or (filename is not None and not is_own(filename)):
+        if is_librarys(module.__name__) or (filename is not None and not is_own(filename)):
             return
         table = self._globals(module.__dict__)
         for name in attribute_reads(code) & table.table.keys():
@@ -363,23 +397,3 @@ class Discovery:
 def _set_variable(variable: ContextVar[Any], value: Any) -> None:
     if value is not MISSING:  # one that had no value keeps what the step has set: only its own token could undo that
         variable.set(value)
-
-
-def _is_librarys(module_name: Any) -> bool:
-    if not isinstance(module_name, str):  # a class may have a property of that name: then there is no telling
-        return False
-    return module_name.partition(".")[0] in _OPAQUE and not module_name.startswith("torch.distributions")
-
-
-def is_opaque(cls: type) -> bool:
-    """Return whether objects of a class are a library's, whose own code reads what no step depends on."""
-    return _is_librarys(cls.__module__) and not issubclass(cls, torch.nn.Module)
-
-
-def _function_of(raw: Any) -> Any:
-    """Return the function of a static method, a class method or a property, and any other value itself."""
-    if isinstance(raw, staticmethod | classmethod):
-        return cast("Any", raw).__func__
-    if isinstance(raw, property):
-        return raw.fget
-    return raw.func if isinstance(raw, functools.cached_property) else raw

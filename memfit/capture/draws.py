@@ -8,12 +8,12 @@ and Python's are watched by a profile function.
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -21,8 +21,9 @@ import numpy as np
 import torch
 
 from memfit.errors import UnsupportedStepError
+from memfit.system.alive import alive_objects
 
-_KINDS = (random.Random, np.random.RandomState, np.random.Generator)
+GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _SETTERS = frozenset(["manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state"])
 
 
@@ -33,10 +34,18 @@ class HostGenerators:
         self._owners = _owners()
         self._before = [_state(generator) for generator, _ in self._owners]
 
+    def owners(self) -> list[Any]:
+        """Return the generators."""
+        return [owner for owner, _ in self._owners]
+
+    def places(self) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+        """Return what reads the state of each generator, and what sets it."""
+        return [place_of(owner) for owner, _ in self._owners]
+
     def changed(self) -> list[int]:
         """Return the numbers of the generators whose states are others than before."""
         pairs = zip(self._owners, self._before, strict=True)
-        return [number for number, ((generator, _), before) in enumerate(pairs) if _differ(_state(generator), before)]
+        return [number for number, ((generator, _), before) in enumerate(pairs) if differ(_state(generator), before)]
 
     def names(self, numbers: list[int]) -> str:
         """Return what the generators are called, in words."""
@@ -74,7 +83,7 @@ class HostGenerators:
                     run()
             finally:
                 _profile_again(profile)
-            drawn = {number for number in locked if _differ(_state(self._owners[number][0]), before[number])}
+            drawn = {number for number in locked if differ(_state(self._owners[number][0]), before[number])}
         return [number for number in numbers if number in drawn or id(self._owners[number][0]) in called]
 
 
@@ -124,7 +133,7 @@ class _Seedless:
         if name in _SETTERS and threading.get_ident() == self._thread:
             raise UnsupportedStepError(
                 f"the step calls `{name}` of torch's generator (as torch.manual_seed, torch.set_rng_state and "
-                "torch.random.fork_rng do), which a planned step would not: seed outside of the step, or hand in a "
+                "torch.random.fork_rng do), which a planned step would not: seed outside of the step, or pass a "
                 "tensor that was drawn outside"
             )
         return getattr(self._generator, name)
@@ -148,13 +157,19 @@ def seeding_refused() -> Iterator[None]:
         torch.cuda.default_generators = cuda
 
 
+def place_of(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Return what reads the state of a generator of Python's or NumPy's, and what sets it."""
+    owner = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+    return partial(_state, owner), partial(_set_state, owner)
+
+
 def _owners() -> list[tuple[Any, str]]:
     """Return each generator with what it is called: those of the modules, then all other instances."""
     modules = (random.random.__self__, np.random.mtrand._rand)  # pyright: ignore[reportFunctionMemberAccess]
     found: dict[int, tuple[Any, str]] = {id(modules[0]): (modules[0], "Python's `random`")}
     found[id(_bits(modules[1]))] = modules[1], "`numpy.random`"
-    things = gc.get_objects()
-    wanted = {kind for kind in set(map(type, things)) if issubclass(kind, _KINDS)}
+    things = alive_objects()
+    wanted = {kind for kind in set(map(type, things)) if issubclass(kind, GENERATORS)}
     for thing in compress(things, map(wanted.__contains__, map(type, things))):  # of millions, without a loop of Python
         kind = type(thing)
         if issubclass(kind, random.Random):
@@ -191,10 +206,10 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.state = state
 
 
-def _differ(left: Any, right: Any) -> bool:
+def differ(left: Any, right: Any) -> bool:
     """Return whether two states differ: tuples of Python's, or dictionaries of numbers, arrays and dictionaries."""
     if isinstance(left, dict):
-        return any(_differ(left[key], right[key]) for key in left)  # pyright: ignore[reportUnknownVariableType]
+        return any(differ(left[key], right[key]) for key in left)  # pyright: ignore[reportUnknownVariableType]
     if isinstance(left, np.ndarray):
         return not np.array_equal(left, right)  # pyright: ignore[reportUnknownArgumentType]
     return bool(left != right)

@@ -27,7 +27,13 @@ from memfit.capture.training_step import TrainingStep
 from memfit.cost.views import lazy_view, on_its_own
 from memfit.errors import MemfitError, UnsupportedStepError
 from memfit.system.budget import format_bytes
-from memfit.torch_private.autograd import TorchDispatchMode, only_mode, saved_leaves_themselves, views_replayed
+from memfit.torch_private.autograd import (
+    TorchDispatchMode,
+    only_mode,
+    saved_leaves_themselves,
+    saved_with,
+    views_replayed,
+)
 from memfit.torch_private.tensors import (
     FakeTensorMode,
     as_fake,
@@ -262,7 +268,7 @@ class _EagerRun:
         seen = set(tensors_of([list(self.step.model.parameters()), list(self.step.model.buffers())]))
         entered: dict[int, torch.Tensor] = {}
         batch = tree_map(lambda leaf: self._entered(leaf, seen, entered), self.batch)
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks = saved_with(self._pack, self._unpack)
         if not self.step.has_backward:
             with torch.no_grad(), views_replayed(), self.watch:
                 self.step.compute_loss(self.step.model, batch)

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from memfit.capture.code_reads import is_own
+from memfit.capture.code_reads import is_opaque, is_own
 from memfit.capture.copies import ATOMS, MISSING, Table, entry_of
-from memfit.capture.discovery import Discovery, is_opaque
+from memfit.capture.discovery import Discovery
 from memfit.capture.training_step import TrainingStep
 from memfit.capture.unrecorded import Left, holds_fakes
+from memfit.errors import UnsupportedStepError
 
 _OF_OPTIMIZERS = ("defaults", "param_groups", "state")
 _NUMBERS = (bool, int, float, complex)
@@ -54,20 +55,6 @@ class Reads(Discovery):
                     del cls.__getattribute__
                 self._patched.clear()
 
-    def look_everywhere(self) -> None:
-        """Copy what the attributes and the classes of modules and objects hold, too; else that is done when the step
-        reads them."""
-        seen: set[int] = set()
-        while ahead := [table for key, table in self.tables.items() if key not in seen]:
-            seen.update(self.tables)
-            for table in ahead:
-                if table.is_whole and id(table.table) in self._seen:  # it is a dictionary that the step may reorder
-                    table.names = None
-                for key, value in tuple(table.before.items()):
-                    self._discover(value, table.name(key))
-            for _, owner in tuple(self._objects.values()):
-                self._discover(type(owner), type(owner).__qualname__)
-
     def look_at_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy what the optimizer's own attributes and its hooks hold, but for its groups and its state.
 
@@ -80,11 +67,6 @@ class Reads(Discovery):
         for name, value in attributes.items():
             self._discover(value, f"optimizer.{name}")
 
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """Torch's generators that model and loss hold."""
-        return [value for value in self._seen.values() if isinstance(value, torch.Generator)]
-
     def put_back(self) -> None:
         """Reset all that was copied."""
         for held in (*self.tables.values(), *self.slots):
@@ -92,6 +74,21 @@ class Reads(Discovery):
         for held in (*self.cells, *self.items):
             if held.is_changed:
                 held.put_back()
+
+    def put_numbers_back(self) -> None:
+        """Write what arrays held back, and set iterators back, which are the user's results where a step is captured.
+
+        Raises:
+            UnsupportedStepError: a value was taken from an iterator that cannot be set back.
+        """
+        for items in self.items:
+            items.put_numbers_back()
+        for position in self.positions:
+            if position.is_changed and not position.put_back():
+                raise UnsupportedStepError(
+                    f"the step takes values from {position.path}, an iterator, and so do steps that memfit takes by "
+                    "itself, which cannot be put back: take the value outside of the step, and pass it in the batch"
+                )
 
     def left(self) -> list[Left]:
         """Return where the step has left fakes of tensors that no later step reads; to be asked before `put_back`."""

@@ -76,6 +76,8 @@ def in_place_form(
     showing = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Value) and leaf.storage == storage]
     if result is None or len(showing) != 1 or _layout(showing[0]) != _layout(result):
         return None
+    if result.dtype.is_complex and not all_laid_out_as(result, (args, kwargs)):
+        return None
     if args and args[0] == showing[0]:
         in_place = _in_place_overload(target)
         if in_place is not None:
@@ -95,6 +97,16 @@ def _name(target: Any) -> str:
 
 def _layout(value: Value) -> tuple[Any, ...]:
     return value.dtype, value.shape, value.stride, value.offset, value.conjugated, value.negated
+
+
+def all_laid_out_as(result: Value, given: Any) -> bool:
+    """Return whether all tensors that a call is given have the shape and strides of another one.
+
+    Kernels of complex numbers are vectorized by hand for these alone. For others the compiler makes a loop with fused
+    multiplications, and another one, which rounds otherwise, where the result overlaps an input.
+    """
+    values = [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, Value)]
+    return all((value.shape, value.stride) == (result.shape, result.stride) for value in values)
 
 
 def _in_place_overload(target: Any) -> Any:

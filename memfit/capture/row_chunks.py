@@ -22,6 +22,7 @@ import torch
 
 from memfit.binding import Binding, Call, Value, map_values, values_in
 from memfit.capture.build import Captured
+from memfit.capture.reuse import all_laid_out_as
 from memfit.cost.op_inputs import InputMaker
 from memfit.cost.views import lazy_view
 from memfit.graph import Graph, Op, Phase
@@ -334,6 +335,8 @@ def _keeps_rows_apart(call: Call) -> bool:
     packet, first = getattr(call.target, "overloadpacket", None), next(values_in(call.args), None)
     if packet is None or first is None or packet in _MIXES_ROWS:
         return False
+    if first.dtype.is_complex and not all_laid_out_as(first, (call.args, call.kwargs)):
+        return False  # the compiler's loops over complex numbers round otherwise at their ends
     if packet in _WHOLE or packet in _COPIES or torch.Tag.pointwise in call.target.tags:  # pyright: ignore
         return True
     if packet in _OF_LAST:

@@ -95,14 +95,14 @@ def check_not_distributed(model: torch.nn.Module, where: str, across: Across | N
         if kind is not None:
             part = f"module {name!r} of the model" if name else "the model"
             remedy = "give the bare model, and process_group to memfit.fit" if kind == "DDP" else "give the bare model"
-            raise UnsupportedStepError(
-                f"{where}: {part} is wrapped in {kind}; memfit plans only bare models across ranks: {remedy}"
-            )
+            if kind != "DataParallel":
+                remedy = f"memfit.checkpoint holds the budget of this one in its loop; or {remedy}"
+            raise UnsupportedStepError(f"{where}: {part} is wrapped in {kind}; memfit plans only bare models: {remedy}")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, sharded) and parameter not in known:
             raise UnsupportedStepError(
                 f"{where}: parameter {name!r} is a DTensor that fully_shard has not made; memfit plans no other "
-                "sharded parameters: give the bare model"
+                "sharded parameters: give the bare model, or use memfit.checkpoint in its loop"
             )
 
 

@@ -138,7 +138,7 @@ def plain(leaf: Any) -> Any:
         return leaf
     raise InvalidOptionError(
         f"the batch holds a {type(leaf).__module__}.{type(leaf).__qualname__}, expected tensors, numbers and texts in "
-        "tuples, lists and dicts; hand in its tensors: torch.from_numpy(array), dict(encoding), vars(record)"
+        "tuples, lists and dicts; pass its tensors: torch.from_numpy(array), dict(encoding), vars(record)"
     )
 
 

@@ -40,7 +40,14 @@ from memfit.capture.training_step import TrainingStep, plain
 from memfit.capture.under_modes import UnderModes, gradients_that_differ
 from memfit.cost.observations import Corrections
 from memfit.cost.views import lazy_view
-from memfit.errors import CaptureError, GraphBreakError, InvalidOptionError, MemfitError, UnsupportedStepError
+from memfit.errors import (
+    CaptureError,
+    GraphBreakError,
+    InvalidOptionError,
+    MemfitError,
+    UnsupportedStepError,
+    capture_error,
+)
 from memfit.graph import Role
 from memfit.torch_private.autograd import autocast_watched
 from memfit.torch_private.modules import gradient_hooks, has_accumulation_hooks
@@ -56,7 +63,7 @@ from memfit.torch_private.tensors import (
 from memfit.torch_private.tracing import answered_as_eager, checkpoints_inlined
 
 STATE = "state:"  # begins the names of the outputs of a function of a state
-_AROUND = "memfit.fit and `memfit fit` plan the graphs around that line"
+_AROUND = "memfit.fit and `memfit fit` run such a step under memfit.checkpoint"
 _OUTSIDE = "take that decision outside of the function, between two calls"
 
 
@@ -87,6 +94,9 @@ def capture_whole_step(step: TrainingStep, batch: Any = None, corrections: Corre
                 captured = first.run()
             _require_unread(step, batch, first.trace, reads)
         left = reads.left()
+    except GraphBreakError:  # it will be run, from the state before
+        reads.put_numbers_back()
+        raise
     finally:
         reads.put_back()
     return replace(captured, guards=Guards(step, reads, left))
@@ -301,7 +311,8 @@ class _WholeStepCapture:
                     line=line,
                 ) from error
             where = f" in module {self._scopes.raised_in}" if self._scopes.raised_in else ""
-            raise CaptureError(f"{line}: the step raised{where} {type(error).__name__}: {error}") from error
+            text = f"{line}: the step raised{where} {type(error).__name__}: {error}"
+            raise capture_error(text, error) from error
         finally:
             for device, state in generator_states.items():
                 set_state(device, state)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
 
-from memfit.errors import InvalidOptionError, UnsupportedStepError
+from memfit.errors import InvalidOptionError
 
 Named = tuple[str, torch.nn.Module]
-_REMEDY = "name them: memfit.checkpoint(..., blocks=['encoder.layers.*', 'decoder.*'])"
+NO_BLOCKS = (
+    "no blocks of the model were found that can be computed again: name them, as memfit.checkpoint(..., "
+    "blocks=['encoder.layers.*', 'decoder.*']), or use memfit.eager, which needs none"
+)
 _LEAST_MEMBERS = 2
+_LEAST_PIECES = 2
 
 
 def find_blocks(model: torch.nn.Module, patterns: Sequence[str] | None = None) -> list[Named]:
@@ -23,15 +28,18 @@ def find_blocks(model: torch.nn.Module, patterns: Sequence[str] | None = None) -
         ['0', '1', '2']
 
     They are, what is found first: layers that transformers checkpoints; modules of the classes in `_no_split_modules`,
-    which nobody divides; members of lists and sequences that are of one class; the model's children with parameters.
+    which nobody divides; members of lists, dictionaries and sequences that are of one class; the model's children with
+    parameters, of which sequences of single layers are divided.
 
     Args:
         model: any module.
         patterns: of names, with `*`, in the place of what is found.
 
+    Returns:
+        Name and module of each; nothing for a model of one layer, or of parameters alone.
+
     Raises:
         InvalidOptionError: a pattern that names nothing.
-        UnsupportedStepError: there is none.
     """
     named = [(name, module) for name, module in model.named_modules() if name]
     if patterns is not None:
@@ -69,6 +77,20 @@ def find_rest(model: torch.nn.Module, blocks: Sequence[Named]) -> list[Named]:
     return outermost(found)
 
 
+def find_all(model: torch.nn.Module, patterns: Sequence[str] | None = None) -> tuple[list[Named], list[Named]]:
+    """Return the blocks of a model, and the modules beside them, which are none where blocks are named.
+
+    Args:
+        model: any module.
+        patterns: see `find_blocks`.
+
+    Raises:
+        InvalidOptionError: see `find_blocks`.
+    """
+    blocks = find_blocks(model, patterns)
+    return blocks, find_rest(model, blocks) if patterns is None else []
+
+
 def _found(model: torch.nn.Module, named: Sequence[Named]) -> list[Named]:
     layers = [pair for pair in named if _is_checkpointed_by_library(pair[1])]
     if layers:
@@ -80,13 +102,59 @@ def _found(model: torch.nn.Module, named: Sequence[Named]) -> list[Named]:
     members = [member for name, module in [("", model), *named] for member in _equal_members(name, module)]
     if members:
         return members
+    pieces: list[Named] = [*pieces_of("", model)]
+    if pieces:
+        return pieces
     children = [pair for pair in model.named_children() if any(True for _ in pair[1].parameters())]
+    children = [found for pair in children for found in (pieces_of(*pair) or [pair])]
     if len(children) >= _LEAST_MEMBERS:
         return children
     if children and any(True for _ in children[0][1].children()):
         name, child = children[0]
         return [(f"{name}.{inner}", module) for inner, module in _found(child, _inside(child))]
-    raise UnsupportedStepError(f"no blocks were found in {type(model).__name__}: {_REMEDY}")
+    return []
+
+
+class Piece(torch.nn.Sequential):
+    """Members of a sequence in a row, which stay members of the sequence alone.
+
+    Args:
+        whole: the sequence.
+        members: of it.
+    """
+
+    def __init__(self, whole: torch.nn.Sequential, members: Sequence[torch.nn.Module]) -> None:
+        super().__init__(*members)
+        vars(self)["whole"] = (whole,)  # no module of this one
+
+
+def pieces_of(name: str, module: torch.nn.Module) -> list[tuple[str, Piece]]:
+    """Return a sequence of single layers (VGG's, an MLP's) in pieces of two layers with matrices, and what follows.
+
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> layers = [layer for _ in range(6) for layer in (Linear(4, 4), ReLU())]
+        >>> [name for name, _ in pieces_of("net", Sequential(*layers))]
+        ['net.0-3', 'net.4-7', 'net.8-11']
+
+    Args:
+        name: of the module.
+        module: any; what is no such sequence has no pieces.
+    """
+    members = list(module.children())
+    if not isinstance(module, torch.nn.Sequential) or type(module).forward is not torch.nn.Sequential.forward:
+        return []
+    begins = [place for place, member in enumerate(members) if _has_matrix(member)][::2]
+    if len(begins) < _LEAST_PIECES or any(True for member in members for _ in member.children()):
+        return []
+    places = [0, *begins[1:], len(members)]
+    return [
+        (f"{name}.{first}-{stop - 1}".lstrip("."), Piece(module, members[first:stop]))
+        for first, stop in itertools.pairwise(places)
+    ]
+
+
+def _has_matrix(module: torch.nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in module.parameters())
 
 
 def _inside(module: torch.nn.Module) -> list[Named]:
@@ -100,8 +168,8 @@ def _is_checkpointed_by_library(module: torch.nn.Module) -> bool:
 
 
 def _equal_members(name: str, module: torch.nn.Module) -> list[Named]:
-    """Return the members of a list or sequence whose class at least two of them have, and that have modules inside."""
-    if not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
+    """Return the members of a list, dictionary or sequence whose class two of them have, with modules inside."""
+    if not isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)):
         return []
     members = [
         (f"{name}.{key}".lstrip("."), m) for key, m in module.named_children() if any(True for _ in m.children())

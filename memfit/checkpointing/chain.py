@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 
-from memfit.checkpointing.contexts import StandIns
+from memfit.checkpointing.groups import kept_on_the_way
+from memfit.checkpointing.hosted import HostInput
+from memfit.torch_private.autograd import saved_with
 from memfit.torch_private.tensors import tensors_in
 
 
@@ -20,9 +22,10 @@ class Link:
         run: the block's forward pass, of its arguments.
         args, kwargs: of it, without the chained input.
         place: of the chained input in `args`.
-        given: the input, kept; None if it is what `before` returned.
+        given: the input, kept or on the host; None if it is what `before` returned.
         before: the call that returned the input.
         device: of the model.
+        is_halved: whether few of the inputs before it stay when it is computed again.
     """
 
     def __init__(
@@ -31,17 +34,20 @@ class Link:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         place: int,
-        given: torch.Tensor | None,
+        given: torch.Tensor | HostInput | None,
         before: Link | None,
         device: torch.device,
+        *,
+        is_halved: bool = False,
     ) -> None:
+        self._is_halved = is_halved
         self._run, self._args, self._kwargs, self._place = run, args, kwargs, place
         self._given, self._before, self._again = given, before, None
         self._device_type = device.type
         self._devices = [device] if device.type == "cuda" else []
         self._states = torch.get_rng_state(), [torch.cuda.get_rng_state(each) for each in self._devices]
         self._casts = [(kind, *_cast_of(kind)) for kind in dict.fromkeys(("cpu", device.type))]
-        self.stand_ins: Callable[[], StandIns] | None = None
+        self.again: Callable[[], AbstractContextManager[None]] | None = None
         self._returned: weakref.ref[torch.Tensor] | None = None
         self._version = 0
 
@@ -57,29 +63,43 @@ class Link:
 
     def take_input(self) -> torch.Tensor:
         """Return the call's input for the last time."""
-        found = self._input()
+        path, link = list[Link](), self
+        while link._given is None and link._again is None:
+            assert link._before is not None
+            path.append(link)
+            link = link._before
+        tensor = link._there()
+        kept = kept_on_the_way(len(path)) if self._is_halved else None
+        for distance, later in enumerate(reversed(path), start=1):
+            assert tensor is not None
+            tensor = link._output(tensor)
+            link = later
+            if kept is None or distance in kept:
+                link._again = tensor
         self._again = None
-        return found
+        assert tensor is not None
+        return tensor
 
-    def _input(self) -> torch.Tensor:
-        if self._given is not None:
-            return self._given
-        if self._again is None:
-            assert self._before is not None
-            self._again = self._before._output()
-        return self._again
+    def _there(self) -> torch.Tensor | None:
+        if isinstance(self._given, HostInput):
+            return self._given.tensor()
+        return self._again if self._given is None else self._given
 
-    def _output(self) -> torch.Tensor:
-        """Run the call again, as the first time, without saving anything; return the output that goes on."""
-        given = self._input().detach().requires_grad_()
+    def _output(self, given: torch.Tensor) -> torch.Tensor:
+        """Run the call again, as the first time, without saving anything; return the output that goes on.
+
+        Args:
+            given: its input.
+        """
+        given = given.detach().requires_grad_()
         args = (*self._args[: self._place], given, *self._args[self._place :])
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(self._devices))
             for kind, enabled, dtype in self._casts:
                 stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
-            if self.stand_ins is not None:
-                stack.enter_context(self.stand_ins())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_drop, _drop))
+            if self.again is not None:
+                stack.enter_context(self.again())
+            stack.enter_context(saved_with(_drop, _drop))
             stack.enter_context(torch.enable_grad())
             torch.set_rng_state(self._states[0])
             for each, state in zip(self._devices, self._states[1], strict=True):

@@ -8,10 +8,10 @@ again, modules inside of it are, so that its backward pass needs less at once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from memfit.checkpointing.seen import NEVER, CallSeen, SpanSeen
+from memfit.checkpointing.seen import NEVER, CallSeen, SpanSeen, StorageSeen
 from memfit.errors import InvalidOptionError
 
 NONE, FULL = "none", "full"
@@ -46,6 +46,7 @@ class Choice:
         held_bytes: from its forward pass to its backward pass, beyond what a checkpoint of the whole block holds.
         more_bytes: that are live in its own backward pass beyond what they are under a checkpoint of the whole block;
             negative if less.
+        forward_bytes: that are live in its own forward pass beyond what they are under a checkpoint of the whole block.
         rules: name of a module -> what is done with it.
         has_mode: whether a dispatch mode is on.
     """
@@ -53,6 +54,7 @@ class Choice:
     seconds: float
     held_bytes: int
     more_bytes: int
+    forward_bytes: int = 0
     rules: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
     has_mode: bool = False
 
@@ -74,7 +76,8 @@ def choices_of(call: CallSeen, prices: Prices, *, leaner: bool) -> list[Choice]:
                 found.append(_by_modules(call, spans, prices))
                 if leaner:
                     found.append(_nested(call, spans, full, prices))
-    found += _by_storages(call, prices)
+    if not call.differentiates:  # whose backward passes may order their operators otherwise the second time
+        found += _by_storages(call, prices)
     return _undominated(found)
 
 
@@ -95,15 +98,45 @@ def full_choice(call: CallSeen, prices: Prices) -> Choice:
 
 def none_choice(call: CallSeen) -> Choice:
     """Return the choice of no checkpoint."""
-    held = sum(storage.size_bytes for storage in call.storages if storage.saves and not storage.is_output)
-    return Choice(seconds=0.0, held_bytes=held, more_bytes=0, rules={call.block: NONE})
+    kept = {number: storage.saved_bytes for number, storage in enumerate(call.storages) if not storage.is_output}
+    return Choice(
+        seconds=0.0,
+        held_bytes=sum(kept.values()),
+        more_bytes=0,
+        forward_bytes=_forward_bytes(call, kept),
+        rules={call.block: NONE},
+    )
+
+
+def _forward_bytes(call: CallSeen, kept: Mapping[int, int]) -> int:
+    """Return the bytes that a forward pass which keeps (bytes of) storages takes beyond one that drops them as seen.
+
+    What autograd saves was live in part when the most was, so that it is less than what is held in the end. Memory
+    that operators take for themselves is assumed to be as much at all moments.
+    """
+    if call.is_kept:
+        return 0
+    live = seen_most = kept_most = 0
+    kept_bytes = 0  # of those that were dropped
+    made: dict[int, list[StorageSeen]] = {}
+    dropped: dict[int, list[tuple[int, StorageSeen]]] = {}
+    for number, storage in enumerate(call.storages):
+        made.setdefault(storage.made, []).append(storage)
+        dropped.setdefault(storage.dropped, []).append((number, storage))
+    for op in range(len(call.ops)):
+        live += sum(storage.size_bytes for storage in made.get(op, ()))
+        for number, storage in dropped.get(op, ()):
+            live -= storage.size_bytes
+            kept_bytes += kept.get(number, 0)
+        seen_most, kept_most = max(seen_most, live), max(kept_most, live + kept_bytes)
+    return kept_most - seen_most
 
 
 def _useful_modules(call: CallSeen) -> list[SpanSeen]:
     """Return the modules whose checkpoint frees bytes, those that free the most if there are many."""
     freed: dict[str, int] = {}
     for span in call.spans:
-        kept = sum(call.storages[n].size_bytes for n in span.given if not call.storages[n].saves)
+        kept = sum(call.storages[n].size_bytes - call.storages[n].saved_bytes for n in span.given)
         freed[span.name] = freed.get(span.name, 0) + _saved_inside(call, span) - kept
     repeated = {span.name for span in call.spans if sum(other.name == span.name for other in call.spans) > 1}
     useful = [span for span in call.spans if freed[span.name] > 0 and span.name not in repeated]
@@ -117,7 +150,7 @@ def _holds(span: SpanSeen, moment: int) -> bool:
 def _saved_inside(call: CallSeen, span: SpanSeen) -> int:
     """Return the bytes of storages that are saved inside of a span alone, and were not given to it."""
     return sum(
-        storage.size_bytes
+        storage.saved_bytes
         for number, storage in enumerate(call.storages)
         if storage.saves
         and not storage.is_output
@@ -126,18 +159,18 @@ def _saved_inside(call: CallSeen, span: SpanSeen) -> int:
     )
 
 
-def _held(call: CallSeen, spans: Sequence[SpanSeen]) -> tuple[int, int]:
-    """Return the bytes that are held if these modules are checkpointed, and those of them that nothing saves."""
+def _held(call: CallSeen, spans: Sequence[SpanSeen]) -> tuple[dict[int, int], int]:
+    """Return what is held of each storage if these modules are checkpointed, and the bytes that nothing saves of it."""
     given = frozenset[int]().union(*(span.given for span in spans))
-    held = unsaved = 0
+    held, unsaved = dict[int, int](), 0
     for number, storage in enumerate(call.storages):
         if storage.is_output:
             continue
-        outside = any(not any(_holds(span, moment) for span in spans) for moment in storage.saves)
-        if outside or number in given:
-            held += storage.size_bytes
-        if number in given and not storage.saves:
-            unsaved += storage.size_bytes
+        if number in given:
+            held[number] = storage.size_bytes
+            unsaved += storage.size_bytes - storage.saved_bytes
+        elif any(not any(_holds(span, moment) for span in spans) for moment in storage.saves):
+            held[number] = storage.saved_bytes
     return held, unsaved
 
 
@@ -145,15 +178,16 @@ def _by_modules(call: CallSeen, spans: Sequence[SpanSeen], prices: Prices) -> Ch
     held, unsaved = _held(call, spans)
     return Choice(
         seconds=sum(_seconds(call, span.first, span.last, prices) for span in spans),
-        held_bytes=held,
+        held_bytes=sum(held.values()),
         more_bytes=unsaved,
+        forward_bytes=_forward_bytes(call, held),
         rules={call.block: NONE} | {span.name: FULL for span in spans},
     )
 
 
 def _nested(call: CallSeen, spans: Sequence[SpanSeen], full: Choice, prices: Prices) -> Choice:
     """The whole block is computed again, and these modules once more, one after the other."""
-    held, _ = _held(call, spans)
+    held = sum(_held(call, spans)[0].values())
     at_once = max(_saved_inside(call, span) for span in spans)
     everything = none_choice(call).held_bytes
     return Choice(
@@ -198,6 +232,7 @@ def _kept_choice(call: CallSeen, rule: tuple[tuple[str, int], ...], prices: Pric
         if wanted.issuperset(bundle):
             wanted -= set(bundle)
             held, more, spared = held + size, more + unsaved, spared + seconds
+    forward = _forward_bytes(call, _sizes(call, [numbers[key] for key in rule]))
     if wanted:
         op = call.ops[min(wanted)]
         raise InvalidOptionError(
@@ -205,7 +240,20 @@ def _kept_choice(call: CallSeen, rule: tuple[tuple[str, int], ...], prices: Pric
             "to a tensor, and all draws of random numbers, are kept together or not at all"
         )
     seconds = full_choice(call, prices).seconds + prices.mode * len(call.ops) - spared
-    return Choice(seconds=seconds, held_bytes=held, more_bytes=more, rules={call.block: rule}, has_mode=True)
+    return Choice(
+        seconds=seconds,
+        held_bytes=held,
+        more_bytes=more,
+        forward_bytes=forward,
+        rules={call.block: rule},
+        has_mode=True,
+    )
+
+
+def _sizes(call: CallSeen, ops: Iterable[int]) -> dict[int, int]:
+    """Return the sizes of the storages of operators."""
+    storages = (call.ops[number].storage for number in ops)
+    return {storage: call.storages[storage].size_bytes for storage in storages if storage is not None}
 
 
 def _by_storages(call: CallSeen, prices: Prices) -> list[Choice]:
@@ -228,7 +276,14 @@ def _by_storages(call: CallSeen, prices: Prices) -> list[Choice]:
             continue
         ops = tuple((call.ops[number].name, call.ops[number].nth) for number in sorted(kept))
         found.append(
-            Choice(seconds=fixed - spared, held_bytes=held, more_bytes=more, rules={call.block: ops}, has_mode=True)
+            Choice(
+                seconds=fixed - spared,
+                held_bytes=held,
+                more_bytes=more,
+                forward_bytes=_forward_bytes(call, _sizes(call, kept)),
+                rules={call.block: ops},
+                has_mode=True,
+            )
         )
     return found
 
@@ -259,16 +314,21 @@ def _bundles(call: CallSeen) -> list[tuple[float, int, int, list[int]]]:
         seconds = sum(call.ops[number].seconds for number in numbers if call.ops[number].moment < stop)
         own = [call.storages[s] for s in storages if not call.storages[s].is_output]
         size = sum(storage.size_bytes for storage in own)
-        unsaved = sum(storage.size_bytes for storage in own if not storage.saves)
+        unsaved = sum(storage.size_bytes - storage.saved_bytes for storage in own)
         if seconds > 0:
             found.append((seconds, size, unsaved, numbers))
     return found
 
 
 def _undominated(found: Sequence[Choice]) -> list[Choice]:
-    """Return the choices that no other one beats or equals in seconds and in both bytes."""
+    """Return the choices that no other one beats or equals in seconds and in all bytes."""
     kept: list[Choice] = []
-    for choice in sorted(found, key=lambda c: (c.seconds, c.held_bytes, c.more_bytes)):
-        if not any(c.held_bytes <= choice.held_bytes and c.more_bytes <= choice.more_bytes for c in kept):
+    for choice in sorted(found, key=lambda c: (c.seconds, c.held_bytes, c.more_bytes, c.forward_bytes)):
+        if not any(
+            c.held_bytes <= choice.held_bytes
+            and c.more_bytes <= choice.more_bytes
+            and c.forward_bytes <= choice.forward_bytes
+            for c in kept
+        ):
             kept.append(choice)
     return sorted(kept, key=lambda c: (c.held_bytes, c.seconds))

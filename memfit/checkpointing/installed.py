@@ -7,16 +7,18 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from memfit.checkpointing.blocks import Named
-from memfit.checkpointing.steering import Spot, Steered, SteeredFunction, Steering
+from memfit.checkpointing.blocks import Named, Piece
+from memfit.checkpointing.passes import Spot
+from memfit.checkpointing.steering import Steered, SteeredFunction, Steering
 from memfit.errors import InvalidOptionError, UnsupportedStepError
-from memfit.torch_private.modules import own_call
+from memfit.torch_private.modules import own_call, set_call, uncompiled
 
 _ABSENT = object()
-_CALL = "_compiled_call_impl"
 _LIBRARY_FLAG, _LIBRARY_FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 _MOST_INSIDE = 60  # modules of a block whose calls are steered
+_TAKEN_OVER = {"use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop", "context_fn"}
 
 
 class Installed:
@@ -29,15 +31,15 @@ class Installed:
         steering: decides what is done with each call.
 
     Raises:
-        UnsupportedStepError: a block is wrapped in a reentrant checkpoint.
+        InvalidOptionError: a block is steered already.
     """
 
     def __init__(
         self, model: torch.nn.Module, blocks: Sequence[Named], rest: Sequence[Named], steering: Steering
     ) -> None:
-        self._before: list[tuple[dict[str, Any], str, Any]] = []
+        self._before: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         self._inside: dict[str, tuple[dict[str, Any], Steered, Any]] = {}
-        self._shown: set[str] = set()
+        self._outside: list[tuple[torch.nn.Module, Any]] = []
         self._steering, self._spots = steering, list[Spot]()
         beside = {name for name, _ in rest}
         for name, block in (*blocks, *rest):
@@ -58,34 +60,61 @@ class Installed:
                     Steered(steering, spot, module.forward),
                     vars(module).get("forward", _ABSENT),
                 )
-        for module in model.modules():  # transformers then makes no cache
-            if _LIBRARY_FLAG not in vars(module) or isinstance(vars(module).get(_LIBRARY_FUNCTION), SteeredFunction):
-                continue
-            self._set(module, _LIBRARY_FLAG, not _is_layer(module))
-            self._set(module, _LIBRARY_FUNCTION, _just_call)
+        wholes: dict[int, tuple[torch.nn.Module, list[Piece]]] = {}
+        for _, block in blocks:
+            if isinstance(block, Piece):
+                (whole,) = vars(block)["whole"]
+                wholes.setdefault(id(whole), (whole, []))[1].append(block)
+        for whole, pieces in wholes.values():
+            self._set(whole, "forward", partial(_in_pieces, pieces))
+        own = {id(spot.module): SteeredFunction(steering, spot) for spot in self._spots if _is_layer(spot.module)}
+        self._model = model
+        self._functions = [
+            (module, own.get(id(module), _just_call)) for module in model.modules() if hasattr(module, _LIBRARY_FLAG)
+        ]
+        self.take_over()
         self.go_outside()
+
+    def take_over(self) -> None:
+        """Decide in the place of transformers' gradient checkpointing, which loops turn on and off between passes.
+
+        Raises:
+            UnsupportedStepError: it was turned on in a way that would be lost.
+        """
+        is_new = False
+        for module, function in self._functions:
+            table, is_steered = vars(module), function is not _just_call
+            flag = is_steered or not _is_layer(module)  # of a model: it then makes no cache
+            is_own = table.get(_LIBRARY_FUNCTION) is function and table.get(_LIBRARY_FLAG) is flag
+            if is_own or not (is_steered or _LIBRARY_FLAG in table):
+                continue
+            if not is_new:
+                refuse_others(self._model)
+                is_new = True
+            self._set(module, _LIBRARY_FLAG, flag)
+            self._set(module, _LIBRARY_FUNCTION, function)
 
     def go_outside(self) -> None:
         """Steer the blocks that were compiled by themselves around their compiled code."""
+        outer = {id(uncompiled(each)): each for each in self._model.modules() if uncompiled(each) is not each}
         for spot in self._spots:
-            compiled = own_call(spot.module)
-            if compiled is not None and not isinstance(compiled, Steered) and not _is_layer(spot.module):
-                spot.is_outside = True
-                self._set(spot.module, _CALL, Steered(self._steering, spot, cast("Callable[..., Any]", compiled)))
+            compiled, around = own_call(spot.module), outer.get(id(uncompiled(spot.module)), spot.module)
+            if spot.is_outside or (compiled is None and uncompiled(around) is around):
+                continue
+            self._put_back(spot.module, "forward")
+            spot.is_outside = True
+            steered = Steered(self._steering, spot, cast("Callable[..., Any]", compiled or vars(around)["forward"]))
+            if compiled is None:
+                self._set(around, "forward", steered)
+            else:
+                self._outside.append((spot.module, compiled))
+                set_call(spot.module, steered)
 
     def _install(self, spot: Spot, steering: Steering) -> None:
         module: Any = spot.module
-        if _is_layer(module):
-            self._set(module, _LIBRARY_FUNCTION, SteeredFunction(steering, spot))
-            self._set(module, _LIBRARY_FLAG, True)
-        elif type(module).__name__ == "CheckpointWrapper":
-            if getattr(getattr(module, "checkpoint_impl", None), "name", "") == "REENTRANT":
-                raise UnsupportedStepError(
-                    f"block {spot.name!r} is wrapped in a reentrant checkpoint; wrap it with "
-                    "CheckpointImpl.NO_REENTRANT, or not at all: memfit.checkpoint decides what is computed again"
-                )
+        if _is_wrapper(module):
             self._replace(spot, steering, partial(_call_wrapped, module))
-        else:
+        elif not _is_layer(module):
             self._replace(spot, steering, module.forward)
 
     def _replace(self, spot: Spot, steering: Steering, forward: Callable[..., Any]) -> None:
@@ -93,8 +122,15 @@ class Installed:
 
     def _set(self, module: torch.nn.Module, name: str, value: Any) -> None:
         table = vars(module)
-        self._before.append((table, name, table.get(name, _ABSENT)))
+        self._before[id(table), name] = table, table.get(name, _ABSENT)
         table[name] = value
+
+    def _put_back(self, module: torch.nn.Module, name: str) -> None:
+        table, value = self._before.pop((id(vars(module)), name), (vars(module), vars(module).get(name, _ABSENT)))
+        if value is _ABSENT:
+            table.pop(name, None)
+        else:
+            table[name] = value
 
     def show_inside(self, names: Iterable[str] | None) -> None:
         """Let calls of these modules inside of blocks be steered, and those of no others.
@@ -105,26 +141,67 @@ class Installed:
         wanted = set(self._inside) if names is None else self._inside.keys() & set(names)
         compiled = {spot.name for spot in self._spots if spot.is_compiled}  # whose code would be compiled anew
         wanted = {name for name in wanted if self._inside[name][1].block_name not in compiled}
-        for name in self._shown - wanted:
-            table, _, own = self._inside[name]
-            if own is _ABSENT:
+        for name, (table, stand_in, own) in self._inside.items():  # a state that is put back has other ones
+            is_shown = table.get("forward") is stand_in
+            if is_shown and name not in wanted and own is _ABSENT:
                 table.pop("forward")
-            else:
-                table["forward"] = own
-        for name in wanted - self._shown:
-            table, stand_in, _ = self._inside[name]
-            table["forward"] = stand_in
-        self._shown = wanted
+            elif is_shown != (name in wanted):
+                table["forward"] = stand_in if name in wanted else own
 
     def remove(self) -> None:
         """Put everything back as it was."""
         self.show_inside(())
-        for table, name, value in reversed(self._before):
+        for module, compiled in self._outside:
+            set_call(module, compiled)
+        self._outside.clear()
+        for (_, name), (table, value) in self._before.items():
             if value is _ABSENT:
                 table.pop(name, None)
             else:
                 table[name] = value
         self._before.clear()
+
+
+def refuse_others(model: torch.nn.Module) -> None:
+    """Refuse checkpoints whose place memfit cannot take without a loss.
+
+    Which modules are checkpointed, with `use_reentrant` or without, and which results a selective checkpoint keeps, is
+    decided by plans.
+
+    Raises:
+        UnsupportedStepError: a context or function of the user's, or an argument that is not torch's.
+    """
+    for name, module in model.named_modules():
+        table = vars(module)
+        is_on = table.get(_LIBRARY_FLAG) and _LIBRARY_FUNCTION in table
+        function = table[_LIBRARY_FUNCTION] if is_on else table.get("checkpoint_fn")
+        why = "" if function is None or not (is_on or _is_wrapper(module)) else _what_is_lost(function)
+        if why:
+            raise UnsupportedStepError(
+                f"module {name!r} is checkpointed with {why}, which would be lost: memfit.checkpoint decides what is "
+                "computed again; leave it out of gradient_checkpointing_kwargs or of the wrapper, or switch that "
+                "checkpointing off"
+            )
+
+
+def _what_is_lost(function: Any) -> str:
+    """Return what of a checkpointing function plans do not decide; empty if nothing."""
+    if isinstance(function, SteeredFunction) or function is _just_call:
+        return ""
+    called, given = (function.func, function.keywords) if isinstance(function, partial) else (function, {})
+    if called is not checkpoint:
+        return f"a function of its own ({_name_of(called)}; transformers' offload=True is one)"
+    if given.keys() - _TAKEN_OVER:
+        return f"{min(given.keys() - _TAKEN_OVER)}=..., no argument of torch.utils.checkpoint"
+    context = given.get("context_fn", noop_context_fn)
+    makes = context.func if isinstance(context, partial) else context
+    if makes in (noop_context_fn, create_selective_checkpoint_contexts):
+        return ""
+    return f"a context_fn of its own ({_name_of(context)})"
+
+
+def _name_of(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def _inside(block: torch.nn.Module) -> list[Named]:
@@ -141,6 +218,16 @@ def _is_transparent(module: torch.nn.Module) -> bool:
 
 def _is_layer(module: torch.nn.Module) -> bool:
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+
+
+def _is_wrapper(module: torch.nn.Module) -> bool:
+    return type(module).__name__ == "CheckpointWrapper"
+
+
+def _in_pieces(pieces: Sequence[Piece], value: Any) -> Any:
+    for piece in pieces:
+        value = piece(value)
+    return value
 
 
 def _just_call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

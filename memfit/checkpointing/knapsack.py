@@ -24,10 +24,12 @@ class Moments:
     Attributes:
         after: by call: what it and those before it may hold.
         within: by call: what those before it may hold, and what is more in its own backward pass.
+        forward: by call: what those before it may hold, and what is more in its own forward pass; empty: no limit.
     """
 
     after: Sequence[int]
     within: Sequence[int]
+    forward: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,9 @@ def _search(
         cost = np.array([option.seconds for option in options])
         sums = held[:, None] + own[None, :]
         fits = (sums <= limits[call]) & (held[:, None] + more[None, :] <= moments.within[call])
+        if moments.forward:
+            forward = np.array([option.forward_bytes for option in options], dtype=np.int64)
+            fits &= held[:, None] + forward[None, :] <= moments.forward[call]
         before, choice = np.nonzero(fits)
         if not len(before):
             return None

@@ -2,53 +2,39 @@
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
+import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from memfit.checkpointing.blocks import Named
-from memfit.checkpointing.choices import FULL, NONE
-from memfit.checkpointing.installed import Installed
-from memfit.checkpointing.planning import CHAINED, LeanPass, Planned, Planner
-from memfit.checkpointing.policy import Policy, rules_for
+from memfit.checkpointing.blocks import NO_BLOCKS, Named
+from memfit.checkpointing.choices import FULL
+from memfit.checkpointing.compiled_calls import CompiledCalls
+from memfit.checkpointing.installed import Installed, refuse_others
+from memfit.checkpointing.passes import Pass
+from memfit.checkpointing.plans import Plans
+from memfit.checkpointing.policy import Policy
 from memfit.checkpointing.recording import LeanRecorder
 from memfit.checkpointing.reporting import WindowSeen
-from memfit.checkpointing.seen import CallSeen
-from memfit.checkpointing.shapes import Race, Shape, bucket_of
-from memfit.checkpointing.steering import Pass, Steering, rulings_of
+from memfit.checkpointing.seen import LeanPass
+from memfit.checkpointing.shapes import Shape
+from memfit.checkpointing.shared_policy import Judged, SharedPolicy, has_ranks
+from memfit.checkpointing.steering import Steering
 from memfit.checkpointing.uncounted import Uncounted
-from memfit.checkpointing.whole import MOST_COMPILATIONS, compiled_calls_in
-from memfit.checkpointing.windows import History, Meter
-from memfit.errors import UnsupportedStepError
-from memfit.memory.contract import (
-    MOST_PLANS,
-    WINDOWS_BEFORE_LARGER,
-    Aim,
-    Contract,
-    Held,
-    Refused,
-    Standing,
-    Usage,
-    WindowKind,
-)
+from memfit.checkpointing.windows import History, Meter, Updates
+from memfit.errors import InvalidOptionError, UnsupportedStepError
+from memfit.memory.contract import Aim, Contract, Held, Refused, Usage, Warnings, WindowKind
+from memfit.runtime.eager.host import Host
+from memfit.runtime.hooks import Awaited, Hook, WeakHook
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, record
 from memfit.torch_private.autograd import at_end_of_backward
-from memfit.torch_private.modules import module_hooks, uncompiled
+from memfit.torch_private.modules import has_lazy_parameters, module_hooks, structure_of, uncompiled
 from memfit.torch_private.tensors import tensors_in
 
-_log = logging.getLogger("memfit")
-
 _MOST_LEAN_PASSES = 64  # without an optimizer's step, before a plan is made all the same
-_MOST_WARNINGS = 3  # of one kind
-_HOPELESS = 2.0  # a plan that is predicted to take so many times the seconds is not tried
-_RIVALS_SLACK = 7  # what no window has shown leaves 1/2**7
-_COMPILERS_SLACK = 4  # 1/2**4 of the budget is left to what the compiler keeps more than eager mode
-_SLACK = 9  # a plan leaves 1/2**9 of the budget to what grows between steps
 _NOT_SEEN = (
     "an optimizer has stepped, and no call of the model was seen: give memfit.checkpoint what the loop calls, such as "
     "the module that torch.compile returned"
@@ -58,62 +44,92 @@ _NOT_STEERED = (
     "model.train(), and set single modules to eval() after it"
 )
 
+_OTHER_MODULES = (
+    "modules of the model were replaced, added or taken out since memfit.checkpoint, which goes on with those that it "
+    "knows; call close() of the handle, and memfit.checkpoint again"
+)
+
 
 class Loop:
     """Measures the passes of a model, and plans them within a budget.
 
     Args:
         called: what the loop calls; the hooks are on it, or on what is in it if torch.compile made it.
-        blocks: that are steered, and computed again in lean passes.
-        rest: modules beside them that are steered, and not computed again in lean passes.
+        find: returns the blocks that are steered, and computed again in lean passes; and modules beside them that are
+            steered, and not computed again in lean passes. It is called again where modules were replaced.
         contract: the budget.
         device: of the model.
         may_chain: whether inputs of blocks may be computed again.
+        host_budget_bytes: that inputs of blocks may take on the host.
+        host_dir: for the file of a model on a CPU; by default the system's temporary directory.
         given: a policy in the place of plans: elements of the batch -> name of a module -> rule.
+
+    Attributes:
+        is_paused: whether calls of the model run as without it.
+        is_judging: whether windows are judged, and plans follow what is live; not so beside copies of the state.
+        warnings: of it.
+        other_bytes: that are live on the device, and do not count against the budget.
+        bytes_to_come: of the optimizer's state, in the pass that is to begin.
     """
 
     def __init__(
         self,
         called: torch.nn.Module,
-        blocks: Sequence[Named],
-        rest: Sequence[Named],
+        find: Callable[[], tuple[Sequence[Named], Sequence[Named]]],
         contract: Contract | None,
         device: torch.device,
         *,
         may_chain: bool,
+        host_budget_bytes: int = 0,
+        host_dir: Path | None = None,
         given: Policy | None = None,
     ) -> None:
         model = uncompiled(called)
         self.model, self.contract, self.device = model, contract, device
+        self._find = find
+        blocks, rest = find()
         self.blocks = [name for name, _ in blocks]
         self._rest = [name for name, _ in rest]
         self.steering = Steering(device)
-        self.shapes: dict[tuple[int, WindowKind], Shape] = {}
         self.history = History()
-        self._whole = compiled_calls_in(called, blocks)
-        self._compilations = 0
-        self._is_first_compiled = False
-        self._may_chain, self._given = may_chain and not self._whole, given
-        self._parameters: list[torch.nn.Parameter] = []
+        refuse_others(model)
+        self._compiled = CompiledCalls(called, blocks)
+        may_chain &= not self._compiled
+        if host_budget_bytes and self._compiled:
+            self._compiled.remove()
+            raise InvalidOptionError(
+                "memfit.checkpoint: host_budget is given for a model that is compiled as a whole, whose code copies "
+                "nothing to the host; compile its blocks by themselves, or leave host_budget out"
+            )
+        self._host = self.steering.host = Host(device, host_budget_bytes, host_dir) if host_budget_bytes else None
+        self.plans = Plans(
+            contract, given, self._compiled, device, may_chain=may_chain, blocks=self.blocks, host=self._host
+        )
+        self._shared: SharedPolicy | None = None
+        self._may_share = True
         self._uncounted = Uncounted(device)
         self._uncounted_bytes = self._uncounted.live_bytes()
         self._meter = Meter(device)
         self._numel, self._kind = 0, WindowKind.FIRST
         self._shape: Shape | None = None
         self._predicted_bytes: int | None = None
-        self._awaits_backward = False
-        self._updates_to_come = 1 + _has_ranks()  # DistributedDataParallel divides its buckets anew in the second step
+        self._awaited: weakref.WeakSet[Awaited] = weakref.WeakSet()  # backward passes that have yet to begin
+        # the first one makes the optimizer's state; DistributedDataParallel divides its buckets anew in the second step
+        self._updates = Updates(model, 1 + has_ranks())
         self._lean_passes = 0
-        self._steered: set[str] = set()  # modules that a plan was made for
-        self._warned: Counter[str] = Counter()
+        self.warnings = Warnings()
         self.frozen: Shape | None = None
+        self.is_paused, self.is_judging = False, True
+        self.other_bytes = self.bytes_to_come = 0
         with record(device):  # from here on all is counted
             pass
         self.installed = Installed(model, blocks, rest, self.steering)
+        self._structure = structure_of(model)
+        self._is_lazy = has_lazy_parameters(model)
         self._model_hooks = self._hooks_on(model)
         self._hooks: list[Any] = [
-            register_optimizer_step_pre_hook(Hook(self._before_step)),
-            register_optimizer_step_post_hook(Hook(self._stepped)),
+            register_optimizer_step_pre_hook(WeakHook(self._before_step)),
+            register_optimizer_step_post_hook(WeakHook(self._stepped)),
         ]
 
     def _hooks_on(self, model: torch.nn.Module) -> list[Any]:
@@ -124,56 +140,115 @@ class Loop:
 
     def expect_no_optimizer(self) -> None:
         """Plan from the second pass on, although no optimizer will step."""
-        self._updates_to_come = 0
+        self._updates.to_come = 0
+
+    def live_bytes(self) -> int:
+        """Return all bytes that are live on the device."""
+        return allocated_bytes(self.device) + self._uncounted.live_bytes()
 
     # -- windows
 
     def begin(self, _model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Begin a window with a call of the model, unless the backward pass of the last call has yet to come."""
-        if torch.compiler.is_compiling() or self.frozen is not None:
+        """Begin a window with a call of the model, unless the backward pass of an earlier call has yet to come.
+
+        A pipeline's schedule runs backward passes between: its window ends when none of its calls awaits one. A call
+        without gradients in between, of a reference model that is the model without its adapters, is part of it.
+        """
+        if torch.compiler.is_compiling() or self.frozen is not None or self.is_paused:
             return
         is_training = torch.is_grad_enabled() and self.model.training
-        if is_training and self._awaits_backward and self._kind is not WindowKind.EVALUATION:
+        is_between = is_training or not torch.is_grad_enabled()
+        if is_between and self._awaited and self._kind is not WindowKind.EVALUATION:
             return
         self.end()
+        if self._is_lazy:  # its first call makes the parameters: it runs as it is
+            self._is_lazy = has_lazy_parameters(self.model)
+            if self._is_lazy:
+                return
+        if self._structure != structure_of(self.model):
+            self._install_again()
         self._numel = sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
-        if self.device.type == "cuda" and self._is_over(held_bytes(self.device)):
+        self._meter.last_stream.follow()
+        if self.device.type == "cuda" and self._is_over(held_bytes(self.device) - self.other_bytes):
             empty_cache(self.device)
         if not is_training:
             self._kind, self._shape, self.steering.present = WindowKind.EVALUATION, None, None
         else:
-            self._kind = self._kind_now()
-            self._shape = self._shape_now()
+            self._kind = self._updates.kind()
+            form = self._updates.form((args, kwargs))
+            now_bytes = allocated_bytes(self.device) + self._meter.last_stream.lost_bytes
+            now_bytes = self._agree(now_bytes - self.other_bytes + self.bytes_to_come)
+            self._shape = self.plans.shape_of(self._numel, self._kind, form)
             self._compile_if_settled(self._shape)
-            self.steering.present = self._pass(self._shape)
+            self.steering.present = self._pass(self._shape, now_bytes)
         self._meter.open()
+
+    def _install_again(self) -> None:
+        """Steer the modules that there are now: some were replaced, added, or taken out."""
+        if self._compiled or (self._shared is not None):
+            self.warnings.warn(_OTHER_MODULES, "other modules", most=1)
+            return
+        self.installed.remove()
+        blocks, rest = self._find()
+        self.blocks, self._rest = [name for name, _ in blocks], [name for name, _ in rest]
+        self.plans.forget(self.blocks)
+        self.installed = Installed(self.model, blocks, rest, self.steering)
+        self._structure = structure_of(self.model)
+
+    def _agree(self, now_bytes: int) -> int:
+        """Return the bytes that are live, as the ranks agree, which agree on all else that decides about plans.
+
+        Raises:
+            BudgetNotHeldError: as `end`, on all ranks at once.
+        """
+        if self._shared is None:
+            return now_bytes
+        agreed = self._shared.agree(self._numel, self._kind, now_bytes)
+        if agreed is None:
+            self._shared, self._may_share = None, False
+            self.plans.stop_sharing(self.contract)
+            return now_bytes
+        self._numel, self._kind = agreed.numel, agreed.kind
+        if agreed.judged is not None:
+            self._judge(agreed.judged)
+        return agreed.now_bytes
+
+    @property
+    def _shift_bytes(self) -> int:
+        return 0 if self._shared is None else self._shared.shift_bytes
 
     def returned(self, _model: torch.nn.Module, _args: Any, output: Any) -> None:
         """Look for the beginning of the backward pass, which first reaches what the model has returned."""
-        if not torch.is_grad_enabled() or self.frozen is not None:
+        if not torch.is_grad_enabled() or self.frozen is not None or self.is_paused:
             return
         if self.steering.present is None:
             self._watch_evaluation(output)
             return
         if self.steering.present.recorder is not None:
             self.steering.present.recorder.has_returned = True
-        grown = next((tensor for tensor in tensors_in(output) if tensor.requires_grad), None)
-        if grown is not None:
-            self._awaits_backward = True
-            grown.register_hook(self._backward_begins)
+        self.steering.present.let_leave()
+        self.steering.present.link = None  # or the last input would be held until the end of backward
+        awaited = Awaited(self._backward_begins)
+        for tensor in tensors_in(output):  # a loop may use any of them
+            if tensor.requires_grad:
+                self._awaited.add(awaited)
+                tensor.register_hook(awaited)
 
     def _watch_evaluation(self, output: Any) -> None:
         """Warn if a call in eval mode is trained on, which is not steered."""
         grown = next((tensor for tensor in tensors_in(output) if tensor.requires_grad), None)
-        if grown is not None and not self.model.training and not self._warned["eval mode"]:
-            grown.register_hook(lambda _: self._warn(_NOT_STEERED, "eval mode"))
+        if grown is not None and not self.model.training:
+            grown.register_hook(lambda _: self.warnings.warn(_NOT_STEERED, "eval mode", most=1))
 
-    def _backward_begins(self, _gradient: torch.Tensor) -> None:
-        self._awaits_backward = False
+    def _backward_begins(self, awaited: Awaited) -> None:
+        if awaited not in self._awaited:  # it came to another output before
+            return
+        self._awaited.discard(awaited)
         present = self.steering.present
         if present is not None and present.recorder is not None:
             at_end_of_backward(present.recorder.end_of_backward)
         elif present is not None:
+            present.fetch()
             at_end_of_backward(self._meter.end_of_backward)
 
     def end(self) -> None:
@@ -182,82 +257,91 @@ class Loop:
         Raises:
             BudgetNotHeldError: the budget is firm, and the plan that takes the least took more.
         """
-        self._awaits_backward = False
+        self._awaited.clear()
         if not self._meter.is_open:
             return
         present, self.steering.present = self.steering.present, None
         recorder = present.recorder if present is not None else None
         lean = recorder.end() if recorder is not None else None
-        usage = self._meter.close(self._kind, self._uncounted_bytes)
+        usage = self._meter.close(self._kind, self._uncounted_bytes, self.other_bytes)
         if recorder is not None and lean is not None:
             self._learn(recorder, lean, usage)
-        shape = self._shape
+        shape, predicted_bytes = self._shape, self._predicted_bytes
+        self._predicted_bytes = None
+        if not self.is_judging:
+            return
+        if present is not None and shape is not None and self._shared is None:
+            self.plans.compare(shape, present.given_bytes, present.calls)
         seen = WindowSeen(
             numel=self._numel,
             kind=self._kind,
-            plan=shape.standing.plans if shape is not None and self._predicted_bytes is not None else 0,
+            plan=shape.standing.plans if shape is not None and predicted_bytes is not None else 0,
             taken_bytes=usage.taken_bytes,
-            predicted_bytes=self._predicted_bytes,
+            predicted_bytes=predicted_bytes,
         )
         self.history.add(seen, is_over=self._is_over(usage.taken_bytes))
-        self._judge(shape, usage)
+        if self.contract is None:
+            return
+        if self._compiled.is_new and shape is not None:  # the compiler itself takes memory, and compiles once
+            self._compiled.is_new = False
+        elif shape is None or predicted_bytes is None:
+            if usage.kind is WindowKind.EVALUATION and self._is_over(usage.taken_bytes):
+                self.warnings.warn(self.contract.over_text(usage), "evaluation")
+        else:
+            judged = Judged(shape=shape, usage=usage, predicted_bytes=predicted_bytes)
+            if self._shared is not None:
+                self._shared.judged = judged
+            else:
+                self._judge(judged)
 
-    def _judge(self, shape: Shape | None, usage: Usage) -> None:
-        contract, predicted_bytes = self.contract, self._predicted_bytes
-        self._predicted_bytes = None
-        if contract is None:
+    def discard(self) -> None:
+        """End the window that is open, of a step that failed, and learn nothing from it."""
+        self._awaited.clear()
+        present, self.steering.present = self.steering.present, None
+        if self._meter.is_open:
+            if present is not None and present.recorder is not None:
+                present.recorder.end()
+            self._meter.close(self._kind, self._uncounted_bytes)
+
+    def _learn(self, recorder: LeanRecorder, lean: LeanPass, usage: Usage) -> None:
+        if recorder.groups and self._may_share and self._shared is None:
+            self._shared = SharedPolicy(recorder.groups, self.plans, self.contract)
+            self.plans.shapes.clear()  # their sizes are not agreed
             return
-        if self._is_first_compiled and shape is not None:  # the compiler itself takes memory, and compiles once
-            self._is_first_compiled = False
-            return
-        if shape is None or predicted_bytes is None:
-            self._warn(contract.over_text(usage) if usage.kind is WindowKind.EVALUATION else None, "evaluation")
-            return
-        verdict = contract.judge(shape.standing, usage, predicted_bytes)
-        if isinstance(verdict, Aim) and self._compilations >= MOST_COMPILATIONS:
+        assert self._shape is not None
+        self.plans.learn(self._shape, recorder, lean, usage)
+
+    def _judge(self, judged: Judged) -> None:
+        shape, usage = judged.shape, judged.usage
+        own, contract = self.contract, self.plans.contract
+        assert own is not None
+        assert contract is not None
+        verdict = contract.judge(shape.standing, usage, judged.predicted_bytes)
+        if isinstance(verdict, Aim) and self._compiled.compilations and not self._compiled.may_compile:
             over_bytes = usage.taken_bytes - contract.budget_bytes
             verdict = Held(0) if verdict.is_larger else Refused(usage.taken_bytes, over_bytes)
         if isinstance(verdict, Held):
-            self._race(shape, contract)
+            seconds = self._meter.seconds() if self.plans.wants_race(shape) else None
+            if seconds is not None:
+                self.plans.race(shape, seconds)
             return
         if isinstance(verdict, Aim):
             shape.wants_plan, shape.aim_bytes = True, verdict.aim_bytes
         if isinstance(verdict, Refused):
             assert shape.planned is not None
             why = f"it keeps as little as can be; the most is taken in {shape.planned.peak_is_in}"
-            if not shape.standing.is_least:
-                why = f"the model was compiled {self._compilations} times, each for less"
-            error = contract.refusal(verdict, why)
+            if not self.blocks:
+                why = NO_BLOCKS
+            elif not shape.standing.is_least:
+                why = f"the model was compiled {self._compiled.compilations} times, each for less"
+            error = own.refusal(Refused(own.budget_bytes + verdict.over_bytes, verdict.over_bytes), why)
             if contract.is_firm and not shape.is_refused:
                 shape.is_refused = True
                 raise error
-            self._warn(str(error), "refused")
+            self.warnings.warn(str(error), "refused")
         elif not verdict.is_larger:
-            self._warn(contract.over_text(usage), "over")
-
-    def _race(self, shape: Shape, contract: Contract) -> None:
-        """Measure the present plan, if a dispatch mode is on in it, against the best one without."""
-        if self._whole:  # a compiler takes the mode's decisions into its graph
-            return
-        seconds = self._meter.seconds() if shape.race is not None or shape.planned_has_mode else None
-        if seconds is None or shape.planner is None or shape.planned is None:
-            return
-        if shape.race is None:
-            more_bytes = shape.planned.more_bytes
-            limit_bytes = min(contract.aim_bytes(shape.standing), contract.budget_bytes)
-            limit_bytes -= max(contract.margin_bytes, contract.budget_bytes >> _RIVALS_SLACK)
-            rival = shape.planner.plan(limit_bytes, more_bytes, with_modes=False)
-            shape.race = Race((shape.planned, rival))
-            shape.race.is_over = rival.is_least or rival.seconds > _HOPELESS * shape.planned.seconds
-        if not shape.race.is_over:
-            shape.next_plan = shape.race.note(seconds)
-
-    def _warn(self, text: str | None, kind: str) -> None:
-        if text is None or self._warned[kind] >= _MOST_WARNINGS:
-            return
-        self._warned[kind] += 1
-        last = "; later ones are counted in report()" if self._warned[kind] == _MOST_WARNINGS else ""
-        _log.warning("memfit: %s%s", text, last)
+            taken_bytes = usage.taken_bytes - self._shift_bytes
+            self.warnings.warn(own.over_text(Usage(taken_bytes=taken_bytes, live_bytes=taken_bytes)), "over")
 
     def _is_over(self, size_bytes: int) -> bool:
         return self.contract is not None and self.contract.is_resolved and size_bytes > self.contract.budget_bytes
@@ -268,151 +352,74 @@ class Loop:
             recorder.before_update()
 
     def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self.is_paused:
+            return
         recorder = self.steering.present.recorder if self.steering.present is not None else None
         if recorder is not None:
             recorder.after_update()
-        if not self._updates_to_come:
+        self._updates.count()
+        if not self._updates.to_come and not self._awaited:
             return
         if not self._meter.is_open and not self.history.count:
-            self._warn(None if self._warned["not seen"] else _NOT_SEEN, "not seen")
+            self.warnings.warn(_NOT_SEEN, "not seen", most=1)
             return
-        own = set(map(id, self.model.parameters()))
-        self._updates_to_come -= any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-
-    def _kind_now(self) -> WindowKind:
-        if not self._parameters or next(self.model.parameters()) is not self._parameters[0]:  # sharding replaces them
-            self._parameters = list(self.model.parameters())
-        has_gradients = any(parameter.grad is not None for parameter in self._parameters)
-        return WindowKind.LATER if has_gradients else WindowKind.FIRST
+        if self._updates.are_of(optimizer):
+            self._awaited.clear()  # of calls that are not trained on
+            self._updates.to_come = max(0, self._updates.to_come - 1)
 
     # -- plans
 
     def _compile_if_settled(self, shape: Shape) -> None:
         """Let the calls of a model that is compiled as a whole run compiled, once a plan has held for some windows."""
-        before = shape.standing
-        has_held = before.windows >= WINDOWS_BEFORE_LARGER and (
-            before.is_least or not self._is_over(before.worst_bytes)
-        )
-        if not self._whole or self._compilations or not has_held:
+        if not self._compiled or self._compiled.compilations or not self.plans.has_settled(shape):
             return
         self._remove(self._model_hooks)
         self.steering.is_frozen = True
-        for call in self._whole:
-            call.is_on = True
-            if uncompiled(call.module) is self.model:
-                call.around = self.begin, self.returned
-        if all(call.around is None for call in self._whole):
+        if not self._compiled.switch_on(self.begin, self.returned):
             self._model_hooks += self._hooks_on(self.model)
-        self._compilations = 1
-        self._is_first_compiled = True
-        assert self.contract is not None
-        shape.wants_plan = not before.is_least
-        shape.aim_bytes = self.contract.budget_bytes - (self.contract.budget_bytes >> _COMPILERS_SLACK)
-        shape.standing = Standing(is_least=before.is_least, is_most=before.is_most, plans=1)
+        self._compiled.note_compilation()
+        self.plans.leave_to_compiler(shape)
 
-    def _shape_now(self) -> Shape:
-        key = bucket_of(self._numel), self._kind
-        found = self.shapes.get(key)
-        if found is None or self._numel > found.numel:
-            found = self.shapes[key] = Shape(numel=self._numel, kind=self._kind)
-        return found
-
-    def _pass(self, shape: Shape) -> Pass:
+    def _pass(self, shape: Shape, now_bytes: int) -> Pass:
         """Return what is done in the pass that begins."""
-        now_bytes = allocated_bytes(self.device)
-        if shape.planner is None:
+        self.installed.take_over()
+        if shape.planner is None or shape.wants_lean:
             self._lean_passes += 1
             self._uncounted_bytes = self._uncounted.live_bytes()
             self.installed.go_outside()
             self.installed.show_inside(None)
             own = [*self.model.parameters(), *self.model.buffers()]
-            recorder = LeanRecorder(self.device, now_bytes, self._uncounted_bytes, own)
-            return Pass(rulings=dict.fromkeys(self.blocks + self._rest_to_begin_with(shape), FULL), recorder=recorder)
-        if self._given is None and self._updates_to_come and self._lean_passes < _MOST_LEAN_PASSES:
+            uncounted_bytes = self._uncounted_bytes - self.other_bytes
+            recorder = LeanRecorder(self.device, now_bytes - self.bytes_to_come, uncounted_bytes, own)
+            again = [*self.blocks, *self.plans.of_rest_again(self._rest, shape)]
+            return Pass(rulings=dict.fromkeys(again, FULL), recorder=recorder)
+        lean = shape.lean
+        assert lean is not None
+        if self.plans.given is None and self._updates.to_come and self._lean_passes < _MOST_LEAN_PASSES:
             self._lean_passes += 1
-            again = [call.block for call in self._calls(shape) if not call.must_stay]
-            return Pass(rulings=dict.fromkeys(again, FULL))
-        self._plan_if_needed(shape, now_bytes)
-        self.installed.show_inside(self._steered)
+            may_again = [call.block for call in lean.calls if not call.must_stay]
+            return Pass(rulings=dict.fromkeys([*self.blocks, *may_again], FULL))
+        if self.is_judging or shape.planned is None:
+            self.plans.renew(shape, now_bytes)
+        self.installed.show_inside(self.plans.steered)
         assert shape.planned is not None
-        self._predicted_bytes = shape.planned.predicted_bytes + now_bytes - shape.start_bytes
-        return Pass(rulings=shape.rulings, has_chains=CHAINED in shape.rulings.values())
-
-    def _rest_to_begin_with(self, shape: Shape) -> list[str]:
-        """Return what beside the blocks a given policy computes again: it can be, or no policy would say so."""
-        if self._given is None:
-            return []
-        rules = rules_for(self._given, shape.numel, shape.kind)
-        return [name for name in self._rest if rules.get(name, NONE) != NONE]
-
-    def _learn(self, recorder: LeanRecorder, lean: LeanPass, usage: Usage) -> None:
-        shape = self._shape
-        assert shape is not None
-        shape.unused_share = 1 - usage.live_bytes / max(1, usage.taken_bytes)
-        if not recorder.is_complete:
-            return
-        shape.lean, shape.overloads = lean, recorder.overloads
-        shape.planner = Planner(lean, may_chain=self._may_chain)
-
-    def _plan_if_needed(self, shape: Shape, now_bytes: int) -> None:
-        planner, lean, contract = shape.planner, shape.lean, self.contract
-        assert planner is not None and lean is not None
-        more_bytes = now_bytes - lean.start_bytes
-        if self._given is not None:
-            if shape.planned is None:
-                rules = rules_for(self._given, shape.numel, shape.kind)
-                self._take(shape, planner.of_rules(rules, more_bytes), now_bytes)
-            return
-        assert contract is not None
-        if not contract.is_resolved:
-            contract.resolve(planner.everything_kept(more_bytes).predicted_bytes)
-        shape.standing.expected_error_bytes = int(contract.budget_bytes * shape.unused_share)
-        if shape.next_plan is not None:
-            self._take(shape, shape.next_plan, now_bytes)
-            return
-        aim_bytes = contract.aim_bytes(shape.standing) if shape.aim_bytes is None else shape.aim_bytes
-        grown = now_bytes - shape.start_bytes
-        has_grown = shape.planned is not None and shape.planned.predicted_bytes + grown > aim_bytes and grown > 0
-        if shape.wants_plan or (has_grown and not shape.standing.is_least):
-            limit_bytes = aim_bytes - (contract.budget_bytes >> _SLACK)
-            with_modes = shape.race is None or not shape.race.is_over or shape.planned_has_mode
-            planned = planner.plan(limit_bytes, more_bytes, with_modes=with_modes)
-            is_held = not self._is_over(shape.standing.worst_bytes)
-            if shape.planned is not None and planned.rules == shape.planned.rules and is_held:  # it is the largest
-                shape.wants_plan, shape.aim_bytes, shape.standing.plans = False, None, MOST_PLANS
-                return
-            self._take(shape, planned, now_bytes)
-            if self._compilations and not self._is_first_compiled:
-                self._compilations += 1
-                self._is_first_compiled = True
-
-    def _take(self, shape: Shape, planned: Planned, now_bytes: int) -> None:
-        shape.planned, shape.start_bytes = planned, now_bytes
-        shape.wants_plan, shape.aim_bytes, shape.next_plan = False, None, None
-        shape.rulings = rulings_of(planned.rules, self._calls(shape), shape.overloads)
-        self._steered |= shape.rulings.keys()
-        shape.standing.replace_plan(is_least=planned.is_least, is_most=planned.is_most)
-        if self.device.type == "cuda":  # memory in pieces that fitted the last plan would be held beside this one's
-            empty_cache(self.device)
-
-    def _calls(self, shape: Shape) -> list[CallSeen]:
-        assert shape.lean is not None
-        return shape.lean.calls
-
-    # -- the end
+        level_bytes = shape.planned.predicted_bytes + now_bytes - shape.start_bytes
+        self._predicted_bytes = level_bytes - self._shift_bytes
+        is_fixed = shape.is_shared or self.plans.given is not None
+        planned = None if is_fixed else lean.given_by_block()
+        return Pass(rulings=shape.rulings, has_chains=shape.has_chains, planned=planned)
 
     def freeze(self) -> None:
         """Keep the policy of the largest batch for all later passes, and measure no more."""
         self.end()
-        planned = [shape for shape in self.shapes.values() if shape.planned is not None]
+        planned = [shape for shape in self.plans.shapes.values() if shape.planned is not None]
         if not planned:
             raise UnsupportedStepError("no pass was planned yet: freeze after two steps with the optimizer's update")
         self.frozen = max(planned, key=lambda shape: shape.numel)
         self._remove_hooks()
         self.steering.is_frozen = True
-        for call in self._whole:
-            call.is_on, call.around = True, None
-        self.steering.present = Pass(rulings=self.frozen.rulings, has_chains=CHAINED in self.frozen.rulings.values())
+        self._compiled.freeze()
+        self.steering.present = Pass(rulings=self.frozen.rulings, has_chains=self.frozen.has_chains)
 
     def close(self, *, is_judged: bool = True) -> None:
         """Leave the model as it was.
@@ -423,11 +430,14 @@ class Loop:
         try:
             if is_judged:
                 self.end()
+            else:
+                self.discard()
         finally:
             self._remove_hooks()
-            for call in self._whole:
-                call.remove()
+            self._compiled.remove()
             self.installed.remove()
+            if self._host is not None:
+                self._host.close()
             self.steering.present = None
 
     def _remove_hooks(self) -> None:
@@ -445,36 +455,3 @@ def loops_of(model: torch.nn.Module) -> list[Loop]:
     hooks = module_hooks(model)[0].values()
     owners = [getattr(hook.call, "__self__", None) for hook in hooks if isinstance(hook, Hook)]
     return [owner for owner in owners if isinstance(owner, Loop)]
-
-
-def _has_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-class Hook:
-    """A hook on the model, which a copy of the model does not have.
-
-    Args:
-        call: what it calls.
-    """
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
-
-    def __call__(self, *given: Any) -> Any:
-        return self.call(*given)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _nothing
-
-    def __reduce__(self) -> Any:
-        return getattr, (_Nothing, "nothing")
-
-
-class _Nothing:
-    @staticmethod
-    def nothing(*_: Any) -> None:
-        return None
-
-
-_nothing = _Nothing.nothing

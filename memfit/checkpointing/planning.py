@@ -3,57 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from memfit.checkpointing.choices import (
-    FULL,
-    NONE,
-    Choice,
-    Prices,
-    Rule,
-    choice_of_rules,
-    choices_of,
-    full_choice,
-    none_choice,
-)
+from memfit.checkpointing.calls import chains_of, choices_by_call
+from memfit.checkpointing.choices import FULL, NONE, Choice, Prices, Rule, choice_of_rules, full_choice
+from memfit.checkpointing.groups import CHAINED, CHAINS, HOSTED, Group, Hosted, groups_of_chains
 from memfit.checkpointing.knapsack import Moments, solve
-from memfit.checkpointing.seen import CallSeen, equalize_seconds
+from memfit.checkpointing.seen import LeanPass, MomentSeen, equalize_seconds
+from memfit.errors import InvalidOptionError
 
-CHAINED = "full, input too"
-"""Rule of a block that is computed again, and whose input is computed again, too, from the block before it."""
-
-_DUMMY = Choice(seconds=0.0, held_bytes=0, more_bytes=0)
 _UNBOUNDED_BYTES = 1 << 60
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MomentSeen:
-    """A part of a lean pass.
-
-    Attributes:
-        last: the last call that is live: whose forward pass has begun, and whose backward pass has not; -1 if none is.
-        own: the call whose backward pass it is; None outside of backward passes of calls.
-        peak_bytes: the most that was live in it.
-    """
-
-    last: int
-    own: int | None
-    peak_bytes: int
-
-
-@dataclass(slots=True, kw_only=True)
-class LeanPass:
-    """A pass in which all blocks were computed again.
-
-    Attributes:
-        calls: of blocks, in the order of the forward pass.
-        moments: of the pass, in order.
-        start_bytes: that were live when it began.
-    """
-
-    calls: list[CallSeen] = field(default_factory=list[CallSeen])
-    moments: list[MomentSeen] = field(default_factory=list[MomentSeen])
-    start_bytes: int = 0
+_LEAST_HOSTED_BYTES = 1 << 16  # of an input that goes to the host
+_PASSES = 3  # forward, forward again, backward: about so many times the seconds of a forward pass run beside copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +31,7 @@ class Planned:
         has_mode: whether a dispatch mode is on in a block.
         peak_is_in: the part of the pass that takes the most.
         more_bytes: that it allows for, beyond what was live at the beginning of the lean pass.
+        start_bytes, kept_bytes, inputs_bytes: of the most: live before the pass; held by blocks; inputs of blocks.
     """
 
     rules: Mapping[str, Rule]
@@ -80,6 +43,27 @@ class Planned:
     has_mode: bool
     peak_is_in: str
     more_bytes: int
+    start_bytes: int = 0
+    kept_bytes: int = 0
+    inputs_bytes: int = 0
+
+
+class HostTerms(Protocol):
+    """What a plan has to know of a host.
+
+    Attributes:
+        budget_bytes: of all copies together.
+    """
+
+    budget_bytes: int
+
+    def aligned_bytes(self, size_bytes: int) -> int:
+        """Return what a copy of so many bytes takes of the budget."""
+        ...
+
+    def seconds(self, size_bytes: int) -> float:
+        """Return the seconds of a copy to the host and back."""
+        ...
 
 
 class Planner:
@@ -89,14 +73,25 @@ class Planner:
         lean: the pass.
         prices: of what is no kernel.
         may_chain: whether the input of a block may be computed again.
+        is_shared: whether the ranks of collectives in blocks follow the same plan.
+        host: where inputs of blocks may go; None if nowhere.
     """
 
-    def __init__(self, lean: LeanPass, prices: Prices | None = None, *, may_chain: bool = True) -> None:
-        self._lean, self._prices = lean, prices or Prices()
+    def __init__(
+        self,
+        lean: LeanPass,
+        prices: Prices | None = None,
+        *,
+        may_chain: bool = True,
+        is_shared: bool = False,
+        host: HostTerms | None = None,
+    ) -> None:
+        self._host = host
+        self._lean, self._prices, self._is_shared = lean, prices or Prices(), is_shared
         equalize_seconds(lean.calls)
-        self._plain = _choices(lean.calls, self._prices, leaner=False)
+        self._plain = choices_by_call(lean, self._prices, leaner=False, is_shared=is_shared)
         self._leaner: list[list[Choice]] | None = None
-        self._chains = _chains(lean.calls) if may_chain else [0] * len(lean.calls)
+        self._chains = chains_of(lean.calls) if may_chain else [0] * len(lean.calls)
 
     def plan(self, limit_bytes: int, more_bytes: int, *, with_modes: bool = True) -> Planned:
         """Return the fastest plan within a limit; if none fits, the one that takes the least.
@@ -108,6 +103,10 @@ class Planner:
         """
         plain = [[c for c in choices if with_modes or not c.has_mode] for choices in self._plain]
         found = self._within(plain, [], limit_bytes, more_bytes)
+        for hosted in self._hosted():
+            other = self._within(plain, [hosted], limit_bytes, more_bytes)
+            if other is not None and (found is None or other.seconds < found.seconds):
+                found = other
         if found is None:
             found = self._below(limit_bytes, more_bytes)
         if found.is_least:  # what takes as little in fewer seconds: an update, say, may take most, whatever is kept
@@ -121,6 +120,11 @@ class Planner:
         chosen = [min(choices, key=lambda c: c.seconds) for choices in self._plain]
         return self._planned(chosen, [], more_bytes, bound_seconds=0.0, is_least=False)
 
+    def as_seen(self, more_bytes: int) -> Planned:
+        """Return the plan that the lean pass carried out, so that its prediction is what was measured."""
+        rules = {call.block: NONE if call.is_kept else FULL for call in self._lean.calls}
+        return self.of_rules(rules, more_bytes)
+
     def of_rules(self, rules: Mapping[str, Rule], more_bytes: int) -> Planned:
         """Return the plan that given rules make.
 
@@ -132,13 +136,18 @@ class Planner:
             InvalidOptionError: results that cannot be kept without others.
         """
         chosen = [choice_of_rules(call, rules, self._prices) for call in self._lean.calls]
-        chained = [rules.get(call.block) == CHAINED for call in self._lean.calls]
-        groups: list[range] = []
-        for number, is_chained in enumerate(chained):
-            if is_chained and groups:
-                groups[-1] = range(groups[-1].start, number + 1)
-            else:
-                groups.append(range(number, number + 1))
+        groups = list[Group | Hosted]()
+        groups += [Hosted((number,)) for number, call in enumerate(self._lean.calls) if rules.get(call.block) == HOSTED]
+        if groups and self._host is None:
+            raise InvalidOptionError(
+                "policy: inputs are on the host, which has no budget: give host_budget='64GiB', say"
+            )
+        for number, call in enumerate(self._lean.calls):
+            rule = rules.get(call.block)
+            if rule in CHAINS and number:
+                is_next = bool(groups) and groups[-1].calls[-1] == number - 1 and isinstance(groups[-1], Group)
+                first = groups.pop().calls[0] if is_next else number - 1
+                groups.append(Group(range(first, number + 1), rule))
         return self._planned(chosen, groups, more_bytes, bound_seconds=0.0, is_least=False)
 
     def least(self, more_bytes: int) -> Planned:
@@ -148,14 +157,24 @@ class Planner:
     def _below(self, limit_bytes: int, more_bytes: int) -> Planned:
         """Return a plan that takes less than whole blocks that are checkpointed."""
         if self._leaner is None:
-            self._leaner = _choices(self._lean.calls, self._prices, leaner=True)
+            self._leaner = choices_by_call(self._lean, self._prices, leaner=True, is_shared=self._is_shared)
         best, least = self._within(self._leaner, [], limit_bytes, more_bytes), None
-        for length in range(2, max(self._chains, default=0) + 2):
-            groups = _groups(self._chains, length)
-            found = self._within(self._leaner, groups, limit_bytes, more_bytes)
+        for rule in CHAINS:
+            if best is not None and rule != CHAINED:  # it only takes longer
+                break
+            for length in range(2, max(self._chains, default=0) + 2):
+                groups = groups_of_chains(self._chains, length, rule)
+                found = self._within(self._leaner, groups, limit_bytes, more_bytes)
+                if found is not None and (best is None or found.seconds < best.seconds):
+                    best = found
+                leanest = self._leanest(groups, more_bytes)
+                if least is None or leanest.predicted_bytes < least.predicted_bytes:
+                    least = leanest
+        for hosted in self._hosted():
+            found = self._within(self._leaner, [hosted], limit_bytes, more_bytes)
             if found is not None and (best is None or found.seconds < best.seconds):
                 best = found
-            leanest = self._leanest(groups, more_bytes)
+            leanest = self._leanest([hosted], more_bytes)
             if least is None or leanest.predicted_bytes < least.predicted_bytes:
                 least = leanest
         plain = self._leanest([], more_bytes)
@@ -163,51 +182,87 @@ class Planner:
             least = plain
         return best or least
 
-    def _leanest(self, groups: Sequence[range], more_bytes: int) -> Planned:
+    def _leanest(self, groups: Sequence[Group | Hosted], more_bytes: int) -> Planned:
         assert self._leaner is not None
-        chosen = [min(choices, key=lambda c: (c.held_bytes, c.more_bytes, c.seconds)) for choices in self._leaner]
+        allowed = self._allowed(self._leaner, groups)
+        chosen = [min(choices, key=lambda c: (c.held_bytes, c.more_bytes, c.seconds)) for choices in allowed]
         return self._planned(chosen, groups, more_bytes, bound_seconds=0.0, is_least=True)
 
     def _within(
-        self, choices: Sequence[Sequence[Choice]], groups: Sequence[range], limit_bytes: int, more_bytes: int
+        self, choices: Sequence[Sequence[Choice]], groups: Sequence[Group | Hosted], limit_bytes: int, more_bytes: int
     ) -> Planned | None:
-        chained = {call for group in groups for call in group}
-        allowed = [
-            [c for c in options if call not in chained or c.held_bytes == 0] for call, options in enumerate(choices)
-        ]
+        allowed = self._allowed(choices, groups)
         found = solve(allowed, self._limits(groups, limit_bytes - more_bytes))
         if found is None:
             return None
         chosen = [options[index] for options, index in zip(allowed, found.chosen, strict=True)]
-        again = sum(self._forward_seconds(call) for group in groups for call in group[:-1])
+        again = self._seconds_of_inputs(groups)
         planned = self._planned(chosen, groups, more_bytes, bound_seconds=found.bound_seconds + again, is_least=False)
         return planned if planned.predicted_bytes <= limit_bytes else None
 
-    def _limits(self, groups: Sequence[range], free_bytes: int) -> Moments:
+    def _allowed(self, choices: Sequence[Sequence[Choice]], groups: Sequence[Group | Hosted]) -> list[list[Choice]]:
+        """Return the choices that groups leave: calls in them are whole checkpoints, even where that frees nothing."""
+        allowed = [list(options) for options in choices]
+        for number in (number for group in groups for number in group.calls):
+            call = self._lean.calls[number]
+            whole = [choice for choice in allowed[number] if choice.rules.get(call.block) == FULL]
+            allowed[number] = whole or [full_choice(call, self._prices)]
+        return allowed
+
+    def _limits(self, groups: Sequence[Group | Hosted], free_bytes: int) -> Moments:
         count = len(self._lean.calls)
-        after, within = [_UNBOUNDED_BYTES] * count, [_UNBOUNDED_BYTES] * count
+        after, within, forward = ([_UNBOUNDED_BYTES] * count for _ in range(3))
         for moment in self._lean.moments:
             left = free_bytes - moment.peak_bytes + self._relief(groups, moment)
-            if moment.own is not None and moment.last < moment.own:
+            if moment.forward is not None:
+                forward[moment.forward] = min(forward[moment.forward], left)
+            elif moment.own is not None and moment.last < moment.own:
                 within[moment.own] = min(within[moment.own], left)
             elif moment.last >= 0:
                 after[moment.last] = min(after[moment.last], left)
-        return Moments(after=after, within=within)
+        return Moments(after=after, within=within, forward=forward)
 
-    def _relief(self, groups: Sequence[range], moment: MomentSeen) -> int:
+    def _relief(self, groups: Sequence[Group | Hosted], moment: MomentSeen) -> int:
         """Return the bytes of inputs that are not there at a moment since they are computed again later."""
         return sum(
-            self._lean.calls[call].input_bytes
-            for group in groups
-            if moment.own is None or moment.own not in group
-            for call in group[1:]
-            if call < (moment.last if moment.own is None else moment.own)
+            self._lean.calls[call].input_bytes for group in groups for call in group.absent(moment.own, moment.last)
         )
+
+    def _seconds_of_inputs(self, groups: Sequence[Group | Hosted]) -> float:
+        """Return the seconds of computing inputs again, and of copies that take longer than what runs beside them."""
+        runs = (pair for group in groups for pair in group.runs.items())
+        seconds = sum(self._forward_seconds(call) * count for call, count in runs)
+        copied = [call for group in groups if isinstance(group, Hosted) for call in group.calls]
+        return seconds + sum(self._seconds_of_copy(call) for call in copied)
+
+    def _seconds_of_copy(self, call: int) -> float:
+        assert self._host is not None
+        beside = _PASSES * self._forward_seconds(call)
+        return self._prices.checkpoint + max(0.0, self._host.seconds(self._lean.calls[call].input_bytes) - beside)
+
+    def _hosted(self) -> list[Hosted]:
+        """Return the first calls whose inputs may go to the host: as many as there is room for, half as many, ..."""
+        if self._host is None:
+            return []
+        calls, left_bytes = list[int](), self._host.budget_bytes
+        for number, call in enumerate(self._lean.calls):
+            left_bytes -= self._host.aligned_bytes(call.input_bytes)
+            if left_bytes < 0:
+                break
+            if self._may_have_rule(number) and call.input_bytes >= _LEAST_HOSTED_BYTES:
+                calls.append(number)
+        counts = sorted({len(calls) >> halving for halving in range(len(calls).bit_length())}, reverse=True)
+        return [Hosted(tuple(calls[:count])) for count in counts]
+
+    def _may_have_rule(self, number: int) -> bool:
+        call = self._lean.calls[number]
+        is_alone = sum(other.block == call.block for other in self._lean.calls) == 1
+        return call.follows and is_alone and not call.must_stay and not call.has_collectives
 
     def _planned(
         self,
         chosen: Sequence[Choice],
-        groups: Sequence[range],
+        groups: Sequence[Group | Hosted],
         more_bytes: int,
         *,
         bound_seconds: float,
@@ -218,20 +273,14 @@ class Planner:
             held.append(held[-1] + choice.held_bytes)
         predicted, moment = max(
             (
-                (
-                    moment.peak_bytes
-                    + held[moment.last + 1]
-                    + (chosen[moment.own].more_bytes if moment.own is not None else 0)
-                    - self._relief(groups, moment),
-                    moment,
-                )
+                (moment.peak_bytes + _beyond_lean(moment, chosen, held) - self._relief(groups, moment), moment)
                 for moment in self._lean.moments
             ),
             key=lambda pair: pair[0],
         )
         rules = {name: rule for choice in chosen for name, rule in choice.rules.items()}
-        rules |= {self._lean.calls[call].block: CHAINED for group in groups for call in group[1:]}
-        again = sum(self._forward_seconds(call) for group in groups for call in group[:-1])
+        rules |= {self._lean.calls[call].block: group.rule for group in groups for call in group.ruled}
+        again = self._seconds_of_inputs(groups)
         seconds = sum(choice.seconds for choice in chosen) + again
         return Planned(
             rules=rules,
@@ -243,106 +292,48 @@ class Planner:
             has_mode=any(choice.has_mode for choice in chosen),
             peak_is_in=self._place_of(moment),
             more_bytes=more_bytes,
+            start_bytes=self._lean.start_bytes + more_bytes,
+            kept_bytes=_beyond_lean(moment, chosen, held),
+            inputs_bytes=sum(call.input_bytes for call in self._lean.calls[: _last(moment) + 1])
+            - self._relief(groups, moment),
         )
 
     def _place_of(self, moment: MomentSeen) -> str:
         if moment.own is not None:
             return f"the backward pass of {self._lean.calls[moment.own].block}"
+        if moment.forward is not None:
+            return f"the forward pass of {self._lean.calls[moment.forward].block}"
         if moment.last >= 0:
             return f"the forward pass from {self._lean.calls[moment.last].block} on"
+        if not self._lean.calls:
+            return "the model, which has no blocks"
         is_begin = moment == self._lean.moments[0]
-        return (
-            "what comes before the first block" if is_begin else "what follows backward, such as the optimizer's update"
-        )
+        return "what comes before the first block" if is_begin else _AFTER
 
     def _forward_seconds(self, call: int) -> float:
         return sum(op.seconds for op in self._lean.calls[call].ops)
 
 
-def _choices(calls: Sequence[CallSeen], prices: Prices, *, leaner: bool) -> list[list[Choice]]:
-    """Return the choices of each call; a block that is called several times has them at its first call."""
-    of: dict[str, list[CallSeen]] = {}
-    for call in calls:
-        of.setdefault(call.block, []).append(call)
-    known: dict[object, list[Choice]] = {}
-    found: list[list[Choice]] = []
-    seen: set[str] = set()
-    for call in calls:
-        if call.block in seen:
-            found.append([_DUMMY])
-        elif any(each.must_stay for each in of[call.block]):
-            found.append([_staying(of[call.block])])
-        elif any(each.has_collectives for each in of[call.block]):  # of which all ranks call as many
-            found.append([_always_full(of[call.block], prices)])
-        elif len(of[call.block]) > 1:
-            found.append(_repeated(of[call.block], prices))
-        else:
-            found.append(_like(known, call, prices, leaner=leaner))
-        seen.add(call.block)
-    return found
+_AFTER = (
+    "what follows backward, such as the optimizer's update, or a backward pass through it (create_graph=True), which "
+    "holds what was computed again"
+)
 
 
-def _like(known: dict[object, list[Choice]], call: CallSeen, prices: Prices, *, leaner: bool) -> list[Choice]:
-    """Return the choices of a call, made from those of a call of the same form if there was one."""
-    form = call.form
-    if form not in known:
-        known[form] = [_renamed(c, call.block, "") for c in choices_of(call, prices, leaner=leaner)]
-    return [_renamed(choice, "", call.block) for choice in known[form]]
+def _last(moment: MomentSeen) -> int:
+    """Return the last call whose input is live."""
+    return moment.last if moment.own is None else moment.own
 
 
-def _renamed(choice: Choice, before: str, after: str) -> Choice:
-    return Choice(
-        seconds=choice.seconds,
-        held_bytes=choice.held_bytes,
-        more_bytes=choice.more_bytes,
-        rules={after + name.removeprefix(before): rule for name, rule in choice.rules.items()},
-        has_mode=choice.has_mode,
-    )
+def _beyond_lean(moment: MomentSeen, chosen: Sequence[Choice], held: Sequence[int]) -> int:
+    """Return the bytes of a moment beyond what it took in the lean pass.
 
-
-def _staying(calls: Sequence[CallSeen]) -> Choice:
-    held = sum(none_choice(call).held_bytes for call in calls)
-    return Choice(seconds=0.0, held_bytes=held, more_bytes=0, rules={calls[0].block: NONE})
-
-
-def _always_full(calls: Sequence[CallSeen], prices: Prices) -> Choice:
-    seconds = sum(full_choice(call, prices).seconds for call in calls)
-    return Choice(seconds=seconds, held_bytes=0, more_bytes=0, rules={calls[0].block: FULL})
-
-
-def _repeated(calls: Sequence[CallSeen], prices: Prices) -> list[Choice]:
-    """Return the two choices of a block that is called several times: at its first call it counts for all of them."""
-    found: list[Choice] = []
-    for rule in (FULL, NONE):
-        each = [full_choice(call, prices) if rule == FULL else none_choice(call) for call in calls]
-        found.append(
-            Choice(
-                seconds=sum(c.seconds for c in each),
-                held_bytes=sum(c.held_bytes for c in each),
-                more_bytes=0,
-                rules={calls[0].block: rule},
-            )
-        )
-    return found
-
-
-def _chains(calls: Sequence[CallSeen]) -> list[int]:
-    """Return for each call how many in a row, up to it, got what the one before returned, each of another block."""
-    repeated = {call.block for call in calls if sum(other.block == call.block for other in calls) > 1}
-    lengths: list[int] = []
-    for number, call in enumerate(calls):
-        may_follow = not any(each.must_stay for each in calls[max(0, number - 1) : number + 1])
-        follows = call.follows and call.block not in repeated and not call.has_collectives and may_follow
-        lengths.append(lengths[-1] + 1 if lengths and follows else 0)
-    return lengths
-
-
-def _groups(chains: Sequence[int], length: int) -> list[range]:
-    """Return the calls in groups of at most `length`, each a chain."""
-    groups: list[range] = []
-    for call, position in enumerate(chains):
-        if position == 0 or len(groups[-1]) == length:
-            groups.append(range(call, call + 1))
-        else:
-            groups[-1] = range(groups[-1].start, call + 1)
-    return [group for group in groups if len(group) > 1]
+    Args:
+        moment: of the pass.
+        chosen: for each call.
+        held: by the number of calls, what the first ones hold together.
+    """
+    if moment.forward is not None:
+        return held[moment.forward] + chosen[moment.forward].forward_bytes
+    is_in_order = moment.own is not None and moment.last < moment.own  # else the block is called again, and holds it
+    return held[moment.last + 1] + (chosen[moment.own].more_bytes if moment.own is not None and is_in_order else 0)

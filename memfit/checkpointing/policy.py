@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from memfit.checkpointing.choices import FULL, NONE, Rule
-from memfit.checkpointing.planning import CHAINED
+from memfit.checkpointing.groups import INPUT_RULES
 from memfit.errors import InvalidFileError
 from memfit.memory.contract import WindowKind
 
@@ -16,7 +16,7 @@ Policy = Mapping[tuple[int, WindowKind], Mapping[str, Rule]]
 """(elements of the batch, kind of window) -> name of a module -> rule."""
 
 _LATER = " later"
-_TEXTS = (NONE, FULL, CHAINED)
+_TEXTS = (NONE, FULL, *INPUT_RULES)
 
 
 def to_plain(policy: Policy) -> dict[str, dict[str, Any]]:

@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 
+from memfit.capture.draws import HostGenerators
 from memfit.checkpointing.choices import none_choice
-from memfit.checkpointing.planning import LeanPass, MomentSeen
-from memfit.checkpointing.seen import CallSeen, OpSeen, SpanSeen, StorageSeen
+from memfit.checkpointing.seen import NEVER, CallSeen, LeanPass, MomentSeen, OpSeen, SpanSeen, StorageSeen
 from memfit.errors import UnsupportedStepError
 from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
-from memfit.torch_private.autograd import UnwrappedMode, default_saved_hooks
+from memfit.torch_private.autograd import UnwrappedMode, default_saved_hooks, in_backward, no_modes, saved_with
 from memfit.torch_private.checkpoints import IGNORED_OPS, detached, saved_node_names, schema_of
+from memfit.torch_private.ranks import groups_of
 from memfit.torch_private.sharding import is_sharded, local
-from memfit.torch_private.tensors import draws, storage_key, tensors_in
+from memfit.torch_private.tensors import StorageWeakRef, bytes_in, draws, storage_key, tensors_in
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
 _OF_RANKS = (*_COLLECTIVES, "fsdp")  # write to memory of their own
@@ -38,6 +39,7 @@ class LeanRecorder:
 
     Attributes:
         has_returned: whether the model's call has returned.
+        groups: process groups of the collectives in blocks.
     """
 
     def __init__(
@@ -49,12 +51,16 @@ class LeanRecorder:
         self.overloads: dict[str, Any] = {}
         self.own = {_key(tensor) for tensor in own}
         self.inside: BlockMode | None = None
+        self.groups: list[Any] = []
+        self.generators = HostGenerators()
         self._before_update_bytes = self._created_bytes = 0
         self._alive: set[int] = set()
+        self._alive_of: Counter[str] = Counter()
         self._last_output: weakref.ref[torch.Tensor] | None = None
         self._timers: list[Timer] = []
         self._segment: tuple[AbstractContextManager[Usage], Usage] | None = None
-        self._where: tuple[int, int | None] = (-1, None)
+        self._where: tuple[int, int | None, int | None] = (-1, None, None)
+        self._forward_now: int | None = None  # the call whose forward pass runs
         self._kept_now: int | None = None  # the call whose forward pass runs, if it is kept
         self._segment_is_of: int | None = None  # the same when the present moment began
         self._kept_in: list[int | None] = []  # and by moment
@@ -72,18 +78,21 @@ class LeanRecorder:
             is_compiled: whether it is compiled, or a module in it, so that its operators are not to be seen.
         """
         number = len(self.lean.calls)
-        call = CallSeen(block=block, is_kept=is_kept)
+        given = tensors_in((args, kwargs))
+        call = CallSeen(block=block, given_bytes=bytes_in(given), is_kept=is_kept)
         self.lean.calls.append(call)
         self._alive.add(number)
-        self._kept_now = number if is_kept else None
+        self._alive_of[block] += 1
+        self.lean.at_once[block] = max(self.lean.at_once[block], self._alive_of[block])
+        self._forward_now, self._kept_now = number, number if is_kept else None
         self._cut(None)
-        given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        grown = [tensor for tensor in given if tensor.requires_grad]
         before = self._last_output() if self._last_output is not None else None
-        call.follows = len(given) == 1 and given[0] is before
+        call.follows = len(grown) == 1 and grown[0] is before
         if call.follows:
-            call.input_bytes = taken_bytes(local(given[0]).untyped_storage().nbytes(), self.device)
+            call.input_bytes = taken_bytes(local(grown[0]).untyped_storage().nbytes(), self.device)
         kind = CompiledMode if is_compiled else BlockMode
-        return kind(self, number, call, tensors_in((args, kwargs)))
+        return kind(self, number, call, given)
 
     def returned(self, mode: BlockMode, output: Any) -> None:
         """Note what a call of a block returned.
@@ -91,6 +100,7 @@ class LeanRecorder:
         Raises:
             UnsupportedStepError: the block has a reentrant checkpoint inside.
         """
+        mode.end_of_forward()
         outputs = tensors_in(output)
         for tensor in outputs:
             storage = mode.of.get(_key(tensor))
@@ -98,9 +108,8 @@ class LeanRecorder:
                 mode.call.storages[storage].is_output = True
         grown = [tensor for tensor in outputs if tensor.requires_grad]
         self._last_output = weakref.ref(grown[0]) if len(grown) == 1 else None
-        if self._kept_now is not None:
-            self._kept_now = None
-            self._cut(None)
+        self._forward_now = self._kept_now = None
+        self._cut(None)
         if grown and "CheckpointFunctionBackward" in saved_node_names(grown[0], _MOST_NODES):
             self.refuse(
                 mode.call,
@@ -108,6 +117,19 @@ class LeanRecorder:
                 "a backward pass of its own inside of backward; give use_reentrant=False, or take that checkpoint out: "
                 "memfit.checkpoint decides what is computed again",
             )
+
+    def require_repeatable(self, call: CallSeen, why: str) -> None:
+        """Refuse a call whose forward pass takes what it cannot take again.
+
+        Args:
+            call: of a block.
+            why: what it does, and what to do, as a clause; empty if it may be run again.
+
+        Raises:
+            UnsupportedStepError: it is to be computed again.
+        """
+        if why:
+            self.refuse(call, f"block {call.block!r} {why}")
 
     def refuse(self, call: CallSeen, why: str) -> None:
         """Note that a call cannot be computed again.
@@ -119,12 +141,18 @@ class LeanRecorder:
             raise UnsupportedStepError(why)
         call.must_stay = why
 
+    def note_groups(self, groups: Iterable[Any]) -> None:
+        """Note process groups of a collective in a block."""
+        self.groups += [group for group in groups if not any(group is other for other in self.groups)]
+
     def again(self, number: int) -> None:
         """Note that the backward pass of a call begins, with its second forward pass if it is not kept."""
         if self._is_over or (number not in self._alive and self.lean.calls[number].is_kept):
             return
         self._has_backward = True
-        self._alive.discard(number)
+        if number in self._alive:
+            self._alive.remove(number)
+            self._alive_of[self.lean.calls[number].block] -= 1
         self._cut(number)
 
     def end_of_backward(self) -> None:
@@ -175,7 +203,7 @@ class LeanRecorder:
     def _cut(self, own: int | None) -> None:
         self._close()
         self._segment_is_of = self._kept_now
-        self._where = max(self._alive, default=-1), own
+        self._where = max(self._alive, default=-1), own, self._forward_now
         self._open()
 
     def _open(self) -> None:
@@ -188,16 +216,16 @@ class LeanRecorder:
         context, usage = self._segment
         self._segment = None
         context.__exit__(None, None, None)
-        last, own = self._where
+        last, own, forward = self._where
         peak_bytes = self._uncounted_bytes + usage.start_bytes + usage.peak_bytes - self._created_bytes
-        self.lean.moments.append(MomentSeen(last=last, own=own, peak_bytes=peak_bytes))
+        self.lean.moments.append(MomentSeen(last=last, own=own, peak_bytes=peak_bytes, forward=forward))
         self._kept_in.append(self._segment_is_of)
 
 
 class Timer:
     """Seconds of one operator: of the host on a CPU, between two events on CUDA, which are read later."""
 
-    __slots__ = ("_begin", "_end", "_op", "is_late")
+    __slots__ = ("_begin", "_end", "_op", "_stream", "is_late")
 
     def __init__(self, device: torch.device) -> None:
         self.is_late = device.type == "cuda"
@@ -205,14 +233,15 @@ class Timer:
         if self.is_late:
             self._begin = torch.cuda.Event(enable_timing=True)
             self._end = torch.cuda.Event(enable_timing=True)
-            self._begin.record()
+            self._stream = torch.cuda.current_stream(device)
+            self._begin.record(self._stream)
         else:
             self._begin = time.perf_counter()
 
     def stop(self) -> float:
         """Return the seconds so far; 0 if they are told later."""
         if self.is_late:
-            self._end.record()
+            self._end.record(self._stream)
             return 0.0
         return time.perf_counter() - self._begin
 
@@ -230,6 +259,11 @@ class Timer:
 class BlockMode(UnwrappedMode):
     """Notes the operators of a block's forward pass, the storages that they make, and what autograd saves.
 
+    Attributes:
+        read: keys of the model's own storages that operators read, other than those that only bring statistics of
+            batch normalization up to date.
+        wrote: keys of all storages that operators write to.
+
     Args:
         recorder: of the pass.
         number: of the call in the pass.
@@ -243,7 +277,11 @@ class BlockMode(UnwrappedMode):
         self.of: dict[int, int] = {}
         self._recorder = recorder
         self._given = {_key(tensor) for tensor in given}
+        self.read, self.wrote = set[int](), set[int]()
+        self._made_beside: list[tuple[int, set[int]]] = []  # storages, with what of the model was written beside them
+        self._unsaved: dict[int, int] = {}  # key -> bytes, of what autograd has not saved
         self._nth: Counter[str] = Counter()
+        self._alive: list[tuple[int, StorageWeakRef]] = []
         self._moment = 0
         self._hooks: Any = None
 
@@ -258,9 +296,11 @@ class BlockMode(UnwrappedMode):
             storage = self._saved(tensor)
             if storage is not None:
                 self.call.storages[storage].saves.append(moment)
-            return pack(tensor)
+                self.call.storages[storage].unsaved_bytes -= self._unsaved.pop(_key(tensor), 0)
+            with no_modes():  # hooks of the user's may call operators
+                return pack(tensor)
 
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(note, unpack)
+        self._hooks = saved_with(note, unpack)
         self._hooks.__enter__()
         self._begin()
         return self
@@ -300,6 +340,12 @@ class BlockMode(UnwrappedMode):
         yield
         self.call.spans.append(SpanSeen(name=name, first=first, last=self._tick(), given=frozenset(given)))  # pyright: ignore
 
+    def end_of_forward(self) -> None:
+        """Let what is made beside a write to a tensor of the model that the block reads be computed again, always."""
+        for storage, written in self._made_beside:
+            if written & self.read:
+                self.call.storages[storage].first_read, self.call.storages[storage].last_write = 0, NEVER
+
     def _tick(self) -> int:
         self._moment += 1
         return self._moment
@@ -308,21 +354,30 @@ class BlockMode(UnwrappedMode):
         kwargs = kwargs or {}
         if func in IGNORED_OPS:
             return func(*args, **kwargs)
+        self.call.differentiates |= in_backward()
         given = {_key(tensor) for tensor in tensors_in((args, kwargs))}
         written = self._written(func, args, kwargs)
+        self.wrote |= written
+        updated = _only_updated(func, args, kwargs)
+        self.read |= (given - updated) & self._recorder.own
         moment = self._tick()
         timer = self._recorder.timer()
         returned = func(*args, **kwargs)
         seconds = timer.stop()
         storage = self._storage_of(returned, given, written)
+        beside = (written | updated) & self._recorder.own
+        if storage is not None and beside:
+            self._made_beside.append((storage, beside))
         for key in given:
             read = self.of.get(key)
             if read is not None and read != storage:
                 self.call.storages[read].first_read = min(self.call.storages[read].first_read, len(self.call.ops))
         name = str(func)
         self._recorder.overloads[name] = func
-        is_of_ranks = func.namespace in _COLLECTIVES or any(map(is_sharded, tensors_in((args, kwargs))))
-        self.call.has_collectives |= is_of_ranks
+        tensors = tensors_in((args, kwargs))
+        if func.namespace in _COLLECTIVES or any(map(is_sharded, tensors)):
+            self.call.has_collectives = True
+            self._recorder.note_groups(groups_of(func, args, kwargs, tensors))
         op = OpSeen(
             name=name,
             nth=self._nth[name],
@@ -332,9 +387,18 @@ class BlockMode(UnwrappedMode):
             moment=moment,
         )
         timer.of(op)
+        self._note_dropped()
         self.call.ops.append(op)
         self._nth[name] += 1
         return returned
+
+    def _note_dropped(self) -> None:
+        """Note which of the block's storages are gone after the operator that was called."""
+        number = len(self.call.ops)
+        for storage, reference in self._alive:
+            if reference.expired():
+                self.call.storages[storage].dropped = number
+        self._alive = [each for each in self._alive if not each[1].expired()]
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> set[int]:
         """Return the keys of the storages that a call writes to; those from outside of the block are refused."""
@@ -368,11 +432,14 @@ class BlockMode(UnwrappedMode):
                 continue
             if made is None:
                 made = len(storages)
-                storages.append(StorageSeen(size_bytes=0, last_write=number))
+                storages.append(StorageSeen(size_bytes=0, last_write=number, made=number))
             if self.of.get(key) != made:
-                storages[made].size_bytes += taken_bytes(
-                    local(tensor).untyped_storage().nbytes(), self._recorder.device
-                )
+                storage = local(tensor).untyped_storage()
+                size_bytes = taken_bytes(storage.nbytes(), self._recorder.device)
+                storages[made].size_bytes += size_bytes
+                storages[made].unsaved_bytes += size_bytes
+                self._unsaved[key] = size_bytes
+                self._alive.append((made, StorageWeakRef(storage)))
             self.of[key] = made
         for key in written:
             if key in self.of:
@@ -405,8 +472,25 @@ class CompiledMode(BlockMode):
         if key not in self.of:
             size_bytes = taken_bytes(local(tensor).untyped_storage().nbytes(), self._recorder.device)
             self.of[key] = len(self.call.storages)
-            self.call.storages.append(StorageSeen(size_bytes=size_bytes, last_write=0))
+            self.call.storages.append(StorageSeen(size_bytes=size_bytes, last_write=0, dropped=0))
         return self.of[key]
+
+
+def _only_updated(func: Any, args: Any, kwargs: Any) -> set[int]:
+    """Return the keys of what an operator brings up to date, and does not read for its results.
+
+    That is the statistics of batch normalization in training, and the number of its batches.
+    """
+    schema = schema_of(func)
+    if schema.name == "aten::add_":
+        return set() if isinstance(args[1], torch.Tensor) else {_key(args[0])}
+    if "batch_norm" not in schema.name or "backward" in schema.name:
+        return set()
+    names = [argument.name for argument in schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if not given.get("training", given.get("train", True)):
+        return set()
+    return {_key(each) for name, each in given.items() if name.startswith("running_") and each is not None}
 
 
 def _same(value: Any) -> Any:

@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from memfit.checkpointing.choices import FULL, NONE
-from memfit.checkpointing.planning import CHAINED, Planned
+from memfit.checkpointing.groups import CHAINS, HOSTED
+from memfit.checkpointing.planning import Planned
 from memfit.memory.contract import WindowKind
 from memfit.system.budget import format_bytes
 
@@ -51,7 +52,7 @@ class SizeReport:
     def kinds_text(self) -> str:
         """Return how many modules are kept, partly kept, and computed again."""
         kept = Counter(_kind_of(rule) for rule in self.planned.rules.values())
-        return ", ".join(f"{count} {kind}" for kind, count in sorted(kept.items()))
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(kept.items())) or "no blocks"
 
     def __str__(self) -> str:
         later = ", later micro-batches" if self.kind is WindowKind.LATER else ""
@@ -99,4 +100,6 @@ def _kind_of(rule: object) -> str:
         return "kept"
     if rule == FULL:
         return "computed again"
-    return "computed again with their inputs" if rule == CHAINED else "partly kept"
+    if rule == HOSTED:
+        return "computed again from the host"
+    return "computed again with their inputs" if rule in CHAINS else "partly kept"

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from memfit.checkpointing.groups import INPUT_RULES
+from memfit.checkpointing.passes import Ruling
 from memfit.checkpointing.planning import LeanPass, Planned, Planner
-from memfit.checkpointing.steering import Ruling
 from memfit.memory.contract import Standing, WindowKind
 
 _BUCKET = math.log(1.15)  # sizes that differ by less share a plan
@@ -52,23 +53,30 @@ class Shape:
     Attributes:
         numel: elements of the largest batch.
         kind: of its windows.
+        form: what needs a gradient in them: see `Updates.form`.
+        lean_passes: of it, all told.
+        wants_lean: whether the next pass is lean, too: the last one had more than the one that plans are made from.
         planner: of its lean pass; None before.
         lean: that pass.
         overloads: name -> operator, of that pass.
         planned: the present plan; None before.
         rulings: the same in the form in which it is carried out.
-        start_bytes: that were live when the planned pass began.
+        start_bytes: that the present plan is made for, live when a pass begins.
         standing: what its windows have shown.
         wants_plan: whether the next pass is planned anew.
         aim_bytes: that its plan may be predicted to take, if the last window said so.
         next_plan: that it follows.
         unused_share: of the bytes that the allocator had taken in the lean pass, which were not live.
         race: of the two best plans.
+        is_shared: whether its lean pass holds the most that any rank saw.
         is_refused: whether it was said that no plan keeps the budget.
     """
 
     numel: int
     kind: WindowKind
+    form: int = 0
+    lean_passes: int = 0
+    wants_lean: bool = False
     planner: Planner | None = None
     lean: LeanPass | None = None
     overloads: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -81,12 +89,18 @@ class Shape:
     next_plan: Planned | None = None
     unused_share: float = 0.0
     race: Race | None = None
+    is_shared: bool = False
     is_refused: bool = False
 
     @property
     def planned_has_mode(self) -> bool:
         """Whether a dispatch mode is on in a block."""
         return self.planned is not None and self.planned.has_mode
+
+    @property
+    def has_chains(self) -> bool:
+        """Whether inputs of blocks are computed again, or come from the host."""
+        return any(isinstance(ruling, str) and ruling in INPUT_RULES for ruling in self.rulings.values())
 
 
 def bucket_of(numel: int) -> int:

@@ -3,116 +3,31 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 from memfit.checkpointing.chain import Link
-from memfit.checkpointing.choices import NONE, Rule
-from memfit.checkpointing.contexts import (
-    Again,
-    Keep,
-    KeepRule,
-    Place,
-    StandIns,
-    Watched,
-    selective_contexts,
-    statistics_in,
-    tables_in,
-)
-from memfit.checkpointing.planning import CHAINED
+from memfit.checkpointing.contexts import Again, Keep, KeepRule, selective_contexts
+from memfit.checkpointing.groups import CHAINS, HALVED, HOSTED
+from memfit.checkpointing.hosted import HostInput, may_go
+from memfit.checkpointing.passes import Pass, Ruling, Spot
+from memfit.checkpointing.reached import reach_of
 from memfit.checkpointing.recording import LeanRecorder
-from memfit.checkpointing.seen import CallSeen
-from memfit.torch_private.modules import own_call
+from memfit.checkpointing.snapshots import Snapshot, is_users_hook
+from memfit.errors import MemfitError, UnsupportedStepError
+from memfit.runtime.eager.host import Host
+from memfit.torch_private.ambient import saved_as_they_are
+from memfit.torch_private.autograd import hooks_aside_in_transforms, in_backward, in_transform
+from memfit.torch_private.checkpoints import ends_early, tell_mismatch
 
-
-@dataclass(slots=True, eq=False)
-class Spot:
-    """A module whose calls are steered.
-
-    Attributes:
-        name: in the model.
-        module: itself.
-        is_block: whether it is a block, and not a module inside of one.
-        is_outside: whether its calls are compiled, and steered around the compiled code.
-        is_rest: whether it lies beside the blocks, and is no checkpoint in lean passes.
-        block: that it is inside of; None of a block.
-        statistics: places of batch normalization's statistics in it.
-        changed: other places that the forward pass of a block was seen to change.
-    """
-
-    name: str
-    module: torch.nn.Module
-    is_block: bool
-    is_rest: bool = False
-    is_outside: bool = False
-    block: Spot | None = None
-    statistics: list[Place] = field(default_factory=list[Place])
-    changed: list[Place] = field(default_factory=list[Place])
-    _tables: set[int] = field(default_factory=set[int])
-
-    def __post_init__(self) -> None:
-        self.statistics = statistics_in(self.module)
-        self._tables = {id(table) for table in tables_in(self.module)}
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether calls of it, or of a module in it, are compiled."""
-        return any(own_call(module) is not None for module in self.module.modules())
-
-    def held(self) -> list[tuple[Place, Any]]:
-        """Return what the places hold now that a forward pass will change."""
-        if self.block is None:
-            return [(place, place.held()) for place in self.changed]
-        return [(place, place.held()) for place in self.block.changed if id(place.table) in self._tables]
-
-
-Ruling = str | KeepRule
-"""Of one module: `full`, `full, input too`, or the results that are kept; a module without one runs as it is."""
-
-
-@dataclass(slots=True, eq=False)
-class Pass:
-    """What is done in one pass: from a call of the model to the next one.
-
-    Attributes:
-        rulings: by the name of the module.
-        recorder: of a lean pass.
-        link: of the call of a block that was last, where inputs are chained.
-        has_chains: whether any are.
-    """
-
-    rulings: Mapping[str, Ruling]
-    recorder: LeanRecorder | None = None
-    link: Link | None = None
-    has_chains: bool = False
-
-
-def rulings_of(rules: Mapping[str, Rule], calls: Sequence[CallSeen], overloads: Mapping[str, Any]) -> dict[str, Ruling]:
-    """Return rules in the form in which they are carried out.
-
-    Args:
-        rules: name of a module -> rule.
-        calls: as they were seen; of blocks of which results are kept.
-        overloads: name -> operator.
-    """
-    seen = {call.block: call for call in reversed(calls)}
-    found: dict[str, Ruling] = {}
-    for name, rule in rules.items():
-        if isinstance(rule, str):
-            if rule != NONE:
-                found[name] = rule
-            continue
-        wanted, ops = set(rule), seen[name].ops
-        kept = frozenset(number for number, op in enumerate(ops) if (op.name, op.nth) in wanted)
-        expected = tuple(overloads[op.name] for op in ops)
-        found[name] = KeepRule(expected=expected, kept=kept, names=frozenset(rule))
-    return found
+_OF_CHECKPOINTS = {*signature(stock_checkpoint).parameters, "fn", "preserve_rng_state"}  # would not reach the block
 
 
 class Steering:
@@ -124,6 +39,7 @@ class Steering:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.host: Host | None = None
         self.present: Pass | None = None
         self.is_frozen = False
 
@@ -132,12 +48,16 @@ class Steering:
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs) if spot.is_outside else self._compiled(spot, forward, args, kwargs)
         present = self.present
-        if present is None or not torch.is_grad_enabled():
+        if present is None or not torch.is_grad_enabled() or in_transform():
             return forward(*args, **kwargs)
-        ruling = present.rulings.get(spot.name)
+        if spot.is_block:
+            present.let_leave()
+        ruling = present.ruling(spot, (args, kwargs))
         if present.recorder is not None and spot.is_rest and ruling is None:
             return self._record_kept(present.recorder, spot, forward, args, kwargs)
         if ruling is None:
+            if spot.reach is not None:
+                spot.reach.free_replaced()
             if present.recorder is not None and present.recorder.inside is not None:
                 with present.recorder.inside.span(spot.name, args, kwargs):
                     return forward(*args, **kwargs)
@@ -146,13 +66,27 @@ class Steering:
             return self._record(present, spot, forward, args, kwargs)
         if present.has_chains and spot.is_block:
             return self._chained(present, spot, ruling, forward, args, kwargs)
-        return self._checkpoint(partial(self._contexts, present, spot, ruling), forward, args, kwargs)
+        return self._held_checkpoint(present, spot, ruling, forward, args, kwargs)
+
+    def _held_checkpoint(
+        self,
+        present: Pass,
+        spot: Spot,
+        ruling: Ruling,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        contexts = partial(self._contexts, present, spot, ruling, spot.snapshot(args, kwargs))
+        return self._checkpoint(contexts, forward, args, kwargs)
 
     def _compiled(self, spot: Spot, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a compiler is to trace: a stock checkpoint, once the policy stays."""
         ruling = self.present.rulings.get(spot.name) if self.is_frozen and self.present is not None else None
         if ruling is None:
             return forward(*args, **kwargs)
+        if _OF_CHECKPOINTS & kwargs.keys():
+            forward, kwargs = partial(forward, **kwargs), {}
         if not isinstance(ruling, KeepRule):
             return stock_checkpoint(forward, *args, use_reentrant=False, **kwargs)
         return stock_checkpoint(
@@ -163,38 +97,34 @@ class Steering:
         self, contexts: Callable[[], Any], forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         forward, args, kwargs = _each_once(forward, args, kwargs)
-        return stock_checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        forward = partial(forward, **kwargs) if kwargs else forward  # some may have names of _OF_CHECKPOINTS
+        # The inputs: the block's own saves have the checkpoint's hooks.
+        with hooks_aside_in_transforms(), saved_as_they_are(is_users_hook):
+            return stock_checkpoint(forward, *args, use_reentrant=False, context_fn=contexts)
 
-    def _contexts(self, present: Pass, spot: Spot, ruling: Ruling) -> tuple[Any, Any]:
-        held = spot.held()
+    def _contexts(self, present: Pass, spot: Spot, ruling: Ruling, snapshot: Snapshot) -> tuple[Any, Any]:
         if not isinstance(ruling, KeepRule):
-            return nullcontext(), self._again(present, spot, held, nullcontext())
+            return nullcontext(), Repeated(partial(self._again_once, present, spot, snapshot, nullcontext()))
         keep = Keep(ruling)
-        return keep, self._again(present, spot, held, Again(keep))
+        return keep, Repeated(partial(self._again_once, present, spot, snapshot, Again(keep)))
 
     @contextmanager
     def _again_once(
-        self, present: Pass, spot: Spot, held: Sequence[tuple[Place, Any]], inner: AbstractContextManager[Any]
+        self, present: Pass, spot: Spot, snapshot: Snapshot, inner: AbstractContextManager[Any]
     ) -> Iterator[None]:
         before, self.present = self.present, present
         try:
-            with StandIns(spot.statistics, held), inner:
+            with _named(spot.name), hooks_aside_in_transforms(), snapshot.again(), inner:
                 yield
         finally:
             self.present = before
-
-    def _again(
-        self, present: Pass, spot: Spot, held: Sequence[tuple[Place, Any]], inner: AbstractContextManager[Any]
-    ) -> AbstractContextManager[None]:
-        return Repeated(partial(self._again_once, present, spot, held, inner))
 
     def _record(self, present: Pass, spot: Spot, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a call of a block in a lean pass: all of it is computed again, and all that it does is noted."""
         recorder = present.recorder
         assert recorder is not None
         mode = recorder.forward(spot.name, args, kwargs, is_compiled=spot.is_compiled)
-        watched = Watched(spot.module)
-        held: list[tuple[Place, Any]] = []
+        snapshot = self._looked_at(recorder, spot, args, kwargs)
         number = mode.number
         without = Pass(rulings=present.rulings)
 
@@ -204,24 +134,31 @@ class Steering:
         @contextmanager
         def again() -> Iterator[None]:
             recorder.again(number)
-            with self._again_once(without, spot, held, nullcontext()):
+            with self._again_once(without, spot, snapshot, nullcontext()):
                 yield
 
         output = self._checkpoint(contexts, forward, args, kwargs)
-        held += watched.changed()
-        spot.changed = [place for place, _ in held]
+        recorder.require_repeatable(mode.call, snapshot.end_of_forward(mode.read, mode.wrote))
         recorder.returned(mode, output)
         return output
+
+    def _looked_at(self, recorder: LeanRecorder, spot: Spot, args: Any, kwargs: dict[str, Any]) -> Snapshot:
+        """Return a snapshot of all that a block reaches, which is looked for again."""
+        written = spot.reach.written if spot.reach is not None else set[tuple[int, str]]()
+        spot.reach = reach_of(spot.module, spot.name, recorder.generators, recorder.own)
+        spot.reach.is_compiled = spot.is_compiled
+        spot.reach.written |= written
+        return Snapshot(spot.reach, args, kwargs, copies_all=True)
 
     def _record_kept(
         self, recorder: LeanRecorder, spot: Spot, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """Run a call of what lies beside the blocks in a lean pass: it is no checkpoint, and all it does is noted."""
         mode = recorder.forward(spot.name, args, kwargs, is_kept=True, is_compiled=spot.is_compiled)
-        watched = Watched(spot.module)
+        snapshot = self._looked_at(recorder, spot, args, kwargs)
         with mode:
             output = forward(*args, **kwargs)
-        spot.changed = [place for place, _ in watched.changed()]
+        recorder.require_repeatable(mode.call, snapshot.end_of_forward(mode.read, mode.wrote))
         recorder.returned(mode, output)
         return output
 
@@ -239,30 +176,41 @@ class Steering:
         before, present.link = present.link, None
         is_named = len(places) == 1 and any(value is args[places[0]] for value in kwargs.values())
         if isinstance(ruling, KeepRule) or len(places) != 1 or is_named:
-            return self._checkpoint(partial(self._contexts, present, spot, ruling), forward, args, kwargs)
+            return self._held_checkpoint(present, spot, ruling, forward, args, kwargs)
         (place,) = places
         given, rest = args[place], (*args[:place], *args[place + 1 :])
-        is_chained = ruling == CHAINED and before is not None and before.returned(given)
+        is_chained = ruling in CHAINS and before is not None and before.returned(given)
+        kept: torch.Tensor | HostInput | None = None if is_chained else given
+        if ruling == HOSTED and may_go(self.host, given):
+            assert self.host is not None
+            kept = present.leaving = HostInput(self.host, given.detach())
+            present.hosted.append(weakref.ref(kept))
         link = Link(
-            forward, rest, kwargs, place, None if is_chained else given, before if is_chained else None, self.device
+            forward,
+            rest,
+            kwargs,
+            place,
+            kept,
+            before if is_chained else None,
+            self.device,
+            is_halved=ruling == HALVED,
         )
-        held = spot.held()
-        link.stand_ins = partial(StandIns, spot.statistics, held)
+        snapshot = spot.snapshot(rest, kwargs)
+        link.again = snapshot.again
         arriving = [given]
         del given, args
 
         def run(_: torch.Tensor) -> Any:
             tensor = arriving.pop() if arriving else link.take_input()
+            if isinstance(kept, HostInput) and in_backward():
+                present.fetch(before=kept)
             return forward(*rest[:place], tensor, *rest[place:], **kwargs)
 
-        contexts = partial(self._chain_contexts, present, spot, held)
+        contexts = partial(self._contexts, present, spot, ruling, snapshot)
         output = self._checkpoint(contexts, run, (torch.empty(0, device=self.device),), {})
         link.note_output(output)
         present.link = link
         return output
-
-    def _chain_contexts(self, present: Pass, spot: Spot, held: Sequence[tuple[Place, Any]]) -> tuple[Any, Any]:
-        return nullcontext(), self._again(present, spot, held, nullcontext())
 
 
 def _each_once(
@@ -284,6 +232,30 @@ def _each_once(
         return forward(*(given[first] for first in again), **others, **{name: given[n] for name, n in named.items()})
 
     return run, once, {}
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Name the block whose second forward pass fails, or saves others for backward than the first.
+
+    Raises:
+        UnsupportedStepError: it does.
+    """
+
+    def told(error: Exception) -> UnsupportedStepError:
+        return UnsupportedStepError(
+            f"block {name!r} computes otherwise when it is computed again for backward: it reads what its first "
+            "forward pass, or the loop since then, has changed, where memfit does not see it. Change it after "
+            f"backward, or name other blocks: memfit.checkpoint(..., blocks=[...]) without {name!r}. In it: {error}"
+        )
+
+    tell_mismatch(told)
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (MemfitError, torch.OutOfMemoryError)) or ends_early(error):
+            raise
+        raise told(error) from error
 
 
 class Repeated:
@@ -319,9 +291,18 @@ class Steered:
 
     def __init__(self, steering: Steering, spot: Spot, forward: Callable[..., Any]) -> None:
         self._steering, self._spot, self.forward = steering, spot, forward
+        self._of_class = getattr(type(spot.module), "forward", None)
+        self._is_of_class = self._of_class is not None and getattr(forward, "__func__", None) is self._of_class
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._steering.run(self._spot, self.forward, args, kwargs)
+        return self._steering.run(self._spot, self._current(), args, kwargs)
+
+    def _current(self) -> Callable[..., Any]:
+        """Return the module's forward pass: that of its class as it is now, if it had no other."""
+        kind: Any = type(self._spot.module)
+        if not self._is_of_class or kind.forward is self._of_class:
+            return self.forward
+        return partial(kind.forward, self._spot.module)
 
     @property
     def block_name(self) -> str:
@@ -347,6 +328,8 @@ class SteeredFunction:
         self._steering, self._spot = steering, spot
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._spot.is_outside:
+            return forward(*args, **kwargs)
         return self._steering.run(self._spot, forward, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 
 import torch
 
+from memfit.system.alive import alive_objects
 from memfit.system.recorder import is_counted, taken_bytes
 
 
@@ -21,14 +21,9 @@ class Uncounted:
         self._found: list[tuple[weakref.ref[torch.Tensor], int, int]] = []
         if device.type != "cpu":
             return
-        is_frozen = bool(gc.get_freeze_count())
-        if is_frozen:  # objects that are frozen are not among those that it returns
-            gc.unfreeze()
-        for thing in gc.get_objects():
+        for thing in alive_objects():
             if type(thing) in (torch.Tensor, torch.nn.Parameter):
                 self._look_at(thing, device)
-        if is_frozen:
-            gc.freeze()
 
     def _look_at(self, tensor: torch.Tensor, device: torch.device) -> None:
         if tensor.device != device or tensor.layout is not torch.strided:

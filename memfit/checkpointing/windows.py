@@ -14,6 +14,8 @@ from memfit.checkpointing.reporting import WindowSeen
 from memfit.memory.contract import Usage, WindowKind
 from memfit.system.recorder import Usage as Recorded
 from memfit.system.recorder import record
+from memfit.torch_private.cuda import LastStream
+from memfit.torch_private.tensors import tensors_in
 
 _MOST_REMEMBERED = 1000
 
@@ -23,12 +25,16 @@ class Meter:
 
     Args:
         device: of the model.
+
+    Attributes:
+        last_stream: of the windows; whoever begins one follows it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._open: tuple[AbstractContextManager[Recorded], Recorded] | None = None
         self._begin = self._end = None
+        self.last_stream = LastStream(device)
 
     @property
     def is_open(self) -> bool:
@@ -45,19 +51,21 @@ class Meter:
         """Note that a backward pass is over; of several the last one counts."""
         self._end = self._now()
 
-    def close(self, kind: WindowKind, uncounted_bytes: int) -> Usage:
+    def close(self, kind: WindowKind, uncounted_bytes: int, other_bytes: int = 0) -> Usage:
         """End the window, and return what it took.
 
         Args:
             kind: of the window.
             uncounted_bytes: that are live, too, and that the recorder does not count.
+            other_bytes: that are live, and do not count against the budget.
         """
         assert self._open is not None
         context, recorded = self._open
         self._open = None
         context.__exit__(None, None, None)
-        live_bytes = uncounted_bytes + recorded.start_bytes + recorded.peak_bytes
-        taken_bytes = live_bytes if recorded.reserved_bytes is None else max(recorded.reserved_bytes, live_bytes)
+        live_bytes = uncounted_bytes + recorded.start_bytes + recorded.peak_bytes - other_bytes
+        reserved_bytes = 0 if recorded.reserved_bytes is None else recorded.reserved_bytes - other_bytes
+        taken_bytes = max(reserved_bytes, live_bytes)
         return Usage(taken_bytes=taken_bytes, live_bytes=live_bytes, kind=kind)
 
     def seconds(self) -> float | None:
@@ -73,7 +81,7 @@ class Meter:
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
 
@@ -100,3 +108,52 @@ class History:
         self.lean += window.plan == 0 and window.kind is not WindowKind.EVALUATION
         self.over += is_over
         self.most_bytes = max(self.most_bytes, window.taken_bytes)
+
+
+class Updates:
+    """The updates by optimizers, and what they say of the windows between them.
+
+    Attributes:
+        to_come: how many there will be before plans are made.
+
+    Args:
+        model: whose gradients tell micro-batches apart.
+        to_come: see above.
+    """
+
+    def __init__(self, model: torch.nn.Module, to_come: int) -> None:
+        self.to_come = to_come
+        self._model = model
+        self._parameters: list[torch.nn.Parameter] = []
+        self._count = self._before = 0  # now, and when the last window began
+
+    def kind(self) -> WindowKind:
+        """Return the kind of a window that begins; wrappers may keep gradients where no parameter shows them."""
+        if not self._parameters or next(self._model.parameters()) is not self._parameters[0]:  # sharding replaces them
+            self._parameters = list(self._model.parameters())
+        has_gradients = any(each.is_leaf and each.grad is not None for each in self._parameters)
+        is_later = has_gradients or 0 < self._count == self._before
+        self._before = self._count
+        return WindowKind.LATER if is_later else WindowKind.FIRST
+
+    def form(self, given: Any) -> int:
+        """Return a number for what needs a gradient in a window that begins: the input or not, and which parameters.
+
+        Layers are unfrozen as a training goes on, and a discriminator is called with data and with what is trained.
+
+        Args:
+            given: all arguments of the call.
+        """
+        needs = [tensor.requires_grad for tensor in (*tensors_in(given), *self._parameters)]
+        return hash(tuple(needs))
+
+    def count(self) -> None:
+        """Count an update."""
+        self._count += 1
+
+    def are_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer updates the model."""
+        own = set(map(id, self._model.parameters()))
+        updated = (tensor for group in optimizer.param_groups for tensor in group["params"])
+        # a tensor that is no parameter, and so of no module, is a copy of some that a wrapper updates: DeepSpeed's
+        return any(id(each) in own or type(each) is torch.Tensor for each in updated)

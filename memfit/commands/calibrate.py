@@ -33,8 +33,8 @@ def calibrate(
 
     Also compiles searches, packers and the recorder, which the first plan on a machine would wait for.
     """
+    from memfit.compile_ahead import compile_ahead
     from memfit.cost.calibration import calibrate as measure_device
-    from memfit.planners.compile_ahead import compile_ahead
     from memfit.system.recorder import record
 
     with working() as work:

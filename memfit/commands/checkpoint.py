@@ -44,6 +44,7 @@ def checkpoint(
         list[str] | None,
         typer.Option("--blocks", metavar="PATTERN", help="Names of the blocks, such as 'layers.*'; may be repeated."),
     ] = None,
+    host_budget: options.HostBudget = None,
     budget_is: options.BudgetIs = FIRM,
     set_: options.WorkloadOptions = None,
     save: Annotated[
@@ -64,7 +65,7 @@ def checkpoint(
         step = require_step(resolve(target, of_workload), refusal)
         from memfit.doors.checkpoint import checkpoint as checkpointed
 
-        with checkpointed(step.model, budget, blocks=blocks, budget_is=budget_is) as handle:
+        with checkpointed(step.model, budget, blocks=blocks, host_budget=host_budget, budget_is=budget_is) as handle:
             work.stage(f"training for {steps} steps")
             _train(step, handle, steps, work.stop_if_interrupted)
             policy, found = handle.policy(), handle.report()

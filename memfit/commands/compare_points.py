@@ -11,9 +11,9 @@ from memfit.commands.work import Work
 from memfit.device import Device
 from memfit.errors import InvalidOptionError, InvalidTargetError, VerificationError
 from memfit.graph import Graph
+from memfit.papers.dqn.planner import DqnPlanner
 from memfit.plan import Plan, Prediction, Problem, Result
 from memfit.planners import PLANNERS, make_planner
-from memfit.planners.dqn.planner import DqnPlanner
 from memfit.planners.engine.bounds.bounds import least_budget_bound
 from memfit.planners.engine.results import predict, unplanned_schedule
 from memfit.planning import DEFAULT_PLANNER, Settings, TradeOff, budgets_between, make_problem
@@ -206,7 +206,7 @@ def _measured(point: ComparedPoint, step: TrainingStep, repeats: int, known: dic
 
 
 def _run(plan: Plan, step: TrainingStep, repeats: int) -> Measured:
-    from memfit.runtime.fitting import fit_step
+    from memfit.doors.fit import fit_step
 
     planned = fit_step(step, Settings(budget=plan.budget_bytes, device=plan.device), plan=plan)
     try:

@@ -15,6 +15,7 @@ from memfit.commands.answer import Answer, columns_table, deliver, rows_table
 from memfit.commands.curves import write_report
 from memfit.commands.plan_keys import bounds_of, offloads_of, offloads_row
 from memfit.commands.targets import require_step, resolve
+from memfit.commands.without_graph import answer_without_graph, is_of_graph
 from memfit.commands.work import Work, working
 from memfit.errors import InvalidOptionError, VerificationError
 from memfit.plan import Bounds, Plan, Prediction
@@ -27,8 +28,8 @@ from memfit.system.budget import format_bytes, parse_budget
 
 if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
+    from memfit.checkpointing.step import CheckpointedStep
     from memfit.runtime.first_step import Correction
-    from memfit.runtime.parts import PartlyPlannedStep
     from memfit.runtime.step import PlannedStep
 
 EXAMPLES = """
@@ -90,6 +91,8 @@ def fit(
         refusal = f"{target} is a graph file, which can be planned but not run; use `memfit plan`"
         step = require_step(resolve(target, of_workload), refusal)
         planned = _plan(step, given, settings, device_profile)
+        if not is_of_graph(planned):
+            return deliver(answer_without_graph(target, planned, repeats, work, save, report), as_json=as_json)
         work.keep(planned.plan, save)
         work.stop_if_interrupted()
         fitted = _run(planned, repeats, work)
@@ -105,11 +108,11 @@ class Fitted:
     """The plan that was run, and the measurement.
 
     Attributes:
-        plan: of a step in several graphs, the plan with the highest peak.
+        plan: that was run last.
         budget_bytes: the user's budget; a corrected plan was made for less.
         plan_seconds: of all plans of the step together.
         bounds: of the step.
-        prediction: None for a step in several graphs, which nothing predicts together.
+        prediction: of it.
         measurement: planned and eager steps.
         corrections: made where the first step took more than the budget; `plan` is then the corrected one.
         compared: what has the same bits as eager's.
@@ -122,7 +125,7 @@ class Fitted:
     budget_bytes: int
     plan_seconds: float
     bounds: Bounds
-    prediction: Prediction | None
+    prediction: Prediction
     measurement: Measured
     corrections: tuple[Correction, ...] = ()
     compared: str = "loss, gradients, parameters, buffers, optimizer state, generators"
@@ -149,27 +152,24 @@ def _given_plan(budget: str | None, plan: Path | None) -> Plan | None:
 
 def _plan(
     step: TrainingStep, given: Plan | None, settings: Settings, device_profile: str | None
-) -> PlannedStep | PartlyPlannedStep:
+) -> PlannedStep | CheckpointedStep:
     """Return the planned step, by the given plan or by one that the settings ask for."""
     from memfit.cost.device_profiles import load_device
-    from memfit.runtime.fitting import fit_step
+    from memfit.doors.fit import fit_step
 
     device = load_device(device_profile) if device_profile else None
     return fit_step(step, replace(settings, device=device), plan=given)
 
 
-def _run(planned: PlannedStep | PartlyPlannedStep, repeats: int, work: Work) -> Fitted:
+def _run(planned: PlannedStep, repeats: int, work: Work) -> Fitted:
     """Run the planned step beside eager.
 
     Raises:
         VerificationError: the bits differ, or the measured peak is over the budget.
     """
-    from memfit.runtime.parts import PartlyPlannedStep
-
     work.stage("verifying against eager, bit by bit")
     planned.verify()
-    in_parts = isinstance(planned, PartlyPlannedStep)
-    corrections = () if in_parts else tuple(planned.corrections)
+    corrections = tuple(planned.corrections)
     if corrections:
         work.stage("verifying the corrected plan, bit by bit")
         planned.verify()
@@ -186,13 +186,13 @@ def _run(planned: PlannedStep | PartlyPlannedStep, repeats: int, work: Work) -> 
         plan=plan,
         budget_bytes=budget_bytes,
         plan_seconds=sum(part.plan_seconds for part in planned.plans),
-        bounds=planned.bounds if in_parts else plan.bounds,
-        prediction=None if in_parts else plan.predicted,
+        bounds=plan.bounds,
+        prediction=plan.predicted,
         measurement=measurement,
         corrections=corrections,
         served_by=planned.memory.by,
         served_why=planned.memory.why,
-        host=offloads_of(planned.plans if in_parts else [plan], planned.device.type, planned.settings.host_dir),
+        host=offloads_of([plan], planned.device.type, planned.settings.host_dir),
         **({} if planned.step.has_backward else {"compared": "the next state, generators"}),
     )
 
@@ -204,12 +204,12 @@ def _sentence(correction: Correction) -> str:
 
 def _answer(target: str, fitted: Fitted, save: Path | None, report: Path | None) -> Answer:
     plan, prediction, measurement = fitted.plan, fitted.prediction, fitted.measurement
-    taken = taken_of(plan, fitted.served_by) if prediction else None
+    taken = taken_of(plan, fitted.served_by)
     baseline = {"peak_bytes": measurement.baseline_peak_bytes, "step_seconds": measurement.baseline_step_seconds}
     measured = {"peak_bytes": measurement.peak_bytes, "step_seconds": measurement.step_seconds}
     predicted = {
-        "peak_bytes": prediction.peak_bytes if prediction else None,
-        "step_seconds": prediction.seconds if prediction else None,
+        "peak_bytes": prediction.peak_bytes,
+        "step_seconds": prediction.seconds,
     }
     if taken is not None:
         predicted["reserved_bytes"] = taken.reserved_bytes
@@ -245,7 +245,6 @@ def _parts(
     fitted: Fitted, keys: dict[str, Any], taken: Taken | None, save: Path | None, report: Path | None
 ) -> tuple[RenderableType, ...]:
     resident = format_bytes(keys["resident_bytes"])
-    whole = "" if fitted.prediction else ", of the part with the highest peak"
     why = f": {fitted.served_why}" if fitted.served_why else ""
     rows = {
         "budget": f"{format_bytes(fitted.budget_bytes)}, {resident} of it resident",
@@ -256,8 +255,8 @@ def _parts(
         **({"eager": fitted.measurement.note} if fitted.measurement.note else {}),
         "plan": f"by planner {fitted.plan.planner} in {seconds_text(fitted.plan_seconds)}: {fitted.plan.status}",
         **({"corrected": " ".join(map(_sentence, fitted.corrections))} if fitted.corrections else {}),
-        **({f"plan file{whole}": str(save)} if save else {}),
-        **({f"report{whole}": str(report)} if report else {}),
+        **({"plan file": str(save)} if save else {}),
+        **({"report": str(report)} if report else {}),
     }
     sides = (keys["baseline"], keys["measured"], keys["predicted"])
     sizes = [

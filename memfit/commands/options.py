@@ -11,12 +11,15 @@ import msgspec
 import typer
 
 from memfit.errors import InvalidFileError, InvalidOptionError
+from memfit.options import FitOptions, help_texts
 from memfit.planners import PLANNERS, make_planner
 from memfit.planning import FIRM, Settings
 from memfit.system.budget import parse_budget, parse_host_budget
 from memfit.system.spill_file import parse_host_dir
 
 _ANY_PEAK_BYTES = 1 << 50  # the peak that a percentage is taken of while only its form is checked
+
+_HELP = {name: f"{text[:1].upper()}{text[1:]}." for name, text in help_texts(FitOptions).items()}
 
 _STEP = "A built-in workload (see `memfit workloads`), {}path/to/file.py:function that returns a memfit.TrainingStep{}."
 
@@ -49,7 +52,7 @@ HostDir = Annotated[
     typer.Option(
         "--host-dir",
         metavar="DIR",
-        help="A directory on the disk that a CPU offloads to; by default the system's temporary one.",
+        help=_HELP["host_dir"],
     ),
 ]
 BudgetIs = Annotated[
@@ -57,22 +60,18 @@ BudgetIs = Annotated[
     typer.Option(
         "--budget-is",
         metavar="firm|soft",
-        help="Whether a step that takes more than the budget, whatever its plan, is an error or a warning.",
+        help=_HELP["budget_is"],
     ),
 ]
-Hard = Annotated[bool, typer.Option("--hard", help="Cap the process at the budget while a step runs, on a GPU.")]
-CudaGraph = Annotated[
-    bool, typer.Option("--cuda-graph", help="Capture the step as a CUDA graph, and replay it, on a GPU.")
-]
+Hard = Annotated[bool, typer.Option("--hard", help=_HELP["hard"])]
+CudaGraph = Annotated[bool, typer.Option("--cuda-graph", help=_HELP["cuda_graph"])]
 Planner = Annotated[str, typer.Option("--planner", "-p", metavar="NAME", help="See `memfit planners`.")]
 PlannerOptions = Annotated[
     list[str] | None,
     typer.Option("--option", metavar="NAME=VALUE", help="An option of the planner; may be given several times."),
 ]
-TimeLimit = Annotated[
-    float, typer.Option("--time-limit", "-t", metavar="SECONDS", help="Most seconds for the search of a plan.")
-]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Of the search: the same seed gives the same plan.")]
+TimeLimit = Annotated[float, typer.Option("--time-limit", "-t", metavar="SECONDS", help=_HELP["time_limit_seconds"])]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help=_HELP["seed"])]
 WorkloadOptions = Annotated[
     list[str] | None,
     typer.Option(

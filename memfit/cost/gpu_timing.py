@@ -15,7 +15,9 @@ import torch
 
 from memfit.cost.environment import free_bytes
 
-_FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU so far
+_CACHES = 2  # of the size of the L2 cache are overwritten
+_MOST_FLUSH_BYTES = 256 << 20
+_FLUSHES = 3  # which take longer than the launches of an op
 _WARM_SECONDS = 0.1
 _WARM_ROWS = 4096
 _LAUNCHES = 20  # in a row, without waiting
@@ -97,5 +99,9 @@ def _bring_clocks_up(device: torch.device) -> None:
 
 
 def _overwrite_cache(device: torch.device) -> None:
-    size_bytes = min(_FLUSH_BYTES, (free_bytes(device) or _FLUSH_BYTES) // 2)
-    torch.empty(size_bytes, dtype=torch.uint8, device=device).zero_()
+    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    size_bytes = _CACHES * cache_bytes or _MOST_FLUSH_BYTES
+    size_bytes = min(size_bytes, _MOST_FLUSH_BYTES, (free_bytes(device) or _MOST_FLUSH_BYTES) // 2)
+    flushed = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    for _ in range(_FLUSHES):
+        flushed.zero_()

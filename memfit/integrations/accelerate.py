@@ -32,20 +32,21 @@ def prepare(accelerator: Accelerator, *things: Any, budget: str | int, door: str
         >>> optimizer.step()
 
     Args:
-        accelerator: without a Dynamo backend, whose names are an enumeration without memfit.
+        accelerator: one with a Dynamo backend compiles the models as without memfit.
         things: models, their optimizers, and what else `accelerator.prepare` takes. The calls of each model are planned
             within what the others leave of the budget.
         budget: the bytes for everything on the device: `"6GiB"`, or an integer; of each rank's device, if there are
             several.
-        door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, and for a
-            model that the compiler breaks into several graphs, `memfit.checkpoint`. `compile`, `checkpoint`: that one.
+        door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, for a
+            model that the compiler breaks into several graphs, and with a Dynamo backend, `memfit.checkpoint`.
+            `compile`, `checkpoint`: that one.
         options: of the door: `reserve`, `planner`, `options`, `time_limit_seconds`, `seed`, `host_budget`, `host_dir`
             as in `memfit.compile`; `blocks`, `budget_is` as in `memfit.checkpoint`.
 
     Raises:
         InvalidTargetError: no model.
-        InvalidOptionError: the accelerator compiles the model itself; door="eager", whose end no accelerator tells.
-        UnsupportedStepError: several processes, which `memfit.compile` does not plan.
+        InvalidOptionError: door="eager", whose end no accelerator tells.
+        UnsupportedStepError: several processes, or a Dynamo backend, with door="compile".
         MemfitError: as the door.
     """
     if door == EAGER:
@@ -55,12 +56,10 @@ def prepare(accelerator: Accelerator, *things: Any, budget: str | int, door: str
         )
     is_divided = accelerator.distributed_type != DistributedType.NO
     why = f"the accelerator is distributed ({accelerator.distributed_type})" if is_divided else ""
+    backend = accelerator.state.dynamo_plugin.backend
+    if backend != DynamoBackend.NO:
+        why = why or f"the accelerator compiles the model (dynamo_backend={backend.value.lower()!r})"
     HeldModel(budget, door, options, _WHERE)  # a wrong option is refused before anything is prepared
-    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-        raise InvalidOptionError(
-            f"{_WHERE}: the accelerator compiles the model by backend {accelerator.state.dynamo_plugin.backend}; leave "
-            "dynamo_backend and dynamo_plugin out"
-        )
     prepared = accelerator.prepare(*things)
     made = prepared if len(things) > 1 else (prepared,)
     models = [model for model, thing in zip(made, things, strict=True) if isinstance(thing, torch.nn.Module)]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from memfit.checkpointing.loop import loops_of
+from memfit.checkpointing.handle import Checkpointed
 from memfit.checkpointing.reporting import Report
-from memfit.doors.checkpoint import Checkpointed, checkpoint
+from memfit.doors.compile import hand_over
 from memfit.errors import InvalidOptionError, UnsupportedStepError
 from memfit.plan import Plan
 from memfit.runtime.compile.model import PlannedCalls, compile_anew, release
@@ -18,10 +17,8 @@ from memfit.runtime.eager.eager import Eager, eager
 from memfit.runtime.eager.eager import Report as EagerReport
 from memfit.torch_private.modules import eager_call, own_call
 
-_log = logging.getLogger("memfit")
-
 AUTO, COMPILE, CHECKPOINT, EAGER = "auto", "compile", "checkpoint", "eager"
-_OPTIONS = {CHECKPOINT: ("blocks", "budget_is"), EAGER: ("host_budget", "host_dir")}
+_OPTIONS = {CHECKPOINT: ("blocks", "budget_is", "host_budget"), EAGER: ("host_budget", "host_dir")}
 
 
 class HeldModel:
@@ -82,6 +79,13 @@ class HeldModel:
         """Return the report of `checkpoint` or `eager`; None of `compile`, which has plans, and before a training."""
         return None if self._by is None or isinstance(self._by, PlannedCalls) else self._by.report()
 
+    def require_allowed(self, why_not_compile: str) -> None:
+        """Raise UnsupportedStepError if the door is compile, and there is a reason why it may not hold the model."""
+        if self._door == COMPILE and why_not_compile:
+            raise UnsupportedStepError(
+                f"{self._where}: {why_not_compile}, which memfit.compile does not plan; give door='checkpoint'"
+            )
+
     def hold(
         self, model: torch.nn.Module, *, why_not_compile: str = "", is_training: bool = True, **given: Any
     ) -> None:
@@ -97,10 +101,7 @@ class HeldModel:
             UnsupportedStepError: the door is compile, which may not hold it.
             MemfitError: as the door.
         """
-        if self._door == COMPILE and why_not_compile:
-            raise UnsupportedStepError(
-                f"{self._where}: {why_not_compile}, which memfit.compile does not plan; give door='checkpoint'"
-            )
+        self.require_allowed(why_not_compile)
         compiles = self._door == COMPILE or (self._door == AUTO and not why_not_compile)
         if model is self.model and (own_call(model) is self._by or not isinstance(self._by, PlannedCalls)):
             return
@@ -122,15 +123,8 @@ class HeldModel:
             self._steer(model, why_not_compile)
 
     def _steer(self, model: torch.nn.Module, why: str) -> None:
-        own = {name: value for name, value in self._options.items() if name in _OPTIONS[CHECKPOINT]}
-        if why:
-            left = [name for name in self._options if name not in own]
-            without = f", without {', '.join(left)}" if left else ""
-            _log.warning("memfit: the budget is held by memfit.checkpoint%s, since %s", without, why)
-        for loop in loops_of(model):  # of a run that was broken off
-            loop.close(is_judged=False)
         self._count(model)
-        self._by = checkpoint(model, self.budget, **own)
+        self._by = hand_over(model, {"budget": self.budget, **self._options}, why, self._where)
 
     def _fall_back(self, why: str) -> Callable[..., Any]:
         """Let checkpoint hold the model, since compile cannot; return what runs its calls."""
@@ -138,7 +132,7 @@ class HeldModel:
         assert model is not None
         release(model)
         self._counted = self.ran
-        self._steer(model, why.partition(" Hint:")[0])
+        self._steer(model, why)
         return eager_call(model)
 
     def _count(self, model: torch.nn.Module) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
+from accelerate.state import AcceleratorState
+from accelerate.utils import DynamoBackend
 
+from memfit.checkpointing.blocks import find_blocks
 from memfit.checkpointing.reporting import Report
-from memfit.errors import InvalidOptionError, UnsupportedStepError
+from memfit.errors import UnsupportedStepError
 from memfit.integrations.held import AUTO, HeldModel
 from memfit.plan import Plan
 from memfit.runtime.eager.eager import Report as EagerReport
+from memfit.torch_private.modules import is_compiled
 
 _WHERE = "memfit.integrations.transformers"
 
@@ -27,19 +32,21 @@ class MemfitCallback(transformers.TrainerCallback):
     Args:
         budget: the bytes for everything on the device: `"6GiB"`, or an integer; of each rank's device, if there are
             several.
-        door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, and for a
-            model that the compiler breaks into several graphs, `memfit.checkpoint`. `compile`, `checkpoint`, `eager`:
-            that one; `eager` is on from the beginning of a training to its end.
+        door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, for a
+            model that the compiler breaks into several graphs, and with `torch_compile=True`, `memfit.checkpoint`.
+            `compile`, `checkpoint`, `eager`: that one; `eager` is on from the beginning of a training to its end.
         options: of the door: `planner`, `options`, `time_limit_seconds`, `seed`, `host_budget`, `host_dir` as in
             `memfit.compile`; `blocks`, `budget_is` as in `memfit.checkpoint`.
 
     Raises:
         InvalidOptionError, InvalidBudgetError: when the Trainer is made; other errors as the door.
-        UnsupportedStepError: TrainingArguments that ask for another compiler, or for what the door does not hold.
+        UnsupportedStepError: TrainingArguments that ask for what the door does not hold.
     """
 
     def __init__(self, budget: str | int, *, door: str = AUTO, **options: Any) -> None:
         self._held = HeldModel(budget, door, options, _WHERE)
+        self._compiler: dict[str, Any] = {}  # arguments of `compile`, by the Trainer's
+        self._compiles_blocks = False
 
     @property
     def plans(self) -> list[Plan]:
@@ -77,11 +84,6 @@ class MemfitCallback(transformers.TrainerCallback):
         self._held.end_training()
 
     def _hold(self, args: Any, model: Any, *, is_training: bool) -> None:
-        if args.torch_compile:
-            raise InvalidOptionError(
-                f"{_WHERE}: TrainingArguments(torch_compile=True) compiles the model by itself, and its steps would "
-                "have no budget; leave it out"
-            )
         if args.n_gpu > 1:
             raise UnsupportedStepError(
                 f"{_WHERE}: the Trainer runs on {args.n_gpu} devices by DataParallel, in one process; start it with "
@@ -89,7 +91,22 @@ class MemfitCallback(transformers.TrainerCallback):
             )
         is_divided = args.world_size > 1 or args.deepspeed or args.fsdp
         why = "the Trainer runs on several devices (DDP, FSDP or DeepSpeed)" if is_divided else ""
+        if args.torch_compile:
+            why = why or "the Trainer compiles the model (torch_compile=True)"
+            self._held.require_allowed(why)
+            self._compile(model)
         self._held.hold(model, why_not_compile=why, is_training=is_training)
+
+    def _compile(self, model: torch.nn.Module) -> None:
+        """Compile what the Trainer gives to its callbacks, which is not what Accelerate would wrap around it."""
+        plugin = AcceleratorState().dynamo_plugin
+        if plugin.backend != DynamoBackend.NO:
+            self._compiler, self._compiles_blocks = plugin.to_kwargs(), plugin.use_regional_compilation
+            plugin.backend = DynamoBackend.NO
+        parts = [block for _, block in find_blocks(model)] if self._compiles_blocks else [model]
+        for part in parts:
+            if not is_compiled(part):
+                part.compile(**self._compiler)
 
 
 class MemfitTrainer(transformers.Trainer):

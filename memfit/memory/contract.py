@@ -11,20 +11,29 @@ It measures nothing and plans nothing: a door gives it the usage of each window,
 from __future__ import annotations
 
 import enum
+import logging
+from collections import Counter
 from dataclasses import dataclass
 
 from memfit.errors import BudgetNotHeldError
 from memfit.system.budget import format_bytes, parse_budget
+
+_log = logging.getLogger("memfit")
 
 FIRM, SOFT = "firm", "soft"
 WINDOWS_BEFORE_LARGER = 3
 """Windows of one plan in a row that keep the budget, before a larger plan is tried."""
 MOST_PLANS = 6
 """Plans of one standing, after which no larger one is tried."""
+STEPS_IN_A_ROW = 2
+"""Windows within the budget, after which earlier ones over it no longer count, and the plan is proved."""
+MOST_CORRECTIONS = 3
+"""Of plans for which less was aimed at, before a further window over the budget is refused."""
 _LEAST_SPARE = 50  # a spare part of the budget below 1/50 is no reason for another plan
 _LEAST_SPARE_IN_PAGES = 20  # the same where an allocator takes pages, of which another plan may leave more unused
 _PAGES_MARGIN = 40
 _SPARE_PAGES = 2
+_MOST_WARNINGS = 3  # of one kind
 
 
 class WindowKind(enum.Enum):
@@ -95,6 +104,8 @@ class Standing:
         windows: since the present plan.
         plans: so far.
         over: windows that took more than the budget.
+        kept_in_a_row: windows within the budget.
+        corrections: windows that took more, since two in a row were within it.
     """
 
     is_least: bool = False
@@ -105,6 +116,8 @@ class Standing:
     windows: int = 0
     plans: int = 0
     over: int = 0
+    kept_in_a_row: int = 0
+    corrections: int = 0
 
     def replace_plan(self, *, is_least: bool, is_most: bool) -> None:
         """Begin to count windows of another plan."""
@@ -120,13 +133,18 @@ class Contract:
         budget: bytes as text or integer, or a percentage of a peak that `resolve` tells later.
         page_bytes: the allocator's step in taking memory: less is never spare.
         is_firm: whether `Refused` is an error; otherwise it is a warning.
+        most_corrections: after so many, without two windows in a row that kept the budget, a further one is refused;
+            None if only the plan that takes the least can be.
 
     Raises:
         InvalidBudgetError: no size.
     """
 
-    def __init__(self, budget: str | int, *, page_bytes: int = 0, is_firm: bool = True) -> None:
+    def __init__(
+        self, budget: str | int, *, page_bytes: int = 0, is_firm: bool = True, most_corrections: int | None = None
+    ) -> None:
         self._text, self._page_bytes, self.is_firm = budget, page_bytes, is_firm
+        self._most_corrections = most_corrections
         self.is_share = isinstance(budget, str) and budget.strip().endswith("%")
         checked_bytes = parse_budget(budget, 1 << 50)
         self._budget_bytes = None if self.is_share else checked_bytes
@@ -148,8 +166,22 @@ class Contract:
             self._budget_bytes = parse_budget(self._text, whole_bytes)
 
     @property
+    def share_text(self) -> str:
+        """The percentage that it was given as; empty of a budget in bytes."""
+        return str(self._text) if self.is_share else ""
+
+    def of_budget(self, budget_bytes: int) -> Contract:
+        """Return the same with another budget."""
+        return Contract(
+            budget_bytes,
+            page_bytes=self._page_bytes,
+            is_firm=self.is_firm,
+            most_corrections=self._most_corrections,
+        )
+
+    @property
     def margin_bytes(self) -> int:
-        """What a plan leaves free that replaces one within the budget: an allocator may take more pages for it."""
+        """What a plan leaves free that replaces another one: an allocator takes whole pages, and other ones for it."""
         return self.budget_bytes // _PAGES_MARGIN if self._page_bytes else 0
 
     def aim_bytes(self, standing: Standing) -> int:
@@ -175,9 +207,14 @@ class Contract:
         spare_bytes = self.budget_bytes - standing.worst_bytes
         if usage.taken_bytes > self.budget_bytes:
             standing.over += 1
-            if standing.is_least:
+            standing.kept_in_a_row, standing.corrections = 0, standing.corrections + 1
+            is_hopeless = self._most_corrections is not None and standing.corrections > self._most_corrections
+            if standing.is_least or is_hopeless:
                 return Refused(usage.taken_bytes, usage.taken_bytes - self.budget_bytes)
-            return Aim(self.aim_bytes(standing), is_larger=False)
+            return Aim(self.aim_bytes(standing) - self.margin_bytes, is_larger=False)
+        standing.kept_in_a_row += 1
+        if standing.kept_in_a_row == STEPS_IN_A_ROW:
+            standing.corrections = 0
         least_spare = _LEAST_SPARE_IN_PAGES if self._page_bytes else _LEAST_SPARE
         is_worth_it = spare_bytes > max(self.budget_bytes // least_spare, _SPARE_PAGES * self._page_bytes)
         may_grow = standing.windows >= WINDOWS_BEFORE_LARGER and standing.plans < MOST_PLANS and not standing.is_most
@@ -195,16 +232,40 @@ class Contract:
         return BudgetNotHeldError(
             f"a step took {format_bytes(refused.needed_bytes)} ({refused.needed_bytes} bytes), "
             f"{format_bytes(refused.over_bytes)} ({refused.over_bytes} bytes) more than its budget of "
-            f"{format_bytes(self.budget_bytes)}, although {what}; the step is complete. Raise the budget to "
+            f"{format_bytes(self.budget_bytes)}, and {what}; the step is complete. Raise the budget to "
             f"{refused.needed_bytes} bytes, make the batch smaller, or give budget_is='soft' to go on with a warning",
             over_bytes=refused.over_bytes,
         )
 
-    def over_text(self, usage: Usage) -> str | None:
-        """Return what to say of a window that took more than the budget; None if it did not."""
-        if not self.is_resolved or usage.taken_bytes <= self.budget_bytes:
-            return None
+    def over_text(self, usage: Usage) -> str:
+        """Return what to say of a window that took more than the budget."""
         took = f"took {format_bytes(usage.taken_bytes)}, more than the budget of {format_bytes(self.budget_bytes)}"
         if usage.kind is WindowKind.EVALUATION:
             return f"an evaluation {took}: nothing is saved for backward there; make its batch smaller"
         return f"a step {took}; the next one is planned for less"
+
+
+class Warnings:
+    """Warnings of one door, the first few of each kind.
+
+    Attributes:
+        are_on: whether there are any: not in steps that a door takes by itself.
+    """
+
+    def __init__(self) -> None:
+        self.are_on = True
+        self._count: Counter[str] = Counter()
+
+    def warn(self, text: str, kind: str, most: int = _MOST_WARNINGS) -> None:
+        """Log a warning, unless there were enough of its kind.
+
+        Args:
+            text: of it.
+            kind: that is counted.
+            most: of this kind that are logged.
+        """
+        if not self.are_on or self._count[kind] >= most:
+            return
+        self._count[kind] += 1
+        last = "; later ones are counted in report()" if self._count[kind] == most > 1 else ""
+        _log.warning("memfit: %s%s", text, last)

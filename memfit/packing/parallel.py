@@ -23,8 +23,8 @@ from memfit.device import GENERIC, Device
 from memfit.errors import InvalidOptionError
 from memfit.graph import Graph
 from memfit.packing.blocks import Blocks, PackingProblem
+from memfit.packing.first_fit import FirstFit
 from memfit.packing.portfolio import Portfolio
-from memfit.packing.published.first_fit import FirstFit
 
 Edges = tuple[tuple[int, int], ...]
 WAYS = ("ancestors", "paths", "series")

@@ -8,8 +8,10 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from memfit.packing.best_fit import BestFit, fill_lines
 from memfit.packing.blocks import Blocks, Layout, PackingProblem, PackingProgress, make_layout
 from memfit.packing.exact.exact import MOST_BLOCKS, exact_steps
+from memfit.packing.first_fit import FirstFit
 from memfit.packing.fitting import fit_in_order, make_shelf
 from memfit.packing.improve.ejection import ejection_steps
 from memfit.packing.improve.local_search import local_steps
@@ -17,8 +19,6 @@ from memfit.packing.improve.searching import Best, Steps, Turns, require_limit, 
 from memfit.packing.improve.starts import first_order
 from memfit.packing.improve.tight import tight_steps
 from memfit.packing.parts import NAMES, WITHOUT_HELP, Parts, parts_without
-from memfit.packing.published.best_fit import BestFit, fill_lines
-from memfit.packing.published.first_fit import FirstFit
 from memfit.packing.sections import Sections, sections_of
 
 _FEW_BLOCKS, _RARELY = 600, 8  # of so few blocks exact nearly always finds more than the others

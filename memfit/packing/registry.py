@@ -13,17 +13,17 @@ import dataclasses
 from typing import ClassVar, Protocol
 
 from memfit.errors import InvalidOptionError
+from memfit.packing.best_fit import BestFit
 from memfit.packing.blocks import Blocks, Layout, PackingProblem
 from memfit.packing.check import check_layout
 from memfit.packing.exact.exact import Exact
+from memfit.packing.first_fit import FirstFit
 from memfit.packing.improve.ejection import Ejection
 from memfit.packing.improve.local_search import LocalSearch
 from memfit.packing.portfolio import Portfolio
-from memfit.packing.published.best_fit import BestFit
-from memfit.packing.published.colouring import Colouring
-from memfit.packing.published.first_fit import FirstFit
-from memfit.packing.published.mip import Mip
-from memfit.packing.published.tags import Tags
+from memfit.papers.packers.colouring import Colouring
+from memfit.papers.packers.mip import Mip
+from memfit.papers.packers.tags import Tags
 
 
 class Packer(Protocol):

@@ -1,7 +1,20 @@
-"""The planners: `registry` lists them; one file for each that a user can name; `engine` is shared by the searches."""
+"""What memfit plans with: `engine` is shared by the searches; `registry` lists these planners and those of papers."""
 
-from memfit.planners.protocols import Planner, UsesHost, WarmStarts
-from memfit.planners.registry import MIRROR_OPTION, PLANNERS, Marked, make_planner, options_of, uses_files, uses_host
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memfit.planners.protocols import Planner, UsesHost, WarmStarts
+    from memfit.planners.registry import (
+        MIRROR_OPTION,
+        PLANNERS,
+        Marked,
+        make_planner,
+        options_of,
+        uses_files,
+        uses_host,
+    )
 
 __all__ = [
     "MIRROR_OPTION",
@@ -15,3 +28,12 @@ __all__ = [
     "uses_files",
     "uses_host",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the registry when a name of it is first used: it imports the papers' planners, which import this room."""
+    if name not in __all__:
+        raise AttributeError(f"module 'memfit.planners' has no attribute {name!r}")
+    from memfit.planners import registry
+
+    return getattr(registry, name)

@@ -13,26 +13,26 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from memfit.errors import InvalidOptionError
+from memfit.papers.dqn.planner import DqnPlanner
+from memfit.papers.planners.autoswap import AutoSwap
+from memfit.papers.planners.capuchin import Capuchin
+from memfit.papers.planners.division_tree import DivisionTree
+from memfit.papers.planners.drop_cheap import DropCheap
+from memfit.papers.planners.linear_split import LinearSplit
+from memfit.papers.planners.mirror import Mirror, MirrorPlan, read_mirrors, with_mirrors
+from memfit.papers.planners.recursive import Recursive
+from memfit.papers.planners.segments import Segments
+from memfit.papers.planners.sublinear import Sublinear
+from memfit.papers.planners.superneurons import SuperNeurons
+from memfit.papers.planners.tflms import TFLMS
+from memfit.papers.planners.vdnn import VDNN
 from memfit.plan import Problem, Result
 from memfit.planners.auto import AutoPlanner
-from memfit.planners.dqn.planner import DqnPlanner
 from memfit.planners.engine.results import Searched
 from memfit.planners.engine.retention.decisions import Retention
-from memfit.planners.mirror import Mirror, MirrorPlan, read_mirrors, with_mirrors
 from memfit.planners.none import KeepEverything
 from memfit.planners.offload import OffloadPlanner
 from memfit.planners.protocols import Planner, UsesHost, WarmStarts
-from memfit.planners.published.autoswap import AutoSwap
-from memfit.planners.published.capuchin import Capuchin
-from memfit.planners.published.division_tree import DivisionTree
-from memfit.planners.published.drop_cheap import DropCheap
-from memfit.planners.published.linear_split import LinearSplit
-from memfit.planners.published.recursive import Recursive
-from memfit.planners.published.segments import Segments
-from memfit.planners.published.sublinear import Sublinear
-from memfit.planners.published.superneurons import SuperNeurons
-from memfit.planners.published.tflms import TFLMS
-from memfit.planners.published.vdnn import VDNN
 from memfit.planners.search import SearchPlanner
 
 PLANNERS: dict[str, type[Planner]] = {

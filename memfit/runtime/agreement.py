@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,7 +37,8 @@ class _Failure:
     @staticmethod
     def of(error: Exception) -> _Failure:
         if isinstance(error, MemfitError):
-            return _Failure(kind=type(error), message=str(error), carried=dict(vars(error)))
+            kind = cast("type[MemfitError]", error.__reduce__()[0])  # another rank does not have classes made here
+            return _Failure(kind=kind, message=str(error), carried=dict(vars(error)))
         return _Failure(kind=RankError, message=f"{type(error).__name__}: {error}", carried={})
 
     def to_error(self, rank: int) -> MemfitError:

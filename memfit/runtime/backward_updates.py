@@ -1,14 +1,13 @@
 """A step that runs as eager does, but for its updates: each parameter is updated as soon as its gradient is there.
 
-Its gradient is freed at once, so that gradients do not wait for each other until the end of backward. A parameter that
-an earlier graph still reads, one that it takes as a constant (`weight.detach()`), is updated at the end. What user code
-between the graphs reads so is not known: autograd raises if that was saved for backward, and what user code checkpoints
-(`torch.utils.checkpoint`) is computed again from the updated parameter; the first step is compared with eager's.
+Its gradient is freed at once, so that gradients do not wait for each other until the end of backward. What user code
+reads of a parameter without a gradient (`weight.detach()`) is not known: autograd raises if that was saved for
+backward, and what is checkpointed (`torch.utils.checkpoint`) is computed again from the updated parameter; the first
+step is compared with eager's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,24 +18,20 @@ from memfit.capture.optimizer import ParameterUpdate, overlap, updates_one_by_on
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def run_updating(step: TrainingStep, batch: Any, model: Any, is_read: Callable[[torch.Tensor], bool]) -> torch.Tensor:
+def run_updating(step: TrainingStep, batch: Any) -> torch.Tensor:
     """Run a step with the updates in backward where that gives eager's bits, else as `step.run_eager`; return the loss.
 
     Args:
         step: the training step.
         batch: nested like the step's own.
-        model: called in place of the step's own: a compiled form of it.
-        is_read: says of a parameter whether what is left of backward reads it.
     """
     if not updates_in_backward(step):
-        return step.run_eager(batch, model=model)
+        return step.run_eager(batch)
     updates = _updates(step)
-    loss = step.compute_loss(model, batch)
-    # Only now: Dynamo must not find the hooks.
+    loss = step.compute_loss(step.model, batch)
 
     def update(parameter: torch.Tensor) -> None:
-        if not is_read(parameter):
-            _update(updates[parameter], parameter)
+        _update(updates[parameter], parameter)
 
     handles = [parameter.register_post_accumulate_grad_hook(update) for parameter in updates if parameter.requires_grad]
     try:
@@ -45,7 +40,7 @@ def run_updating(step: TrainingStep, batch: Any, model: Any, is_read: Callable[[
         for handle in handles:
             handle.remove()
     for parameter, each in updates.items():
-        _update(each, parameter)  # one that is read elsewhere, or had a gradient before and was not reached
+        _update(each, parameter)  # one that had a gradient before and was not reached
     _as_after_step(step)
     return loss.detach()
 

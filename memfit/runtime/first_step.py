@@ -13,13 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from memfit.errors import BudgetNotHeldError
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import empty_cache, held_bytes, record, watch
-
-STEPS_IN_A_ROW = 2
-MOST_CORRECTIONS = 3
-"""Of one plan, until two steps in a row were within the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +25,8 @@ class Correction:
         budget_bytes: the budget.
         predicted_bytes: that the plan was predicted to take.
         measured_bytes: the bytes that the step took, with all that was there before it.
-        aim_bytes: the budget of the plan that replaces it: `budget_bytes` less the error of the prediction. None where
-            no plan fits that, so that the plan stays.
+        aim_bytes: the budget of the plan that replaces it, as `Contract` gives it. None where no plan fits that, so
+            that the plan stays.
     """
 
     budget_bytes: int
@@ -101,42 +96,3 @@ def _older_garbage_stays() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*young, oldest)
-
-
-def needed_correction(predicted_bytes: int, budget_bytes: int, measured_bytes: int) -> Correction | None:
-    """Return the correction of a plan of which a step exceeded the budget, or None where it stayed within.
-
-    The measured step may have taken more than the plan predicted because a library chose other workspaces than when its
-    ops were measured one by one.
-
-    Args:
-        predicted_bytes: that the step's plan was predicted to take, as it is placed.
-        budget_bytes: what the user allows; a plan that was corrected before has a smaller budget of its own.
-        measured_bytes: the bytes that the step took.
-    """
-    if measured_bytes <= budget_bytes:
-        return None
-    mispredicted_bytes = measured_bytes - predicted_bytes
-    return Correction(
-        budget_bytes=budget_bytes,
-        predicted_bytes=predicted_bytes,
-        measured_bytes=measured_bytes,
-        aim_bytes=max(1, budget_bytes - mispredicted_bytes),
-    )
-
-
-def not_held(measured_bytes: int, budget_bytes: int, why: str) -> BudgetNotHeldError:
-    """Return the error of a step that no plan keeps within its budget.
-
-    Args:
-        measured_bytes: that the step took.
-        budget_bytes: that it may take.
-        why: nothing can be done, as a clause.
-    """
-    over_bytes = measured_bytes - budget_bytes
-    return BudgetNotHeldError(
-        f"a step took {format_bytes(measured_bytes)}, {format_bytes(over_bytes)} ({over_bytes} bytes) more "
-        f"than its budget of {format_bytes(budget_bytes)}, and {why}; the step is complete, updates "
-        "included. Raise the budget by as much, or give budget_is='soft' to go on with a warning",
-        over_bytes=over_bytes,
-    )

@@ -13,7 +13,7 @@ import torch
 
 from memfit.capture import TrainingStep
 from memfit.cost.views import span_bytes
-from memfit.runtime.first_step import STEPS_IN_A_ROW
+from memfit.memory.contract import STEPS_IN_A_ROW
 from memfit.runtime.measured import Measured
 from memfit.runtime.saved_on_host import EagerRun
 from memfit.runtime.state import left_as_it_was

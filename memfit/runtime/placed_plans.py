@@ -6,12 +6,12 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import msgspec
 import torch
 
-from memfit.errors import HostMemoryError, NoPlanError
+from memfit.errors import HostMemoryError
+from memfit.memory.fit_by import Sizes, fit_by
 from memfit.plan import Plan, Status
 from memfit.planning import Settings
 from memfit.runtime.arena.arena import DEFAULT_SOLVER_SECONDS
@@ -28,6 +28,7 @@ from memfit.torch_private.cuda import allocator_settings_text
 _log = logging.getLogger("memfit")
 _HOST_TRIES = 3  # plans that are made until the host copies fit as they are laid out
 MOST_PLANS = 6  # for less and less, until the device's bytes fit
+_SMALL_SEGMENT_BYTES = 2 << 20  # torch's allocator takes another one if a later step is on another stream
 _SHARE = 0.5  # of the time limit, for each plan after the first
 PACKER, PACKING_SECONDS = "auto", DEFAULT_SOLVER_SECONDS
 _MOST_KEPT_PLACES = 8
@@ -37,7 +38,7 @@ Make = Callable[[Settings], Plan]
 _kept_places: deque[tuple[Schedule, tuple[str, int], Places]] = deque(maxlen=_MOST_KEPT_PLACES)
 
 
-def plan_as_placed(make: Make, settings: Settings, at: torch.device, *, is_part: bool = False) -> Plan:
+def plan_as_placed(make: Make, settings: Settings, at: torch.device) -> Plan:
     """Return a plan whose bytes fit their budgets as they are placed on a device and on the host.
 
     Not what is live has to fit, but what is taken: with an arena its height, and on CUDA what torch's caching allocator
@@ -47,7 +48,6 @@ def plan_as_placed(make: Make, settings: Settings, at: torch.device, *, is_part:
         make: makes a plan by settings.
         settings: have the budgets.
         at: the device that the step runs on.
-        is_part: of a step with graph breaks, whose arena is laid out for single halves after they have run.
 
     Raises:
         HostMemoryError: no plan's host copies fit the host budget; with host budgets of a few pages, say.
@@ -58,11 +58,12 @@ def plan_as_placed(make: Make, settings: Settings, at: torch.device, *, is_part:
     def within_host(settings: Settings) -> Plan:
         return plan_within_host(make, settings, alignment_bytes(at))
 
-    if (settings.arena and is_part) or (allocator is None and not settings.arena):
+    if allocator is None and not settings.arena:
         return within_host(settings)
 
     def placed(plan: Plan) -> int:
-        return taken_bytes(plan, places_of(plan, at, settings.seed) if settings.arena else None, allocator)
+        places = places_of(plan, at, settings.seed) if settings.arena else None
+        return taken_bytes(plan, places, allocator) + (0 if allocator is None else _SMALL_SEGMENT_BYTES)
 
     return plan_within(within_host, settings, placed)
 
@@ -129,75 +130,31 @@ def plan_within(make: Make, settings: Settings, taken: Callable[[Plan], int]) ->
     Raises:
         MemfitError: as `make`, for the whole budget.
     """
-    firsts: list[Plan] = []
+    first = make(settings)
+    budget_bytes = first.budget_bytes
+    own = replace(settings, time_limit_seconds=_SHARE * settings.time_limit_seconds)
 
-    def noted(settings: Settings) -> Plan:
-        firsts.append(make(settings))
-        return firsts[-1]
+    def within(aim_bytes: int) -> Plan:
+        return first if aim_bytes == budget_bytes else make(own.within(aim_bytes))
 
-    placed = plan_for_less(noted, settings, taken)
-    if placed.taken_bytes > placed.budget_bytes:
+    def sizes_of(plan: Plan) -> Sizes:
+        planned_bytes = min(plan.budget_bytes, plan.predicted.peak_bytes)
+        return Sizes(planned_bytes=planned_bytes, taken_bytes=taken(plan), budget_bytes=budget_bytes)
+
+    placed = fit_by(within, sizes_of, budget_bytes, most_plans=MOST_PLANS)
+    if not placed.fits:
         why = "torch's allocator leaves blocks unused that nothing fits into; an arena (arena=True) wastes less"
         if settings.arena:
             why = "the layout has gaps, or torch's allocator leaves blocks beside it unused"
         _log.warning(
             "memfit: as its bytes are placed the plan is predicted to take %s, more than the budget of %s: %s",
-            format_bytes(placed.taken_bytes),
-            format_bytes(placed.budget_bytes),
+            format_bytes(placed.sizes.taken_bytes),
+            format_bytes(budget_bytes),
             why,
         )
-    if placed.plan is firsts[0]:
-        return placed.plan
-    return msgspec.structs.replace(
-        placed.plan, budget_bytes=placed.budget_bytes, bounds=firsts[0].bounds, status=Status.FEASIBLE
-    )
-
-
-class Placed(NamedTuple):
-    """A plan, the bytes that it takes as they are placed, the budget for these, and how many plans were made."""
-
-    plan: Plan
-    taken_bytes: int
-    budget_bytes: int
-    tries: int
-
-
-def plan_for_less(make: Make, settings: Settings, taken: Callable[[Plan], int]) -> Placed:
-    """Return the first plan that takes no more than the budget, or the one that takes the fewest bytes.
-
-    Each is made for as much less as the one before took too much, or for twice as much less where that one took no less
-    than its own predecessor: torch's allocator takes pages, of 20 MiB if its segments are expandable. Where no plan
-    fits that, the next is made for the middle.
-
-    Args:
-        make: makes a plan by settings.
-        settings: have the budget.
-        taken: returns the bytes that a plan takes.
-
-    Raises:
-        MemfitError: as `make`, for the whole budget.
-    """
-    plan = make(settings)
-    budget_bytes, floor_bytes = plan.budget_bytes, 0
-    best = last = Placed(plan, taken(plan), budget_bytes, 1)
-    own = replace(settings, time_limit_seconds=_SHARE * settings.time_limit_seconds)
-    less_bytes = last.taken_bytes - budget_bytes
-    for tries in range(2, MOST_PLANS + 1):
-        if best.taken_bytes <= budget_bytes:
-            break
-        had_bytes = min(last.plan.budget_bytes, last.plan.predicted.peak_bytes)
-        aim_bytes = had_bytes - less_bytes
-        if aim_bytes <= floor_bytes:
-            aim_bytes = (floor_bytes + had_bytes) // 2
-        try:
-            plan = make(own.within(max(1, aim_bytes)))
-        except NoPlanError as error:
-            floor_bytes = max(aim_bytes, error.least_budget_bound_bytes)
-            continue
-        before, last = last, Placed(plan, taken(plan), budget_bytes, tries)
-        less_bytes = last.taken_bytes - budget_bytes if last.taken_bytes != before.taken_bytes else 2 * less_bytes
-        best = min(best, last, key=lambda placed: placed.taken_bytes)
-    return best
+    if placed.made is first:
+        return first
+    return msgspec.structs.replace(placed.made, budget_bytes=budget_bytes, bounds=first.bounds, status=Status.FEASIBLE)
 
 
 def plan_within_host(make: Make, settings: Settings, alignment_bytes: int) -> Plan:
@@ -213,12 +170,18 @@ def plan_within_host(make: Make, settings: Settings, alignment_bytes: int) -> Pl
         MemfitError: as `make`.
     """
     host_budget_bytes = settings.host_budget_bytes
-    for _ in range(_HOST_TRIES):
-        plan = make(settings)
-        excess_bytes = host_layout(plan.graph, plan.schedule, alignment_bytes).height_bytes - host_budget_bytes
-        if excess_bytes <= 0:
-            return plan
-        settings = replace(settings, host_budget_bytes=max(0, settings.host_budget_bytes - excess_bytes))
+
+    def within(aim_bytes: int) -> tuple[Plan, int]:
+        return make(replace(settings, host_budget_bytes=aim_bytes)), aim_bytes
+
+    def sizes_of(made: tuple[Plan, int]) -> Sizes:
+        plan, aim_bytes = made
+        height_bytes = host_layout(plan.graph, plan.schedule, alignment_bytes).height_bytes
+        return Sizes(planned_bytes=aim_bytes, taken_bytes=height_bytes, budget_bytes=host_budget_bytes)
+
+    placed = fit_by(within, sizes_of, host_budget_bytes, most_plans=_HOST_TRIES)
+    if placed.fits:
+        return placed.made[0]
     raise HostMemoryError(
         f"no plan was found whose host copies, in blocks of {alignment_bytes} bytes, fit the host budget of "
         f"{format_bytes(host_budget_bytes)}; raise it"

@@ -166,7 +166,7 @@ def with_costs(captured: Captured, settings: Settings) -> Captured:
 
     Args:
         captured: a whole step, or the joint graph of a compiled model.
-        settings: hear of the stage.
+        settings: whose `on_stage` is called.
 
     Raises:
         WrongFakesError, CaptureError: see `memfit.capture.finish`.

@@ -10,6 +10,7 @@ import torch
 
 from memfit.cost.environment import free_bytes
 from memfit.runtime.host.form import Form, bytes_of
+from memfit.torch_private.autograd import saved_with
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def saved_on_host() -> Generator[None]:
         bytes_of(tensor).copy_(content)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with saved_with(pack, unpack):
         yield
 
 

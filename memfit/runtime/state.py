@@ -14,9 +14,12 @@ from memfit.capture import TrainingStep
 from memfit.capture.draws import HostGenerators
 from memfit.capture.generators import all_states, set_state
 from memfit.capture.reads import Reads
+from memfit.errors import UnsupportedStepError
 from memfit.runtime.bits import same_bits, same_value
 from memfit.torch_private.sharding import is_sharded, local, local_gradient, with_local
-from memfit.torch_private.tensors import storage_key, tree_flatten
+from memfit.torch_private.tensors import is_freed, is_plain_dense, storage_key, tree_flatten
+
+_MOST_COPIED_BYTES = 1 << 28  # of tensors that are neither the model's nor the optimizer's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,31 +162,72 @@ class PythonState:
     """What Python code of the step can change: attributes, containers, and the generators of the host.
 
     Args:
-        step: all that its model, its loss, and its optimizer's attributes and hooks can reach is copied, but tensors.
+        step: all that its model, its loss, and its optimizer's attributes and hooks can reach is copied, but large
+            tensors.
 
     Attributes:
         handed: torch's generators among it.
     """
 
     def __init__(self, step: TrainingStep) -> None:
-        self._reads = Reads(step)
-        if step.optimizer is not None:
-            self._reads.look_at_optimizer(step.optimizer)
-        self._reads.look_everywhere()
+        self._reads = _reads_of(step)
         own = {storage_key(tensor) for tensor in _tensors(step).values()}
-        tensors = ((path, tensor) for path, tensor in self._reads.tensors.values() if storage_key(tensor) not in own)
-        self._versions = [(path, tensor, tensor._version) for path, tensor in tensors if not tensor.is_inference()]
+        held = [(path, local(tensor)) for path, tensor in self._reads.tensors.values()]
+        found = [
+            (path, tensor)
+            for path, tensor in held
+            if not (tensor.is_inference() or is_freed(tensor))
+            and not (is_plain_dense(tensor) and storage_key(tensor) in own)
+        ]
+        found.sort(key=lambda each: each[1].numel())
+        self._tensors: list[tuple[str, torch.Tensor, int, torch.Tensor | None]] = []
+        left_bytes = _MOST_COPIED_BYTES  # a loss may hold a data set
+        for path, tensor in found:
+            left_bytes -= tensor.numel() * tensor.element_size()
+            copied = _on_host(tensor) if left_bytes >= 0 and tensor.layout is torch.strided else None
+            self._tensors.append((path, tensor, tensor._version, copied))
         self._host = HostGenerators()
         self.handed = tuple(self._reads.generators)
 
     def put_back(self) -> None:
-        """Reset all that was copied; torch's generators are put back by `StepState`."""
+        """Reset all that was copied; torch's generators are put back by `StepState`.
+
+        Raises:
+            UnsupportedStepError: a tensor that is too large to be copied was written to, or a value was taken from an
+                iterator that cannot be set back.
+        """
         self._reads.put_back()
         self._host.put_back(self._host.changed())
+        self._reads.put_numbers_back()
+        lost: list[str] = []
+        with torch.no_grad():
+            for number, (path, tensor, version, copied) in enumerate(self._tensors):
+                if tensor._version == version:
+                    continue
+                if copied is None:
+                    lost.append(path)
+                else:
+                    tensor.copy_(copied)
+                    self._tensors[number] = path, tensor, tensor._version, copied
+        if lost:
+            raise UnsupportedStepError(
+                f"the step writes to {lost[0]}, neither a parameter nor a buffer of the model, and too large to be "
+                "put back after steps that memfit takes by itself: register it as a buffer, or write to it outside "
+                "of the step"
+            )
 
-    def written(self) -> list[str]:
-        """Return the names of tensors, neither parameters nor buffers of the model, that were written to in place."""
-        return [path for path, tensor, version in self._versions if tensor._version != version]
+
+def generators_of(step: TrainingStep) -> tuple[torch.Generator, ...]:
+    """Return torch's generators that model, loss and optimizer hold."""
+    return tuple(_reads_of(step).generators)
+
+
+def _reads_of(step: TrainingStep) -> Reads:
+    reads = Reads(step)
+    if step.optimizer is not None:
+        reads.look_at_optimizer(step.optimizer)
+    reads.look_everywhere()
+    return reads
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,19 +21,13 @@ from memfit.errors import (
     InvalidOptionError,
     TimeLimitError,
 )
+from memfit.memory.contract import FIRM, MOST_CORRECTIONS, STEPS_IN_A_ROW, Aim, Contract, Held, Refused, Usage
 from memfit.plan import Plan
-from memfit.planning import FIRM, Settings
+from memfit.planning import Settings
 from memfit.runtime.arena.arena import Arena
 from memfit.runtime.cuda_graph import StepGraphs, require_capturable
 from memfit.runtime.distributed.ranks import ranks_of
-from memfit.runtime.first_step import (
-    MOST_CORRECTIONS,
-    STEPS_IN_A_ROW,
-    Correction,
-    Meter,
-    needed_correction,
-    not_held,
-)
+from memfit.runtime.first_step import Correction, Meter
 from memfit.runtime.hard_cap import capped, require_cap
 from memfit.runtime.host.store import HostStore
 from memfit.runtime.measure import measure_step, resident_bytes
@@ -72,13 +66,14 @@ class PlannedStep(Uncopied):
     such steps, and of one that adds to gradients for those.
 
     Attributes:
-        step: the TrainingStep that it carries out.
+        step: the TrainingStep that it carries out, with the latest batch of the size that it was made with: the first
+            one would stay alive beside those of later steps.
         device: the device that the step runs on.
         corrections: the plans of which a step took more than the budget, and what replaced them.
     """
 
     def __init__(self, step: TrainingStep, settings: Settings, plan: Plan | None = None) -> None:
-        self.step = step
+        self.step = step = replace(step)
         self._ranks = ranks_of(step)
         settings = self._ranks.start(step, settings)
         self.device = step_device(step.model, step.batch)
@@ -96,13 +91,15 @@ class PlannedStep(Uncopied):
         self._sizes = NearSizes()
         self._maker = ProgramMaker(step, settings, ranks=self._ranks, store=self._store, sizes=self._sizes)
         self._resident_bytes: dict[tuple[Hashable, int], int] = {}  # before a step, by the memory's key of its call
-        self._kept: dict[tuple[Hashable, int], int] = {}  # likewise: how many steps in a row kept the budget
+        self._proved: set[tuple[Hashable, int]] = set()  # likewise: of which two steps in a row kept the budget
         self._meter = Meter(self.device)
         self._is_capped = settings.hard
         self._latest: StepProgram | None = None
         with self._on_stream(), turn_for(step, self.device, "memfit.fit"):
             first = self._maker.make(step.batch, partial(self._beside_bytes, step.batch), plan)
-        variant, _ = self._variants.add(self._signature(step.batch), first)
+        self._own_signature = self._signature(step.batch)
+        variant, _ = self._variants.add(self._own_signature, first)
+        self._contract = self._contract_of(first.plan.budget_bytes)
         self._latest = first
         self._sizes.add(variant.key, first.prepared, self.settings)
 
@@ -191,17 +188,21 @@ class PlannedStep(Uncopied):
     def _call(self, batch: Any) -> Any:
         variant = self._variant(batch)
         self._take_better(variant)
-        self._latest = variant.program
         takes_workspaces = self._memory.follow_stream()
         if takes_workspaces:
-            self._kept.clear()  # what steps take on this stream was not seen
+            self._proved.clear()  # what steps take on this stream was not seen
+            for each in self._variants:
+                each.judged_key = None
+            self._leave_stranded(variant)
+        self._latest = variant.program
         self._memory.expect(variant.key, variant.program)
         key = self._memory.key(variant.key)
-        is_proved = self._kept.get(key, 0) >= STEPS_IN_A_ROW
+        is_proved = key in self._proved
         if self._graphs is not None:
             run = partial(self._run, variant, batch)
             if self._graphs.prepare(key, variant.program, batch, run, is_proved=is_proved):
-                self._kept[key], is_proved = 0, False  # what a graph takes is proved as well
+                self._proved.discard(key)  # what a graph takes is proved as well
+                variant.judged_key, is_proved = None, False
         is_measured = not is_proved or self._is_capped or records_at_once(self.device)
         if key not in self._resident_bytes:  # before the call, which may make state that the recorder counts
             self._resident_bytes[key] = resident_bytes(self, batch) + self._gradient_bytes(variant)
@@ -212,24 +213,59 @@ class PlannedStep(Uncopied):
             else (self._run(variant, batch), 0)
         )
         measured_bytes = self._ranks.most_bytes(measured_bytes)
-        predicted_bytes = max(variant.program.plan.predicted.peak_bytes, variant.program.predicted_bytes)
-        correction = needed_correction(predicted_bytes, variant.budget_bytes, measured_bytes)
-        if correction is not None:
-            self._kept.pop(key, None)
-            if self.settings.budget_is == FIRM or measured_bytes > variant.told_bytes:
-                self._correct(variant, correction)
-        elif is_measured and not self._memory.is_settled:
+        if measured_bytes > self._contract.budget_bytes or (is_measured and self._memory.is_settled):
+            self._judge(variant, key, measured_bytes)
+        elif is_measured:
             del self._resident_bytes[key]
-        elif not is_proved:
-            self._kept[key] = self._kept.get(key, 0) + 1
-            if self._kept[key] == STEPS_IN_A_ROW:
-                variant.corrections, variant.given_up = 0, ""
         return loss
+
+    def _leave_stranded(self, variant: Variant) -> None:
+        """Plan for less, if there is such a plan, where what stays on another stream would not fit beside the plan.
+
+        On several ranks the step shows what it takes: they correct a plan together, and this one's stream is its own.
+        """
+        if self.step.across is not None:
+            return
+        program, left_bytes = variant.program, self._contract.budget_bytes - self._memory.stranded_bytes
+        if max(program.plan.predicted.peak_bytes, program.predicted_bytes) > left_bytes:
+            with suppress(InfeasibleBudgetError, TimeLimitError):  # the step shows what it takes
+                self._replace(variant, self._maker.corrected(program, self.settings.within(max(1, left_bytes))))
+
+    def _judge(self, variant: Variant, key: tuple[Hashable, int], measured_bytes: int) -> None:
+        """Hold a step against the budget; plan the variant for less if it took more.
+
+        Raises:
+            BudgetNotHeldError: the budget is firm, and no plan keeps it.
+        """
+        program, standing = variant.program, variant.standing
+        if key != variant.judged_key:
+            variant.judged_key, standing.kept_in_a_row = key, 0
+        usage = Usage(taken_bytes=measured_bytes, live_bytes=measured_bytes)
+        predicted_bytes = max(program.plan.predicted.peak_bytes, program.predicted_bytes)
+        verdict = self._contract.judge(standing, usage, predicted_bytes)
+        if isinstance(verdict, Held) or (isinstance(verdict, Aim) and verdict.is_larger):
+            if standing.kept_in_a_row == STEPS_IN_A_ROW:
+                self._proved.add(key)
+                variant.given_up = ""
+            return
+        self._proved.discard(key)
+        correction = Correction(
+            budget_bytes=self._contract.budget_bytes,
+            predicted_bytes=predicted_bytes,
+            measured_bytes=measured_bytes,
+            aim_bytes=max(1, verdict.aim_bytes) if isinstance(verdict, Aim) else None,
+        )
+        if self._contract.is_firm or measured_bytes > variant.told_bytes:
+            self._correct(variant, correction)
+
+    def _contract_of(self, budget_bytes: int) -> Contract:
+        is_firm = self.settings.budget_is == FIRM
+        return Contract(budget_bytes, is_firm=is_firm, most_corrections=MOST_CORRECTIONS)
 
     def _measured(self, variant: Variant, batch: Any, there_bytes: int, *, is_proved: bool) -> tuple[Any, int]:
         """Run a step; return what it returns, and the bytes that it took, with `there_bytes` beside the memory held."""
         bytes_before = there_bytes + self.held_bytes
-        cap = capped(self.device, variant.budget_bytes, bytes_before) if self._is_capped else nullcontext()
+        cap = capped(self.device, self._contract.budget_bytes, bytes_before) if self._is_capped else nullcontext()
         with cap:
             return self._meter.run(partial(self._run, variant, batch), bytes_before, is_proved=is_proved)
 
@@ -246,7 +282,7 @@ class PlannedStep(Uncopied):
                     if self.step.optimizer is None:
                         self.step.model.zero_grad(set_to_none=True)
                     self(self.step.batch)
-                    if STEPS_IN_A_ROW in self._kept.values():
+                    if self._proved:
                         return
         finally:
             self._is_capped = capped_before
@@ -323,7 +359,10 @@ class PlannedStep(Uncopied):
                 raise InvalidOptionError(
                     "the step was called with None, expected a batch like the one that it was made with"
                 )
-            variant, difference = self._variants.find(self._signature(batch), batch)
+            signature = self._signature(batch)
+            if signature == self._own_signature and self.step.has_backward:
+                object.__setattr__(self.step, "batch", batch)
+            variant, difference = self._variants.find(signature, batch)
             if variant is None:
                 require_training_context("the step was called", self.step)
             return None if variant is None else variant.number
@@ -333,9 +372,12 @@ class PlannedStep(Uncopied):
             return variant
         if difference is not None:
             self._variants.notify(difference)
+        self._memory.vacate()  # ops are measured beside what is held
         with self._sizes.paused():
             program = self._maker.make(batch, partial(self._beside_bytes, batch))
         variant, dropped = self._variants.add(self._signature(batch), program)
+        if program.plan.budget_bytes > self._contract.budget_bytes:  # a share of its own peak; both use one memory
+            self._contract = self._contract_of(program.plan.budget_bytes)
         for old in dropped:
             self._forget(old)
             self._sizes.forget(old.key)
@@ -364,7 +406,8 @@ class PlannedStep(Uncopied):
         if self._graphs is not None:
             self._graphs.forget(variant.program)
         self._resident_bytes = {key: held for key, held in self._resident_bytes.items() if key[0] != variant.key}
-        self._kept = {key: count for key, count in self._kept.items() if key[0] != variant.key}
+        self._proved = {key for key in self._proved if key[0] != variant.key}
+        variant.judged_key = None
 
     def _beside_bytes(self, batch: Any) -> int:
         """Return what is on the device before a step."""
@@ -392,28 +435,27 @@ class PlannedStep(Uncopied):
 
     def _correct(self, variant: Variant, correction: Correction) -> None:
         """Replace a variant's program by one that allows for what its plan mispredicted, if there is one."""
-        assert correction.aim_bytes is not None
         if correction.measured_bytes <= correction.predicted_bytes:
             return self._give_up(variant, correction, "no plan that was found takes less as its bytes are placed")
-        if variant.corrections >= MOST_CORRECTIONS:
+        if correction.aim_bytes is None:
             return self._give_up(variant, correction, variant.given_up or f"so did {MOST_CORRECTIONS} plans before it")
         try:
             corrected = self._maker.corrected(variant.program, self.settings.within(correction.aim_bytes))
         except (InfeasibleBudgetError, TimeLimitError) as error:
             return self._give_up(variant, correction, str(error).partition(";")[0])
-        variant.corrections += 1
         self.corrections.append(correction)
         _log.warning("%s", correction)
         return self._replace(variant, corrected)
 
     def _give_up(self, variant: Variant, correction: Correction, why: str) -> None:
         """Say that a step takes more than the budget, whatever its plan: as an error if the budget is firm."""
-        variant.corrections, variant.given_up = MOST_CORRECTIONS, why
+        variant.standing.corrections, variant.given_up = MOST_CORRECTIONS, why
         if correction.measured_bytes > variant.told_bytes:
             self.corrections.append(replace(correction, aim_bytes=None))
             variant.told_bytes = correction.measured_bytes
-        if self.settings.budget_is == FIRM:
-            raise not_held(correction.measured_bytes, correction.budget_bytes, why)
+        if self._contract.is_firm:
+            over_bytes = correction.measured_bytes - correction.budget_bytes
+            raise self._contract.refusal(Refused(correction.measured_bytes, over_bytes), why)
         _log.warning("%s: %s", self.corrections[-1], why)
 
     def _replace(self, variant: Variant, program: StepProgram) -> None:
@@ -422,4 +464,5 @@ class PlannedStep(Uncopied):
         self._sizes.forget(variant.key)
         empty_cache(self.device)
         variant.program = program
+        variant.standing.replace_plan(is_least=False, is_most=False)
         self._sizes.add(variant.key, program.prepared, self.settings)

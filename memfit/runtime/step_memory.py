@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from memfit.runtime.arena.library import ArenaUnavailableError
 from memfit.runtime.arena.places import Places
 from memfit.simulate.reserved import ARENA, DEFAULT, EXPANDABLE
 from memfit.system.recorder import empty_cache
-from memfit.torch_private.cuda import has_captured_graphs, release_cublas_workspaces, turn_on_expandable_segments
+from memfit.torch_private.cuda import LastStream, turn_on_expandable_segments
 
 _log = logging.getLogger("memfit")
 
@@ -68,7 +67,7 @@ class StepMemory:
         self.arena = arena
         self.served = served
         self._device = device
-        self._last = self._stream_and_thread()  # of the last call
+        self._last = LastStream(self._device)
         self._optimizer = optimizer
         self._expected: dict[Hashable, HasPlaces] = {}  # by the key of the memory
 
@@ -76,6 +75,11 @@ class StepMemory:
     def held_bytes(self) -> int:
         """The bytes that are held between calls, beside the step's residents."""
         return 0 if self.arena is None else self.arena.held_bytes
+
+    @property
+    def stranded_bytes(self) -> int:
+        """What torch's allocator keeps for other streams, and calls on this one cannot use."""
+        return 0 if self.arena is not None else self._last.stranded_bytes
 
     @property
     def is_settled(self) -> bool:
@@ -117,6 +121,12 @@ class StepMemory:
         self.follow_stream(follows_thread=False)
         return nullcontext() if self.arena is None else self.arena.step(key=self.key(signature))
 
+    def vacate(self) -> None:
+        """Free what is held between calls, until the next one."""
+        if self.arena is not None:
+            self.arena.vacate()
+        empty_cache(self._device)
+
     def follow_stream(self, *, follows_thread: bool = True) -> bool:
         """Let the current stream wait for that of the last call, if it is another one.
 
@@ -128,25 +138,7 @@ class StepMemory:
             follows_thread: do so if the last call was on another thread, too. Not for the half of a compiled part:
                 autograd runs the backward on a thread of its own.
         """
-        before, now = self._last, self._stream_and_thread()
-        if before is None or now is None:
-            return False
-        if not follows_thread:
-            now = now[0], before[1]
-        self._last = now
-        if before == now:
-            return False
-        now[0].wait_stream(before[0])
-        is_free_to = not has_captured_graphs(self._device)
-        if is_free_to:
-            release_cublas_workspaces()
-        empty_cache(self._device)
-        return is_free_to
-
-    def _stream_and_thread(self) -> tuple[torch.cuda.Stream, int] | None:
-        if self._device.type != "cuda":
-            return None
-        return torch.cuda.current_stream(self._device), threading.get_native_id()
+        return self._last.follow(follows_thread=follows_thread, waits=True)
 
     def forget(self, signature: Hashable) -> None:
         """Drop the layouts of a signature, whose calls will request other memory from now on."""
@@ -163,7 +155,7 @@ class StepMemory:
 def memory_for(
     settings: Settings, device: torch.device, optimizer: torch.optim.Optimizer | None, *, refused: str = ""
 ) -> tuple[StepMemory, Settings]:
-    """Return the memory that the settings ask for, and the settings with what became of `arena`.
+    """Return the memory that the settings ask for, and the settings with `arena` resolved.
 
     Args:
         settings: with `arena` True, False, or None for the best that there is.

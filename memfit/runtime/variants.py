@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from memfit.capture import Guards
 from memfit.capture.guards import Difference
+from memfit.memory.contract import Standing
 from memfit.runtime.prepare import MOST_OPS
 from memfit.runtime.step_program import StepProgram
 
@@ -26,8 +27,8 @@ class Variant:
         key: tells it from all other variants of its step.
         program: replaced where its plan took more than its budget.
         number: counts the variants of its step, in the order in which they were made.
-        budget_bytes: what the user allows; a program that replaces the first one has a smaller budget of its own.
-        corrections: of its plan, since steps were last seen to keep the budget.
+        standing: what its steps have shown of the budget.
+        judged_key: of the memory of the step that was judged last.
         given_up: why nothing more can be done against a step that took too much; empty if something can.
         told_bytes: the most that a step took that no plan could prevent, as far as was said.
     """
@@ -35,8 +36,8 @@ class Variant:
     key: Hashable
     program: StepProgram
     number: int
-    budget_bytes: int
-    corrections: int = 0
+    standing: Standing = field(default_factory=Standing)
+    judged_key: Hashable = None
     given_up: str = ""
     told_bytes: int = 0
 
@@ -101,9 +102,7 @@ class Variants:
             program: the program.
         """
         self._made += 1
-        variant = Variant(
-            key=(signature, self._made), program=program, number=self._made, budget_bytes=program.plan.budget_bytes
-        )
+        variant = Variant(key=(signature, self._made), program=program, number=self._made)
         dropped: list[Variant] = []
         for known in self._of.values():
             dropped += [v for v in known if (d := v.guards.difference()) is not None and d.is_replaced]
@@ -142,13 +141,13 @@ class Variants:
             return
         if self._changes[what] == 1:
             _log.warning(
-                "memfit: %s changed since the step was captured: it is captured and planned again, and the plan from "
-                "before is kept",
+                "memfit: %s changed since the step was captured: it is captured and planned again; the old plan is "
+                "kept, and used if the value returns",
                 difference.what,
             )
         elif self._changes[what] == 2:
             _log.warning(
-                "memfit: %s changed again; every new value costs a capture and a plan: hand what changes at every step "
-                "in with the batch, as a tensor",
+                "memfit: %s changed again; every new value costs a capture and a plan: pass changing values "
+                "as tensors in the batch",
                 difference.what,
             )

@@ -32,6 +32,7 @@ CPU_ALIGNMENT_BYTES = 64  # c10/core/alignment.h, gAlignment
 CUDA_ALIGNMENT_BYTES = 512  # c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize
 
 LIBRARY = NativeLibrary("recorder", Path(__file__).with_name("recorder.cpp"), linked=("-lc10",))
+_PAGE_BYTES = {"cuda": 2 << 20}  # c10/cuda/CUDACachingAllocator.cpp, kSmallBuffer and the step of larger segments
 _INSTALL_FAILURES = {
     1: "the CPU allocator in place has no raw deleter, so it cannot be wrapped",
     2: "a CPU allocator of higher priority is in place and stays",
@@ -166,7 +167,7 @@ class CpuLimit:
         >>> asked
         [4096]
 
-    It may be asked inside of a kernel: nothing that the kernel has in hand may change. Memory that is taken meanwhile
+    It may be asked inside of a kernel: the kernel's live buffers may not change. Memory that is taken meanwhile
     is not asked for. Operators are called as outside of any mode or transformation. Threads without Python that kernels
     use are not asked. Of blocks in blocks the innermost counts.
 
@@ -236,6 +237,11 @@ def held_bytes(device: torch.device) -> int:
         InvalidDeviceError: neither a CPU nor a CUDA device at hand.
     """
     return _instrument_of(device).held_bytes()
+
+
+def page_bytes(device: torch.device) -> int:
+    """Return the step in which the allocator of a device takes memory from it; 0 if it takes each storage by itself."""
+    return _PAGE_BYTES.get(device.type, 0)
 
 
 class _Record:

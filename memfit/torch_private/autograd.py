@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -13,12 +14,15 @@ import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from memfit.torch_private.patching import replaced
-
 
 def in_backward() -> bool:
     """Return whether this thread is carrying out a backward pass."""
     return torch._C._current_graph_task_id() >= 0
+
+
+def in_transform() -> bool:
+    """Return whether this thread is inside of a transformation of torch.func: it allows no hooks of saved tensors."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def no_modes() -> Any:
@@ -59,17 +63,65 @@ def default_saved_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
 
 
 @contextmanager
-def hooks_aside_in_transforms(aside: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter `aside()` around each transformation of torch.func that allows no hooks of saved tensors."""
-    original = torch.autograd.graph.disable_saved_tensors_hooks
+def saved_with(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    """Let autograd save tensors inside the block through hooks, but for transformations of torch.func.
 
-    @contextmanager
-    def disabled(error_message: str) -> Iterator[None]:
-        with aside(), original(error_message):
-            yield
-
-    with replaced(torch.autograd.graph, "disable_saved_tensors_hooks", disabled):
+    Args:
+        pack: called with each tensor that is saved.
+        unpack: called with what `pack` returned.
+    """
+    with hooks_aside_in_transforms(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
+
+
+@contextmanager
+def hooks_aside_in_transforms() -> Iterator[None]:
+    """Take the hooks of saved tensors of memfit and of checkpoints off inside of each transformation of torch.func.
+
+    Most of them allow no such hooks: with the user's own ones they still raise. What is saved there stays as it is.
+    """
+    with _ASIDE.lock:
+        _ASIDE.users += 1
+        if _ASIDE.users == 1:
+            _ASIDE.original = torch.autograd.graph.disable_saved_tensors_hooks
+            torch.autograd.graph.disable_saved_tensors_hooks = _disabled_without_ours
+    try:
+        yield
+    finally:
+        with _ASIDE.lock:
+            _ASIDE.users -= 1
+            if not _ASIDE.users:
+                torch.autograd.graph.disable_saved_tensors_hooks = _ASIDE.original
+
+
+class _Aside:
+    """The blocks of all threads in which transformations take hooks off."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users = 0
+        self.original = torch.autograd.graph.disable_saved_tensors_hooks
+
+
+_ASIDE = _Aside()
+
+
+@contextmanager
+def _disabled_without_ours(error_message: str) -> Iterator[None]:
+    taken: list[tuple[Any, Any]] = []
+    while (hooks := default_saved_hooks()) is not None and _is_ours(hooks[0]):
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        taken.append(hooks)
+    try:
+        with _ASIDE.original(error_message):
+            yield
+    finally:
+        for hooks in reversed(taken):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def _is_ours(pack: Any) -> bool:
+    return (getattr(pack, "__module__", None) or "").startswith(("memfit.", torch.utils.checkpoint.__name__))
 
 
 @contextmanager

@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import unwrap
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from memfit.torch_private.autograd import default_saved_hooks
+
 IGNORED_OPS: frozenset[Any] = frozenset(SAC_IGNORED_OPS)
 """Operators of which a checkpoint's second forward pass may call another number than its first."""
+
+
+def tell_mismatch(told: Callable[[Exception], Exception]) -> None:
+    """Let a checkpoint whose second forward pass begins here, and saves others than the first one, raise what is told.
+
+    Torch looks at it after the pass, where nobody can say whose it was.
+
+    Args:
+        told: returns an error for torch's.
+    """
+    hooks = default_saved_hooks()
+    pack: Any = unwrap(hooks[0]) if hooks is not None else tell_mismatch
+    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+    reference = cells["target_frame_ref"].cell_contents if "target_frame_ref" in cells else None
+    if reference is None:
+        return
+    frame = reference()
+
+    def check(gid: Any) -> None:
+        frame = reference()  # held by a name, it would hold itself
+        try:
+            type(frame).check_recomputed_tensors_match(frame, gid)
+        except torch.utils.checkpoint.CheckpointError as error:
+            raise told(error) from error
+
+    frame.check_recomputed_tensors_match = check
+
+
+def ends_early(error: BaseException) -> bool:
+    """Return whether an error is none: torch ends a second forward pass by it that has saved all."""
+    return isinstance(error, torch.utils.checkpoint._StopRecomputationError)
 
 
 def detached(value: Any) -> Any:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 
 import torch
 import torch._guards
 import torch._subclasses
 import torch.utils.checkpoint
+
+from memfit.system.recorder import empty_cache
 
 
 def release_cublas_workspaces() -> None:
@@ -23,6 +26,79 @@ def has_captured_graphs(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
         return False
     return any(tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0) for segment in torch.cuda.memory_snapshot())
+
+
+class LastStream:
+    """The CUDA stream and thread of the last call on a device.
+
+    Args:
+        device: any; where it is no CUDA device there is nothing to follow.
+
+    Attributes:
+        stranded_bytes: that the last call cannot use: what torch's allocator holds for other streams in segments that
+            are in use in part.
+        workspace_bytes: that the last call takes anew, of cuBLAS's workspaces that were freed before it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last = self._now()
+        self.stranded_bytes = self.workspace_bytes = 0
+
+    def follow(self, *, follows_thread: bool = True, waits: bool = False) -> bool:
+        """Free what torch keeps for the last call, if this one is on another stream.
+
+        Torch's allocator serves each stream from memory of its own, and cuBLAS has workspaces for each stream of each
+        thread.
+
+        Args:
+            follows_thread: do so if the last call was on another thread, too.
+            waits: let the current stream wait for the last one.
+
+        Returns:
+            Whether cuBLAS takes its workspaces anew.
+        """
+        before, now = self._last, self._now()
+        if before is None or now is None:
+            self._last = now
+            return False
+        if not follows_thread:
+            now = now[0], before[1]
+        self._last = now
+        self.workspace_bytes = 0
+        if before == now:
+            if self.stranded_bytes:
+                self.stranded_bytes = self._stranded_bytes(now[0])
+            return False
+        if waits:
+            now[0].wait_stream(before[0])
+        is_free_to = not has_captured_graphs(self._device)
+        live_bytes = torch.cuda.memory_allocated(self._device)
+        if is_free_to:
+            release_cublas_workspaces()
+        self.workspace_bytes = live_bytes - torch.cuda.memory_allocated(self._device)
+        empty_cache(self._device)
+        self.stranded_bytes = self._stranded_bytes(now[0])
+        return is_free_to
+
+    @property
+    def lost_bytes(self) -> int:
+        """What is not live when a call begins, and cannot be planned with."""
+        return self.stranded_bytes + self.workspace_bytes
+
+    def _stranded_bytes(self, stream: torch.cuda.Stream) -> int:
+        device, number = torch.cuda._get_device_index(self._device, optional=True), stream.cuda_stream
+        segments = torch.cuda.memory_snapshot() if torch.cuda.get_allocator_backend() == "native" else []
+        return sum(
+            segment["total_size"] - segment["allocated_size"]
+            for segment in segments
+            if segment["device"] == device and segment["stream"] != number
+        )
+
+    def _now(self) -> tuple[torch.cuda.Stream, int] | None:
+        if self._device.type != "cuda" or not torch.cuda.is_initialized():  # nothing was kept before
+            return None
+        return torch.cuda.current_stream(self._device), threading.get_native_id()
 
 
 def turn_on_expandable_segments(device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Models compiled by Dynamo, around breaks too."""
+"""Models compiled by Dynamo."""
 
 from __future__ import annotations
 
@@ -17,51 +17,10 @@ import torch.utils.checkpoint
 from torch._functorch._activation_checkpointing.knapsack import dp_knapsack as dp_knapsack
 from torch._functorch._activation_checkpointing.knapsack import greedy_knapsack as greedy_knapsack
 from torch._functorch._activation_checkpointing.knapsack import ilp_knapsack as ilp_knapsack
-from torch.torch_version import TorchVersion
 
 from memfit.torch_private.aot import boxed
-from memfit.torch_private.loops import divide_loops
 from memfit.torch_private.modules import hooks_on_all_modules
 from memfit.torch_private.patching import replaced
-
-
-def compiled_around_breaks(
-    model: torch.nn.Module, backend: Callable[..., Any], *, nested: bool = False
-) -> Callable[..., Any]:
-    """Return `model` compiled by `backend`, which is given each graph between graph breaks.
-
-    However many models of a class are compiled, and at however many shapes, none falls back to eager silently. A break
-    in a loop divides the loop, where Dynamo would leave the whole function to eager (its code stays valid, says
-    `maybe_has_backedge`). NumPy's calls are breaks: Dynamo would have torch compute them, to other bits. What libraries
-    log once (`warning_once`) breaks no graph: an eager step has logged it.
-
-    Args:
-        model: any module.
-        backend: as torch.compile takes it.
-        nested: whether a function that a break is in is taken up behind it, and so are its callers: one graph more for
-            each break. Else what runs before its call and behind it are graphs of their own. See `divides_calls`.
-    """
-    import torch._dynamo  # takes seconds to import
-
-    _patch_torch_for_dynamo()
-    compiled, code = torch.compile(model, backend=backend), _CodeOfModules(model)
-    settings = {**_SOUND, "trace_numpy": False, "ignore_logger_methods": _logging_methods("_once")}
-    if hasattr(torch._dynamo.config, "nested_graph_breaks"):  # younger than the oldest torch that is supported
-        settings["nested_graph_breaks"] = nested
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal compiled
-        if code.has_changed():  # another backend is not given what was compiled for the first
-            compiled = torch.compile(model, backend=lambda *given: backend(*given))
-        with torch._dynamo.config.patch(settings), _loops_divided:
-            return compiled.forward(*args, **kwargs)  # the wrapper is a module, too, whose hooks run beside the model's
-
-    return _CompiledModel(model, run)
-
-
-def divides_calls() -> bool:
-    """Return whether Dynamo takes up functions behind breaks in them well enough: it does so for torch's own tests."""
-    return TorchVersion(torch.__version__) >= "2.13"
 
 
 class _Inside:
@@ -97,7 +56,7 @@ def _note_questions(patches: ExitStack) -> None:
 
 
 class _Answers(dict[Any, Any]):
-    """Dynamo's answers to code that asks whether it is traced; who hears that it is compiled is noted."""
+    """Dynamo's answers to code that asks whether it is traced; code that gets True is noted."""
 
     def __getitem__(self, asked: Any) -> Any:
         answer = super().__getitem__(asked)
@@ -127,22 +86,22 @@ def _name_questions(named: set[CodeType]) -> None:
         )
 
 
-_loops_divided, _questions_noted = _Inside(divide_loops), _Inside(_note_questions)
+_questions_noted = _Inside(_note_questions)
 
 
 def compiled_calls(
-    model: torch.nn.Module, function: Callable[..., Any], backend: Callable[..., Any], *, whole: bool = False
+    model: torch.nn.Module, function: Callable[..., Any], backend: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return `function` compiled by `backend`, also where all of its own code is torch's, as in `nn.Sequential`.
 
-    However many shapes there are, no call falls back to eager silently. Messages that the code logs break no graph:
+    However many shapes there are, no call falls back to eager silently, and one that breaks into several graphs is an
+    error, before anything of it has run. Messages that the code logs break no graph:
     they are left out.
 
     Args:
         model: what the function calls.
         function: a function or a bound method.
         backend: as torch.compile takes it.
-        whole: whether a call that breaks into several graphs is an error, before anything of it has run.
     """
     import torch._dynamo  # takes seconds to import
 
@@ -151,7 +110,7 @@ def compiled_calls(
 
     def compile_anew() -> Callable[..., Any]:  # Dynamo keeps what it compiled by the code object
         own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
-        return torch.compile(own, backend=backend, fullgraph=whole)
+        return torch.compile(own, backend=backend, fullgraph=True)
 
     _patch_torch_for_dynamo()
     compiled, code, named = compile_anew(), _CodeOfModules(model), set[CodeType]()
@@ -216,13 +175,6 @@ class _CodeOfModules:
 _CODE = (FunctionType, staticmethod, classmethod, property)
 
 
-def graph_breaks() -> dict[str, int]:
-    """Return the reasons of all graph breaks in this process so far, a line each, with how often each occurred."""
-    import torch._dynamo  # takes seconds to import
-
-    return {str(why).partition("\n")[0]: n for why, n in torch._dynamo.utils.counters["graph_break"].items()}
-
-
 def times_compiled() -> int:
     """Return how often the code that Dynamo compiles now was compiled before."""
     now = torch._guards.CompileContext.current_compile_id()
@@ -233,7 +185,8 @@ def is_compilers(error: BaseException) -> bool:
     """Return whether PyTorch's compiler has raised an error, and no code that it ran."""
     from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
 
-    return isinstance(error, TorchDynamoException)
+    is_refused = isinstance(error, RuntimeError) and "fullgraph=True found no compiled frames" in str(error)
+    return is_refused or isinstance(error, TorchDynamoException)
 
 
 _LOGGING = {"debug", "info", "warning", "warn", "error", "exception", "critical", "log"}
@@ -252,29 +205,6 @@ def compile_soundly() -> None:
 
     for name, value in {"wrap_top_frame": True, **_SOUND}.items():
         setattr(torch._dynamo.config, name, value)
-
-
-class _CompiledModel:
-    """What a loss function takes for the model: a call runs compiled code, all else is the model's."""
-
-    def __init__(self, model: torch.nn.Module, run: Callable[..., Any]) -> None:
-        self.__dict__.update(_model=model, _run=run)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._model, name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._model[key]
-
-    @property
-    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return type(self._model)
 
 
 def _patch_torch_for_dynamo() -> None:

@@ -16,6 +16,19 @@ def module_tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, An
     return module._parameters, module._buffers
 
 
+def tables_of(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return the dictionaries that a module's forward pass reads: attributes, parameters, buffers, modules, hooks."""
+    tables: tuple[Any, ...] = (
+        vars(module),
+        module._parameters,
+        module._buffers,
+        module._modules,
+        module._forward_pre_hooks,
+        module._forward_hooks,
+    )
+    return [table for table in tables if isinstance(table, dict)]  # TorchScript's modules have others
+
+
 def own_tensors(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
     """Return a model's parameters and buffers, each once, as `parameters()` and `buffers()` give them.
 
@@ -33,6 +46,24 @@ def own_tensors(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[
             buffers.update([(own, None) for own in module._buffers.values() if own is not None])
             waiting += [child for child in reversed(module._modules.values()) if child is not None]
     return list(parameters), list(buffers)
+
+
+def structure_of(model: torch.nn.Module) -> list[tuple[str, int]]:
+    """Return the names and ids of a model's modules, in an order of their own; another list if one was replaced."""
+    found: list[tuple[str, int]] = []
+    seen, waiting = {id(model)}, [model]
+    while waiting:
+        for name, child in waiting.pop()._modules.items():
+            found.append((name, id(child)))
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return found
+
+
+def has_lazy_parameters(model: torch.nn.Module) -> bool:
+    """Return whether a parameter or buffer has no shape before the first call of its module."""
+    return any(map(torch.nn.parameter.is_lazy, (*model.parameters(), *model.buffers())))
 
 
 def module_hooks(module: torch.nn.Module) -> tuple[dict[Any, Any], ...]:

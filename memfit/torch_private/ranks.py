@@ -7,7 +7,7 @@ sums in place: the same bits, without memory that no plan counts.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -125,6 +125,26 @@ def finish_scatter(part: torch.Tensor, whole: torch.Tensor, rank: int) -> None:
         return
     _take_back(whole)
     part.copy_(whole.narrow(0, rank * part.numel(), part.numel()))
+
+
+def groups_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Return the process groups of more than one rank that a call of an operator may talk to.
+
+    Args:
+        func: the overload: a collective, or any operator on DTensors.
+        args, kwargs: of the call.
+        tensors: in them.
+    """
+    found: list[Any] = []
+    for mesh in {id(mesh): mesh for mesh in (getattr(tensor, "device_mesh", None) for tensor in tensors)}.values():
+        found += [] if mesh is None else mesh.get_all_groups()
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        if argument.name == "group_name" and isinstance(value, str):
+            found.append(_group(value))
+        elif argument.name == "process_group" and value is not None:
+            found.append(torch.distributed.ProcessGroup.unbox(value))
+    return [group for group in found if group.size() > 1]
 
 
 def _group(name: str) -> Any:

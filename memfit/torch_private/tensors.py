@@ -56,6 +56,17 @@ def is_plain_dense(value: object) -> bool:
     return value.layout is torch.strided and not value.is_nested and not value.is_meta  # pyright: ignore
 
 
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Return whether the storage of a plain tensor was resized, and lacks elements of it; to read it ends the process.
+
+    FSDP does so to parameters that are not gathered.
+    """
+    if not is_plain_dense(tensor):
+        return False
+    last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > 0 and (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes()
+
+
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -79,6 +90,11 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
     tree_map(look, tree)
     return found
+
+
+def bytes_in(tree: Any) -> int:
+    """Return the bytes of the elements of all tensors in nested tuples, lists and dicts."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(tree))
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:

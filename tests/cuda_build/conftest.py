@@ -23,7 +23,7 @@ collect_ignore_glob = [] if IS_THERE else ["*"]
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
 
 GRAPHS = HERE.parent / "data" / "graphs"
-CASE_SECONDS = 120.0
+CASE_SECONDS = 240.0
 # `lookup` stands for the look-up of the backend, after which a step without a graph is an error
 NOT_LOADED = ("memfit.integrations", "memfit.__main__", "memfit.runtime.compile.lookup")
 

@@ -9,13 +9,13 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from memfit.packing.best_fit import fill_lines
 from memfit.packing.blocks import Blocks, Layout, PackingProblem
 from memfit.packing.exact.apart import parts_in_time, steps_apart
 from memfit.packing.exact.branching import FAILED, FOUND, STOPPED, go_on, start
 from memfit.packing.exact.tree import Tree, make_tree
 from memfit.packing.improve.searching import STEP_WORK, Best, Steps, Turns, require_limit, search
 from memfit.packing.parts import RULES, WITHOUT_HELP, Parts, parts_without
-from memfit.packing.published.best_fit import fill_lines
 from memfit.packing.sections import Sections, most_live_bytes, sections_of
 
 MOST_BLOCKS = 4096  # a tree takes memory by their square

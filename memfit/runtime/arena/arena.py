@@ -239,6 +239,13 @@ class Arena:
             self._height_bytes = self._needed_bytes()
             self._settle(handle)
 
+    def vacate(self) -> None:
+        """Free the memory until the next step, unless a tensor lies in it; the plans stay."""
+        if self._runs:
+            raise MemfitError("the memory cannot be freed while the arena's step runs; leave the step first")
+        if self._slab_bytes and self.is_empty:
+            self._resize(0)
+
     def close(self) -> None:
         """Free the memory, or, while tensors lie in it, let it be freed with the last of them. Figures stay."""
         if self._runs:

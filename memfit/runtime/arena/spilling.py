@@ -16,6 +16,7 @@ import torch
 
 from memfit.runtime.arena.library import ArenaLibrary
 from memfit.system.spill_file import BLOCK_BYTES, SpillFile
+from memfit.torch_private.autograd import saved_with
 
 _LEAST_BYTES = 1 << 16  # smaller storages stay
 _FILE_BYTES = 1 << 28  # of one of several files; a larger storage has a file of its own
@@ -34,7 +35,7 @@ class Spilling:
         self._library = library
         self._copies = _HostCopies() if device.type == "cuda" else _FileCopies(directory)
         self._spilled: dict[tuple[int, int], _Spilled] = {}  # by number of the request and version of the tensor
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks = saved_with(self._pack, self._unpack)
         self.is_over = False
 
     def __enter__(self) -> None:
@@ -74,7 +75,7 @@ class Spilling:
         return storage
 
     def let_go(self, key: tuple[int, int]) -> None:
-        """Note that autograd has let go of a handle: the last one ends the request."""
+        """Note that autograd has freed a handle: the last one ends the request."""
         spilled = self._spilled[key]
         spilled.handles -= 1
         if spilled.handles == 0:

@@ -12,18 +12,30 @@ import torch
 
 from memfit.capture.optimizer import innermost, require_supported, update_cost, without_hooks
 from memfit.errors import InfeasibleBudgetError, InvalidTargetError, MemfitError, OverBudgetError, UnsupportedStepError
-from memfit.planning import FIRM
+from memfit.memory.contract import (
+    FIRM,
+    MOST_CORRECTIONS,
+    STEPS_IN_A_ROW,
+    WINDOWS_BEFORE_LARGER,
+    Aim,
+    Contract,
+    Refused,
+    Standing,
+    Warnings,
+)
+from memfit.memory.contract import Usage as Taken
 from memfit.runtime.compile.occupancy import bytes_from_before
 from memfit.runtime.compile.updates import before_update, parameters_of
-from memfit.runtime.first_step import MOST_CORRECTIONS, STEPS_IN_A_ROW, not_held
 from memfit.system.budget import format_bytes
-from memfit.system.recorder import Usage, allocated_bytes, empty_cache, held_bytes, record, taken_bytes
+from memfit.system.recorder import Usage, allocated_bytes, empty_cache, held_bytes, page_bytes, record, taken_bytes
 from memfit.torch_private.autograd import at_end_of_backward
-from memfit.torch_private.cuda import turn_on_expandable_segments
+from memfit.torch_private.cuda import LastStream, turn_on_expandable_segments
 from memfit.torch_private.tensors import FakeTensorMode
 
 _log = logging.getLogger("memfit")
 
+_UNUSED_SHARE = 1 / 16  # of the budget, in the allocator's pages, before a step has shown it
+_UNUSED_SHARE_IN_SEGMENTS = 1 / 6  # where these cannot grow
 _MOST_MEASURING = 16  # accounts that have a record open
 
 _measuring: list[weakref.ref[Account]] = []  # these, the latest last
@@ -32,13 +44,13 @@ _measuring: list[weakref.ref[Account]] = []  # these, the latest last
 class Account:
     """Measures the steps of one model, from the call of the model to the end of the optimizer's update.
 
-    If forward, loss and backward took more than the budget, later plans get as many bytes less. An update or an
-    evaluation that took more raises, because no plan makes it smaller, and so does a fourth step in a row. If the
-    budget is soft, these are warnings.
+    If forward, loss and backward took more than the budget, later plans get as many bytes less, by the verdict of
+    `memfit.memory.contract`, and more if there is room. An update or an evaluation that took more raises, because no
+    plan makes it smaller, and so does a fourth step in a row. If the budget is soft, these are warnings.
 
-    On CUDA the bytes count that torch's allocator holds, until two steps in a row have kept the budget; before these,
-    what other code and a step over the budget have left in its cache is returned. Of later steps the bytes count that
-    are live. The allocator gets expandable segments, unless its settings say otherwise.
+    On CUDA the bytes count that torch's allocator holds. What a step over the budget has left in its cache is
+    returned, and what other code has left, until two steps in a row have kept the budget; from then on it does not
+    count. The allocator gets expandable segments, unless its settings say otherwise.
 
     Args:
         budget_bytes: for everything on the device.
@@ -56,7 +68,17 @@ class Account:
         self.budget_bytes = budget_bytes
         self.device = device
         self.budget_is = budget_is
-        self.excess_bytes = 0
+        self.contract = Contract(
+            budget_bytes,
+            page_bytes=page_bytes(device),
+            is_firm=budget_is == FIRM,
+            most_corrections=MOST_CORRECTIONS,
+        )
+        self._standing = Standing(expected_error_bytes=_unused_bytes(budget_bytes, device))
+        self._warnings = Warnings()
+        self._last_stream = LastStream(device)
+        self._updates = 0  # since the last verdict that changed plans
+        self.excess_bytes = budget_bytes - self.contract.aim_bytes(self._standing)
         self.most_bytes = 0
         self.ran = 0
         self.compiled = 0
@@ -68,18 +90,25 @@ class Account:
         self._loss: tuple[AbstractContextManager[Usage], Usage] | None = None
         self._is_in_step = False
         self._planned_from_now_bytes = 0
-        self._kept = self._corrections = 0  # steps in a row that kept the budget; others since there were two
         self._live_bytes = 0  # the most in the record that was closed last
         self._left_bytes: int | None = None  # what torch's allocator held after the last step
+        self._others_bytes = 0
         self._held_before_update_bytes = 0
         self._returns_cache = False  # before each update and each step
-        if device.type == "cuda":
-            turn_on_expandable_segments(device)
+
+    @property
+    def plans_are_least(self) -> bool:
+        """Whether no plan of a graph takes less, so that a step over the budget is refused."""
+        return self._standing.is_least
+
+    @plans_are_least.setter
+    def plans_are_least(self, value: bool) -> None:
+        self._standing.is_least = value
 
     @property
     def live_bytes(self) -> int:
-        """All bytes on the device now."""
-        return self._before_bytes + allocated_bytes(self.device)
+        """All bytes on the device now, with those that other streams keep from the current one."""
+        return self._before_bytes + allocated_bytes(self.device) + self._last_stream.lost_bytes
 
     @property
     def knows_optimizer(self) -> bool:
@@ -90,7 +119,7 @@ class Account:
         """Count what the state of these optimizers will take, and measure their updates.
 
         Args:
-            optimizers: in place of those before; none lets go of those. Of one that is wrapped (by Accelerate, by
+            optimizers: in place of those before, which are followed no more. Of one that is wrapped (by Accelerate, by
                 Lightning) the innermost is followed.
 
         Raises:
@@ -109,7 +138,7 @@ class Account:
             self._optimizers += (optimizer,)
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._ran_before[id(optimizer)] = self.ran
-            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._end_update()))
+            self._hooks.append(optimizer.register_step_post_hook(self._stepped))
 
     def bytes_to_come(self) -> int:
         """Return the bytes of the state that the optimizers have yet to make."""
@@ -142,10 +171,13 @@ class Account:
         if self._is_in_step:
             return
         self._close()
-        has_more = self._left_bytes is None or held_bytes(self.device) > self._left_bytes  # from other code
-        is_corrected = self._corrections > 0 and not self._kept  # what the step before took must not count once more
-        if self._returns_cache or is_corrected or (has_more and not self._is_proved):
+        self._last_stream.follow()
+        others_bytes = max(0, held_bytes(self.device) - (self._left_bytes or 0))  # what other code has left unused
+        is_new = self._standing.windows == 0  # what steps of another plan took must not count once more
+        if self._returns_cache or is_new or (others_bytes and not self._is_proved):
             empty_cache(self.device)
+            others_bytes = 0
+        self._others_bytes = others_bytes
         self._record()
         self._is_in_step = True
         self._planned_from_now_bytes = 0
@@ -214,20 +246,13 @@ class Account:
             return
         self._is_in_step = False
         taken = self._close()
-        self._left_bytes = held_bytes(self.device)
+        self._left_bytes = held_bytes(self.device) - self._others_bytes
         if self._returns_cache or (self.device.type == "cuda" and self.bytes_to_come()):
             empty_cache(self.device)  # what is left there may not be of use to the update
         self._held_before_update_bytes = held_bytes(self.device)
         self._record()  # of the update
         if taken:
             self._judge(taken)
-        if taken > self.budget_bytes:
-            self.excess_bytes += max(0, taken - self.budget_bytes - self._planned_from_now_bytes)
-            _log.warning(
-                "memfit: a step took %s, more than its budget of %s; later steps are planned for that",
-                format_bytes(taken),
-                format_bytes(self.budget_bytes),
-            )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, given: Any, named: Any) -> Any:
         return before_update(lambda: self._require_calls(optimizer), given, named)
@@ -239,11 +264,16 @@ class Account:
                 "calls a part of the model, or `model.forward`, in the place of `model(...)`; plan the module that the "
                 "loop calls"
             )
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, _given: Any, _named: Any) -> None:
+        """Note an update; the `step` of a class that calls that of its base class is hooked twice, and is one."""
         self._ran_before[id(optimizer)] = self.ran
+        self._end_update()
 
     def _end_update(self) -> None:
         taken = self._close()
-        self._left_bytes = held_bytes(self.device)
+        self._updates += 1
+        self._left_bytes = held_bytes(self.device) - self._others_bytes
         fits = self._live_bytes <= self.budget_bytes
         if fits and taken <= self._held_before_update_bytes:  # a backward pass has left that
             return
@@ -271,20 +301,28 @@ class Account:
             )
 
     def _judge(self, taken_bytes: int) -> None:
-        """Count steps that kept the budget, and those that did not; refuse the fourth of these.
+        """Let later plans get fewer bytes, or more, or refuse.
 
         Raises:
-            BudgetNotHeldError: the budget is firm.
+            BudgetNotHeldError: the budget is firm, and plans for less were over it as well.
         """
-        if taken_bytes <= self.budget_bytes:
-            self._kept += 1
-            self._corrections = 0 if self._kept == STEPS_IN_A_ROW else self._corrections
-            return
-        self._kept = 0
-        self._corrections += 1
-        if self._corrections > MOST_CORRECTIONS and self.budget_is == FIRM:
-            why = f"so did {MOST_CORRECTIONS} steps before it, with other plans"
-            raise not_held(taken_bytes, self.budget_bytes, why)
+        usage = Taken(taken_bytes=taken_bytes, live_bytes=self._live_bytes)
+        planned_bytes = self.budget_bytes - self.excess_bytes + self._planned_from_now_bytes
+        verdict = self.contract.judge(self._standing, usage, planned_bytes)
+        if isinstance(verdict, Refused):
+            what = f"{MOST_CORRECTIONS} steps before it were over it as well, and planned for less each time"
+            what = "no plan of a graph takes less" if self._standing.is_least else what
+            self._refuse(self.contract.refusal(verdict, what))
+        elif isinstance(verdict, Aim):
+            excess_bytes = max(0, self.budget_bytes - verdict.aim_bytes)
+            is_early = self.knows_optimizer and self._updates < WINDOWS_BEFORE_LARGER  # of micro-batches one is largest
+            if verdict.is_larger and (is_early or excess_bytes >= self.excess_bytes):
+                return
+            self.excess_bytes = excess_bytes
+            self._standing.replace_plan(is_least=False, is_most=False)
+            self._updates = 0
+            if not verdict.is_larger:
+                self._warnings.warn(self.contract.over_text(usage), "over")
 
     def _refuse(self, error: MemfitError) -> None:
         if self.budget_is == FIRM:
@@ -313,16 +351,25 @@ class Account:
         if self.compiled != compiled:
             return 0
         self._live_bytes = self._before_bytes + usage.start_bytes + usage.peak_bytes
-        taken = self._live_bytes if self._is_proved else self._total_bytes(usage)
+        taken = self._total_bytes(usage)
         self.most_bytes = max(self.most_bytes, taken)
         return taken
 
     @property
     def _is_proved(self) -> bool:
-        return self._kept >= STEPS_IN_A_ROW
+        return self._standing.kept_in_a_row >= STEPS_IN_A_ROW
 
     def _total_bytes(self, usage: Usage) -> int:
-        return self._before_bytes + usage.start_bytes + usage.taken_bytes
+        taken_bytes = max(usage.peak_bytes, usage.taken_bytes - self._others_bytes)
+        return self._before_bytes + usage.start_bytes + taken_bytes
+
+
+def _unused_bytes(budget_bytes: int, device: torch.device) -> int:
+    """Return what torch's allocator is assumed to hold unused, having let its segments grow if they can."""
+    if device.type != "cuda":
+        return 0
+    share = _UNUSED_SHARE if turn_on_expandable_segments(device) else _UNUSED_SHARE_IN_SEGMENTS
+    return int(share * budget_bytes)
 
 
 def _changes_parameters(optimizer: torch.optim.Optimizer) -> bool:

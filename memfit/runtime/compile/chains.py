@@ -9,7 +9,7 @@ import msgspec
 from memfit.graph import Graph, Op
 
 _SMALL = 16  # times fewer bytes than a result: seeds, biases, statistics; a mask of bytes has a quarter of its floats
-_DRAWS = "inductor_random"  # takes as long as it computes, whatever becomes of its memory
+_DRAWS = "inductor_random"  # takes as long as it computes, wherever its memory goes
 
 
 def with_chains(graph: Graph, fusible: Sequence[bool]) -> tuple[Graph, tuple[tuple[int, ...], ...]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from memfit.capture import Captured, with_real_results
 from memfit.capture.joint import capture_joint, is_tangent
@@ -28,50 +27,29 @@ from memfit.cost.observations import Corrections
 from memfit.cost.workspaces import Workspaces
 from memfit.errors import MemfitError, NoPlanError, TimeLimitError, UnsupportedStepError
 from memfit.graph import Graph
+from memfit.memory.fit_by import SamePlanError, Sizes, fit_by
 from memfit.plan import Plan
 from memfit.runtime.compile.chains import with_chains
+from memfit.runtime.compile.joint_graphs import (
+    is_fusible,
+    leave_out_overwritten,
+    refuse_unplannable,
+    saved_bytes,
+    survey,
+)
 from memfit.runtime.compile.node_halves import node_halves, rejoined
-from memfit.runtime.compile.race import Clock, Race
+from memfit.runtime.compile.race import Clock, Compiled, Race
 from memfit.runtime.compile.rehearse import rehearse
 from memfit.system.budget import format_bytes
 from memfit.system.version import __version__
 from memfit.torch_private.inductor import LEAN, InductorHalf, ModulePair, compiled_by_inductor
-from memfit.torch_private.tensors import bare_overload, fake_mode_of, real_tensors, tensors_in
+from memfit.torch_private.tensors import fake_mode_of, real_tensors, tensors_in
 
 _log = logging.getLogger("memfit")
-_MOST_COMPILATIONS = 4  # of one graph at one size
-_CLOSE_ENOUGH = 0.02  # of the budget: no further plan is made for less
-_MARGIN = 0.005  # of the bytes left: where the next plan is aimed below them
-_SHARES = tuple(number / 10 for number in range(9, 0, -1))  # of torch's activation memory budget
 _NEAR = 0.03  # of the budget: what is expected to take as much more may still fit
 _MOST_TORCHS = 2  # compilations of torch's halves
+_MOST_COMPILATIONS = 4  # of the halves of plans
 Half = Callable[[list[Any]], Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compiled:
-    """A compiled graph.
-
-    Attributes:
-        function: what runs it.
-        plan: its plan.
-        left_bytes: what the budget leaves for the graph.
-        peak_bytes: of its generated code, residents and what is outside of the graph included.
-        peak_with: returns that peak, given the most that is outside of the graph between its halves, and by how much
-            more is live when the backward half begins than when the forward half has ended (None: as planned).
-        is_own: whether it is what Inductor makes without a budget.
-        halves: as Inductor generated them.
-        clock: times them.
-    """
-
-    function: Callable[..., Any]
-    plan: Plan
-    left_bytes: int
-    peak_bytes: int
-    peak_with: Callable[[int, int | None], int]
-    is_own: bool = False
-    halves: tuple[InductorHalf, ...] = ()
-    clock: Clock = field(default_factory=lambda: Clock(torch.device("cpu")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +64,7 @@ class Planning:
         run: runs a half, given the compiled half, its arguments, and whether it is the backward half.
         held_bytes: returns by how much more is live when the backward half begins than when the forward half has
             ended, as steps have shown it; None before the first.
-        headroom_bytes: of the budget besides `left_bytes`, for what comes and goes between steps. Inductor's own
+        headroom_bytes: of the budget besides `left_bytes`, for temporary allocations between steps. Inductor's own
             halves may take it, and those from a plan half of it.
         decided: called with what has won the race, if there is one.
     """
@@ -177,7 +155,7 @@ class _Made:
         """Return the code of a plan of the lean halves, whose schedule is none of those that are known, and add it.
 
         Raises:
-            _SamePlanError: the plan is one of these.
+            SamePlanError: the plan is one of these.
         """
         attempt = _Attempt(device=self.device, planning=self.planning, share=LEAN, aim_bytes=aim_bytes, known=known)
         return attempt.compiled(attempt.compile(self.module, self.inputs))
@@ -194,17 +172,28 @@ def _entrants(made: _Made) -> list[Compiled]:
     """
     planning = made.planning
     attempt, function = made.as_it_is(LEAN)
-    lean = compiled = attempt.compiled(function)
-    aim = _Aim(spare_bytes=planning.headroom_bytes // 2)
-    found = lean if planning.fits(lean) else None
+    lean = attempt.compiled(function)
+    found, least_bytes = (lean if planning.fits(lean) else None), lean.peak_bytes
     if found is None:
         known = set[str]()
-        while not aim.is_last(compiled):
-            try:
-                compiled = made.planned(aim.next_bytes, known)
-            except _SamePlanError:
-                break
-        found = aim.fits
+        spare_bytes = planning.headroom_bytes // 2
+
+        def sizes_of(compiled: Compiled) -> Sizes:
+            return Sizes(
+                planned_bytes=compiled.plan.predicted.peak_bytes,
+                taken_bytes=compiled.peak_bytes,
+                budget_bytes=compiled.left_bytes + spare_bytes,
+                is_most=compiled.plan.overhead <= 0,
+            )
+
+        fitted = fit_by(
+            lambda aim_bytes: made.planned(aim_bytes, known),
+            sizes_of,
+            lean.left_bytes + spare_bytes,
+            most_plans=_MOST_COMPILATIONS,
+            closely=True,
+        )
+        found, least_bytes = (fitted.made if fitted.fits else None), min(least_bytes, fitted.sizes.taken_bytes)
     if found is not None and torch.are_deterministic_algorithms_enabled():
         return [found]
     lean_bytes = attempt.saved_bytes[LEAN]
@@ -219,72 +208,15 @@ def _entrants(made: _Made) -> list[Compiled]:
             continue
         if planning.fits(torchs):
             return [torchs] if found is None else [found, torchs]
-    return [found or aim.best()]
-
-
-class _SamePlanError(MemfitError):
-    """A plan whose code is known."""
-
-
-@dataclass(kw_only=True)
-class _Aim:
-    """The bytes that the next plan is made for.
-
-    Args:
-        spare_bytes: that code may take beside what the budget leaves.
-
-    Attributes:
-        next_bytes: 0 before the first plan, which is made for what the budget leaves.
-        fits: the code of the largest plan that fits so far.
-    """
-
-    spare_bytes: int = 0
-    next_bytes: int = 0
-    fits: Compiled | None = None
-    _too_large: int | None = None
-    _least_bytes: int | None = None
-    _compilations: int = 0
-
-    def is_last(self, compiled: Compiled) -> bool:
-        """Set the next aim after code was rehearsed, at first Inductor's own; return whether there is none."""
-        peak, left_bytes = compiled.peak_bytes, compiled.left_bytes + self.spare_bytes
-        self._least_bytes = min(peak, self._least_bytes or peak)
-        if not self.next_bytes:
-            self.next_bytes = left_bytes
-            return False
-        self._compilations += 1
-        predicted = compiled.plan.predicted.peak_bytes
-        is_leanest = predicted > self.next_bytes
-        if peak > left_bytes:
-            self._too_large = min(predicted, self._too_large or predicted)  # a plan for as much is the same one
-        elif self.fits is None or compiled.plan.budget_bytes > self.fits.plan.budget_bytes:
-            self.fits = compiled
-        if peak <= left_bytes and (peak >= (1 - _CLOSE_ENOUGH) * left_bytes or compiled.plan.overhead <= 0):
-            return True
-        low = self.fits.plan.budget_bytes if self.fits else 0
-        high = self._too_large
-        self.next_bytes = int(predicted * left_bytes / max(peak, 1) * (1 - _MARGIN))
-        if high is not None and not low < self.next_bytes < high:
-            self.next_bytes = (low + high) // 2
-        is_narrow = self.next_bytes <= low or (high is not None and high - low <= _CLOSE_ENOUGH * left_bytes)
-        return is_narrow or (is_leanest and peak > left_bytes) or self._compilations >= _MOST_COMPILATIONS
-
-    def best(self) -> Compiled:
-        """Return the code of the largest plan that fits.
-
-        Raises:
-            TimeLimitError: none does.
-        """
-        if self.fits is not None:
-            return self.fits
-        found = self._least_bytes
-        assert found is not None
+    if found is None:
         raise TimeLimitError(
-            f"the code that Inductor generates takes {format_bytes(found)} ({found} bytes), and nothing proves that it "
-            'must: raise the budget, make the batch smaller, or try kernels="eager", which runs a plan as it stands',
-            least_budget_found_bytes=found,
+            f"the code that Inductor generates takes {format_bytes(least_bytes)} ({least_bytes} bytes), and nothing "
+            'proves that it must: raise the budget, make the batch smaller, or try kernels="eager", which runs a plan '
+            "as it stands",
+            least_budget_found_bytes=least_bytes,
             least_budget_bound_bytes=0,
         )
+    return [found]
 
 
 @dataclass(kw_only=True)
@@ -391,16 +323,16 @@ class _Attempt:
     def _partition(
         self, joint: GraphModule, forward_outputs: int, as_inductor: Callable[[float | None], ModulePair]
     ) -> ModulePair:
-        _refuse_unplannable(joint)
+        refuse_unplannable(joint)
         divided = None
         if self.share is not None:
             divided = as_inductor(self.share)
             if self.surveys:
-                known = {self.share: _saved_bytes(divided[0], forward_outputs)}
-                self.saved_bytes = known | _survey(as_inductor, forward_outputs)
+                known = {self.share: saved_bytes(divided[0], forward_outputs)}
+                self.saved_bytes = known | survey(as_inductor, forward_outputs)
             joint = rejoined(joint, divided, forward_outputs)
         if self.aim_bytes is not None:
-            _leave_out_overwritten(joint)
+            leave_out_overwritten(joint)
         self._forward_outputs = forward_outputs
 
         def captured(corrections: Corrections) -> Captured:
@@ -417,7 +349,7 @@ class _Attempt:
 
         capture = with_real_results(captured)
         fusible = [
-            not op.computed_once and _is_fusible(nodes)
+            not op.computed_once and is_fusible(nodes)
             for op, nodes in zip(capture.graph.ops, capture.sources, strict=True)
         ]
         graph, members = with_chains(capture.graph, fusible)
@@ -426,7 +358,7 @@ class _Attempt:
         if self.aim_bytes is None:
             return divided or as_inductor(None)
         if plan.schedule.text() in self.known:
-            raise _SamePlanError
+            raise SamePlanError
         self.known.add(plan.schedule.text())
         sources = [[node for op in chain for node in capture.sources[op]] for chain in members]
         return node_halves(joint, sources, plan.schedule, forward_outputs)
@@ -462,27 +394,6 @@ def _workspaces(device: torch.device, _threads: int) -> Workspaces:
     return Workspaces(device)
 
 
-def _survey(as_inductor: Callable[[float | None], ModulePair], forward_outputs: int) -> dict[float, int]:
-    """Return by share of the activations what torch's halves keep between them, as far as torch can make them."""
-    found: dict[float, int] = {}
-    for share in _SHARES:
-        try:
-            forward, _ = as_inductor(share)
-        except Exception as error:  # noqa: BLE001 (solvers of torch's, for what is an addition to a plan)
-            _log.info("memfit: torch cannot keep %s of the activations: %s", share, error)
-            continue
-        found[share] = _saved_bytes(forward, forward_outputs)
-    return found
-
-
-def _saved_bytes(forward: GraphModule, forward_outputs: int) -> int:
-    """Return the bytes that a forward half keeps for the backward half, beside its arguments."""
-    (returned,) = next(iter(forward.graph.find_nodes(op="output"))).args
-    kept = (node for node in returned[forward_outputs:] if isinstance(node, Node) and node.op != "placeholder")
-    storages = [tensor.untyped_storage() for node in kept for tensor in tensors_in(node.meta.get("val"))]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-
 @contextmanager
 def _as_memfits_errors() -> Iterator[None]:
     """Raise whatever Inductor raises as an error of memfit's."""
@@ -496,74 +407,3 @@ def _as_memfits_errors() -> Iterator[None]:
             f"Inductor could not compile the graph: {type(error).__name__}: {reason}; "
             'its kernels need a C++ compiler on a CPU and Triton on a GPU, and kernels="eager" needs neither'
         ) from error
-
-
-def _refuse_unplannable(joint: GraphModule) -> None:
-    """Refuse calls that are no operators of PyTorch's dispatcher, and such as write to what the step has made."""
-    for node in joint.graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem:
-            continue
-        if bare_overload(node.target) is None:
-            raise UnsupportedStepError(
-                f'{node.target} is no operator that memfit can plan with Inductor\'s kernels; kernels="eager" may do'
-            )
-        if any(written.op != "placeholder" for written in _written(node)):
-            raise UnsupportedStepError(
-                f"{node.target} writes to a tensor that the step has made, which could not be computed again with "
-                'Inductor\'s kernels; kernels="eager" can'
-            )
-
-
-def _leave_out_overwritten(joint: GraphModule) -> None:
-    """Let no copy read the tensor that it overwrites, which a schedule may have dropped."""
-    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
-        source, result = node.args[1], node.meta["val"]
-        with joint.graph.inserting_before(node), fake_mode_of(result):
-            for target, argument in (
-                (torch.ops.aten.expand.default, list(result.shape)),
-                (torch.ops.prims.convert_element_type.default, result.dtype),
-            ):
-                value = target(source.meta["val"], argument)
-                source = joint.graph.call_function(target, (source, argument))
-                source.meta = {**node.meta, "val": value}
-        node.replace_all_uses_with(source)
-        joint.graph.erase_node(node)
-
-
-def _written(node: Node) -> list[Node]:
-    """Return the tensors that a call writes to."""
-    written: list[Node] = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            written += [each for each in (given if isinstance(given, list | tuple) else [given]) if each is not None]
-    return written
-
-
-def _is_fusible(nodes: Sequence[Node]) -> bool:
-    """Return whether Inductor makes one kernel of these nodes and of fusible neighbours."""
-    return all(_TAGS.intersection(node.target.tags) or str(node.target) in _FUSIBLE for node in nodes)
-
-
-_TAGS = frozenset(getattr(torch.Tag, name) for name in ("pointwise", "reduction") if hasattr(torch.Tag, name))
-# Pointwise operators and reductions that have no such tag in every release.
-_FUSIBLE = frozenset(
-    [
-        "aten.amax.default",
-        "aten.clone.default",
-        "aten.constant_pad_nd.default",
-        "aten.expand.default",
-        "aten.full.default",
-        "aten.mean.dim",
-        "aten.scalar_tensor.default",
-        "aten.sum.default",
-        "aten.sum.dim_IntList",
-        "aten.var_mean.correction",
-        "inductor_prims.inductor_lookup_seed.default",
-        "inductor_prims.inductor_random.default",
-        "prims.convert_element_type.default",
-        "prims.inductor_lookup_seed.default",
-        "prims.inductor_random.default",
-        "prims.iota.default",
-    ]
-)

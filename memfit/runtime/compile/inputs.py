@@ -50,7 +50,7 @@ def refuse_retained_graph() -> None:
     """Refuse a backward that keeps its graph; it runs before the backward, when nothing has been released."""
     if backward_keeps_graph():
         raise UnsupportedStepError(
-            "backward with retain_graph=True: a planned step lets go of activations as backward consumes them; call "
+            "backward with retain_graph=True: a planned step frees activations as backward consumes them; call "
             "backward once, or leave this model out of backend memfit"
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from memfit.system.alive import alive_objects
 from memfit.system.recorder import allocated_bytes, is_counted, taken_bytes
 
 
@@ -46,7 +47,7 @@ def bytes_of(tensors: Sequence[torch.Tensor], device: torch.device) -> int:
 
 def _all_tensors() -> list[torch.Tensor]:
     gc.collect()
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return [thing for thing in alive_objects() if issubclass(type(thing), torch.Tensor)]
 
 
 def _storages(tensors: Sequence[torch.Tensor], device: torch.device) -> dict[int, int]:

@@ -10,10 +10,14 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from operator import truediv
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
+
+from memfit.plan import Plan
+from memfit.torch_private.inductor import InductorHalf
 
 _log = logging.getLogger("memfit")
 RUNS = 12
@@ -64,24 +68,33 @@ class Clock:
         return time.perf_counter()
 
 
-class Entrant(Protocol):
-    """Code that races."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """A compiled graph.
 
-    @property
-    def function(self) -> Callable[..., Any]:
-        """What runs it."""
-        ...
+    Attributes:
+        function: what runs it.
+        plan: its plan.
+        left_bytes: what the budget leaves for the graph.
+        peak_bytes: of its generated code, residents and what is outside of the graph included.
+        peak_with: returns that peak, given the most that is outside of the graph between its halves, and by how much
+            more is live when the backward half begins than when the forward half has ended (None: as planned).
+        is_own: whether it is what Inductor makes without a budget.
+        halves: as Inductor generated them.
+        clock: times them.
+    """
 
-    @property
-    def clock(self) -> Clock:
-        """Times its halves."""
-        ...
+    function: Callable[..., Any]
+    plan: Plan
+    left_bytes: int
+    peak_bytes: int
+    peak_with: Callable[[int, int | None], int]
+    is_own: bool = False
+    halves: tuple[InductorHalf, ...] = ()
+    clock: Clock = field(default_factory=lambda: Clock(torch.device("cpu")))
 
 
-_Runner = TypeVar("_Runner", bound=Entrant)
-
-
-class Race(Generic[_Runner]):
+class Race:
     """Calls entrants in turns, and the fastest from then on.
 
     Args:
@@ -89,7 +102,7 @@ class Race(Generic[_Runner]):
         decided: called with the one that has won.
     """
 
-    def __init__(self, entrants: Sequence[_Runner], decided: Callable[[_Runner], None]) -> None:
+    def __init__(self, entrants: Sequence[Compiled], decided: Callable[[Compiled], None]) -> None:
         self._entrants = list(entrants)
         self._calls = [0] * len(entrants)
         self._decided = decided

@@ -1,7 +1,7 @@
 """The memory of generated code before it has run: its calls to the allocator are made with fakes, its kernels are not.
 
 What a compiler fused never exists, and what it reordered lives longer than planned. The code that it generated says
-which tensors are allocated, and where each is let go, so that a rehearsal on fakes has the peak of the real run. What
+which tensors are allocated, and where each is freed, so that a rehearsal on fakes has the peak of the real run. What
 the libraries that it calls allocate for themselves is measured, in the layouts of these calls.
 """
 
@@ -46,7 +46,7 @@ class Halves:
         Args:
             between_bytes: the most that is outside of the graph between its halves.
             held_bytes: by how much more was live when the backward half began than when the forward half had ended,
-                the tangents included; less than 0 where results were let go meanwhile.
+                the tangents included; less than 0 where results were freed meanwhile.
         """
         after = max(self.between_bytes + between_bytes, self.backward_bytes + held_bytes - self.tangent_bytes)
         return self.given_bytes + max(self.forward_bytes, after)

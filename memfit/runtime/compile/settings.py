@@ -9,27 +9,14 @@ from typing import Any
 
 from memfit.errors import InvalidOptionError
 from memfit.graph import Graph
-from memfit.planners.mirror import read_mirrors
+from memfit.options import CompileOptions, require_options, settings_from
+from memfit.papers.planners.mirror import read_mirrors
 from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import Settings
 from memfit.runtime.compile.account import Account
-from memfit.system.budget import parse_budget, parse_host_budget
-from memfit.system.spill_file import parse_host_dir
+from memfit.system.budget import parse_budget
 
 _log = logging.getLogger("memfit")
-_OPTIONS = (
-    "budget",
-    "host_budget",
-    "host_dir",
-    "planner",
-    "options",
-    "time_limit_seconds",
-    "seed",
-    "reserve",
-    "budget_is",
-    "kernels",
-    "backward_autocast",
-)
 EAGER, INDUCTOR = "eager", "inductor"
 _KERNELS = (EAGER, INDUCTOR)
 
@@ -41,8 +28,6 @@ class GraphSettings:
     Attributes:
         settings: with a budget in bytes.
         reserve_bytes: bytes that something else will take later; None stands for the bytes of Adam's state.
-        is_part: whether the caller checks that each mirror mark names something in one of the graphs (see
-            `memfit.mirror`).
         account: measures the steps, if anything does.
         kernels: whose kernels run.
         backward_autocast: whether `backward` is called inside forward's autocast.
@@ -52,42 +37,30 @@ class GraphSettings:
     reserve_bytes: int | None
     kernels: str = EAGER
     backward_autocast: bool = False
-    is_part: bool = False
     account: Account | None = None
 
 
-def read_options(options: Mapping[str, Any]) -> GraphSettings:
-    """Return the options of the backend as settings.
+def read_options(options: Mapping[str, Any], where: str = "backend memfit") -> GraphSettings:
+    """Return options as settings.
+
+    Args:
+        options: `budget`, and those of `CompileOptions`.
+        where: begins the message of an error.
 
     Raises:
         InvalidOptionError, InvalidBudgetError: options that cannot be read.
     """
-    for name in options:
-        if name not in _OPTIONS:
-            raise InvalidOptionError(f"option {name!r} does not exist; backend memfit has {', '.join(_OPTIONS)}")
+    given = {name: value for name, value in options.items() if name != "budget"}
+    require_options(given, CompileOptions, where)
     if "budget" not in options:
-        raise InvalidOptionError('backend memfit needs a budget: options={"budget": "6GiB"}')
+        raise InvalidOptionError(f'{where} needs a budget: options={{"budget": "6GiB"}}')
     budget = options["budget"]
     if isinstance(budget, str) and budget.strip().endswith("%"):
         raise InvalidOptionError(
             f"budget {budget!r}: a share of the unplanned peak is not known before loss and optimizer are; give "
             "bytes, or use memfit.fit"
         )
-    shared = (
-        "planner",
-        "options",
-        "time_limit_seconds",
-        "seed",
-        "budget_is",
-    )  # under the names that `Settings` has for them
-    chosen = {name: options[name] for name in shared if options.get(name) is not None}
-    settings = Settings(
-        budget=parse_budget(budget, 0),
-        host_budget_bytes=parse_host_budget(options.get("host_budget")),
-        host_dir=parse_host_dir(options.get("host_dir")),
-        stops_on_interrupt=True,
-        **chosen,
-    )
+    settings = settings_from(parse_budget(budget, 0), given)
     reserve = options.get("reserve")
     return GraphSettings(
         settings=settings,
@@ -128,11 +101,10 @@ def _size(given: str | int) -> int:
 def settings_of(options: GraphSettings, graph: Graph) -> Settings:
     """Return the settings for one graph of a model: mirror marks that name nothing in it are left out.
 
-    A mark may belong to another graph of the same model, so that it is no error here; unless `options.is_part`, a
-    warning names it.
+    A mark may belong to another graph of the same model, so that it is no error here, but a warning.
 
     Args:
-        options: of the model, or of the part.
+        options: of the model.
         graph: one of its graphs.
     """
     settings = options.settings
@@ -141,6 +113,6 @@ def settings_of(options: GraphSettings, graph: Graph) -> Settings:
     marks = read_mirrors(settings.options[MIRROR_OPTION])
     here = tuple(mark for mark in marks if mark.marked(graph))
     for mark in marks:
-        if mark not in here and not options.is_part:
+        if mark not in here:
             _log.warning("memfit: the mirror mark %r names nothing in the %s", mark.where, graph.name)
     return replace(settings, options={**settings.options, MIRROR_OPTION: here})

@@ -25,7 +25,7 @@ def make_again(
 ) -> torch.Tensor | None:
     """Make contents again whose storage is gone, or copy them back from the host.
 
-    What is there when a call comes may be let go before, and is then made again for it.
+    What is there when a call comes may be freed before, and is then recomputed for it.
 
     Args:
         sources: of all storages.
@@ -35,7 +35,7 @@ def make_again(
         fetch: returns a tensor over contents that come back from the host.
 
     Returns:
-        a tensor over them; None if they cannot be made again.
+        a tensor over them; None if they cannot be recomputed.
     """
     if source.host is not None:
         fetched = fetch(source)
@@ -63,7 +63,7 @@ def make_again(
 
 
 def _whole_of(source: Source) -> torch.Tensor:
-    """Return a tensor over contents that came back while others were made again."""
+    """Return a tensor over contents that came back while others were recomputed."""
     live = source.live
     if live is None:
         raise LostContentsError
@@ -78,7 +78,7 @@ def _hold(
     done: Callable[[Call, dict[int, torch.Tensor]], None],
     fetch: Callable[[Source], torch.Tensor],
 ) -> torch.Tensor:
-    """Return a tensor over contents, made again if they are gone."""
+    """Return a tensor over contents, recomputed if they are gone."""
     live = source.live
     if live is not None:
         return _whole(live)

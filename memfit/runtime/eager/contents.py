@@ -1,4 +1,4 @@
-"""All contents that eager mode knows: what autograd saved of them is let go to make room, and made again."""
+"""All contents that eager mode knows: what autograd saved of them is freed to make room, and recomputed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from memfit.system.budget import format_bytes
 from memfit.torch_private.autograd import no_modes, without_autocast
 from memfit.torch_private.tensors import has_own_dispatch
 
-LEAST_BYTES = 1 << 12  # smaller contents are never let go
+LEAST_BYTES = 1 << 12  # smaller contents are never freed
 NO_CALL: tuple[Any, Any, Any] = (None, (), {})
 
 
@@ -49,16 +49,15 @@ class Contents:
     """What is on a device, as far as calls and autograd show it, and room for what comes.
 
     Attributes:
-        budget_bytes: that all of the device's tensors may take together.
+        budget_bytes: that all of the device's tensors may take together; on CUDA less, for what is unused in pages.
         live_bytes: returns what they take now.
         upper_bytes: at least what is live; read anew where it is too high.
         sources: how contents were made.
         kept: what autograd saved, by its contents.
-        held: storages that a plan has longer than the loop.
         counts: what happened so far.
         copies: on the host, if there is one.
         policy: what goes first; see `memfit.runtime.eager.policy`.
-        made_again: called with contents that were made again.
+        stranded_bytes: of the budget, that no call can use.
         is_busy: whether calls are made that are none of the loop's.
         running: the call (operator, args, kwargs) that runs now, or `NO_CALL` outside of all calls; None while this
             object and the mode work, when nothing else may let contents go.
@@ -78,16 +77,16 @@ class Contents:
         host: Host | None = None,
     ) -> None:
         self.budget_bytes, self.live_bytes = budget_bytes, live_bytes
+        self._most_bytes = budget_bytes
+        self.stranded_bytes = 0
         self.upper_bytes = budget_bytes
         self._model_bytes = model_bytes
         self.sources = Sources()
         self.kept: dict[Source, Kept] = {}
-        self.held: dict[Source, torch.UntypedStorage] = {}
         self.copies = Copies(host)
         self.policy: Policy = cheap_and_stale
         if host is not None:
             self.policy = partial(cheap_and_stale, seconds_of=self._seconds_to_let_go)
-        self.made_again: Callable[[Source], None] = _ignored
         self.counts = Counts()
         self.is_busy = False
         self.running: tuple[Any, Any, Any] | None = NO_CALL
@@ -95,26 +94,24 @@ class Contents:
         self._gone: dict[Call, list[Kept]] = {}
         self._pinned: set[Source] = set()
         self._held_back: frozenset[Source] = frozenset()  # until a call has written to what they are made of
-        self._target: Source | None = None  # what is being made again
+        self._target: Source | None = None  # what is being recomputed
 
-    def note(self, call: Call, args: Any, kwargs: Any, returned: Any) -> list[Source]:
-        """Note how a call made new contents, and return them."""
+    def note(self, call: Call, args: Any, kwargs: Any, returned: Any) -> None:
+        """Note how a call made new contents."""
         made = [(place, each) for place, each in enumerate(flat(returned)) if isinstance(each, torch.Tensor)]
         storages = [(place, each.untyped_storage()) for place, each in made if is_dense(each)]
         new = [(place, storage) for place, storage in storages if self.sources.find(storage) is None]
         if not new:
-            return []
+            return
         try:
             call.read(self.sources, args, kwargs)
         except (NotImplementedError, RuntimeError):  # a tensor without a storage, or without a shape, of its own
-            return []
-        found = [self.sources.made(storage, call, place) for place, storage in new]
-        for source in found:
-            source.used_at = call.number
-        return found
+            return
+        for place, storage in new:
+            self.sources.made(storage, call, place).used_at = call.number
 
     def before_writes(self, written: list[torch.Tensor], need_bytes: int, what: Any) -> None:
-        """Make again what could not be made again after these tensors are written to, and keep it until they are."""
+        """Make again what could not be recomputed after these tensors are written to, and keep it until they are."""
         lost: set[Source] = set()
         for tensor in written:
             storage = tensor.untyped_storage()
@@ -140,21 +137,16 @@ class Contents:
             self.make_room(need_bytes, what)
 
     def _to_stay_without(self, lost: set[Source]) -> list[Kept]:
-        """Return the contents of which all others can be made again that are made of what is about to be lost."""
+        """Return the contents of which all others can be recomputed that are made of what is about to be lost."""
         staying: dict[Source, Kept] = {}
         for kept in sorted(self.kept.values(), key=lambda kept: kept.source.call.number if kept.source.call else 0):
             if not lost.isdisjoint(needed_by([kept.source], staying)):
                 staying[kept.source] = kept
         return list(staying.values())
 
-    def note_writes(self, call: Call | None, args: Any, kwargs: Any, written: list[torch.Tensor]) -> list[Source]:
-        """Note that a call has written to tensors, and how, if it was one whose contents could be made again.
-
-        Returns:
-            what can be made again of it.
-        """
+    def note_writes(self, call: Call | None, args: Any, kwargs: Any, written: list[torch.Tensor]) -> None:
+        """Note that a call has written to tensors, and how, if it was one whose contents could be recomputed."""
         self._held_back = frozenset()
-        found: list[Source] = []
         everything = tensors_given((args, kwargs))
         for tensor in written:
             storage = tensor.untyped_storage()
@@ -171,9 +163,6 @@ class Contents:
             kept = self.kept.pop(before, None) if before is not None else None
             if kept is not None:
                 kept.source, self.kept[after] = after, kept
-            if call is not None:
-                found.append(after)
-        return found
 
     def pack(self, tensor: torch.Tensor) -> Saved:
         """Return what autograd holds in the place of a tensor that it saves."""
@@ -189,7 +178,7 @@ class Contents:
         kept = self.kept.get(source)
         if kept is None:
             kept = self.kept[source] = Kept(source)
-        elif not kept.is_there:  # let go, and still held by somebody
+        elif not kept.is_there:  # freed, and still held by somebody
             self._give(kept, alias.untyped_storage())
         saved = Saved(kept, alias)
         kept.saved.append(weakref.ref(saved))
@@ -202,10 +191,10 @@ class Contents:
             saved.kept.source.used_at = self.counts.calls
             if not saved.kept.is_there:
                 self._bring_back(saved.kept)
-        return _alias(saved.alias)  # one of its own: the alias may be let go while this one is in use
+        return _alias(saved.alias)  # one of its own: the alias may be freed while this one is in use
 
     def _bring_back(self, kept: Kept) -> None:
-        """Hold contents again that were let go: their storage, if somebody else still has it, or made again."""
+        """Hold contents again that were freed: their storage, if somebody else still has it, or recomputed."""
         live = kept.source.live
         if live is not None:
             self._give(kept, live)
@@ -231,7 +220,7 @@ class Contents:
         """Let autograd hold contents again.
 
         Raises:
-            UnsupportedStepError: they are not those that were let go.
+            UnsupportedStepError: they are not those that were freed.
         """
         if storage.nbytes() != kept.source.bytes or not kept.is_as_before(storage):
             raise _lost()
@@ -247,7 +236,7 @@ class Contents:
         self.running = call.function, (), {}  # what it is given is pinned
 
     def _done_again(self, call: Call, found: dict[int, torch.Tensor]) -> None:
-        """Let autograd have contents that were made again on the way, as long as there is room for them."""
+        """Let autograd have contents that were recomputed on the way, as long as there is room for them."""
         self.running = None
         for kept in self._gone.pop(call, []):
             tensor = found.get(kept.source.place)
@@ -255,10 +244,6 @@ class Contents:
             if is_its and isinstance(tensor, torch.Tensor):
                 self._give(kept, tensor.untyped_storage())
                 self.kept[kept.source] = kept
-        for tensor in found.values():
-            source = self.sources.find(tensor.untyped_storage()) if isinstance(tensor, torch.Tensor) else None
-            if source is not None:
-                self.made_again(source)
 
     def _fetch(self, source: Source) -> torch.Tensor:
         """Copy contents back from the host, and let autograd have them if it saved them."""
@@ -271,24 +256,7 @@ class Contents:
         kept = self.kept.get(source)
         if kept is not None and not kept.is_there:
             self._give(kept, tensor.untyped_storage())
-        self.made_again(source)
         return tensor
-
-    def begin_to_host(self, source: Source) -> None:
-        """Begin to copy contents that autograd saved to the host, if there is room; they are let go later."""
-        if source in self.kept:
-            self.copies.begin_to_host(source)
-
-    def begin_to_device(self, source: Source) -> None:
-        """Begin to copy contents back that were let go and are on the host, if there is room for them."""
-        kept, need_bytes = self.kept.get(source), self.copies.bytes_back(source)
-        if not need_bytes or source.live is not None or kept is None or not kept.alive():
-            return
-        if self.upper_bytes + need_bytes > self.budget_bytes:
-            self.upper_bytes = self.live_bytes()
-        if self.upper_bytes + need_bytes <= self.budget_bytes:
-            self.copies.begin_to_device(source)
-            self.upper_bytes += need_bytes
 
     def make_room(self, need_bytes: int, what: Any) -> None:
         """Let contents go until there is room for a call.
@@ -298,7 +266,7 @@ class Contents:
             what: is called, for the error.
 
         Raises:
-            OverBudgetError: not enough can be let go.
+            OverBudgetError: not enough can be freed.
         """
         self.upper_bytes = self.live_bytes()
         if self.upper_bytes + need_bytes <= self.budget_bytes:
@@ -306,16 +274,17 @@ class Contents:
         self._forget_dead()
         if self._let_go_for(need_bytes):
             return
-        self.held.clear()
-        self.copies.give_up()
         self.forget()
         gc.collect()
         self.upper_bytes = self.live_bytes()
         if self.upper_bytes + need_bytes <= self.budget_bytes or self._let_go_for(need_bytes):
             return
+        most_bytes = self._most_bytes - self.stranded_bytes  # what else the allocator has unused may be of use
+        if self.upper_bytes + need_bytes <= most_bytes:
+            return
         raise OverBudgetError(
             f"{calling_line()}: {what} takes up to {format_bytes(need_bytes)}, and {format_bytes(self.upper_bytes)} "
-            f"of the budget of {format_bytes(self.budget_bytes)} are taken by what cannot be let go: "
+            f"of the budget of {format_bytes(self._most_bytes)} are taken by what cannot be freed: "
             f"{self._holding()}; give more, or a smaller batch"
         )
 
@@ -364,7 +333,7 @@ class Contents:
         source = kept.source
         if not kept.is_there or source.bytes < LEAST_BYTES or source in self._pinned:
             return False
-        return self._can_drop(source) or self._seconds_to_copy(kept) < NEVER_SECONDS
+        return self._can_drop(source) or self.copies.seconds(kept) < NEVER_SECONDS
 
     def _can_drop(self, source: Source) -> bool:
         return source.call is not None and source not in self._held_back and not source.is_blank
@@ -372,31 +341,15 @@ class Contents:
     def _seconds_to_drop(self, source: Source) -> float:
         return seconds_to_make(source) if self._can_drop(source) else NEVER_SECONDS
 
-    def _seconds_to_copy(self, kept: Kept) -> float:
-        return NEVER_SECONDS if kept.source in self.held else self.copies.seconds(kept)
-
     def _seconds_to_let_go(self, kept: Kept) -> float:
-        return min(self._seconds_to_drop(kept.source), self._seconds_to_copy(kept))
-
-    def let_go(self, source: Source) -> None:
-        """Let contents go that autograd saved, if they are there, and on the host or can be made again."""
-        kept = self.kept.get(source)
-        began = time.perf_counter()
-        settle(source)
-        self.counts.again_seconds += time.perf_counter() - began
-        if kept is None or not kept.alive() or not self._can_go(kept):
-            return
-        if source.host is not None and self._seconds_to_copy(kept) < NEVER_SECONDS:
-            self._offload(kept)
-        elif self._can_drop(source):
-            self._drop(kept)
+        return min(self._seconds_to_drop(kept.source), self.copies.seconds(kept))
 
     def _let_go(self, kept: Kept) -> None:
         """Drop contents, or copy them to the host, whichever takes less time with what is gone by now."""
         if self.copies.host is None:
             self._drop(kept)
             return
-        drop_seconds, copy_seconds = self._seconds_to_drop(kept.source), self._seconds_to_copy(kept)
+        drop_seconds, copy_seconds = self._seconds_to_drop(kept.source), self.copies.seconds(kept)
         if copy_seconds < drop_seconds:
             self._offload(kept)
         elif drop_seconds < NEVER_SECONDS:
@@ -412,7 +365,7 @@ class Contents:
     def _offload(self, kept: Kept) -> None:
         """Let contents go that are on the host, or for which there is room."""
         seconds = self.copies.make(kept.source)
-        if self._target is None:  # or the seconds are those of what is made again
+        if self._target is None:  # or the seconds are those of what is recomputed
             self.counts.again_seconds += seconds
         kept.source.release()
         kept.let_go()
@@ -431,7 +384,7 @@ class Contents:
         """Copy nothing to the host any more; what autograd holds after the block can still be read."""
         self.forget()
         self.sources = Sources()
-        self.made_again, self.policy = _ignored, cheap_and_stale  # no cycles are left: what autograd drops is freed
+        self.policy = cheap_and_stale  # no cycles are left: what autograd drops is freed
         self.copies.close()
 
     def _holding(self) -> str:
@@ -441,7 +394,7 @@ class Contents:
         rest_bytes = max(0, self.upper_bytes - saved_bytes - model_bytes)
         return (
             f"{format_bytes(model_bytes)} by parameters, buffers and gradients, {format_bytes(saved_bytes)} by what "
-            f"autograd saved and cannot be made again now, {format_bytes(rest_bytes)} by what code holds"
+            f"autograd saved and cannot be recomputed now, {format_bytes(rest_bytes)} by what code holds"
         )
 
 
@@ -453,13 +406,9 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
-def _ignored(_source: Source) -> None:
-    """Take contents that were made again, and do nothing."""
-
-
 def _lost() -> UnsupportedStepError:
     return UnsupportedStepError(
-        f"{calling_line()}: what autograd saved cannot be made again with the same contents: something that it is made "
+        f"{calling_line()}: what autograd saved cannot be recomputed with the same contents: something that it is made "
         "of was written to where torch's operators do not show it (NumPy, another thread, a kernel of another "
         "library), or its kernels do not give the same bits twice; give a budget in which it stays"
     )

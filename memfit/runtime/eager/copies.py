@@ -1,9 +1,8 @@
-"""Contents that eager mode copies to the host and back, by the policy or by a plan."""
+"""Contents that eager mode copies to the host and back, where that takes less time than recomputing them."""
 
 from __future__ import annotations
 
 import time
-import weakref
 
 import torch
 
@@ -31,7 +30,6 @@ class Copies:
     def __init__(self, host: Host | None) -> None:
         self.host = host
         self.to_host_bytes = self.to_device_bytes = 0
-        self._coming: weakref.WeakSet[Source] = weakref.WeakSet()  # copies back that have begun
 
     def seconds(self, kept: Kept) -> float:
         """Return the seconds of copies to the host and back; infinity without room, or if others hold the storage.
@@ -58,31 +56,19 @@ class Copies:
             HostMemoryError: the copy failed.
         """
         began = time.perf_counter()
-        self.begin_to_host(source)
+        host, storage = self.host, source.live
+        is_to_copy = host is not None and storage is not None and source.host is None and storage.device == host.device
+        if is_to_copy and host.has_room(source.bytes):
+            source.host = host.copy(storage)
+            self.to_host_bytes += source.bytes
         settle(source)
         return time.perf_counter() - began
 
-    def begin_to_host(self, source: Source) -> None:
-        """Begin to copy contents to the host, if there is room."""
-        host, storage = self.host, source.live
-        if host is None or storage is None or source.host is not None or storage.device != host.device:
-            return
-        if host.has_room(source.bytes):
-            source.host = host.copy(storage)
-            self.to_host_bytes += source.bytes
-
     def bytes_back(self, source: Source) -> int:
-        """Return the bytes on the device that a copy back will take; 0 if it has begun, or there is none to be made."""
-        if self.host is None or source.host is None or source.host.coming is not None:
+        """Return the bytes on the device that a copy back will take; 0 if there is none to be made."""
+        if self.host is None or source.host is None:
             return 0
         return taken_bytes(source.bytes, self.host.device)
-
-    def begin_to_device(self, source: Source) -> None:
-        """Begin to copy contents back; there is room for them."""
-        assert source.host is not None
-        self.to_device_bytes += source.bytes
-        self._coming.add(source)
-        source.host.begin_back()
 
     def back(self, source: Source) -> torch.Tensor:
         """Return a tensor over a new storage with contents that are on the host.
@@ -91,17 +77,8 @@ class Copies:
             HostMemoryError: the copy failed.
         """
         assert source.host is not None
-        if source.host.coming is None:
-            self.to_device_bytes += source.bytes
-        self._coming.discard(source)
+        self.to_device_bytes += source.bytes
         return source.host.back()
-
-    def give_up(self) -> None:
-        """Give the memory of copies back that have begun; they are made when somebody reads them."""
-        while self._coming:
-            host = self._coming.pop().host
-            if host is not None:
-                host.give_up()
 
     def close(self) -> None:
         """Make no more copies to the host."""

@@ -20,8 +20,10 @@ from memfit.runtime.eager.host import Host
 from memfit.runtime.eager.mode import BudgetMode
 from memfit.runtime.eager.needs import Needs
 from memfit.runtime.eager.passes import Ran, Way
+from memfit.runtime.hooks import Hook
 from memfit.runtime.turns import turn_on
 from memfit.runtime.uncopied import Uncopied
+from memfit.system.alive import alive_objects
 from memfit.system.budget import format_bytes, parse_budget, parse_host_budget
 from memfit.system.recorder import CpuLimit, Usage, allocated_bytes, record, taken_bytes
 from memfit.system.spill_file import parse_host_dir, require_host_budget
@@ -36,14 +38,13 @@ class Report:
     Attributes:
         budget_bytes, peak_bytes: allowed, and the most that was live at once.
         passes: backward passes.
-        calm, by_policy, by_plan, left_plan: of the passes, those in which memory was plentiful and nothing was noted;
-            in which it was decided call by call what had to go; in which the plan of a structure was followed that
-            repeats; and in which such a plan was left at the first call that differed.
+        calm, by_policy: of the passes, those in which memory was plentiful and nothing was noted, and those in which it
+            was decided call by call what had to go.
         calls: of operators, views not counted.
-        let_go, made_again: how often contents were let go, and how many calls were made again.
+        let_go, made_again: how often contents were freed, and how many calls were recomputed.
         to_host_bytes, to_device_bytes: copied to the host, and back.
-        again_seconds: for calls that were made again, and copies to the host and back.
-        freed_within_bytes: let go while a call ran, before it took memory that did not fit; 0 on a GPU.
+        again_seconds: for calls that were recomputed, and copies to the host and back.
+        freed_within_bytes: freed while a call ran, before it took memory that did not fit; 0 on a GPU.
         bounded, exceeded: first calls of their kind, whose needs were bounded from above, and how many took more.
     """
 
@@ -61,16 +62,9 @@ class Report:
     exceeded: int
     calm: Ran
     by_policy: Ran
-    by_plan: Ran
-    left_plan: Ran
 
     def __str__(self) -> str:
-        ways = {
-            "calm": self.calm,
-            "by policy": self.by_policy,
-            "by plan": self.by_plan,
-            "leaving a plan midway": self.left_plan,
-        }
+        ways = {"calm": self.calm, "by policy": self.by_policy}
         how = ", ".join(f"{ran.passes:,} {way} (+{ran.overhead:.1%})" for way, ran in ways.items() if ran.passes)
         copied = (
             f", {format_bytes(self.to_host_bytes)} copied to the host and {format_bytes(self.to_device_bytes)} back,"
@@ -79,8 +73,8 @@ class Report:
         )
         return (
             f"{self.passes:,} passes: {how}; peak {format_bytes(self.peak_bytes)} of "
-            f"{format_bytes(self.budget_bytes)}; {self.made_again:,} of {self.calls:,} calls made again{copied} in "
-            f"{self.again_seconds:.3f} s; {format_bytes(self.freed_within_bytes)} let go while calls ran; "
+            f"{format_bytes(self.budget_bytes)}; {self.made_again:,} of {self.calls:,} calls recomputed{copied} in "
+            f"{self.again_seconds:.3f} s; {format_bytes(self.freed_within_bytes)} freed while calls ran; "
             f"{self.bounded:,} calls were bounded before they were known, {self.exceeded:,} of them too low"
         )
 
@@ -97,6 +91,7 @@ class Eager(Uncopied):
         self._ended: Report | None = None
         self._usage: Usage | None = None
         self._limit: CpuLimit | None = None
+        self._hook: Any = None
 
     def __enter__(self) -> Eager:
         if self._usage is not None:
@@ -112,8 +107,7 @@ class Eager(Uncopied):
         gradients_that_differ()  # which is found out outside of any mode
         host = Host(self.device, self._host_budget_bytes, self._host_dir) if self._host_budget_bytes else None
         allocated_bytes(self.device)  # from here on the recorder counts
-        if self.device.type == "cuda":
-            turn_on_expandable_segments(self.device)
+        may_grow = self.device.type != "cuda" or turn_on_expandable_segments(self.device)
         gc.collect()
         before_bytes = bytes_of_tensors(self.device)
         self._freezes = gc.get_freeze_count() == 0
@@ -125,10 +119,13 @@ class Eager(Uncopied):
         needs = Needs(self.device)
         offset_bytes = 0 if self.device.type == "cuda" else before_bytes - allocated_bytes(self.device)
         live_bytes = partial(_live, self.device, offset_bytes)
-        self._mode = BudgetMode(self.budget_bytes, live_bytes, partial(_model_bytes, self._model), needs, host)
+        model_bytes = partial(_model_bytes, self._model)
+        self._mode = BudgetMode(self.budget_bytes, live_bytes, model_bytes, needs, host, may_grow=may_grow)
         self._mode.__enter__()
         contents = self._mode.contents
-        if self.device.type != "cuda":
+        if self.device.type == "cuda":
+            self._hook = self._model.register_forward_pre_hook(Hook(self._mode.follow_stream))
+        else:
             self._limit = CpuLimit(contents.budget_bytes - offset_bytes, contents.make_room_within)
             self._limit.__enter__()
 
@@ -142,6 +139,8 @@ class Eager(Uncopied):
         if self._limit is not None:
             self._limit.__exit__(*raised)
             self._limit = None  # which refers to what autograd still holds
+        if self._hook is not None:
+            self._hook.remove()
         self._mode.__exit__(*raised)
         self._turn.close()
         if self._freezes:
@@ -160,7 +159,7 @@ class Eager(Uncopied):
             raise InvalidOptionError("nothing has run yet; enter the block first")
         counts, needs, passes = self._mode.counts, self._mode.needs, self._mode.passes
         copies = self._mode.contents.copies
-        ran = passes.with_present() if self._mode.is_in_pass else passes.ran
+        ran = passes.with_present(counts.again_seconds) if self._mode.is_in_pass else passes.ran
         return Report(
             budget_bytes=self.budget_bytes,
             peak_bytes=self._before_bytes + self._usage.peak_bytes,
@@ -176,8 +175,6 @@ class Eager(Uncopied):
             exceeded=needs.exceeded,
             calm=ran[Way.CALM],
             by_policy=ran[Way.POLICY],
-            by_plan=ran[Way.PLAN],
-            left_plan=ran[Way.LEFT],
         )
 
 
@@ -197,10 +194,10 @@ def eager(
         >>> steps.report().passes
         3
 
-    Inside the block, what autograd saves is let go when the next call would not fit, and made again where backward
+    Inside the block, what autograd saves is freed when the next call would not fit, and recomputed where backward
     reads it, with the same bits. With a host budget it is copied to the host and back instead, where that takes less
     time. Any Python may run between the calls. What code itself holds (a variable, a list of hidden states) is never
-    let go, so that whatever reads it finds it. The block is for the thread that enters it: what other threads call is
+    freed, so that whatever reads it finds it. The block is for the thread that enters it: what other threads call is
     not seen.
 
     Args:
@@ -216,7 +213,7 @@ def eager(
         InvalidOptionError: `host_dir` is no path, or is given without a host budget.
         HostMemoryError: at the block's entry, where the host or the disk has no room for the host budget; in the
             block, where a copy fails.
-        OverBudgetError: in the block, where a call does not fit and nothing is left to let go.
+        OverBudgetError: in the block, where a call does not fit and nothing is left to free.
         UnsupportedStepError: at the block's entry, where another thread runs a planned step, or is in a block, on the
             device; in the block, where another thread runs backward of what the block saved.
     """
@@ -231,12 +228,7 @@ def eager(
 
 def bytes_of_tensors(device: torch.device) -> int:
     """Return the bytes of the storages of all tensors that Python has on a device."""
-    if gc.get_freeze_count():  # objects that are frozen are not among those that it returns
-        gc.unfreeze()
-        found = gc.get_objects()
-        gc.freeze()
-    else:
-        found = gc.get_objects()
+    found = alive_objects()
     sizes: dict[int, int] = {}
     for thing in found:
         if not issubclass(type(thing), torch.Tensor) or is_lazy(thing):

@@ -1,4 +1,4 @@
-"""The host's copies of contents that eager mode lets go: in pinned memory on CUDA, in a file on a disk on a CPU.
+"""The host's copies of contents that eager mode frees: in pinned memory on CUDA, in a file on a disk on a CPU.
 
 All copies have their places in one slab, which is made when the block is entered and is as large as the host budget.
 """
@@ -72,11 +72,6 @@ class OnHost:
         with no_modes(), torch.no_grad():
             self._copy.arrived()
         return tensor
-
-    def give_up(self) -> None:
-        """Copy nothing back for now, and give the memory for it back."""
-        if self.coming is not None:
-            self.back()
 
 
 class _Places:
@@ -152,13 +147,13 @@ class Host:
         """Return whether there is room for a copy within the host budget."""
         if self._places is None or self._process != os.getpid():  # a forked process: the slab is that of its parent
             return False
-        return self._aligned(size_bytes) <= self._places.largest_bytes()
+        return self.aligned_bytes(size_bytes) <= self._places.largest_bytes()
 
     def copy(self, storage: torch.UntypedStorage) -> OnHost:
         """Begin to copy contents to the host, which has room for them."""
         assert self._places is not None
         size_bytes = storage.nbytes()
-        return OnHost(self._places, self._aligned(size_bytes), storage, self._seconds_back(size_bytes))
+        return OnHost(self._places, self.aligned_bytes(size_bytes), storage, self._seconds_back(size_bytes))
 
     def close(self) -> None:
         """Make no more copies; the slab goes with the last one."""
@@ -167,5 +162,6 @@ class Host:
     def _seconds_back(self, size_bytes: int) -> float:
         return self.rates.copy_latency_seconds + size_bytes / self.rates.to_device_bytes_per_second
 
-    def _aligned(self, size_bytes: int) -> int:
+    def aligned_bytes(self, size_bytes: int) -> int:
+        """Return what a copy of so many bytes takes of the host budget."""
         return -(-size_bytes // self._alignment_bytes) * self._alignment_bytes

@@ -1,4 +1,4 @@
-"""What autograd saves, kept by eager mode in its place: all that may be let go to make room."""
+"""What autograd saves, kept by eager mode in its place: all that may be freed to make room."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Kept:
         source: the contents.
         saved: what autograd holds in the place of tensors over them, as weak references.
         is_there: whether they hold the storage.
-        checksum: of the contents when they were let go.
+        checksum: of the contents when they were freed.
     """
 
     __slots__ = ("checksum", "is_there", "saved", "source")
@@ -51,7 +51,7 @@ class Kept:
         self.is_there = True
 
     def is_as_before(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether a storage has the contents that were let go."""
+        """Return whether a storage has the contents that were freed."""
         return self.checksum is None or self.checksum == checksum(storage)
 
 
@@ -59,7 +59,7 @@ class Saved:
     """What autograd holds in the place of a tensor.
 
     Attributes:
-        kept: the contents; None for a tensor that is never let go.
+        kept: the contents; None for a tensor that is never freed.
         alias: a tensor like the one that was saved, with its version counter.
         version: of the tensor when it was saved.
     """
@@ -78,7 +78,7 @@ class Saved:
             alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
 
     def take(self, storage: torch.UntypedStorage) -> None:
-        """Be the tensor again that was let go, on a storage with the same contents."""
+        """Be the tensor again that was freed, on a storage with the same contents."""
         shape, stride, offset = self._place
         alias = self.alias
         with no_modes():

@@ -6,22 +6,25 @@ While memory is plentiful, the mode is *calm*: nothing is noted and autograd sav
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from memfit.capture.generators import STATE_BYTES
 from memfit.errors import UnsupportedStepError
+from memfit.memory.contract import Aim, Contract, Standing
+from memfit.memory.contract import Usage as Taken
 from memfit.runtime.eager.again import generator_states
 from memfit.runtime.eager.contents import Contents
 from memfit.runtime.eager.host import Host
 from memfit.runtime.eager.needs import Need, Needs
 from memfit.runtime.eager.operators import FOREIGN, ONCE, VIEW, WRITES, Operator, require_as_bare
-from memfit.runtime.eager.passes import Passes
+from memfit.runtime.eager.passes import Passes, Way
 from memfit.runtime.eager.sources import Call, Sources
 from memfit.runtime.turns import Turn
+from memfit.system.recorder import Usage, empty_cache, page_bytes, record
 from memfit.torch_private.autograd import (
     UnwrappedMode,
     default_saved_hooks,
@@ -30,7 +33,9 @@ from memfit.torch_private.autograd import (
     is_on,
     saved_leaves_themselves,
 )
+from memfit.torch_private.cuda import LastStream
 
+_UNUSED_SHARE = 1 / 3  # of the budget, in the allocator's pages on CUDA, before a pass has shown it
 _RESERVE_BYTES = {"cpu": 1 << 12, "cuda": 1 << 23}  # of the budget, for the mode's own numbers, and for checksums
 _FORGET_EVERY = 4096  # calls
 _CALM_SHARE = 4  # the mode is calm while less than one part in so many of the budget's free bytes is taken
@@ -46,6 +51,8 @@ class BudgetMode(UnwrappedMode):
         model_bytes: returns what parameters, buffers and gradients take of it.
         needs: of calls on the device.
         host: where contents are copied to; None if that is nowhere.
+        may_grow: whether the policy gets more of the budget where passes leave some: not where torch's allocator takes
+            whole blocks, of which more may be unused then.
     """
 
     def __init__(
@@ -55,13 +62,22 @@ class BudgetMode(UnwrappedMode):
         model_bytes: Callable[[], int],
         needs: Needs,
         host: Host | None = None,
+        *,
+        may_grow: bool = True,
     ) -> None:
         super().__init__()
+        self._device = needs.device
         self.contents = Contents(budget_bytes - _RESERVE_BYTES[needs.device.type], live_bytes, model_bytes, host)
+        self._last_stream = LastStream(needs.device)
+        self._contract: Contract | None = None
+        if needs.device.type == "cuda":
+            self._contract = Contract(budget_bytes, page_bytes=page_bytes(needs.device))
+            self._may_grow = may_grow
+            self._standing = Standing(expected_error_bytes=int(_UNUSED_SHARE * budget_bytes), is_most=not may_grow)
+            self._aim(self._contract.aim_bytes(self._standing))
         self.needs, self.counts = needs, self.contents.counts
-        self.passes = Passes(self.contents, needs.device)
+        self.passes = Passes()
         self._is_limited = needs.device.type == "cpu"  # by `CpuLimit`
-        self.contents.made_again = self.passes.hold
         self._operators: dict[int, Operator] = {}
         self._was_backward = False
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -84,8 +100,9 @@ class BudgetMode(UnwrappedMode):
         self._hooks.__enter__()
         self._patches = ExitStack()
         self._patches.enter_context(saved_leaves_themselves())
-        self._patches.enter_context(hooks_aside_in_transforms(self._hooks_aside))
-        self.passes.begin(is_noted=True)
+        self._patches.enter_context(hooks_aside_in_transforms())
+        self.passes.begin(self.counts.again_seconds, is_noted=True)
+        self._open()
         return self
 
     def __exit__(self, *raised: Any) -> None:
@@ -93,8 +110,8 @@ class BudgetMode(UnwrappedMode):
         if self._was_backward:
             self._was_backward = False
             self.counts.passes += 1
-            self.passes.end()
-        self.passes.close()
+            self.passes.end(self.counts.again_seconds)
+        self._close()
         if self._is_noting:
             self._hooks.__exit__(*raised)
         self._patches.close()
@@ -134,7 +151,7 @@ class BudgetMode(UnwrappedMode):
         self.counts.calls += 1
         is_forward = not in_backward()
         if not is_forward:
-            self._begin_backward()
+            self._was_backward = True
         elif self._was_backward:
             self._end_pass()
         if self._is_noting:
@@ -163,13 +180,11 @@ class BudgetMode(UnwrappedMode):
 
     def _noted(self, operator: Operator, args: Any, kwargs: Any, *, is_forward: bool) -> Any:
         """Make a call, and note how it makes contents."""
-        contents, passes, func, kind = self.contents, self.passes, operator.function, operator.kind
+        contents, func, kind = self.contents, operator.function, operator.kind
         number = self.counts.calls
         if number % _FORGET_EVERY == 0:
             contents.forget()
         need = operator.need(args, kwargs)
-        passes.before_call(need)
-        read = None if passes.trace is None else passes.trace.read(args, kwargs)
         is_remade = (is_forward or torch.is_grad_enabled()) and kind not in (FOREIGN, ONCE)
         state_bytes = STATE_BYTES["cpu"] if is_remade and operator.draws else 0
         generators = None
@@ -181,7 +196,6 @@ class BudgetMode(UnwrappedMode):
         written = operator.written(args, kwargs)
         if need is None:
             returned, need = self._first_call(operator, args, kwargs, written)
-            passes.learned(need)
             seconds = need.seconds
         else:
             if contents.upper_bytes + need.peak_bytes > self._watch_bytes:
@@ -195,11 +209,9 @@ class BudgetMode(UnwrappedMode):
         if is_remade or written:
             call = Call(number, func, seconds, need.peak_bytes + state_bytes, generators)
             if written:
-                passes.made(contents.note_writes(call if is_remade and kind == WRITES else None, args, kwargs, written))
+                contents.note_writes(call if is_remade and kind == WRITES else None, args, kwargs, written)
             if is_remade and kind != WRITES:
-                passes.made(contents.note(call, args, kwargs, returned))
-        if read is not None:
-            passes.traced(str(func), need, seconds, read, written, returned)
+                contents.note(call, args, kwargs, returned)
         return returned
 
     def _first_call(self, operator: Operator, args: Any, kwargs: Any, written: list[torch.Tensor]) -> tuple[Any, Need]:
@@ -238,27 +250,61 @@ class BudgetMode(UnwrappedMode):
         outer, contents.running = contents.running, None
         try:
             with self._turn.of(saved, "backward after memfit.eager's block", may_nest=True):
-                self._begin_backward()
+                self._was_backward = True
                 return contents.unpack(saved)
         finally:
             contents.running = outer
 
-    def _begin_backward(self) -> None:
-        if not self._was_backward:
-            self._was_backward = True
-            self.passes.begin_backward()
+    def _aim(self, aim_bytes: int) -> None:
+        self._aim_bytes = aim_bytes
+        self.contents.stranded_bytes = self._last_stream.stranded_bytes
+        unusable_bytes = _RESERVE_BYTES[self._device.type] + self.contents.stranded_bytes
+        self.contents.budget_bytes = aim_bytes - unusable_bytes
+
+    def follow_stream(self, *_: Any) -> None:
+        """Leave out of the budget what torch's allocator keeps for other streams than the current one."""
+        self._last_stream.follow(follows_thread=False)
+        self._aim(self._aim_bytes)
+        self._watch_bytes = min(self._watch_bytes, self.contents.budget_bytes)
+
+    def _open(self) -> None:
+        """Begin to measure a pass, where an allocator takes more than is live."""
+        self._window = record(self._device) if self._contract is not None else None
+        self._usage = self._window.__enter__() if self._window is not None else None
+
+    def _close(self) -> Usage | None:
+        window, usage, self._window = self._window, self._usage, None
+        if window is not None:
+            window.__exit__(None, None, None)
+        return usage
+
+    def _judge(self) -> None:
+        """Leave the allocator as much of the budget as the last pass has shown to be unused in its pages."""
+        usage, contract = self._close(), self._contract
+        if usage is not None and contract is not None:
+            live_bytes = usage.start_bytes + usage.peak_bytes
+            taken = Taken(taken_bytes=max(live_bytes, usage.reserved_bytes or 0), live_bytes=live_bytes)
+            verdict = contract.judge(self._standing, taken, self._aim_bytes)
+            if isinstance(verdict, Aim) and (verdict.aim_bytes > self._aim_bytes) == verdict.is_larger:
+                self._standing.replace_plan(is_least=False, is_most=not self._may_grow)
+                half = (verdict.aim_bytes + self._aim_bytes) // 2  # what is unused does not grow evenly
+                self._aim(half if verdict.is_larger else verdict.aim_bytes)
+                if not verdict.is_larger:
+                    empty_cache(self._device)
+        self._open()
 
     def _end_pass(self) -> None:
         """Begin another pass: what autograd held of the last one is gone."""
         self._was_backward = False
+        self._judge()
         self.counts.passes += 1
-        self.passes.end()
+        self.passes.end(self.counts.again_seconds)
         self.contents.forget()
         is_quiet = self._watch_bytes < self.contents.budget_bytes and not self.contents.kept
         self._quiet_passes = self._quiet_passes + 1 if is_quiet else 0
         self._watch_bytes = self._calm_bytes()
         self._set_noting(is_wanted=self._quiet_passes < _QUIET_PASSES)
-        self.passes.begin(is_noted=self._is_noting)
+        self.passes.begin(self.counts.again_seconds, is_noted=self._is_noting)
 
     def _calm_bytes(self) -> int:
         """Return the bytes below which a pass stays quiet."""
@@ -289,18 +335,6 @@ class BudgetMode(UnwrappedMode):
         if makes_room:
             contents.make_room(need_bytes, what)
 
-    @contextmanager
-    def _hooks_aside(self) -> Iterator[None]:
-        """Take the hooks off inside the block, if they are the innermost ones: what is saved there stays."""
-        are_innermost = self._is_noting and default_saved_hooks() == (self._hooks.pack_hook, self._hooks.unpack_hook)
-        if are_innermost:
-            self._hooks.__exit__()
-        try:
-            yield
-        finally:
-            if are_innermost:
-                self._hooks.__enter__()
-
     def _set_noting(self, *, is_wanted: bool) -> bool:
         """Note calls and what autograd saves from here on, or no longer, and return whether it is now as wanted.
 
@@ -317,7 +351,7 @@ class BudgetMode(UnwrappedMode):
                 self._hooks.__enter__()
             except RuntimeError:  # inside of torch.func
                 return False
-            self.passes.note_from_here()
+            self.passes.way = Way.POLICY
         else:
             self._hooks.__exit__()
             self.contents.sources = Sources()

@@ -106,10 +106,10 @@ class Needs:
             freed_within: returns the bytes that were freed so far to make room for calls while they ran.
         """
         freed_bytes = -freed_within()
-        began = _now(self.device)
+        began = now(self.device)
         with uncollected(), record(self.device) as usage:
             returned = function(*args, **kwargs)
-        seconds = _now(self.device) - began
+        seconds = now(self.device) - began
         freed_bytes += freed_within()
         peak_bytes = usage.peak_bytes + freed_bytes
         result_bytes = max(0, usage.end_bytes - usage.start_bytes + freed_bytes)
@@ -312,7 +312,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Return the seconds of the clock, once the device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

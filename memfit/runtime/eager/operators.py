@@ -89,7 +89,7 @@ class Operator:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has a storage of its own that can be let go and made again."""
+    """Return whether a tensor has a storage of its own that can be freed and recomputed."""
     is_plain = tensor.layout is torch.strided and not tensor.is_nested and type(tensor) in _PLAIN_TYPES
     return is_plain and not is_zero_tensor(tensor)
 

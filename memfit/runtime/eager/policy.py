@@ -1,4 +1,4 @@
-"""What eager mode lets go first where a call does not fit."""
+"""What eager mode frees first where a call does not fit."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from memfit.runtime.eager.kept import Kept
 from memfit.runtime.eager.sources import seconds_to_make
 
 Policy = Callable[[Sequence[Kept], int], Iterable[Kept]]
-"""Gives what may be let go, the best first, from that and the number of the next call; each is let go before the next
+"""Gives what may be freed, the best first, from that and the number of the next call; each is freed before the next
 one is asked for."""
 
 
 def cheap_and_stale(
     free: Sequence[Kept], now: int, seconds_of: Callable[[Kept], float] = lambda kept: seconds_to_make(kept.source)
 ) -> Iterable[Kept]:
-    """Order by cost over bytes and the root of staleness, least first; what cannot be made again is left out.
+    """Order by cost over bytes and the root of staleness, least first; what cannot be recomputed is left out.
 
     That is h of "Dynamic tensor rematerialization" (Kirisame et al. 2021), with measured costs, in which what a
     contents' call lacks itself counts too, and with less weight on staleness: backward reads everything once, so that

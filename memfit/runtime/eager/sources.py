@@ -1,8 +1,8 @@
-"""What eager mode knows of storages: how the contents of each were made, and how they are made again.
+"""What eager mode knows of storages: how the contents of each were made, and how they are recomputed.
 
 Contents are a `Source`: a storage that is written to in place has another Source from then on. Contents that a forward
 pass made under the mode know the call that made them; others (parameters, batches, what backward computes) are never
-made again.
+recomputed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Call:
     Attributes:
         function: the operator.
         args, kwargs: its arguments, with a `View` in the place of each tensor.
-        inputs: what must be there before it can be made again, each once.
+        inputs: what must be there before it can be recomputed, each once.
         number: calls are counted.
         seconds, need_bytes: that it takes.
         generators: the states of the random generators before it, if it draws.
@@ -78,14 +78,13 @@ class Source:
     """Contents of a storage.
 
     Attributes:
-        call: that made them; None for contents that cannot be made again.
+        call: that made them; None for contents that cannot be recomputed.
         place: the position of the tensor among the call's results, or among its arguments if it wrote in place.
         in_place: whether the call wrote over other contents of the storage.
         storage: a weak reference to the storage that holds them; dead if it is gone, None if it was written to since.
         bytes: of the storage.
         used_at: the number of the last call that read them.
         readers: how many calls are known to read them.
-        key: names them in a plan: the position of their call in its pass, and their place.
         host: their copy on the host, if there is one.
     """
 
@@ -96,7 +95,6 @@ class Source:
         "call",
         "host",
         "in_place",
-        "key",
         "place",
         "readers",
         "storage",
@@ -108,7 +106,6 @@ class Source:
         self.bytes = storage.nbytes()
         self.call, self.place, self.in_place = call, place, in_place
         self.used_at = self.readers = 0
-        self.key: tuple[int, int] | None = None
         self.host: OnHost | None = None
         self._held: weakref.ref[Held] | None = None
 
@@ -138,7 +135,7 @@ class Source:
 
 
 class View:
-    """A tensor over a Source. It holds the storage of contents that cannot be made again."""
+    """A tensor over a Source. It holds the storage of contents that cannot be recomputed."""
 
     __slots__ = ("conjugated", "dtype", "held", "negated", "offset", "shape", "source", "stride")
 
@@ -166,14 +163,14 @@ class Sources:
         return found if found is not None and found.live is storage else None
 
     def of(self, storage: torch.UntypedStorage) -> Source:
-        """Return the present contents of a storage; unknown ones cannot be made again."""
+        """Return the present contents of a storage; unknown ones cannot be recomputed."""
         found = self._of.get(storage._cdata)
         if found is None or found.storage is None or found.storage() is not storage:
             found = self._of[storage._cdata] = Source(storage, None, 0)
         return found
 
     def enter(self, storage: torch.UntypedStorage, source: Source) -> None:
-        """Note that a storage holds contents that were made again."""
+        """Note that a storage holds contents that were recomputed."""
         source.storage = weakref.ref(storage)
         self._of[storage._cdata] = source
 
@@ -261,7 +258,7 @@ def seconds_to_make(source: Source) -> float:
     """Return the seconds to make contents again that are there now: their call's, and those of what it lacks.
 
     Returns:
-        infinity if they cannot be made again.
+        infinity if they cannot be recomputed.
     """
     if source.call is None:
         return float("inf")

@@ -1,7 +1,7 @@
 """Absences: the storages that a step does not use around its peak, and four scores by which they leave for the host.
 
 The scores are those of SmartPool's AutoSwap (Zhang et al. 2019, "Efficient Memory Management for GPU-based Deep
-Learning Systems"); see `memfit.planners.published.autoswap`, which optimizes their weights. Planner `offload` starts
+Learning Systems"); see `memfit.papers.planners.autoswap`, which optimizes their weights. Planner `offload` starts
 from the choices that each of them makes.
 """
 

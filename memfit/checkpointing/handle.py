@@ -1,0 +1,92 @@
+"""The handle of a budgeted loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memfit.checkpointing.explaining import Explanation, explained
+from memfit.checkpointing.loop import Loop
+from memfit.checkpointing.policy import to_plain
+from memfit.checkpointing.reporting import Report, SizeReport
+
+
+class Checkpointed:
+    """What `memfit.checkpoint` returns: the handle of a budgeted loop, and a `with` block that closes it."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def __enter__(self) -> Checkpointed:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._loop.close(is_judged=raised[0] is None)
+
+    def report(self) -> Report:
+        """Return what was taken, window by window, and what is kept for each size.
+
+        A step ends where the next one begins, so that the last one is left out; `end_step` ends it.
+        """
+        loop = self._loop
+        contract = loop.contract
+        return Report(
+            budget_bytes=contract.budget_bytes if contract is not None and contract.is_resolved else None,
+            blocks=tuple(loop.blocks),
+            windows=tuple(loop.history.latest),
+            count=loop.history.count,
+            lean=loop.history.lean,
+            over=loop.history.over,
+            most_bytes=loop.history.most_bytes,
+            sizes=tuple(
+                SizeReport(
+                    numel=shape.numel,
+                    kind=shape.kind,
+                    plans=shape.standing.plans,
+                    planned=shape.planned,
+                    most_bytes=shape.standing.worst_bytes,
+                )
+                for shape in loop.plans.shapes.values()
+                if shape.planned is not None
+            ),
+        )
+
+    def explain(self) -> list[Explanation]:
+        """Return for each size what takes the most in its steps, and what other budgets would change; as text, too.
+
+        A policy that was given has no budget, and none is explained.
+        """
+        loop = self._loop
+        contract = loop.plans.contract
+        if contract is None or not contract.is_resolved:
+            return []
+        return [
+            explained(shape.planner, shape.planned, shape.numel, contract.budget_bytes)
+            for shape in loop.plans.shapes.values()
+            if shape.planner is not None and shape.planned is not None
+        ]
+
+    def expect_no_optimizer(self) -> None:
+        """Plan from the second step on, although no optimizer will step; otherwise its state is waited for."""
+        self._loop.expect_no_optimizer()
+
+    def policy(self) -> dict[str, dict[str, Any]]:
+        """Return the present policy as plain data: batch size -> block -> `none`, `full`, or the operators kept."""
+        shapes = [shape for shape in self._loop.plans.shapes.values() if shape.planned is not None]
+        shapes.sort(key=lambda shape: shape.lean.given_bytes if shape.lean is not None else 0)  # the largest one counts
+        return to_plain({(s.numel, s.kind): s.planned.rules for s in shapes if s.planned is not None})
+
+    def end_step(self) -> None:
+        """End the present step here, and not at the next call of the model: after the last one, before a report.
+
+        Raises:
+            BudgetNotHeldError: it took too much.
+        """
+        self._loop.end()
+
+    def freeze(self) -> None:
+        """Keep the policy of the largest batch from now on, and measure no more: the model can then be compiled."""
+        self._loop.freeze()
+
+    def close(self) -> None:
+        """End the budget, and leave the model as it was before."""
+        self._loop.close()

@@ -1,0 +1,396 @@
+"""What a block's forward pass reads that is no tensor of its graph, held as it was for the second forward pass.
+
+The first forward pass may change it, and so may the loop, until backward computes the block again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memfit.capture.code_reads import is_own
+from memfit.capture.copies import ATOMS, MISSING, is_same
+from memfit.capture.discovery import MODULE_NAMES
+from memfit.checkpointing.reached import FoundInValues, Reach, ReachedPlace, is_exchanged, may_change
+from memfit.errors import UnsupportedStepError
+from memfit.torch_private.ambient import Ambient
+from memfit.torch_private.sharding import is_sharded
+from memfit.torch_private.tensors import is_freed, is_plain_dense, storage_key, tensors_in
+
+_SMALL_NUMEL = 256  # a buffer of so many elements that is copied although it was not seen to be written to
+_LARGE_BYTES = 1 << 16  # a buffer whose copy is not kept unless the forward pass writes to it
+_MOST_LOOKED_AT = 1000  # entries of a container, for new ones in it
+_GIVEN = "an argument"
+_ATOMS = frozenset(ATOMS)
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """A tensor without a gradient in a table, as it was.
+
+    Attributes:
+        tensor: itself.
+        table, key: where it is.
+        version: the number of writes to it.
+        copy: None if none was made.
+        storage: the key of its storage; 0 if it has none of its own.
+        is_statistic: whether it is one of batch normalization's.
+    """
+
+    tensor: torch.Tensor
+    table: dict[str, Any]
+    key: str
+    version: int
+    copy: torch.Tensor | None
+    storage: int
+    is_statistic: bool = False
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it was written to since."""
+        return self.tensor._version != self.version
+
+
+class Snapshot:
+    """All that a call of a block can read, as it is before the first forward pass.
+
+    Args:
+        reach: what the block reaches.
+        args, kwargs: of the call.
+        copies_all: whether tensors are copied that a forward pass, or the loop after it, may write to.
+    """
+
+    def __init__(
+        self, reach: Reach, args: tuple[Any, ...], kwargs: dict[str, Any], *, copies_all: bool = False
+    ) -> None:
+        self._reach, self._copies_all = reach, copies_all
+        self._ambient = Ambient(is_users_hook)
+        reach.free_replaced()
+        if any(reach.empty):
+            reach.sort_tables()
+        self._tables, self._empty = reach.own, reach.empty
+        self._own = [table.copy() for table in reach.own]
+        self._parameters: list[tuple[torch.Tensor, int, bool, int]] = []  # with version, needs grad, storage
+        self._buffers: list[_Buffer] = []
+        self._digests: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copies: dict[int, torch.UntypedStorage] = {}
+        new = [(f"argument {key} of {reach.name}", value) for key, value in (*enumerate(args), *kwargs.items())]
+        new = [each for each in new if reach.needs_a_look(type(each[1])) and may_change(each[1])]
+        new += self._look_at_own()
+        self._lost = [(each, each.read()) for each in reach.lost]
+        self._places, self._held = reach.places, [place.held() for place in reach.places]
+        positional = {id(value) for value in args}  # whose versions the checkpoint compares itself
+        watched = [(_GIVEN, each) for each in tensors_in((args, kwargs)) if id(each) not in positional]
+        for held in self._held:
+            self._look_into(held, new, watched)
+        if new:
+            found = FoundInValues(new)
+            watched += found.tensors.values()
+            more = found.places(reach.own)
+            self._lost += [(each, each.before) for each in found.lost()]
+            self._places = [*reach.places, *more]
+            self._held += [place.held() for place in more]
+        self._given = [(path, tensor, tensor._version) for path, tensor in watched if not tensor.is_inference()]
+        self._drawn = [(place, place.held()) for place in reach.generators] if copies_all else []
+
+    def _look_at_own(self) -> list[tuple[str, Any]]:
+        """Note the tensors in the module's tables, and return the containers and objects that were not looked into."""
+        new: list[tuple[str, Any]] = []
+        reach = self._reach
+        for table, copy in zip(reach.own, self._own, strict=True):
+            for key in copy.keys() - MODULE_NAMES:
+                value = copy[key]
+                kind = type(value)
+                if kind in _ATOMS:
+                    continue
+                if kind is torch.nn.Parameter:
+                    storage = storage_key(value) if reach.has_storages and value.layout is torch.strided else 0
+                    self._parameters.append((value, value._version, value.requires_grad, storage))
+                elif isinstance(value, torch.Tensor):
+                    self._note_tensor(table, copy, key, value)
+                elif reach.needs_a_look(kind) and reach.is_new(id(table), key, value) and may_change(value):
+                    new.append((f"{reach.name}.{key}", value))
+        return new
+
+    def _note_tensor(self, table: dict[str, Any], copy: dict[str, Any], key: str, value: torch.Tensor) -> None:
+        where = id(table), key
+        is_statistic = where in self._reach.statistics
+        if (is_statistic and not self._copies_all) or is_sharded(value) or value.is_inference():
+            return
+        if value.requires_grad:
+            self._parameters.append((value, value._version, True, 0))
+            if value.grad_fn is not None:  # the graph of an earlier step is not to be held
+                copy[key] = value.detach().requires_grad_()
+            return
+        is_copied = self._copies_all or where in self._reach.written or value.numel() <= _SMALL_NUMEL
+        storage = storage_key(value) if _is_most_of_its_storage(value) else 0
+        kept = self._copy(value, storage) if is_copied and not is_freed(value) else None
+        self._buffers.append(_Buffer(value, table, key, value._version, kept, storage, is_statistic))
+
+    def _copy(self, tensor: torch.Tensor, storage: int) -> torch.Tensor:
+        """Return a copy of a buffer; those of buffers that share memory do so."""
+        if not storage:
+            return tensor.detach().clone()
+        if storage not in self._copies:
+            self._copies[storage] = tensor.untyped_storage().clone()
+        return _over(self._copies[storage], tensor)
+
+    def _look_into(self, held: Any, new: list[tuple[str, Any]], watched: list[tuple[str, torch.Tensor]]) -> None:
+        """Note the tensors in what a place holds, and what was not there when it was looked into."""
+        reach, values = self._reach, held if isinstance(held, list) else [held]
+        if isinstance(held, dict):
+            values = held.values()
+        if len(values) > _MOST_LOOKED_AT:
+            return
+        path = "a container or a variable"
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                watched.append((path, value))
+            elif reach.needs_a_look(type(value)) and id(value) not in reach.seen and may_change(value):
+                new.append((path, value))
+
+    @property
+    def why_never_again(self) -> str:
+        """Why the forward pass since cannot be run again; empty if it can."""
+        path = next((each.path for each, before in self._lost if each.read() != before), "")
+        return path and (
+            f"takes values from {path}, an iterator: computed again, it would take others. Take the value outside of "
+            "the block, and pass it, or name other blocks: memfit.checkpoint(..., blocks=[...])"
+        )
+
+    def end_of_forward(self, read: Set[int], wrote: Set[int]) -> str:
+        """Note what the forward pass has written to, and free large copies of what it has not.
+
+        Args:
+            read, wrote: keys of storages that its operators read and wrote to; version counters miss `.data`.
+
+        Returns:
+            Why the forward pass cannot be run again, and what to do, as a clause; empty if it can.
+        """
+        reach = self._reach
+        for each in self._buffers:
+            where = id(each.table), each.key
+            if each.is_statistic and each.storage in read:
+                reach.statistics.pop(where, None)
+                each.is_statistic = False
+            if each.is_statistic:
+                each.copy = None
+            elif each.is_written or each.storage in wrote:
+                reach.written.add(where)
+            elif each.copy is not None and each.copy.nbytes > _LARGE_BYTES:
+                each.copy = None
+                self._digest(each.tensor)
+        kept = {each.storage for each in self._buffers if each.copy is not None}
+        self._copies = {key: storage for key, storage in self._copies.items() if key in kept}
+        for tensor, *_ in self._parameters:
+            self._digest(tensor)
+        self._note_draws()
+        for tensor, _, _, storage in self._parameters:
+            if storage and (storage in wrote or storage_key(tensor) != storage):
+                return (
+                    f"writes to its parameter {self._key_of(tensor)!r}, or gives it other memory: computed again, it "
+                    "would do so twice. Do it outside of the model, before or after the step, or name other blocks: "
+                    "memfit.checkpoint(..., blocks=[...])"
+                )
+        return self.why_never_again
+
+    def _key_of(self, tensor: torch.Tensor) -> str:
+        pairs = [pair for table in self._own for pair in table.items()]
+        return next((key for key, value in pairs if value is tensor), "a tensor")
+
+    def _digest(self, tensor: torch.Tensor) -> None:
+        """Note a number by which it is seen in a lean pass that the loop has written to a tensor's `.data`.
+
+        On a CPU alone: elsewhere the host would wait for the device.
+        """
+        if tensor.device.type != "cpu":
+            return
+        if is_plain_dense(tensor) and tensor.is_contiguous() and not is_freed(tensor) and self._reach.has_storages:
+            self._digests.append((tensor, _digest_of(tensor)))
+
+    def _note_draws(self) -> None:
+        reach = self._reach
+        changed = [place for place, before in self._drawn if not place.is_equal(before, place.held())]
+        if changed:
+            reach.places = [*reach.places, *changed]
+            reach.generators = [place for place in reach.generators if place not in changed]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Let the block run once more as if nothing had been changed since, and change nothing itself.
+
+        Raises:
+            UnsupportedStepError: a tensor was written to, of which there is no copy.
+        """
+        if self._copies_all:
+            self._note_draws()
+            for each in self._buffers:
+                if each.is_written or _differs(each):
+                    self._reach.written.add((id(each.table), each.key))
+        self._require_there()
+        with self._ambient.again(), self._places_again(), self._flags_again(), self._own_again():
+            yield
+
+    def _require_there(self) -> None:
+        name = self._reach.name
+        for path, tensor, version in self._given:
+            if tensor._version != version:
+                what = "given to it" if path is _GIVEN else f"that it reaches ({path})"
+                raise UnsupportedStepError(
+                    f"a tensor of shape {tuple(tensor.shape)} {what} was written to after block {name!r} began its "
+                    "forward pass, and the block is computed again from it for backward: write to it after backward, "
+                    "or give the block a copy, x.clone()"
+                )
+        for each in self._buffers:
+            if each.copy is None and each.is_written and not each.is_statistic:
+                raise self._written(each.key)
+        for tensor, version, _, storage in self._parameters:
+            if tensor._version != version or (storage and storage_key(tensor) != storage):
+                raise self._written(self._key_of(tensor))
+        for tensor, digest in self._digests:
+            if not torch.equal(_digest_of(tensor), digest):
+                raise self._written(self._key_of(tensor))
+        if self.why_never_again:
+            raise UnsupportedStepError(f"block {name!r} {self.why_never_again}")
+
+    def _written(self, key: str) -> UnsupportedStepError:
+        return UnsupportedStepError(
+            f"{key!r} of a module in block {self._reach.name!r} was written to, or was given other memory, by the "
+            "block or by the loop, after the block began its forward pass, and it is computed again for backward: "
+            "write to it before the model is called or after backward, or put a new tensor in its place, or name other "
+            "blocks: memfit.checkpoint(..., blocks=[...])"
+        )
+
+    @contextmanager
+    def _places_again(self) -> Iterator[None]:
+        places = [*self._places, *(place for place, _ in self._drawn)]
+        before = [*self._held, *(held for _, held in self._drawn)]
+        entry = [place.held() for place in places]
+        _put(places, entry, before)
+        try:
+            yield
+        finally:
+            _put(places, [place.held() for place in places], entry)
+
+    @contextmanager
+    def _flags_again(self) -> Iterator[None]:
+        """Let leaves need a gradient that did, and others not."""
+        changed = [(each, needs) for each, _, needs, _ in self._parameters if each.requires_grad != needs]
+        changed = [pair for pair in changed if pair[0].is_leaf]
+        for each, needs in changed:
+            each.requires_grad_(needs)
+        try:
+            yield
+        finally:
+            for each, needs in changed:
+                each.requires_grad_(not needs)
+
+    @contextmanager
+    def _own_again(self) -> Iterator[None]:
+        tables, entry = self._tables, self._own
+        if any(self._empty):
+            grown = [table for table in self._empty if table]
+            tables, entry = [*tables, *grown], [*entry, *({} for _ in grown)]
+        changed = [
+            place for place, (table, before) in enumerate(zip(tables, entry, strict=True)) if _differ(table, before)
+        ]
+        if changed:
+            entry = entry.copy()
+            for place in changed:
+                before, entry[place] = entry[place], tables[place].copy()
+                _put_entries(tables[place], before)
+        again: dict[int, torch.UntypedStorage] = {}
+        for each in self._buffers:
+            if each.copy is not None and (each.is_written or not self._reach.is_compiled):
+                if each.storage:
+                    again.setdefault(each.storage, each.copy.untyped_storage().clone())
+                each.table[each.key] = _over(again[each.storage], each.copy) if each.storage else each.copy.clone()
+        for (_, key), table in self._reach.statistics.items():
+            buffer = table.get(key)
+            if buffer is not None:
+                table[key] = buffer.detach().clone()
+        try:
+            yield
+        finally:
+            for table, real in zip(tables, entry, strict=True):
+                if _differ(table, real):
+                    _put_entries(table, real)
+            for table in self._empty:
+                if table and not any(table is each for each in tables):
+                    _put_entries(table, {})
+
+
+def _is_most_of_its_storage(tensor: torch.Tensor) -> bool:
+    """Return whether the storage of a tensor may be copied for it: it is small, or holds little else."""
+    return is_plain_dense(tensor) and tensor.untyped_storage().nbytes() <= max(_LARGE_BYTES, 2 * tensor.nbytes)
+
+
+def _differs(each: _Buffer) -> bool:
+    """Return whether a buffer on a CPU holds other values than its copy."""
+    is_read = each.copy is not None and each.storage and each.copy.device.type == "cpu"
+    return bool(is_read) and not torch.equal(each.copy, each.tensor)  # pyright: ignore[reportArgumentType]
+
+
+def _over(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the form of another one over a storage."""
+    found = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return found.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    kind = kinds.get(tensor.element_size(), torch.uint8)
+    return tensor.detach().view(kind).sum() if tensor.dim() else tensor.detach().view(1).view(kind).sum()
+
+
+def _differ(table: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two tables hold other objects, or by other keys, or in another order."""
+    if len(table) != len(other):
+        return True
+    return not (all(map(operator.is_, table.values(), other.values())) and [*table] == [*other])
+
+
+def _put(places: Sequence[ReachedPlace], now: Sequence[Any], wanted: Sequence[Any]) -> None:
+    for place, present, value in zip(places, now, wanted, strict=True):
+        if not place.is_equal(present, value):
+            place.put(value)
+
+
+def _put_entries(table: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Let a table of a module hold what it did, without what libraries exchange in it."""
+    for key in [*wanted, *(table.keys() - wanted.keys())]:
+        now, value = table.get(key, MISSING), wanted.get(key, MISSING)
+        if is_same(now, value) or _is_librarys(now) or _is_librarys(value) or _is_one_memory(now, value):
+            continue
+        if value is MISSING:
+            del table[key]
+        else:
+            table[key] = value
+
+
+def _is_librarys(value: Any) -> bool:
+    """Return whether a value is a stand-in of memfit's, or a parameter that FSDP or DeepSpeed puts there."""
+    if isinstance(value, torch.Tensor):
+        return is_sharded(value) or is_exchanged(value)
+    return value is not MISSING and type(value).__module__.startswith("memfit.")
+
+
+def _is_one_memory(now: Any, value: Any) -> bool:
+    """Return whether two tensors are the same elements, as FSDP makes views of its flat parameter for each pass."""
+    if not (isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)):
+        return False
+    is_alike = now.requires_grad == value.requires_grad and now.shape == value.shape
+    if not (is_alike and is_plain_dense(now) and is_plain_dense(value)):
+        return False
+    return now.data_ptr() == value.data_ptr() != 0 and now.stride() == value.stride()
+
+
+def is_users_hook(hook: Any) -> bool:
+    """Return whether a hook of saved tensors is of the user's own code, which may change what it is given."""
+    code = getattr(hook, "__code__", None)
+    return code is not None and is_own(code.co_filename)

@@ -1,0 +1,294 @@
+"""A training step that is no graph, within its budget by torch's own checkpoints: what `fit` makes of such a step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from memfit.capture import TrainingStep
+from memfit.capture.placement import step_device
+from memfit.capture.step_check import require_training_context
+from memfit.checkpointing.blocks import NO_BLOCKS, find_all
+from memfit.checkpointing.explaining import Explanation
+from memfit.checkpointing.handle import Checkpointed
+from memfit.checkpointing.loop import Loop
+from memfit.checkpointing.reporting import Report
+from memfit.errors import (
+    BudgetNotHeldError,
+    GraphBreakError,
+    InfeasibleBudgetError,
+    InvalidOptionError,
+    UnsupportedStepError,
+)
+from memfit.memory.contract import FIRM, Contract
+from memfit.planners.registry import MIRROR_OPTION
+from memfit.planning import Settings
+from memfit.runtime.backward_updates import run_updating, updates_in_backward
+from memfit.runtime.measure import measure_step, measured_eager_peak, resident_bytes
+from memfit.runtime.measured import Measured
+from memfit.runtime.state import generators_of, left_as_it_was
+from memfit.runtime.turns import turn_for
+from memfit.runtime.uncopied import Uncopied
+from memfit.runtime.verify import difference_of_eager, first_difference, require_same
+from memfit.runtime.what_is_left import saying_what_is_left
+from memfit.simulate.overlap import Transfers
+from memfit.system.budget import format_bytes, parse_budget
+from memfit.system.recorder import page_bytes
+from memfit.torch_private.modules import own_tensors, uncompiled
+from memfit.torch_private.tensors import bytes_in
+
+_log = logging.getLogger("memfit")
+
+_SETTLING_STEPS = 5  # two are lean, the third one is planned, and the fourth one corrected
+_OF_GRAPHS = ("plan", "plans", "captured", "source", "bounds")
+
+
+class CheckpointedStep(Uncopied):
+    """A training step whose Python code depends on a tensor's value; called like a `PlannedStep`.
+
+    All of it runs as eager does, under `memfit.checkpoint`: whole blocks or parts of them are computed again. Each
+    parameter is updated as soon as its gradient is there, where that gives eager's bits. Checkpoints are there in calls
+    of the step alone.
+
+    Args:
+        step: the training step.
+        settings: a budget, of which a percentage is a share of the measured peak of an eager step.
+        broken: the error that names the line.
+
+    Attributes:
+        step: the TrainingStep that is carried out.
+        settings: the budget, in bytes.
+        line: the user's line that depends on a tensor's value.
+        device: the device that the step runs on.
+        generators: torch's generators that model and loss hold.
+        plan_seconds: that the first plans took, with the steps that they were made from.
+
+    Raises:
+        InfeasibleBudgetError: the plan that takes the least takes more than the budget.
+        InvalidOptionError: what only a graph can have is asked for: a hard budget, an arena, mirror marks.
+        UnsupportedStepError: the loss calls parts of the model by themselves.
+    """
+
+    def __init__(self, step: TrainingStep, settings: Settings, broken: GraphBreakError) -> None:
+        self.step, self.line = step, broken.line
+        self.device = step_device(step.model, step.batch)
+        self._refuse_for_graphs(settings)
+        eager_bytes = 0 if settings.is_in_bytes else measured_eager_peak(step, self.device)
+        self.settings = settings.within(parse_budget(settings.budget, eager_bytes))
+        self._updates_in_backward = updates_in_backward(step)
+        model = uncompiled(step.model)
+        contract = Contract(self.budget_bytes, page_bytes=page_bytes(self.device), is_firm=settings.budget_is == FIRM)
+        self._loop = Loop(
+            step.model,
+            partial(find_all, model, None),
+            contract,
+            self.device,
+            may_chain=True,
+            host_budget_bytes=settings.host_budget_bytes,
+            host_dir=settings.host_dir,
+        )
+        self._loop.is_paused = True
+        self._loop.expect_no_optimizer()
+        self.generators = generators_of(step)
+        self._most_state_bytes = 0
+        began = time.perf_counter()
+        try:
+            with turn_for(step, self.device, "memfit.fit"):
+                self._settle()
+                with self._unjudged():
+                    self._require_eagers_bits()
+        except BaseException:
+            self.close()
+            raise
+        self.plan_seconds = time.perf_counter() - began
+        _log.warning(
+            "memfit: %s: the step depends on the value of a tensor, and is no graph; it runs under memfit.checkpoint, "
+            "which computes blocks again: step.report() says which",
+            self.line,
+        )
+
+    def _refuse_for_graphs(self, settings: Settings) -> None:
+        given = {
+            "hard=True": settings.hard,
+            "cuda_graph=True": settings.cuda_graph,
+            "arena=True": settings.arena,
+            "options={'mirror': ...}": MIRROR_OPTION in settings.options,
+        }
+        for text, is_given in given.items():
+            if is_given:
+                raise InvalidOptionError(
+                    f"{self.line}: the step depends on the value of a tensor, so that it is no graph and runs under "
+                    f"memfit.checkpoint, and {text} is for graphs; leave it out, or move that line out of the model"
+                )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        what = " is no graph, and has no plan of its storages; use step.report(), step.explain()"
+        raise AttributeError(
+            f"{type(self).__name__} has no attribute {name!r}"
+            + (f": the step depends on the value of a tensor ({self.line}),{what}" if name in _OF_GRAPHS else "")
+        )
+
+    def _settle(self) -> None:
+        """Run the step on its batch until a plan has held; all is put back.
+
+        Raises:
+            InfeasibleBudgetError: no plan holds.
+        """
+        self._loop.warnings.are_on = False
+        with left_as_it_was(self.step, self.generators):
+            try:
+                for number in range(_SETTLING_STEPS):
+                    if number == 1:  # the first step makes the optimizer's state, which later ones find
+                        self._loop.plans.shapes.clear()
+                    self._run(self.step.batch)
+                    if self.step.optimizer is None:  # its gradients stay, and the next step is to make them again
+                        self.step.model.zero_grad(set_to_none=True)
+            except BudgetNotHeldError as error:
+                least_bytes = self.budget_bytes + error.over_bytes
+                without = "" if self._loop.blocks else f"; {NO_BLOCKS}"
+                raise InfeasibleBudgetError(
+                    f"{self.line}: the step depends on the value of a tensor, and runs under memfit.checkpoint, which "
+                    f"needs at least {format_bytes(least_bytes)} ({least_bytes} bytes), more than the budget of "
+                    f"{format_bytes(self.budget_bytes)}: raise the budget to {least_bytes} bytes, or make the batch "
+                    f"smaller{without}",
+                    least_budget_found_bytes=least_bytes,
+                    least_budget_bound_bytes=0,
+                ) from error
+            finally:
+                self._loop.warnings.are_on = True
+            self._most_state_bytes = self._state_bytes()
+        if not self._loop.history.count:
+            raise UnsupportedStepError(
+                f"{self.line}: the step depends on the value of a tensor, and the loss does not call the model itself, "
+                "so that memfit.checkpoint does not see where a step begins; call model(...) in the loss, or use "
+                "memfit.eager"
+            )
+
+    def _require_eagers_bits(self) -> None:
+        """Update after backward if updates in it give other bits; refuse the step if that does not help.
+
+        Raises:
+            UnsupportedStepError: the bits are not those of eager.
+        """
+        try:
+            difference = first_difference(self, self.step.batch)
+            if difference is not None and self._updates_in_backward:
+                self._updates_in_backward = False
+                difference = first_difference(self, self.step.batch)
+            if difference is None:
+                return
+            eager_difference = difference_of_eager(self, self.step.batch)
+        except torch.OutOfMemoryError:
+            _log.warning("memfit: %s: the step is not compared with eager: there is no room for it", self.line)
+            return
+        if eager_difference is None:
+            raise UnsupportedStepError(
+                f"{self.line}: the step depends on the value of a tensor, and computing its blocks again gives other "
+                f"bits than eager, first in {difference}; use memfit.eager"
+            )
+        _log.warning("memfit: two eager steps differ in %s, so that nothing can be compared", eager_difference)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget in bytes."""
+        return int(self.settings.budget)
+
+    @property
+    def corrections(self) -> tuple[()]:
+        """None: plans that were corrected are counted in `report()`."""
+        return ()
+
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """None: user code runs as it is, and what it closes over is not known."""
+        return ()
+
+    @property
+    def held_bytes(self) -> int:
+        """Nothing is held between calls, beside the residents."""
+        return 0
+
+    @property
+    def transfers(self) -> Transfers:
+        """None are noted."""
+        return Transfers()
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """Run one step on `batch`; return the loss, detached.
+
+        Raises:
+            UnsupportedStepError: the call is inside torch.no_grad or torch.autocast, or another thread runs a planned
+                step on the device.
+            BudgetNotHeldError: the step took more than a firm budget, and no plan takes less; the step is complete.
+        """
+        with turn_for(self.step, self.device, "the planned step", self):
+            require_training_context("the step was called", self.step)
+            with saying_what_is_left(*own_tensors(self.step.model), self.step.optimizer):
+                return self._run(batch)
+
+    def _run(self, batch: Any) -> torch.Tensor:
+        if self.device.type == "cpu":  # a GPU is shared with all that the process has on it
+            self._loop.other_bytes = max(0, self._loop.live_bytes() - resident_bytes(self, batch))
+        self._loop.bytes_to_come = max(0, self._most_state_bytes - self._state_bytes())
+        self._loop.is_paused = False
+        try:
+            loss = run_updating(self.step, batch) if self._updates_in_backward else self.step.run_eager(batch)
+            self._loop.end()
+        except BaseException:
+            self._loop.discard()
+            raise
+        finally:
+            self._loop.is_paused = True
+        return loss
+
+    def _state_bytes(self) -> int:
+        """Return the bytes of the optimizer's state on the device."""
+        states = self.step.optimizer.state.values() if self.step.optimizer is not None else ()
+        tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return bytes_in([tensor for tensor in tensors if tensor.device.type == self.device.type])
+
+    @contextmanager
+    def _unjudged(self) -> Generator[None]:
+        """Let the plan stay in this block: copies of the state are on a CPU, too."""
+        self._loop.is_judging = False
+        try:
+            yield
+        finally:
+            self._loop.is_judging = True
+
+    def wait_for_searches(self, timeout_seconds: float | None = None) -> bool:
+        """Return True: no plan is searched behind a step."""
+        del timeout_seconds
+        return True
+
+    def verify(self, batch: Any = None) -> None:
+        """As `PlannedStep.verify`, from the present state alone."""
+        with turn_for(self.step, self.device, "`verify`"), self._unjudged():
+            require_same(self, self.step.batch if batch is None else batch, is_recorded=False)
+
+    def measure(self, batch: Any = None, *, repeats: int = 3) -> Measured:
+        """As `PlannedStep.measure`."""
+        with turn_for(self.step, self.device, "`measure`"), self._unjudged():
+            return measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
+
+    def report(self) -> Report:
+        """Return what steps took, and what is kept, as the handle of `memfit.checkpoint` does."""
+        return Checkpointed(self._loop).report()
+
+    def explain(self) -> list[Explanation]:
+        """Return what takes the most, and what other budgets would change: see `memfit.checkpoint`."""
+        return Checkpointed(self._loop).explain()
+
+    def policy(self) -> dict[str, dict[str, Any]]:
+        """Return the present policy as plain data, as the handle of `memfit.checkpoint` does."""
+        return Checkpointed(self._loop).policy()
+
+    def close(self) -> None:
+        """End the budget, and leave the model as it was before."""
+        self._loop.close(is_judged=False)

@@ -1,0 +1,147 @@
+"""Options: how plans are searched and steps are run, with one help text for each.
+
+Doors take them as keyword arguments; the command line and the docs have their texts from here, and defaults are those
+of `Settings`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypedDict, get_type_hints
+
+from memfit.errors import InvalidOptionError
+from memfit.plan import Progress
+from memfit.planning import Settings
+from memfit.system.budget import parse_host_budget
+from memfit.system.spill_file import parse_host_dir
+
+
+class SearchOptions(TypedDict, total=False):
+    """How plans are searched, and what they may use."""
+
+    planner: Annotated[str, "one of `memfit planners`"]
+    options: Annotated[Mapping[str, object] | None, "of the planner, and `mirror`: see `memfit.mirror`"]
+    time_limit_seconds: Annotated[float, "how long each search of a plan may take"]
+    seed: Annotated[int, "the same seed and the same limits give the same plan"]
+    host_budget: Annotated[
+        str | int,
+        "the bytes that storages may be offloaded to, as text or an integer: host memory for a step on a GPU, which is "
+        "pinned, so that no other program can use it meanwhile; a file for a step on a CPU. The default 0 offloads "
+        "nothing. A given `plan` has a host budget of its own; it is refused if it needs more than this one",
+    ]
+    host_dir: Annotated[
+        Path | str | None,
+        "a directory on the disk that a CPU offloads to; by default the system's temporary one. The file has no name "
+        "there, and is gone with the process",
+    ]
+    budget_is: Annotated[
+        str,
+        "`firm`: a step that took more than the budget is an error where three corrections of its plan have not "
+        "helped, or no plan fits what it took; `soft`: it is a warning",
+    ]
+
+
+class FunctionOptions(SearchOptions, total=False):
+    """Options of `memfit.fit_function`."""
+
+    hard: Annotated[
+        bool,
+        "on a GPU, cap the process at the budget while a step runs, so that an allocation beyond it fails. Steps run "
+        "first until two in a row keep the budget, and leave no trace",
+    ]
+    on_stage: Annotated[Callable[[str], None] | None, "called with the name of each stage when it begins"]
+    progress: Annotated[Callable[[Progress], None] | None, "called by the planner while it searches"]
+
+
+class FitOptions(FunctionOptions, total=False):
+    """Options of `memfit.fit`."""
+
+    arena: Annotated[
+        bool | None,
+        "serve the requests of each call from one block of memory, in which the plan gives each storage and each "
+        "workspace its address before the step runs; see `memfit.arena`. None does so on CUDA wherever it can be done. "
+        "Where it cannot, torch's allocator gets expandable segments, unless its settings say otherwise, and the plan "
+        "is made for what that takes; `step.memory` says which it is, and why. True is refused then",
+    ]
+    carry_over: Annotated[
+        bool,
+        "plan a batch of another size from the plans of the sizes that were there before, where one fits; False "
+        "searches a plan for each size. Only for planners that search",
+    ]
+    search_behind: Annotated[bool, "search such plans further on a thread while steps run, and run what is found"]
+    cuda_graph: Annotated[
+        bool,
+        "on a GPU, capture the step as a CUDA graph once its plan is proved, and replay it from then on: the host then "
+        "launches one graph in place of each kernel. Refused in one line where it cannot be done right (see 'CUDA "
+        "graphs' in the docs on the arena). Before the graph is used, two replays are compared with two planned steps, "
+        "bit by bit",
+    ]
+
+
+class CompileOptions(SearchOptions, total=False):
+    """Options of `memfit.compile`, and beside `budget` of `torch.compile(backend="memfit")`; None is a default."""
+
+    reserve: Annotated[
+        str | int | None,
+        "bytes that will be taken later, if no optimizer is given; by default the bytes of Adam's state",
+    ]
+    kernels: Annotated[
+        str, "`eager`: those that eager calls, to the bit; `inductor`: generated, as `torch.compile` does"
+    ]
+    backward_autocast: Annotated[
+        bool, "whether the loop calls `backward` inside `torch.autocast`, which torch advises against"
+    ]
+
+
+def help_texts(record: type) -> dict[str, str]:
+    """Return the help text of each option of a record, by its name.
+
+    >>> help_texts(FitOptions)["planner"]
+    'one of `memfit planners`'
+    """
+    hints = get_type_hints(record, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items()}
+
+
+def require_options(given: Mapping[str, Any], record: type, where: str) -> None:
+    """Raise InvalidOptionError if an option is given that a record does not have.
+
+    Args:
+        given: option -> value.
+        record: one of this file.
+        where: begins the message.
+    """
+    known = help_texts(record)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise InvalidOptionError(f"{where}: option {name!r} does not exist{meant}; there are {', '.join(known)}")
+
+
+def settings_from(budget: str | int, given: Mapping[str, Any]) -> Settings:
+    """Return the settings that options of a record ask for; None is the default of each.
+
+        >>> settings_from("6GiB", {"seed": 3, "host_budget": "1GiB"}).host_budget_bytes
+        1073741824
+
+    Args:
+        budget: as text or in bytes.
+        given: option -> value; those that say nothing of plans are left out.
+
+    Raises:
+        InvalidOptionError, InvalidBudgetError: a value that cannot be read.
+    """
+    chosen = {name: value for name, value in given.items() if value is not None and name in _OF_SETTINGS}
+    return Settings(
+        budget=budget,
+        host_budget_bytes=parse_host_budget(given.get("host_budget")),
+        host_dir=parse_host_dir(given.get("host_dir")),
+        stops_on_interrupt=True,
+        **chosen,
+    )
+
+
+_OF_SETTINGS = set(help_texts(FitOptions)) - {"host_budget", "host_dir"}

@@ -1,1 +1,0 @@
-"""The packers that papers published."""

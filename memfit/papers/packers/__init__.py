@@ -1,0 +1,1 @@
+"""Packers as papers and frameworks published them."""

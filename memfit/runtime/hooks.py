@@ -1,0 +1,71 @@
+"""Hooks on the model, which a copy of the model does not have."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Hook:
+    """A hook on the model, which a copy of the model does not have.
+
+    Args:
+        call: what it calls.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *given: Any) -> Any:
+        return self.call(*given)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return getattr, (_Nothing, "nothing")
+
+
+class WeakHook(Hook):
+    """A hook on what outlives the object that it calls, such as all optimizers, and does not keep that object alive.
+
+    Args:
+        call: a method.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        reference = weakref.WeakMethod(call)
+
+        def called(*given: Any) -> Any:
+            method = reference()
+            return None if method is None else method(*given)
+
+        super().__init__(called)
+
+
+class _Nothing:
+    @staticmethod
+    def nothing(*_: Any) -> None:
+        return None
+
+
+_nothing = _Nothing.nothing
+
+
+class Awaited:
+    """A hook on what the model has returned: as long as it exists, a backward pass may begin there.
+
+    Args:
+        begins: called with it when one does.
+    """
+
+    __slots__ = ("__weakref__", "_begins")
+
+    def __init__(self, begins: Callable[[Awaited], None]) -> None:
+        self._begins = begins
+
+    def __call__(self, _gradient: torch.Tensor) -> None:
+        self._begins(self)

@@ -1,0 +1,121 @@
+"""What torch computes by beside the tensors: settings of the process, modes of the thread, hooks of saved tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils._device
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
+
+from memfit.torch_private.autograd import UnwrappedMode, default_saved_hooks, no_modes
+
+_C: Any = torch._C
+_CUDA: Any = torch.backends.cuda
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_CUDA.flash_sdp_enabled, _CUDA.enable_flash_sdp),
+    (_CUDA.mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp),
+    (_CUDA.math_sdp_enabled, _CUDA.enable_math_sdp),
+    (_CUDA.cudnn_sdp_enabled, _CUDA.enable_cudnn_sdp),
+    (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
+    *(
+        (partial(_C._get_fp32_precision_getter, *where), partial(_C._set_fp32_precision_setter, *where))
+        for where in (("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
+    ),  # the older ways raise once one of these was set
+    (
+        lambda: (_C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()),
+        lambda pair: torch.use_deterministic_algorithms(pair[0], warn_only=pair[1]),
+    ),
+    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+)
+
+
+class Ambient:
+    """What a forward pass runs under, so that it can run under the same once more, in backward.
+
+    Args:
+        is_own: returns whether hooks of saved tensors are the user's, so that what they change reaches the gradients.
+    """
+
+    __slots__ = ("_dispatch_modes", "_function_modes", "_hooks", "_settings")
+
+    def __init__(self, is_own: Callable[[Any], bool]) -> None:
+        self._settings = [read() for read, _ in _SETTINGS]
+        self._function_modes = _get_current_function_mode_stack() if _C._len_torch_function_stack() else []
+        self._dispatch_modes = _get_current_dispatch_mode_stack() if _C._len_torch_dispatch_stack() else []
+        hooks = default_saved_hooks()
+        self._hooks = hooks if hooks is not None and is_own(hooks[0]) else None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Let the block run under the same.
+
+        Modes of torch itself are left out: they count and log, and have done so the first time.
+        """
+        now = [read() for read, _ in _SETTINGS]
+        if now == self._settings and not (self._function_modes or self._dispatch_modes or self._hooks):
+            yield
+            return
+        with ExitStack() as stack:
+            for (_, write), before, present in zip(_SETTINGS, self._settings, now, strict=True):
+                if before != present:
+                    write(before)
+                    stack.callback(write, present)
+            for mode in _missing(self._function_modes, _get_current_function_mode_stack):
+                _push_mode(mode)
+                stack.callback(_pop_mode)
+            for mode in _missing(self._dispatch_modes, _get_current_dispatch_mode_stack):
+                _push_dispatch_mode(mode)
+                stack.callback(_pop_dispatch_mode)
+            inner = default_saved_hooks()
+            if self._hooks is not None and inner is not None:
+                pack = partial(_packed_and_unpacked, *self._hooks, inner[0])
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, inner[1]))
+            yield
+
+
+def saved_as_they_are(is_own: Callable[[Any], bool]) -> AbstractContextManager[Any]:
+    """Return a context in which tensors are saved for backward as they are, whatever hooks of the user's are on.
+
+    Args:
+        is_own: see `Ambient`.
+    """
+    hooks = default_saved_hooks()
+    if hooks is None or not is_own(hooks[0]):
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+
+
+def _itself(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def _missing(modes: list[Any], present: Callable[[], list[Any]]) -> list[Any]:
+    if not modes:
+        return []
+    ids = set(map(id, present()))
+    return [mode for mode in modes if id(mode) not in ids and _changes_results(mode)]
+
+
+def _changes_results(mode: Any) -> bool:
+    """Return whether a mode is the user's, or says on which device tensors are made."""
+    if isinstance(mode, UnwrappedMode):
+        return False
+    return not type(mode).__module__.startswith("torch.") or isinstance(mode, torch.utils._device.DeviceContext)
+
+
+def _packed_and_unpacked(
+    pack: Callable[..., Any], unpack: Callable[..., Any], inner: Callable[..., Any], tensor: torch.Tensor
+) -> Any:
+    with no_modes():  # the first forward pass did not see these ops
+        back = unpack(pack(tensor))
+    return inner(back)
