@@ -20,7 +20,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile
 # Budgets of memfit.checkpoint count all memory of the process: its tests run in processes without others.
 APART := --ignore-glob "*/test_checkpoint*.py"
 # Once, for all processes of the tests; they are found by a hash of their sources.
-COMPILE_LIBRARIES := from memfit.runtime.arena.library import load_arena_library as load; \
+COMPILE_LIBRARIES := from memfit.memory.arena.library import load_arena_library as load; \
 	from memfit.system.recorder import allocated_bytes; load('cuda'); allocated_bytes('cpu')
 
 .DELETE_ON_ERROR:

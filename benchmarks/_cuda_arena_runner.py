@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 import memfit
-from memfit.runtime.arena.arena import Arena
-from memfit.runtime.step import PlannedStep
+from memfit.memory.arena.arena import Arena
+from memfit.step.step import PlannedStep
 
 KIB, MIB = 1 << 10, 1 << 20
 STREAMS = 3

@@ -20,7 +20,7 @@ from _eager_loops import LOOPS, made, train
 from _plain_dtr import make_plain
 
 import memfit
-from memfit.runtime.eager.eager import Report, bytes_of_tensors
+from memfit.eager_mode.eager import Report, bytes_of_tensors
 from memfit.system.recorder import allocated_bytes, record
 
 WAYS = ("bare", "eager", "checkpoints", "plain DTR")

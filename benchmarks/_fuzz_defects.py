@@ -17,9 +17,9 @@ from _fuzz_worlds import Case
 
 from memfit.capture import call_recorder, generators, trace, whole_step
 from memfit.capture.guards import Guards
-from memfit.runtime import program_maker
-from memfit.runtime import step as planned_step
-from memfit.runtime.step import PlannedStep
+from memfit.step import program_maker
+from memfit.step import step as planned_step
+from memfit.step.step import PlannedStep
 
 Patch = tuple[Any, str, Any]
 

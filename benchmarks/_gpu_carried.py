@@ -21,7 +21,7 @@ _VARIABLES = {
     "TRITON_CACHE_DIR": "triton",
 }
 _WARM = """
-from memfit.runtime.arena.library import LIBRARIES
+from memfit.memory.arena.library import LIBRARIES
 LIBRARIES["cuda"].file()
 import torch
 import memfit

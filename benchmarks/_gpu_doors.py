@@ -293,7 +293,7 @@ def _compile(case: Case, step: TrainingStep, budget: int | str, search: dict[str
 
 
 def _backend(case: Case, step: TrainingStep, budget: int | str, search: dict[str, Any], _inside: ExitStack) -> Opened:
-    from memfit.runtime.compile.lookup import memfit_backend
+    from memfit.dynamo.lookup import memfit_backend
 
     options = {"budget": budget} | search | case.given
     return _passes(case, step, torch.compile(step.model, backend=memfit_backend, options=options)), 0, dict

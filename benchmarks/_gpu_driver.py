@@ -21,7 +21,7 @@ def let_launches_take_equal_times() -> None:
     The times of kernels need nothing: all are equal over the GPU that is not there.
     """
     import memfit.cost.single_op as single_op
-    import memfit.runtime.eager.needs as needs
+    import memfit.eager_mode.needs as needs
 
     calls = itertools.count()
 

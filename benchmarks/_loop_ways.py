@@ -39,7 +39,7 @@ TORCHS_SOLVER = "dp"  # torch's default
 _MESSAGE_LENGTH = 300
 _PRELOADED = [
     *("torch._dynamo", "transformers", "memfit.doors.checkpoint", "memfit.doors.fit"),
-    *("memfit.runtime.compile.model", "memfit.runtime.eager.eager", "memfit.workloads"),
+    *("memfit.dynamo.model", "memfit.eager_mode.eager", "memfit.workloads"),
 ]
 
 Step = Callable[[Any], Tensor]

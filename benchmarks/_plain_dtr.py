@@ -15,9 +15,9 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from memfit.runtime.eager import mode, structures
-from memfit.runtime.eager.kept import Kept
-from memfit.runtime.eager.sources import Call, Source, seconds_to_make
+from memfit.eager_mode import mode, structures
+from memfit.eager_mode.kept import Kept
+from memfit.eager_mode.sources import Call, Source, seconds_to_make
 
 _LEAST_SHARE = 0.01  # of the average size
 Users = weakref.WeakKeyDictionary[Source, list["weakref.ref[Source]"]]

@@ -29,9 +29,9 @@ from _process import answer_if_child, in_fresh_process
 from _record import interleaved_seconds, load, result_path, store
 from arena_seq2seq import Seq2seq, sentences
 
-from memfit.runtime.arena.arena import Arena
-from memfit.runtime.arena.layout import ArenaPlan, Recording
-from memfit.runtime.arena.library import as_pointer
+from memfit.memory.arena.arena import Arena
+from memfit.memory.arena.layout import ArenaPlan, Recording
+from memfit.memory.arena.library import as_pointer
 
 CHILD_SECONDS = 1800
 SEED = 20181

@@ -28,11 +28,11 @@ from memfit.device import Device
 from memfit.errors import NoPlanError
 from memfit.graph import Graph
 from memfit.memory.fit_by import Sizes, fit_by
+from memfit.memory.placed_plans import MOST_PLANS
 from memfit.packing import PackingProblem, make_packer
 from memfit.packing.from_schedule import blocks_of
 from memfit.plan import Plan
 from memfit.planning import Settings, make_plan
-from memfit.runtime.placed_plans import MOST_PLANS
 from memfit.schedule import Schedule
 from memfit.simulate.cuda_allocator import AllocatorSettings
 from memfit.simulate.reserved import reserved

@@ -31,11 +31,11 @@ from _record import load, result_path, store
 
 from memfit.cost.link import link_rates
 from memfit.doors.fit import fit_step
+from memfit.memory.snapshot import left_as_it_was
 from memfit.planning import Settings
-from memfit.runtime.state import left_as_it_was
-from memfit.runtime.step import PlannedStep
 from memfit.simulate import simulate
 from memfit.simulate.overlap import simulated_transfers
+from memfit.step.step import PlannedStep
 from memfit.workloads import build
 
 CPU = torch.device("cpu")

@@ -46,7 +46,7 @@ from _record import store
 
 import memfit
 from memfit.errors import InfeasibleBudgetError, MemfitError, NoPlanError, TimeLimitError
-from memfit.runtime.measure import resident_bytes
+from memfit.step.measure import resident_bytes
 from memfit.system.recorder import record
 
 SAME, REFUSED, DIFFERENT, OVER, TRACEBACK, EAGER = "same", "refused", "different", "over", "traceback", "eager"

@@ -27,7 +27,7 @@ from _record import interleaved_seconds, load, result_path, store
 from torch import nn
 
 from memfit.errors import NoPlanError
-from memfit.runtime.compile.race import RUNS
+from memfit.kernels.race import RUNS
 from memfit.system.recorder import record, taken_bytes
 
 SHARES = (1.0, 0.9, 0.7, 0.5, 0.3, 0.1)  # of torch's activation memory budget; 1.0 is Inductor as it is

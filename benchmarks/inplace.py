@@ -36,9 +36,9 @@ from memfit.errors import InfeasibleBudgetError
 from memfit.graph import Graph, Op
 from memfit.plan import Plan
 from memfit.planning import Settings, make_plan
-from memfit.runtime.step import PlannedStep
 from memfit.schedule import Compute
 from memfit.simulate import simulate
+from memfit.step.step import PlannedStep
 
 CHILD_SECONDS = 1800
 VARIANTS = ("apart", "promised", "seen")

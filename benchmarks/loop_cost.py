@@ -5,7 +5,7 @@ Counted are the processor seconds of one thread, so that other processes disturb
     eager       plain PyTorch: forward, loss and backward
     planned     planner `none`, with all that a call does: guards, recorder, arguments, views, frees, gradients set
     overloads   the calls of the planned step in its order, by the operators' overloads, on tensors that are ready
-    functions   the same by the functions that the planned step calls (`memfit.runtime.direct_calls`)
+    functions   the same by the functions that the planned step calls (`memfit.kernels.direct_calls`)
 
 The last two columns keep no result, and their arguments all stay alive. Gradients are dropped between steps, which
 counts for nobody. What the loop costs is `planned` less one of the last two.
@@ -33,8 +33,8 @@ from memfit.capture.fuse import Fused, calls_of
 from memfit.capture.generators import SaveGeneratorState
 from memfit.cost.views import view_of
 from memfit.doors.fit import fit_step
+from memfit.kernels.direct_calls import DirectCalls
 from memfit.planning import Settings
-from memfit.runtime.direct_calls import DirectCalls
 from memfit.schedule import Compute
 from memfit.torch_private.tensors import tree_flatten
 

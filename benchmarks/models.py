@@ -28,7 +28,7 @@ from fuzz_steps import first_difference
 
 import memfit
 from memfit.errors import MemfitError, NoPlanError
-from memfit.runtime.measure import resident_bytes
+from memfit.step.measure import resident_bytes
 from memfit.system.recorder import record
 
 STEPS, MOVES = 3, 5_000

@@ -26,7 +26,7 @@ from memfit.capture.whole_step import capture_whole_step
 from memfit.cost.calibration import local_device
 from memfit.cost.measurement import measure
 from memfit.planners.engine.results import unplanned_peak_bytes
-from memfit.runtime.freed_run import run_freed
+from memfit.step.freed_run import run_freed
 from memfit.system.recorder import record
 from memfit.workloads import build
 

@@ -30,8 +30,8 @@ from _record import load, result_path, store
 import memfit
 from memfit.near_plans import PROVISIONAL
 from memfit.planning import SEARCHING
-from memfit.runtime.measure import resident_bytes
-from memfit.runtime.step import PlannedStep
+from memfit.step.measure import resident_bytes
+from memfit.step.step import PlannedStep
 from memfit.system.recorder import record
 from memfit.workloads import build
 

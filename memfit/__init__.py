@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from memfit.doors.compile import compile
     from memfit.doors.fit import fit
     from memfit.doors.function import fit_function
+    from memfit.eager_mode.eager import eager
     from memfit.errors import MemfitError
     from memfit.graph import Graph
+    from memfit.memory.arena.arena import arena
     from memfit.papers.planners.mirror import mirror
     from memfit.plan import Plan, Problem
-    from memfit.runtime.arena.arena import arena
-    from memfit.runtime.eager.eager import eager
-    from memfit.runtime.step import PlannedStep
+    from memfit.step.step import PlannedStep
 
 __all__ = [
     "Graph",
@@ -45,17 +45,17 @@ __all__ = [
 ]
 
 _HOME = {
-    "arena": "memfit.runtime.arena.arena",
+    "arena": "memfit.memory.arena.arena",
     "Graph": "memfit.graph",
     "MemfitError": "memfit.errors",
     "Plan": "memfit.plan",
-    "PlannedStep": "memfit.runtime.step",
+    "PlannedStep": "memfit.step.step",
     "Problem": "memfit.plan",
     "TrainingStep": "memfit.capture.training_step",
     "check": "memfit.checker",
     "checkpoint": "memfit.doors.checkpoint",
     "compile": "memfit.doors.compile",
-    "eager": "memfit.runtime.eager.eager",
+    "eager": "memfit.eager_mode.eager",
     "fit": "memfit.doors.fit",
     "fit_function": "memfit.doors.function",
     "frontier": "memfit.commands.frontier",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.runtime.eager.eager import bytes_of_tensors
+from memfit.eager_mode.eager import bytes_of_tensors
 from memfit.system.recorder import allocated_bytes, record
 
 CPU = torch.device("cpu")

@@ -21,8 +21,8 @@ ALIGNMENT_BYTES = 512
 
 def build_fakes(folder: Path, *flags: str) -> None:
     """Compile both libraries into `folder`, with more flags for the compiler."""
-    from memfit.runtime.arena.forwarding import forwarding_methods
-    from memfit.runtime.arena.library import CUDA_TYPES
+    from memfit.memory.arena.forwarding import forwarding_methods
+    from memfit.memory.arena.library import CUDA_TYPES
 
     include = Path(torch.__file__).parent / "include"
     (folder / "forwarding.inc").write_text(forwarding_methods(include))
@@ -96,9 +96,9 @@ def start(folder: str) -> FakeDevice:
     """Load the fakes, and let every arena on CUDA of this process be one on the fake devices."""
     standing = ctypes.PyDLL(f"{folder}/libc10_cuda.so")  # found by its name in what needs it
     os.environ["LIBRARY_PATH"] = folder  # of the linker
-    from memfit.runtime.arena import arena
-    from memfit.runtime.arena.cuda import CudaArenaLibrary
-    from memfit.runtime.arena.library import load_arena_library
+    from memfit.memory.arena import arena
+    from memfit.memory.arena.cuda import CudaArenaLibrary
+    from memfit.memory.arena.library import load_arena_library
 
     fake = FakeDevice(standing, load_arena_library("cuda").library)
     torch.cuda.current_stream = lambda _device: type("Stream", (), {"cuda_stream": fake.stream})  # pyright: ignore
@@ -119,8 +119,8 @@ def start_with_tensors(folder: str) -> FakeDevice:
         (cache / built.name).symlink_to(built.resolve())
     os.environ["MEMFIT_CACHE"] = str(cache)
     from memfit.cost import calibration
-    from memfit.runtime import in_arena
-    from memfit.runtime.arena import arena, devices
+    from memfit.memory import in_arena
+    from memfit.memory.arena import arena, devices
     from memfit.system import recorder
 
     class Counters(recorder.Segmented):

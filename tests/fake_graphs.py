@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from memfit.cost.views import reinterpret, span_bytes
-from memfit.runtime import cuda_graph
+from memfit.step import cuda_graph
 from memfit.torch_private.autograd import TorchDispatchMode
 from memfit.torch_private.tensors import tree_flatten, tree_unflatten
 

@@ -24,9 +24,9 @@ def run(name: str, options: dict[str, Any]) -> dict[str, Any]:
     from memfit.device import Device
     from memfit.doors.fit import fit_step
     from memfit.errors import NoPlanError
+    from memfit.memory.snapshot import StepState
     from memfit.planning import Settings
-    from memfit.runtime.state import StepState
-    from memfit.runtime.step import PlannedStep
+    from memfit.step.step import PlannedStep
     from memfit.workloads import build
 
     step = build(name, optimizer="sgd" if name == "vgg16" else "adamw", **options)  # of VGG's 28 million parameters

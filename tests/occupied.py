@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from memfit.runtime.compile.occupancy import bytes_from_before
+from memfit.dynamo.occupancy import bytes_from_before
 from memfit.system.recorder import allocated_bytes
 
 

@@ -15,8 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import memfit
-import memfit.runtime.step as step_module
-import memfit.runtime.verify as verify_module
+import memfit.step.step as step_module
+import memfit.step.verify as verify_module
 from memfit.plan import Plan
 from memfit.schedule import Compute
 

@@ -16,8 +16,8 @@ from torch import nn
 
 import memfit
 from memfit.errors import InvalidDeviceError, InvalidOptionError, MemfitError
-from memfit.runtime.arena.arena import Arena
-from memfit.runtime.arena.library import ArenaUnavailableError
+from memfit.memory.arena.arena import Arena
+from memfit.memory.arena.library import ArenaUnavailableError
 from memfit.system.recorder import allocated_bytes, record
 
 FLOATS_PER_KIB = 256

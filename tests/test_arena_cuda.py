@@ -13,7 +13,7 @@ from fake_device import build_fakes
 
 import memfit
 from memfit.errors import InvalidDeviceError
-from memfit.runtime.arena.forwarding import UnreadableHeaderError, forwarding_methods
+from memfit.memory.arena.forwarding import UnreadableHeaderError, forwarding_methods
 
 ON_THE_FAKE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
 
@@ -41,7 +41,7 @@ CALLS = r"""
 import threading
 from fake_device import start
 fake = start(sys.argv[1])
-from memfit.runtime.arena.arena import Arena
+from memfit.memory.arena.arena import Arena
 
 arena = Arena(device="cuda")
 box = []
@@ -101,7 +101,7 @@ STREAMS = r"""
 from contextlib import contextmanager
 from fake_device import start
 fake = start(sys.argv[1])
-from memfit.runtime.arena.arena import Arena
+from memfit.memory.arena.arena import Arena
 
 arena = Arena(device="cuda")
 
@@ -173,7 +173,7 @@ AROUND = r"""
 import ctypes
 from fake_device import start
 fake = start(sys.argv[1])
-from memfit.runtime.arena.arena import Arena
+from memfit.memory.arena.arena import Arena
 
 arena = Arena(device="cuda")
 before = fake.malloc(4000)
@@ -225,7 +225,7 @@ def test_what_is_around_a_step_and_outlives_it(fakes: str) -> None:
 COUNTS = r"""
 from fake_device import start
 fake = start(sys.argv[1])
-from memfit.runtime.arena.arena import Arena
+from memfit.memory.arena.arena import Arena
 
 MIB = 1 << 20
 here, there = fake.malloc(1000), fake.malloc(3 * MIB, device=1)
@@ -273,7 +273,7 @@ from fake_device import start_with_tensors
 fake = start_with_tensors(sys.argv[1])
 import memfit
 from memfit.system.recorder import allocated_bytes, record
-from memfit.runtime.measure import resident_bytes
+from memfit.step.measure import resident_bytes
 
 CPU = torch.device("cpu")
 
@@ -405,7 +405,7 @@ def test_on_a_device() -> None:
 PLANNED_ON_A_DEVICE = r"""
 import torch, memfit
 from memfit.system.recorder import record
-from memfit.runtime.measure import resident_bytes
+from memfit.step.measure import resident_bytes
 
 torch.backends.cudnn.benchmark = True
 torch.manual_seed(0)

@@ -9,7 +9,7 @@ from torch import nn
 
 import memfit
 from memfit.errors import InvalidOptionError
-from memfit.runtime.measure import resident_bytes
+from memfit.step.measure import resident_bytes
 from memfit.system.recorder import record
 
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memfit.memory.arena.arena import Arena
+from memfit.memory.arena.layout import OUTLIVES, Recording, make_arena_plan
+from memfit.memory.arena.library import load_arena_library
 from memfit.packing import check_layout
 from memfit.packing.blocks import make_layout
-from memfit.runtime.arena.arena import Arena
-from memfit.runtime.arena.layout import OUTLIVES, Recording, make_arena_plan
-from memfit.runtime.arena.library import load_arena_library
 
 ALIGNMENT_BYTES = 64
 LARGEST_BYTES = 5000

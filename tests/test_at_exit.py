@@ -26,7 +26,7 @@ _RANK = """
 import os
 import sys
 import torch.distributed as dist
-from memfit.runtime.agreement import agreement_of
+from memfit.step.agreement import agreement_of
 
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[1]), world_size=2)
 agreement = agreement_of(dist.group.WORLD)

@@ -16,6 +16,7 @@ from occupied import bytes_now
 from steps import MODELS, ConvNet, conv_batch, cross_entropy, make_pair, unusual_batch
 from torch import nn
 
+from memfit.dynamo import backend
 from memfit.errors import (
     InfeasibleBudgetError,
     InvalidBudgetError,
@@ -23,7 +24,6 @@ from memfit.errors import (
     NoPlanError,
     UnsupportedStepError,
 )
-from memfit.runtime.compile import backend
 from memfit.system.recorder import record
 
 # Dynamo's own warnings while it traces, which are errors under pytest.
@@ -284,7 +284,7 @@ def test_double_backward_is_refused() -> None:
     ],
 )
 def test_options_that_cannot_be_read_are_refused(options: Any, error: type[Exception], words: str) -> None:
-    from memfit.runtime.compile.backend import memfit_backend
+    from memfit.dynamo.backend import memfit_backend
 
     with pytest.raises(error, match=words):
         memfit_backend(torch.fx.symbolic_trace(nn.Linear(2, 2)), [torch.randn(1, 2)], options=options)(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from steps import make_pair
 
-from memfit.runtime.bits import same_bits, same_value
-from memfit.runtime.state import StepState
+from memfit.memory.bits import same_bits, same_value
+from memfit.memory.snapshot import StepState
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:ComplexHalf support is experimental",

@@ -17,20 +17,20 @@ from memfit.capture import capture
 from memfit.commands.options import plan_settings
 from memfit.cost import warming
 from memfit.doors.fit import fit_step
+from memfit.dynamo import account
+from memfit.dynamo.account import Account
+from memfit.dynamo.settings import read_options
 from memfit.errors import (
     BudgetNotHeldError,
     InfeasibleBudgetError,
     InvalidOptionError,
     OverBudgetError,
 )
+from memfit.memory.hard_cap import require_cap
+from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
-from memfit.runtime import first_step, hard_cap, prepare, program_maker
-from memfit.runtime.compile import account
-from memfit.runtime.compile.account import Account
-from memfit.runtime.compile.settings import read_options
-from memfit.runtime.hard_cap import require_cap
-from memfit.runtime.state import StepState
-from memfit.runtime.step import PlannedStep
+from memfit.step import first_step, hard_cap, prepare, program_maker
+from memfit.step.step import PlannedStep
 from memfit.system.recorder import Usage
 
 FEW_MOVES = {"iterations": 30_000}  # in place of seconds, which a busy machine fills with less
@@ -205,7 +205,7 @@ def test_before_a_step_is_capped_it_has_kept_its_budget_twice_in_a_row_and_left_
         caps.append(budget_bytes)
         yield
 
-    monkeypatch.setattr("memfit.runtime.step.capped", capped)
+    monkeypatch.setattr("memfit.step.step.capped", capped)
     asked_bytes = planned.plan.budget_bytes
     planned._is_capped = True
     planned.prove()

@@ -218,7 +218,7 @@ def test_a_correction_is_reported_verified_and_measured_against_the_budget_that_
     run: Run, own_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step takes 192 KiB more than its ops were measured to take, as a library's workspace may."""
-    from memfit.runtime.step import PlannedStep
+    from memfit.step.step import PlannedStep
 
     monkeypatch.setattr(PlannedStep, "_run", hungry(PlannedStep._run, 192 << 10))
     plan_file, page = tmp_path / "step.plan.json", tmp_path / "step.html"
@@ -327,7 +327,7 @@ def test_a_step_without_a_graph_runs_and_says_where(own_file: Path) -> None:
 # Interrupts itself in the sixth measured step, as Ctrl-C in a terminal would.
 INTERRUPTED = """
 import os, signal
-from memfit.runtime import measure
+from memfit.step import measure
 timed, left = measure._timed, iter(range(5, -1, -1))
 def interrupted(*arguments):
     if next(left) == 0:

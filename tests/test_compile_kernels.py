@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 import memfit
+from memfit.dynamo.model import PlannedCalls
 from memfit.errors import InvalidTargetError, UnsupportedStepError
-from memfit.runtime.compile.model import PlannedCalls
 from memfit.system.recorder import record
 
 

@@ -18,6 +18,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import memfit
+from memfit.dynamo.account import Account
+from memfit.dynamo.model import PlannedCalls, compile_in_place
 from memfit.errors import (
     BudgetNotHeldError,
     InfeasibleBudgetError,
@@ -25,8 +27,6 @@ from memfit.errors import (
     OverBudgetError,
     UnsupportedStepError,
 )
-from memfit.runtime.compile.account import Account
-from memfit.runtime.compile.model import PlannedCalls, compile_in_place
 from memfit.system.recorder import record
 
 pytestmark = [
@@ -357,7 +357,7 @@ _ASKED = """
 import torch
 from torch import nn
 import torch._dynamo.backends.registry as registry
-from memfit.runtime.compile.lookup import memfit_backend
+from memfit.dynamo.lookup import memfit_backend
 model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 {compile}(backend=memfit_backend, options={{"budget": "1MiB", "reserve": 0, "planner": "none"}})

@@ -32,7 +32,7 @@ from memfit.doors.fit import fit_step
 from memfit.errors import CaptureError, WrongFakesError
 from memfit.graph import Op, Phase, Role, Storage
 from memfit.planning import Settings
-from memfit.runtime.step import PlannedStep
+from memfit.step.step import PlannedStep
 from memfit.system.recorder import allocated_bytes, record
 from memfit.workloads import build
 

@@ -16,11 +16,11 @@ import memfit
 from memfit.capture import generators
 from memfit.capture.draws_in_graphs import PhiloxStates
 from memfit.errors import InvalidOptionError, UnsupportedStepError, VerificationError
+from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
-from memfit.runtime.cuda_graph import MOST_CAPTURES, _require_on_device, require_capturable
-from memfit.runtime.state import StepState
-from memfit.runtime.step import PlannedStep
 from memfit.simulate.reserved import DEFAULT
+from memfit.step.cuda_graph import MOST_CAPTURES, _require_on_device, require_capturable
+from memfit.step.step import PlannedStep
 
 CAPTURED_IN = 4  # the first step makes the optimizer's state, two prove the plan, and the fourth is captured
 

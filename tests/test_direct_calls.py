@@ -10,8 +10,8 @@ import torch
 
 import memfit
 from memfit.binding import Value
-from memfit.runtime import direct_calls
-from memfit.runtime.direct_calls import DirectCalls
+from memfit.kernels import direct_calls
+from memfit.kernels.direct_calls import DirectCalls
 from memfit.torch_private.tensors import bare_overload
 
 aten = torch.ops.aten

@@ -10,8 +10,8 @@ from eager_loops import CPU, Trained, compared, convolutions, images_loss, mlp, 
 from torch import nn
 
 import memfit
-from memfit.runtime.eager.eager import bytes_of_tensors
-from memfit.runtime.eager.needs import key_of
+from memfit.eager_mode.eager import bytes_of_tensors
+from memfit.eager_mode.needs import key_of
 from memfit.torch_private.autograd import default_saved_hooks
 
 

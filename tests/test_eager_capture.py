@@ -31,8 +31,8 @@ from memfit.errors import (
     UnsupportedStepError,
     VerificationError,
 )
-from memfit.runtime.state import StepState
-from memfit.runtime.verify import require_same
+from memfit.memory.snapshot import StepState
+from memfit.step.verify import require_same
 
 WIDTH = 8
 

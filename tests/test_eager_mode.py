@@ -14,10 +14,10 @@ from torch import nn
 
 import memfit
 from memfit.capture.under_modes import gradients_that_differ
+from memfit.eager_mode.eager import bytes_of_tensors
+from memfit.eager_mode.kept import Kept
+from memfit.eager_mode.sources import seconds_to_make
 from memfit.errors import InvalidBudgetError, InvalidOptionError, OverBudgetError, UnsupportedStepError
-from memfit.runtime.eager.eager import bytes_of_tensors
-from memfit.runtime.eager.kept import Kept
-from memfit.runtime.eager.sources import seconds_to_make
 from memfit.system.recorder import allocated_bytes
 
 
@@ -348,7 +348,7 @@ def test_writes_lose_nothing_in_whatever_order_contents_go(seed: int, monkeypatc
         shuffled = drawn.sample(free, len(free))
         return (kept for kept in shuffled if seconds_to_make(kept.source) < float("inf"))
 
-    monkeypatch.setattr("memfit.runtime.eager.contents.cheap_and_stale", policy)
+    monkeypatch.setattr("memfit.eager_mode.contents.cheap_and_stale", policy)
     test_statistics_that_batch_normalization_hides()
 
 

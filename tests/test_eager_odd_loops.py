@@ -14,11 +14,11 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import memfit
+from memfit.eager_mode.eager import bytes_of_tensors
+from memfit.eager_mode.kept import BOX_WORDS, checksum
+from memfit.eager_mode.needs import Need, Needs
+from memfit.eager_mode.operators import Operator, is_dense
 from memfit.errors import InvalidTargetError
-from memfit.runtime.eager.eager import bytes_of_tensors
-from memfit.runtime.eager.kept import BOX_WORDS, checksum
-from memfit.runtime.eager.needs import Need, Needs
-from memfit.runtime.eager.operators import Operator, is_dense
 from memfit.system.recorder import record
 
 

@@ -21,12 +21,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memfit
+from memfit.eager_mode import call_times
+from memfit.eager_mode.eager import bytes_of_tensors
+from memfit.eager_mode.host import Host, _Places
+from memfit.eager_mode.needs import Need, Needs
 from memfit.errors import HostMemoryError, InvalidBudgetError, InvalidOptionError, OverBudgetError, UnsupportedStepError
-from memfit.runtime.eager import call_times
-from memfit.runtime.eager.eager import bytes_of_tensors
-from memfit.runtime.eager.host import Host, _Places
-from memfit.runtime.eager.needs import Need, Needs
-from memfit.runtime.host.disk import DiskCopy
+from memfit.memory.host.disk import DiskCopy
 from memfit.system import spill_file
 from memfit.system.spill_file import BLOCK_BYTES
 

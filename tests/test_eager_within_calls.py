@@ -12,8 +12,8 @@ from eager_loops import CPU, Trained, compared, mlp
 from torch import nn
 
 import memfit
+from memfit.eager_mode.eager import bytes_of_tensors
 from memfit.errors import OverBudgetError
-from memfit.runtime.eager.eager import bytes_of_tensors
 
 F = nn.functional
 ROWS = 256

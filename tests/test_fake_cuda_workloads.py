@@ -19,7 +19,7 @@ import torch
 from fake_device import build_fakes
 from fake_streams import COMPUTE, CopyStream
 
-from memfit.runtime.host.pinned import PinnedSlab
+from memfit.memory.host.pinned import PinnedSlab
 
 GROUPS: tuple[dict[str, dict[str, Any]], ...] = (
     {
@@ -77,11 +77,11 @@ def test_the_streams_find_copies_that_are_not_waited_for(monkeypatch: pytest.Mon
     cuda: Any = torch.cuda
     for name in ("Stream", "stream", "device", "cudart", "current_stream"):
         monkeypatch.setattr(cuda, name, getattr(cuda, name))
-    from memfit.runtime.host import store
+    from memfit.memory.host import store
 
     monkeypatch.setattr(store, "make_slab", store.make_slab)
     monkeypatch.setattr(store, "alignment_bytes", store.alignment_bytes)
-    from memfit.runtime.host import pinned
+    from memfit.memory.host import pinned
 
     fake_streams.install()
     pinned._streams.cache_clear()

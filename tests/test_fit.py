@@ -29,13 +29,13 @@ from memfit.errors import (
     PlanMismatchError,
     VerificationError,
 )
+from memfit.memory.snapshot import StepState
 from memfit.planners import PLANNERS
 from memfit.planning import Settings
-from memfit.runtime import first_step
-from memfit.runtime.measure import resident_bytes
-from memfit.runtime.state import StepState
-from memfit.runtime.step import PlannedStep
-from memfit.runtime.verify import first_difference
+from memfit.step import first_step
+from memfit.step.measure import resident_bytes
+from memfit.step.step import PlannedStep
+from memfit.step.verify import first_difference
 from memfit.system.recorder import Usage, allocated_bytes, record
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]

@@ -19,7 +19,7 @@ from memfit.cost.measurement import measure
 from memfit.errors import InvalidBudgetError
 from memfit.graph import Graph
 from memfit.planners.engine.results import unplanned_peak_bytes
-from memfit.runtime.freed_run import run_freed
+from memfit.step.freed_run import run_freed
 from memfit.workloads import build
 
 CPU = torch.device("cpu")

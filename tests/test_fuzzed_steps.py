@@ -18,7 +18,7 @@ import memfit
 from memfit.capture.under_modes import gradients_that_differ
 from memfit.checkpointing.step import CheckpointedStep
 from memfit.errors import InfeasibleBudgetError, UnsupportedStepError
-from memfit.runtime.measure import resident_bytes
+from memfit.step.measure import resident_bytes
 from memfit.system.recorder import record
 
 WIDTH = 16

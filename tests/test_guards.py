@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 
 import memfit
 from memfit.errors import InfeasibleBudgetError, UnsupportedStepError
-from memfit.runtime.step import PlannedStep
+from memfit.step.step import PlannedStep
 
 WIDTH = 12
 SCALE = 1.0

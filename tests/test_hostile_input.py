@@ -27,10 +27,10 @@ from memfit.capture import Captured, capture
 from memfit.cli import main
 from memfit.errors import MemfitError
 from memfit.graph import Graph
+from memfit.kernels.program import make_program
 from memfit.plan import Plan, Problem
 from memfit.planners.engine.results import unplanned_schedule
 from memfit.report.page import render
-from memfit.runtime.program import make_program
 
 ENDS_A_LINE = ["\n", "\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\u2029"]
 PIECES = [*ENDS_A_LINE, "raise SystemExit(7)", "#", "  # ", "'", '"""', "\\", "s0", "del s1", "\x00", "\ud800", "{0}"]

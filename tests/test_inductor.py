@@ -16,14 +16,14 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import memfit
+from memfit.dynamo.inductor_step import InductorStep
+from memfit.dynamo.model import PlannedCalls
 from memfit.errors import InvalidOptionError, NoPlanError, UnsupportedStepError
 from memfit.graph import Graph, Op, Phase, Role, Storage
-from memfit.runtime.compile import inductor
-from memfit.runtime.compile.chains import with_chains
-from memfit.runtime.compile.joint_graphs import leave_out_overwritten
-from memfit.runtime.compile.model import PlannedCalls
-from memfit.runtime.compile.node_halves import node_halves, rejoined
-from memfit.runtime.inductor_step import InductorStep
+from memfit.kernels import inductor
+from memfit.kernels.chains import with_chains
+from memfit.kernels.joint_graphs import leave_out_overwritten
+from memfit.kernels.node_halves import node_halves, rejoined
 from memfit.schedule import Schedule
 from memfit.system.recorder import record
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.runtime.measure import resident_bytes
-from memfit.runtime.step import PlannedStep
+from memfit.step.measure import resident_bytes
+from memfit.step.step import PlannedStep
 from memfit.system.recorder import record
 
 Case = tuple[nn.Module, Callable[[nn.Module, Any], Tensor], Sequence[Any]]

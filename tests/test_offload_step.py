@@ -30,14 +30,14 @@ from memfit.errors import (
     TimeLimitError,
     UnsupportedStepError,
 )
+from memfit.memory.host import disk
+from memfit.memory.host import store as host_store
+from memfit.memory.host.layout import host_layout
 from memfit.plan import Plan, Problem
 from memfit.planners.offload import OffloadPlanner
 from memfit.planning import Settings
-from memfit.runtime.host import disk
-from memfit.runtime.host import store as host_store
-from memfit.runtime.host.layout import host_layout
-from memfit.runtime.step import PlannedStep
 from memfit.schedule import Code, Schedule
+from memfit.step.step import PlannedStep
 from memfit.system import spill_file
 from memfit.system.spill_file import SpillFile
 

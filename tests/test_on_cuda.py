@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import memfit
-from memfit.runtime.host.store import HostStore
-from memfit.runtime.state import StepState
+from memfit.memory.host.store import HostStore
+from memfit.memory.snapshot import StepState
 
 pytestmark = [
     pytest.mark.gpu,

@@ -32,8 +32,8 @@ from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.plan import Problem
 from memfit.planners import make_planner
 from memfit.planning import Settings
-from memfit.runtime.step import PlannedStep
 from memfit.schedule import Compute
+from memfit.step.step import PlannedStep
 from memfit.system.recorder import record
 from memfit.workloads import build
 

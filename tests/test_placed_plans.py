@@ -13,9 +13,9 @@ from memfit.cost.device_profiles import load_device
 from memfit.cost.rooflines import roofline
 from memfit.errors import NoPlanError
 from memfit.graph import Graph
+from memfit.memory.placed_plans import allocator_settings, plan_within, taken_bytes
 from memfit.plan import Plan
 from memfit.planning import Settings, make_plan
-from memfit.runtime.placed_plans import allocator_settings, plan_within, taken_bytes
 from memfit.simulate.cuda_allocator import AllocatorSettings
 from memfit.workloads import build
 

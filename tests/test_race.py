@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from memfit.runtime.compile import race
-from memfit.runtime.compile.race import RUNS, Clock, Race
+from memfit.kernels import race
+from memfit.kernels.race import RUNS, Clock, Race
 
 
 @dataclass

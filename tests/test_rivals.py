@@ -31,9 +31,9 @@ from memfit.planners.engine.order import original_order
 from memfit.planners.engine.results import unplanned_peak_bytes, unplanned_schedule
 from memfit.planners.engine.retention.instance import build_instance
 from memfit.planning import Settings
-from memfit.runtime.step import PlannedStep
 from memfit.schedule import Code
 from memfit.simulate import simulate
+from memfit.step.step import PlannedStep
 
 PLENTY = 1 << 40
 CONVOLUTION = "aten.convolution.default"

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from memfit.capture import TrainingStep, capture
 from memfit.capture.fully_sharded import fully_sharded
-from memfit.runtime.distributed.sharding import repeated_blocks
+from memfit.step.distributed.sharding import repeated_blocks
 from memfit.system.recorder import record
 
 ALIKE = ["blocks", "blocks_clipped_in_bfloat16", "mixed_precision", "bare_model", "gathers_repeated"]

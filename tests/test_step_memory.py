@@ -8,7 +8,7 @@ from threading import Thread
 import pytest
 import torch
 
-from memfit.runtime.step_memory import Served, StepMemory
+from memfit.memory.step_memory import Served, StepMemory
 from memfit.simulate.reserved import DEFAULT
 from memfit.torch_private import cuda
 

@@ -21,9 +21,9 @@ import memfit
 from memfit.checkpointing.step import CheckpointedStep
 from memfit.doors.fit import fit_step
 from memfit.errors import InfeasibleBudgetError, InvalidOptionError, UnsupportedStepError
+from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
-from memfit.runtime.measure import measured_eager_peak
-from memfit.runtime.state import StepState
+from memfit.step.measure import measured_eager_peak
 
 _WIDTH = 32
 CPU = torch.device("cpu")
@@ -302,7 +302,7 @@ def test_the_budget_holds_in_each_step_with_eagers_bits(optimizer: Any) -> None:
 
 
 def test_a_large_plain_tensor_that_the_step_writes_to_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.runtime.state._MOST_COPIED_BYTES", 64)
+    monkeypatch.setattr("memfit.memory.snapshot._MOST_COPIED_BYTES", 64)
     step = step_of(Averages)
     with pytest.raises(UnsupportedStepError, match=r"writes to model\..*, neither a parameter nor a buffer"):
         planned_within(step, "100%")

@@ -21,8 +21,8 @@ from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.plan import Problem
 from memfit.planners.engine.bounds.bounds import least_budget_bound
 from memfit.planners.engine.results import unplanned_peak_bytes
-from memfit.runtime.measure import resident_bytes
-from memfit.runtime.step import PlannedStep
+from memfit.step.measure import resident_bytes
+from memfit.step.step import PlannedStep
 from memfit.system.recorder import record
 
 CPU = torch.device("cpu")

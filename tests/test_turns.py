@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.eager_mode.eager import bytes_of_tensors
 from memfit.errors import UnsupportedStepError
-from memfit.runtime.eager.eager import bytes_of_tensors
-from memfit.runtime.turns import Turn
+from memfit.step.turns import Turn
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated"),

@@ -15,9 +15,9 @@ from memfit.capture.finish import finish
 from memfit.capture.optimizer import ParameterUpdate, updates_many_at_once
 from memfit.cost.measurement import measure
 from memfit.doors.fit import fit_step
+from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
-from memfit.runtime.state import StepState
-from memfit.runtime.step import PlannedStep
+from memfit.step.step import PlannedStep
 
 WIDTH, LAYERS = 24, 8
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

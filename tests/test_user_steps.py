@@ -26,8 +26,8 @@ from memfit.errors import (
     MemfitError,
     UnsupportedStepError,
 )
+from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
-from memfit.runtime.state import StepState
 
 WIDTH = 24
 Loss = Callable[..., torch.Tensor]

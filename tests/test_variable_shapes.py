@@ -23,9 +23,9 @@ import memfit
 from memfit.near_plans import PROVISIONAL
 from memfit.planners.engine.carried import CARRIED, nearest_first
 from memfit.planning import SEARCHING
-from memfit.runtime.behind import Behind
-from memfit.runtime.measure import resident_bytes
-from memfit.runtime.step import PlannedStep
+from memfit.step.behind import Behind
+from memfit.step.measure import resident_bytes
+from memfit.step.step import PlannedStep
 from memfit.system.recorder import record
 from memfit.workloads import build
 
@@ -332,7 +332,7 @@ def test_programs_of_many_sizes_take_bounded_memory(monkeypatch: pytest.MonkeyPa
     model = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24))
     step, _ = fitted(model, squares, rows_of(60), "1MiB")
     ops = len(step.plan.graph.ops)
-    monkeypatch.setattr("memfit.runtime.variants.MOST_OPS", 6 * ops)
+    monkeypatch.setattr("memfit.step.variants.MOST_OPS", 6 * ops)
     first, sources = step.plan, sources_of_programs()
     for count in range(20, 50):
         step(rows_of(count))
@@ -352,7 +352,7 @@ def test_programs_of_many_sizes_take_bounded_memory(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_structure_of_which_no_size_is_kept_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.runtime.variants.MOST_OPS", 1)
+    monkeypatch.setattr("memfit.step.variants.MOST_OPS", 1)
     batches = [rows_of(count) for count in (60, 49, 51, 30, 44, 40)]
     torch.manual_seed(0)
     model = Layered()

@@ -9,7 +9,7 @@ import torch
 
 import memfit
 from memfit.checkpointing.step import CheckpointedStep
-from memfit.runtime.what_is_left import saying_what_is_left
+from memfit.memory.what_is_left import saying_what_is_left
 
 AGAIN = "memfit: no parameter had been updated when the step failed; it can be run again"
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from memfit.capture.training_step import TrainingStep
-from memfit.runtime.measure import measure_step
-from memfit.runtime.measured import Measured
-from memfit.runtime.verify import first_difference
 from memfit.simulate.overlap import Transfers
+from memfit.step.measure import measure_step
+from memfit.step.measured import Measured
+from memfit.step.verify import first_difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

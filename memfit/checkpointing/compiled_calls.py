@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 
 from memfit.checkpointing.blocks import Named
+from memfit.dynamo.model import PlannedCalls
 from memfit.errors import UnsupportedStepError
-from memfit.runtime.compile.model import PlannedCalls
 from memfit.torch_private.modules import eager_call, own_call, set_call, uncompiled
 
 _MOST_COMPILATIONS = 3  # of one model: the first, and two that correct the plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from memfit.runtime.eager.host import Host
+from memfit.eager_mode.host import Host
 
 _MOST_UNUSED = 2  # a storage of more than so many times its tensor's bytes is not copied
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from memfit.checkpointing.plans import Plans
 from memfit.checkpointing.shapes import Shape
 from memfit.memory.contract import Contract, Usage, WindowKind
-from memfit.runtime.agreement import agreement_of
+from memfit.step.agreement import agreement_of
 
 _WHAT = "agreeing on a policy of memfit.checkpoint"
 _SHARES_IN_ONE = 1_000_000  # a share of the budget is agreed on as an integer

@@ -21,8 +21,8 @@ from memfit.checkpointing.passes import Pass, Ruling, Spot
 from memfit.checkpointing.reached import reach_of
 from memfit.checkpointing.recording import LeanRecorder
 from memfit.checkpointing.snapshots import Snapshot, is_users_hook
+from memfit.eager_mode.host import Host
 from memfit.errors import MemfitError, UnsupportedStepError
-from memfit.runtime.eager.host import Host
 from memfit.torch_private.ambient import saved_as_they_are
 from memfit.torch_private.autograd import hooks_aside_in_transforms, in_backward, in_transform
 from memfit.torch_private.checkpoints import ends_early, tell_mismatch

@@ -27,17 +27,17 @@ from memfit.errors import (
     UnsupportedStepError,
 )
 from memfit.memory.contract import FIRM, Contract
+from memfit.memory.snapshot import generators_of, left_as_it_was
+from memfit.memory.what_is_left import saying_what_is_left
 from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import Settings
-from memfit.runtime.backward_updates import run_updating, updates_in_backward
-from memfit.runtime.measure import measure_step, measured_eager_peak, resident_bytes
-from memfit.runtime.measured import Measured
-from memfit.runtime.state import generators_of, left_as_it_was
-from memfit.runtime.turns import turn_for
-from memfit.runtime.uncopied import Uncopied
-from memfit.runtime.verify import difference_of_eager, first_difference, require_same
-from memfit.runtime.what_is_left import saying_what_is_left
 from memfit.simulate.overlap import Transfers
+from memfit.step.backward_updates import run_updating, updates_in_backward
+from memfit.step.measure import measure_step, measured_eager_peak, resident_bytes
+from memfit.step.measured import Measured
+from memfit.step.turns import turn_for
+from memfit.step.uncopied import Uncopied
+from memfit.step.verify import difference_of_eager, first_difference, require_same
 from memfit.system.budget import format_bytes, parse_budget
 from memfit.system.recorder import page_bytes
 from memfit.torch_private.modules import own_tensors, uncompiled

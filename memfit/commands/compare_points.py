@@ -18,8 +18,8 @@ from memfit.planners.engine.bounds.bounds import least_budget_bound
 from memfit.planners.engine.results import predict, unplanned_schedule
 from memfit.planning import DEFAULT_PLANNER, Settings, TradeOff, budgets_between, make_problem
 from memfit.report.comparison import ComparedPoint
-from memfit.runtime.measured import Measured
 from memfit.schedule import Schedule
+from memfit.step.measured import Measured
 
 if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep

@@ -11,7 +11,7 @@ from memfit.planning import Settings, budgets_between, plan_again_at
 from memfit.report import write_html
 from memfit.report.curve import CurvePoint
 from memfit.report.more_memory import next_step_bytes
-from memfit.runtime.measured import Measured
+from memfit.step.measured import Measured
 
 
 def write_report(

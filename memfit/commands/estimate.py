@@ -25,7 +25,7 @@ from memfit.report.live import Run, play
 from memfit.system.budget import format_bytes, parse_budget
 
 if TYPE_CHECKING:
-    from memfit.runtime.freed_run import FreedRun
+    from memfit.step.freed_run import FreedRun
 
 EXAMPLES = """
 Examples:
@@ -126,7 +126,7 @@ def _require_no_run_asked_in_vain(
 def _freed_run(costed: Costed, within: str | None, work: Work) -> FreedRun:
     if costed.step is None or costed.captured is None:
         raise InvalidOptionError("--seconds runs ops, which a graph file does not have; name a workload or a script")
-    from memfit.runtime.freed_run import run_freed  # torch: other answers need none
+    from memfit.step.freed_run import run_freed  # torch: other answers need none
 
     whole_bytes = unplanned_peak_bytes(costed.graph, costed.device)
     try:

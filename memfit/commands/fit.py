@@ -22,15 +22,15 @@ from memfit.plan import Bounds, Plan, Prediction
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM, Settings
 from memfit.report.formatting import change_text, seconds_text
 from memfit.report.taken import Taken, is_for_gpu, taken_of
-from memfit.runtime.measured import Measured
 from memfit.simulate.reserved import DEFAULT
+from memfit.step.measured import Measured
 from memfit.system.budget import format_bytes, parse_budget
 
 if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
     from memfit.checkpointing.step import CheckpointedStep
-    from memfit.runtime.first_step import Correction
-    from memfit.runtime.step import PlannedStep
+    from memfit.step.first_step import Correction
+    from memfit.step.step import PlannedStep
 
 EXAMPLES = """
 Examples:

@@ -38,7 +38,7 @@ class Costed(NamedTuple):
         """
         if self.step is None or self.captured is None or not self.captured.checkpoints:
             return settings
-        from memfit.runtime.eager_peak import with_eager_peak
+        from memfit.step.eager_peak import with_eager_peak
 
         is_here = bool(self.captured.observed)
         return with_eager_peak(settings, self.step, self.captured, self.device, is_here=is_here)

@@ -19,14 +19,14 @@ from memfit.system.files import write_atomically
 
 if TYPE_CHECKING:
     from memfit.checkpointing.step import CheckpointedStep
-    from memfit.runtime.step import PlannedStep
+    from memfit.step.step import PlannedStep
 
 PLANNER = "checkpoint"
 
 
 def is_of_graph(planned: PlannedStep | CheckpointedStep) -> TypeGuard[PlannedStep]:
     """Return whether a step was captured as a graph, and has a plan."""
-    from memfit.runtime.step import PlannedStep
+    from memfit.step.step import PlannedStep
 
     return isinstance(planned, PlannedStep)
 

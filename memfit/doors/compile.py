@@ -12,9 +12,9 @@ import torch
 from memfit.checkpointing.handle import Checkpointed
 from memfit.checkpointing.loop import loops_of
 from memfit.doors.checkpoint import checkpoint
+from memfit.dynamo.model import compile_in_place, release
 from memfit.errors import UnsupportedStepError
 from memfit.options import CompileOptions
-from memfit.runtime.compile.model import compile_in_place, release
 from memfit.torch_private.modules import eager_call
 
 _log = logging.getLogger("memfit")

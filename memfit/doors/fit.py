@@ -12,14 +12,14 @@ from memfit.capture import TrainingStep
 from memfit.capture.fully_sharded import across_ranks
 from memfit.capture.step_check import check_step
 from memfit.checkpointing.step import CheckpointedStep
+from memfit.dynamo.inductor_step import InductorStep, refuse_with_inductor
+from memfit.dynamo.settings import EAGER, INDUCTOR, read_kernels
 from memfit.errors import GraphBreakError, UnsupportedStepError
 from memfit.options import FitOptions, require_options, settings_from
 from memfit.plan import Plan
 from memfit.planning import Settings
-from memfit.runtime.compile.settings import EAGER, INDUCTOR, read_kernels
-from memfit.runtime.distributed.sharding import sharded
-from memfit.runtime.inductor_step import InductorStep, refuse_with_inductor
-from memfit.runtime.step import PlannedStep
+from memfit.step.distributed.sharding import sharded
+from memfit.step.step import PlannedStep
 from memfit.system.recorder import empty_cache
 
 

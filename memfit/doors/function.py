@@ -10,9 +10,9 @@ from memfit.capture.function_step import FunctionStep
 from memfit.doors.fit import fit_step
 from memfit.options import FunctionOptions, require_options, settings_from
 from memfit.plan import Plan
-from memfit.runtime.measured import Measured
-from memfit.runtime.step import PlannedStep
-from memfit.runtime.uncopied import Uncopied
+from memfit.step.measured import Measured
+from memfit.step.step import PlannedStep
+from memfit.step.uncopied import Uncopied
 
 
 def fit_function(

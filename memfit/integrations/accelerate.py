@@ -8,9 +8,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 
+from memfit.dynamo.updates import parameters_of
 from memfit.errors import InvalidOptionError, InvalidTargetError
 from memfit.integrations.held import AUTO, EAGER, HeldModel
-from memfit.runtime.compile.updates import parameters_of
 
 _WHERE = "memfit.integrations.accelerate.prepare"
 

@@ -10,11 +10,11 @@ import torch
 from memfit.checkpointing.handle import Checkpointed
 from memfit.checkpointing.reporting import Report
 from memfit.doors.compile import hand_over
+from memfit.dynamo.model import PlannedCalls, compile_anew, release
+from memfit.eager_mode.eager import Eager, eager
+from memfit.eager_mode.eager import Report as EagerReport
 from memfit.errors import InvalidOptionError, UnsupportedStepError
 from memfit.plan import Plan
-from memfit.runtime.compile.model import PlannedCalls, compile_anew, release
-from memfit.runtime.eager.eager import Eager, eager
-from memfit.runtime.eager.eager import Report as EagerReport
 from memfit.torch_private.modules import eager_call, own_call
 
 AUTO, COMPILE, CHECKPOINT, EAGER = "auto", "compile", "checkpoint", "eager"

@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from memfit.checkpointing.reporting import Report
+from memfit.eager_mode.eager import Report as EagerReport
 from memfit.errors import InvalidTargetError, UnsupportedStepError
 from memfit.integrations.held import AUTO, HeldModel
 from memfit.plan import Plan
-from memfit.runtime.eager.eager import Report as EagerReport
 
 # The core alone, or the whole framework, whose core has another name.
 _is_core = "pytorch_lightning" in sys.modules or find_spec("lightning") is None

@@ -11,10 +11,10 @@ from accelerate.utils import DynamoBackend
 
 from memfit.checkpointing.blocks import find_blocks
 from memfit.checkpointing.reporting import Report
+from memfit.eager_mode.eager import Report as EagerReport
 from memfit.errors import UnsupportedStepError
 from memfit.integrations.held import AUTO, HeldModel
 from memfit.plan import Plan
-from memfit.runtime.eager.eager import Report as EagerReport
 from memfit.torch_private.modules import is_compiled
 
 _WHERE = "memfit.integrations.transformers"

@@ -36,6 +36,6 @@ from memfit.report.page import write_html
 from memfit.report.perfetto import write_trace
 from memfit.report.picture import write_png
 from memfit.report.text import explain, text_summary
-from memfit.runtime.measured import Measured
+from memfit.step.measured import Measured
 
 __all__ = ["CurvePoint", "Measured", "explain", "text_summary", "write_html", "write_png", "write_trace"]

@@ -15,7 +15,7 @@ from memfit.report.formatting import count_text, module_text, printable, status_
 from memfit.report.html_template import fill_template
 from memfit.report.live import play
 from memfit.report.storage_fates import Kind, fates
-from memfit.runtime.measured import Measured
+from memfit.step.measured import Measured
 from memfit.system.budget import format_bytes
 from memfit.system.files import write_atomically
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from memfit.plan import Plan
 from memfit.report.formatting import seconds_text, share_text
-from memfit.runtime.measured import Measured
 from memfit.simulate import simulate
 from memfit.simulate.overlap import Span, Transfers, simulated_transfers
+from memfit.step.measured import Measured
 from memfit.system.budget import format_bytes
 
 _WIDTH, _LANE, _LABEL = 1000, 16, 170  # of the picture; units of its view box

@@ -18,7 +18,7 @@ from memfit.report.formatting import change_text, module_text, printable, second
 from memfit.report.html_template import fill_template
 from memfit.report.live import Layer, LiveRange, Run, play
 from memfit.report.storage_fates import Kind
-from memfit.runtime.measured import Measured
+from memfit.step.measured import Measured
 from memfit.system.budget import format_bytes
 from memfit.system.files import write_atomically
 

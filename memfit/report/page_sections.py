@@ -12,7 +12,7 @@ from memfit.report.formatting import change_text, count_text, printable, seconds
 from memfit.report.sentences import least_lines, least_overhead, more_lines, status_meaning
 from memfit.report.storage_fates import MEANING, Fate, Kind, totals
 from memfit.report.taken import taken_of
-from memfit.runtime.measured import Measured
+from memfit.step.measured import Measured
 from memfit.system.budget import format_bytes
 
 

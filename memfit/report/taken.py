@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from memfit.memory.arena.places import Places, bytes_beside, make_places, requests_of
 from memfit.plan import Plan
-from memfit.runtime.arena.places import Places, bytes_beside, make_places, requests_of
 from memfit.simulate.cuda_allocator import CUDA_ALIGNMENT_BYTES, AllocatorSettings
 from memfit.simulate.reserved import ARENA, DEFAULT, EXPANDABLE, reserved
 from memfit.system.budget import format_bytes

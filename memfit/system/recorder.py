@@ -3,7 +3,7 @@
 On CPU it wraps torch's CPU allocator (`recorder.cpp`) from the first record to the end of the process. It counts the
 bytes, in multiples of 64, of the thread that opens the record, and of the threads that kernels use, scratch memory
 included; what other threads of Python allocate meanwhile is theirs. On CUDA it reads the counters of the caching
-allocator, or of the arena that has replaced it (`runtime/arena/cuda.py`). If the wrapper cannot be built,
+allocator, or of the arena that has replaced it (`memory/arena/cuda.py`). If the wrapper cannot be built,
 torch.profiler's memory events are used, and `Usage.source` says so.
 
 On a CPU a thread can have a limit, too: before it takes memory that passes the limit, room is made for it, or it is

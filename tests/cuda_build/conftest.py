@@ -25,7 +25,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
 GRAPHS = HERE.parent / "data" / "graphs"
 CASE_SECONDS = 240.0
 # `lookup` stands for the look-up of the backend, after which a step without a graph is an error
-NOT_LOADED = ("memfit.integrations", "memfit.__main__", "memfit.runtime.compile.lookup")
+NOT_LOADED = ("memfit.integrations", "memfit.__main__", "memfit.dynamo.lookup")
 
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a driver that was started cannot be used in a fork
 

@@ -1,0 +1,1 @@
+"""Dynamo's graphs, planned: the backend of torch.compile."""

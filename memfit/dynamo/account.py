@@ -1,0 +1,382 @@
+"""The account of a compiled model: what its steps take of their device, measured and held against the budget."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from memfit.capture.optimizer import innermost, require_supported, update_cost, without_hooks
+from memfit.dynamo.occupancy import bytes_from_before
+from memfit.dynamo.updates import before_update, parameters_of
+from memfit.errors import InfeasibleBudgetError, InvalidTargetError, MemfitError, OverBudgetError, UnsupportedStepError
+from memfit.memory.contract import (
+    FIRM,
+    MOST_CORRECTIONS,
+    STEPS_IN_A_ROW,
+    WINDOWS_BEFORE_LARGER,
+    Aim,
+    Contract,
+    Refused,
+    Standing,
+    Warnings,
+)
+from memfit.memory.contract import Usage as Taken
+from memfit.system.budget import format_bytes
+from memfit.system.recorder import Usage, allocated_bytes, empty_cache, held_bytes, page_bytes, record, taken_bytes
+from memfit.torch_private.autograd import at_end_of_backward
+from memfit.torch_private.cuda import LastStream, turn_on_expandable_segments
+from memfit.torch_private.tensors import FakeTensorMode
+
+_log = logging.getLogger("memfit")
+
+_UNUSED_SHARE = 1 / 16  # of the budget, in the allocator's pages, before a step has shown it
+_UNUSED_SHARE_IN_SEGMENTS = 1 / 6  # where these cannot grow
+_MOST_MEASURING = 16  # accounts that have a record open
+
+_measuring: list[weakref.ref[Account]] = []  # these, the latest last
+
+
+class Account:
+    """Measures the steps of one model, from the call of the model to the end of the optimizer's update.
+
+    If forward, loss and backward took more than the budget, later plans get as many bytes less, by the verdict of
+    `memfit.memory.contract`, and more if there is room. An update or an evaluation that took more raises, because no
+    plan makes it smaller, and so does a fourth step in a row. If the budget is soft, these are warnings.
+
+    On CUDA the bytes count that torch's allocator holds. What a step over the budget has left in its cache is
+    returned, and what other code has left, until two steps in a row have kept the budget; from then on it does not
+    count. The allocator gets expandable segments, unless its settings say otherwise.
+
+    Args:
+        budget_bytes: for everything on the device.
+        device: the model's.
+        budget_is: `firm` or `soft`.
+
+    Attributes:
+        excess_bytes: what steps took beyond what their plans allow for.
+        most_bytes: the most bytes on the device in any step that was measured.
+        ran: calls of graphs; whoever runs one adds to it.
+        compiled: compiled graphs; whoever compiles one adds to it. A step that compiles is not measured.
+    """
+
+    def __init__(self, budget_bytes: int, device: torch.device, budget_is: str = FIRM) -> None:
+        self.budget_bytes = budget_bytes
+        self.device = device
+        self.budget_is = budget_is
+        self.contract = Contract(
+            budget_bytes,
+            page_bytes=page_bytes(device),
+            is_firm=budget_is == FIRM,
+            most_corrections=MOST_CORRECTIONS,
+        )
+        self._standing = Standing(expected_error_bytes=_unused_bytes(budget_bytes, device))
+        self._warnings = Warnings()
+        self._last_stream = LastStream(device)
+        self._updates = 0  # since the last verdict that changed plans
+        self.excess_bytes = budget_bytes - self.contract.aim_bytes(self._standing)
+        self.most_bytes = 0
+        self.ran = 0
+        self.compiled = 0
+        self._before_bytes = bytes_from_before(device)
+        self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self._hooks: list[Any] = []
+        self._ran_before: dict[int, int] = {}  # by the optimizer: calls of graphs before its last step
+        self._open: tuple[AbstractContextManager[Usage], Usage, int] | None = None
+        self._loss: tuple[AbstractContextManager[Usage], Usage] | None = None
+        self._is_in_step = False
+        self._planned_from_now_bytes = 0
+        self._live_bytes = 0  # the most in the record that was closed last
+        self._left_bytes: int | None = None  # what torch's allocator held after the last step
+        self._others_bytes = 0
+        self._held_before_update_bytes = 0
+        self._returns_cache = False  # before each update and each step
+
+    @property
+    def plans_are_least(self) -> bool:
+        """Whether no plan of a graph takes less, so that a step over the budget is refused."""
+        return self._standing.is_least
+
+    @plans_are_least.setter
+    def plans_are_least(self, value: bool) -> None:
+        self._standing.is_least = value
+
+    @property
+    def live_bytes(self) -> int:
+        """All bytes on the device now, with those that other streams keep from the current one."""
+        return self._before_bytes + allocated_bytes(self.device) + self._last_stream.lost_bytes
+
+    @property
+    def knows_optimizer(self) -> bool:
+        """Whether an optimizer was given."""
+        return bool(self._optimizers)
+
+    def follow(self, *optimizers: object) -> None:
+        """Count what the state of these optimizers will take, and measure their updates.
+
+        Args:
+            optimizers: in place of those before, which are followed no more. Of one that is wrapped (by Accelerate, by
+                Lightning) the innermost is followed.
+
+        Raises:
+            InvalidTargetError: one is no optimizer.
+            UnsupportedStepError: one evaluates the loss several times in a step.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._optimizers, self._hooks, self._ran_before = (), [], {}
+        for optimizer in map(innermost, optimizers):
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise InvalidTargetError(
+                    f"optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer, or one wrapped"
+                )
+            require_supported(optimizer)
+            self._optimizers += (optimizer,)
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._ran_before[id(optimizer)] = self.ran
+            self._hooks.append(optimizer.register_step_post_hook(self._stepped))
+
+    def bytes_to_come(self) -> int:
+        """Return the bytes of the state that the optimizers have yet to make."""
+        total = 0
+        for optimizer in self._optimizers:
+            known: dict[Any, int] = {}
+            for number, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    if not parameter.requires_grad or optimizer.state.get(parameter):
+                        continue
+                    key = number, tuple(parameter.shape), parameter.stride(), parameter.dtype
+                    if key not in known:
+                        known[key] = self._state_bytes(optimizer, parameter, group)
+                    total += known[key]
+        return total
+
+    def _state_bytes(
+        self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, group: dict[str, Any]
+    ) -> int:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        cost = update_cost(without_hooks(optimizer), parameter, mode.from_tensor(parameter.detach()), group, mode)
+        return sum(
+            taken_bytes(made.untyped_storage().nbytes(), self.device)
+            for made in cost.state.values()
+            if made.device.type == self.device.type
+        )
+
+    def begin(self) -> None:
+        """Begin to measure a step, unless the backward pass of the last call has yet to come."""
+        if self._is_in_step:
+            return
+        self._close()
+        self._last_stream.follow()
+        others_bytes = max(0, held_bytes(self.device) - (self._left_bytes or 0))  # what other code has left unused
+        is_new = self._standing.windows == 0  # what steps of another plan took must not count once more
+        if self._returns_cache or is_new or (others_bytes and not self._is_proved):
+            empty_cache(self.device)
+            others_bytes = 0
+        self._others_bytes = others_bytes
+        self._record()
+        self._is_in_step = True
+        self._planned_from_now_bytes = 0
+
+    def begin_loss(self) -> None:
+        """Begin to measure what runs between a graph's forward and its backward half."""
+        self.end_loss()
+        self._make_way()
+        context = record(self.device)
+        self._loss = context, context.__enter__()
+
+    def end_loss(self) -> int:
+        """Return the most bytes since the last forward half, as `allocated_bytes` counts; 0 if already asked for."""
+        if self._loss is None:
+            return 0
+        context, usage = self._loss
+        self._loss = None
+        context.__exit__(None, None, None)
+        return usage.start_bytes + usage.peak_bytes
+
+    def expect_end(self, more_bytes: int) -> None:
+        """End the measurement of forward, loss and backward after the backward pass that runs now.
+
+        Args:
+            more_bytes: what the caller has seen outside of its graph beyond what it planned for, and plans for from now
+                on.
+        """
+        self._planned_from_now_bytes += more_bytes
+        at_end_of_backward(self._end_backward)
+
+    def evaluate(self, run: Callable[[], Any]) -> Any:
+        """Run a call without gradients, and return its result.
+
+        Between a forward half and its backward half it belongs to the step, which is measured and planned with it: the
+        forward of a custom `autograd.Function`, entropies for a log.
+
+        Args:
+            run: the call.
+
+        Raises:
+            OverBudgetError: it took more than the budget.
+        """
+        if any(each._awaits_backward_on(self.device) for each in _all_measuring()):
+            self.ran += 1
+            return run()
+        compiled = self.compiled
+        with record(self.device) as usage:
+            returned = run()
+        self.ran += 1
+        taken = self._total_bytes(usage)
+        if taken > self.budget_bytes and self.compiled == compiled:
+            self._refuse(
+                OverBudgetError(
+                    f"a call without gradients took {format_bytes(taken)}, more than the budget of "
+                    f"{format_bytes(self.budget_bytes)}: nothing is saved for backward there that a plan could drop; "
+                    "make the batch of the evaluation smaller"
+                )
+            )
+        return returned
+
+    def _awaits_backward_on(self, device: torch.device) -> bool:
+        return self._loss is not None and self.device == device
+
+    def _end_backward(self) -> None:
+        if not self._is_in_step:
+            return
+        self._is_in_step = False
+        taken = self._close()
+        self._left_bytes = held_bytes(self.device) - self._others_bytes
+        if self._returns_cache or (self.device.type == "cuda" and self.bytes_to_come()):
+            empty_cache(self.device)  # what is left there may not be of use to the update
+        self._held_before_update_bytes = held_bytes(self.device)
+        self._record()  # of the update
+        if taken:
+            self._judge(taken)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, given: Any, named: Any) -> Any:
+        return before_update(lambda: self._require_calls(optimizer), given, named)
+
+    def _require_calls(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.ran == self._ran_before[id(optimizer)] and _changes_parameters(optimizer):
+            raise UnsupportedStepError(
+                "the optimizer is about to step, and no call of the model was planned since its last step: the loop "
+                "calls a part of the model, or `model.forward`, in the place of `model(...)`; plan the module that the "
+                "loop calls"
+            )
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, _given: Any, _named: Any) -> None:
+        """Note an update; the `step` of a class that calls that of its base class is hooked twice, and is one."""
+        self._ran_before[id(optimizer)] = self.ran
+        self._end_update()
+
+    def _end_update(self) -> None:
+        taken = self._close()
+        self._updates += 1
+        self._left_bytes = held_bytes(self.device) - self._others_bytes
+        fits = self._live_bytes <= self.budget_bytes
+        if fits and taken <= self._held_before_update_bytes:  # a backward pass has left that
+            return
+        if fits and taken > self.budget_bytes and not self._returns_cache:
+            self._returns_cache = True
+            _log.warning(
+                "memfit: torch's allocator held %s during the update of the parameters, of which %s were in use, more "
+                "than the budget of %s; from now on it returns what is unused before each update, which takes time",
+                format_bytes(taken),
+                format_bytes(self._live_bytes),
+                format_bytes(self.budget_bytes),
+            )
+        elif taken > self.budget_bytes:
+            self._refuse(
+                InfeasibleBudgetError(
+                    f"the update of the parameters took {format_bytes(taken)} ({taken} bytes), more than the budget of "
+                    f"{format_bytes(self.budget_bytes)}: parameters, gradients, the optimizer's state and what its "
+                    "update needs are all there at once, and so is what other models have done since this one's "
+                    "backward pass; no plan of forward and backward changes that; raise the budget, plan the other "
+                    "models, too, or use memfit.fit on eager's kernels, which updates each parameter as soon as its "
+                    "gradient is there",
+                    least_budget_found_bytes=taken,
+                    least_budget_bound_bytes=0,
+                )
+            )
+
+    def _judge(self, taken_bytes: int) -> None:
+        """Let later plans get fewer bytes, or more, or refuse.
+
+        Raises:
+            BudgetNotHeldError: the budget is firm, and plans for less were over it as well.
+        """
+        usage = Taken(taken_bytes=taken_bytes, live_bytes=self._live_bytes)
+        planned_bytes = self.budget_bytes - self.excess_bytes + self._planned_from_now_bytes
+        verdict = self.contract.judge(self._standing, usage, planned_bytes)
+        if isinstance(verdict, Refused):
+            what = f"{MOST_CORRECTIONS} steps before it were over it as well, and planned for less each time"
+            what = "no plan of a graph takes less" if self._standing.is_least else what
+            self._refuse(self.contract.refusal(verdict, what))
+        elif isinstance(verdict, Aim):
+            excess_bytes = max(0, self.budget_bytes - verdict.aim_bytes)
+            is_early = self.knows_optimizer and self._updates < WINDOWS_BEFORE_LARGER  # of micro-batches one is largest
+            if verdict.is_larger and (is_early or excess_bytes >= self.excess_bytes):
+                return
+            self.excess_bytes = excess_bytes
+            self._standing.replace_plan(is_least=False, is_most=False)
+            self._updates = 0
+            if not verdict.is_larger:
+                self._warnings.warn(self.contract.over_text(usage), "over")
+
+    def _refuse(self, error: MemfitError) -> None:
+        if self.budget_is == FIRM:
+            raise error
+        _log.warning("memfit: %s", error)
+
+    def _make_way(self) -> None:
+        """Give up the records of the account that has measured least lately: its backward or update may never come."""
+        others = [each for each in _all_measuring() if each is not self]
+        for oldest in others[: 1 - _MOST_MEASURING]:
+            oldest._loss = oldest._open = None
+        _measuring[:] = map(weakref.ref, [*others[1 - _MOST_MEASURING :], self])
+
+    def _record(self) -> None:
+        self._make_way()
+        context = record(self.device)
+        self._open = context, context.__enter__(), self.compiled
+
+    def _close(self) -> int:
+        """End the open record; return the most bytes on the device in it, or 0 if a graph was compiled in it."""
+        if self._open is None:
+            return 0
+        context, usage, compiled = self._open
+        self._open = None
+        context.__exit__(None, None, None)
+        if self.compiled != compiled:
+            return 0
+        self._live_bytes = self._before_bytes + usage.start_bytes + usage.peak_bytes
+        taken = self._total_bytes(usage)
+        self.most_bytes = max(self.most_bytes, taken)
+        return taken
+
+    @property
+    def _is_proved(self) -> bool:
+        return self._standing.kept_in_a_row >= STEPS_IN_A_ROW
+
+    def _total_bytes(self, usage: Usage) -> int:
+        taken_bytes = max(usage.peak_bytes, usage.taken_bytes - self._others_bytes)
+        return self._before_bytes + usage.start_bytes + taken_bytes
+
+
+def _unused_bytes(budget_bytes: int, device: torch.device) -> int:
+    """Return what torch's allocator is assumed to hold unused, having let its segments grow if they can."""
+    if device.type != "cuda":
+        return 0
+    share = _UNUSED_SHARE if turn_on_expandable_segments(device) else _UNUSED_SHARE_IN_SEGMENTS
+    return int(share * budget_bytes)
+
+
+def _changes_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the next update does: not without gradients, nor at a rate of 0, by which states are made."""
+    is_moving = any(group.get("lr", 1.0) != 0 for group in optimizer.param_groups)
+    return is_moving and any(parameter.grad is not None for parameter in parameters_of(optimizer))
+
+
+def _all_measuring() -> list[Account]:
+    return [account for account in (each() for each in _measuring) if account is not None]

@@ -1,0 +1,197 @@
+"""The torch.compile backend: `torch.compile(model, backend="memfit", options={"budget": "6GiB"})`.
+
+Each graph of Dynamo is planned at its concrete sizes when it first runs, within the bytes that the budget leaves beside
+everything else on the device. After its first whole step it is planned once more: only then are the bytes known that
+user code holds between the halves and beside the graph (the loss, the optimizer's state, other graphs' activations).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+import torch.fx
+
+from memfit.capture.numbers import numbers_read, with_numbers_as_tensors
+from memfit.dynamo.account import Account
+from memfit.dynamo.compiled_graph import CompiledGraph, device_of
+from memfit.dynamo.inputs import (
+    refuse_other_hooks,
+    refuse_ranks,
+    signatures,
+)
+from memfit.dynamo.settings import GraphSettings, read_options
+from memfit.errors import InvalidOptionError, NotOneGraphError
+from memfit.plan import Plan
+from memfit.step.turns import turn_on
+from memfit.torch_private.dynamo import times_compiled
+from memfit.torch_private.modules import hooks_on_all_modules
+from memfit.torch_private.tensors import (
+    DATA_DEPENDENT_ERRORS,
+)
+
+_log = logging.getLogger("memfit")
+_MANY_TIMES = 64  # Dynamo takes eight for a sign of an integer that differs in each call, and goes on in eager
+
+
+def memfit_backend(
+    module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+) -> PlannedGraph:
+    """Plan the graphs of a compiled model within `options["budget"]`.
+
+    Options:
+        budget: bytes for everything on the device during the step: `"6GiB"`, or an integer. Required.
+        host_budget, host_dir, planner, options, time_limit_seconds, seed, budget_is: as in `memfit.fit`.
+        reserve: bytes that something else will take later: the optimizer state that the first step creates. By default
+            the bytes of Adam's state, and a warning says so; 0 for plain SGD.
+        kernels: `"eager"`, whose bits the step then has, or `"inductor"`, which generates code.
+
+    Args:
+        module: one graph of Dynamo's.
+        example_inputs: not read; the sizes of the first call count.
+        options: as above.
+        mode: of `torch.compile`, which is Inductor's own; refused.
+
+    Raises:
+        InvalidOptionError, InvalidBudgetError: options that cannot be read.
+        InfeasibleBudgetError, TimeLimitError: no plan was found for the bytes that the budget leaves.
+        UnsupportedStepError: DDP or FSDP; backward with retain_graph=True, before anything is released; a forward pass
+            that runs again before its backward, and a host budget that has no room for it.
+    """
+    # Options are read when the graph is first called: an error raised here would reach the user wrapped by Dynamo.
+    del example_inputs
+    if times_compiled() == _MANY_TIMES:
+        _log.warning(
+            "memfit: a function was compiled %d times by now, and each takes seconds and memory: an integer that "
+            "it reads, such as a counter in an attribute, may differ in each call; make it a tensor or a float",
+            _MANY_TIMES,
+        )
+    return PlannedGraph(module, lambda: _read(options or {}, mode))
+
+
+def _read(options: dict[str, Any], mode: str | None) -> GraphSettings:
+    if mode is not None:
+        raise InvalidOptionError(
+            f"torch.compile: mode={mode!r} is of PyTorch's own backend; memfit's takes "
+            """options={"budget": ...}, with "kernels": "inductor" for generated code"""
+        )
+    return read_options(options)
+
+
+class PlannedGraph:
+    """One graph of Dynamo's, with a compiled pair of halves for each tuple of concrete sizes.
+
+    Args:
+        module: the graph.
+        read: returns the settings; called once, at the first call.
+
+    Attributes:
+        called: of the class: whether any graph was called in this process.
+    """
+
+    called: ClassVar[bool] = False
+
+    def __init__(self, module: torch.fx.GraphModule, read: Callable[[], GraphSettings]) -> None:
+        self.module = with_numbers_as_tensors(module)
+        self.compiled: dict[Any, CompiledGraph] = {}
+        self.has_warned = False  # of the bytes that are set aside for the optimizer
+        self.has_warned_of_strides = False
+        self.awaiting = 0  # backward passes of calls so far
+        self._has_warned_of_sums = False
+        self._has_own_account = False
+        self._read = read
+        self._hooks = hooks_on_all_modules()
+
+    def __call__(self, *inputs: Any) -> Any:
+        PlannedGraph.called = True
+        refuse_other_hooks(self._hooks)
+        device = device_of(inputs)
+        with turn_on(device).of(self, "the forward pass of a graph that memfit's backend compiled"):
+            self._measure_on(device)
+            return self._call(inputs)
+
+    def _measure_on(self, device: torch.device) -> None:
+        """Measure forward, loss and backward: what eager code beside the graph saves for backward is seen only so."""
+        options = self.options
+        if options.account is None:
+            account = Account(int(options.settings.budget), device, options.settings.budget_is)
+            self.options, self._has_own_account = replace(options, account=account), True
+        if self._has_own_account and self.options.account is not None and torch.is_grad_enabled():
+            self.options.account.begin()
+
+    def _call(self, inputs: Sequence[Any]) -> Any:
+        key = (signatures(inputs), torch.is_grad_enabled())
+        compiled = self.compiled.get(key)
+        if compiled is None:
+            refuse_ranks(inputs)
+        account = self.options.account
+        if compiled is None or compiled.should_plan_again(inputs):
+            compiled = self.compiled[key] = self.compile(inputs, compiled)
+            if account is not None:
+                account.compiled += 1
+        if compiled.plan is not None:
+            self._warn_of_sums(inputs)
+            self.awaiting += 1
+        returned = self._run(compiled, inputs)
+        for node in {leaf.grad_fn for leaf in returned if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None}:
+            node.register_prehook(compiled.check_gradients)
+        return returned
+
+    def _warn_of_sums(self, inputs: Sequence[Any]) -> None:
+        """Warn where eager would sum a parameter's gradients use by use, over calls that one backward pass is for."""
+        if not self.awaiting or self._has_warned_of_sums:
+            return
+        places = zip(inputs, (node for node in self.module.graph.nodes if node.op == "placeholder"), strict=False)
+        if any(isinstance(given, torch.nn.Parameter) and len(node.users) > 1 for given, node in places):
+            self._has_warned_of_sums = True
+            _log.warning(
+                "memfit: a graph that uses a parameter several times (tied embeddings, say) was called again before "
+                "the backward pass of its last call: if one backward pass is for both, each call's gradients are "
+                "summed first, eager's use by use, and last bits may differ; memfit.fit has eager's"
+            )
+
+    def _run(self, compiled: CompiledGraph, inputs: Sequence[Any]) -> Any:
+        """Run a compiled graph; one without a backward half has no plan, and is held to the budget by measurement."""
+        account = self.options.account
+        if compiled.plan is None and account is not None:
+            return account.evaluate(lambda: compiled.function(*inputs))
+        if account is not None:
+            account.ran += 1
+        return compiled.function(*inputs)
+
+    def compile(self, inputs: Sequence[Any], before: CompiledGraph | None) -> CompiledGraph:
+        """Return the compiled graph at the sizes of `inputs`.
+
+        Args:
+            inputs: of the graph.
+            before: what was compiled for these sizes before, if anything.
+
+        Raises:
+            UnsupportedStepError: the graph depends on the value of a number or of a tensor.
+        """
+        try:
+            return CompiledGraph(self, inputs, before)
+        except DATA_DEPENDENT_ERRORS as error:
+            raise NotOneGraphError(
+                "the model computes with a number that changes from call to call (or under dynamic=True might), such "
+                "as an attribute or what `item` gave, otherwise than by +, -, * and / with a tensor of floats: hand it "
+                "in as a tensor, or memfit.fit the step (it reads "
+                f"{numbers_read(self.module) or 'a number from a tensor'})"
+            ) from error
+
+    @cached_property
+    def options(self) -> GraphSettings:
+        """How the graph is planned."""
+        return self._read()
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans in use, one for each tuple of sizes."""
+        return [c.plan for c in self.compiled.values() if c.plan is not None]

@@ -1,0 +1,105 @@
+"""A training step whose forward and backward run on Inductor's kernels: what `fit(kernels="inductor")` returns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from memfit.capture import TrainingStep
+from memfit.capture.placement import step_device
+from memfit.capture.step_check import require_training_context
+from memfit.dynamo.model import PlannedCalls
+from memfit.dynamo.settings import INDUCTOR, GraphSettings
+from memfit.errors import InvalidOptionError
+from memfit.plan import Plan
+from memfit.planning import Settings
+from memfit.step.measure import measured_eager_peak
+from memfit.step.turns import Turn
+from memfit.step.uncopied import Uncopied
+from memfit.system.budget import parse_budget
+
+
+class InductorStep(Uncopied):
+    """A training step on Inductor's kernels, inside its budget: call it with a batch, get the loss.
+
+    The model and the loss are compiled, and planned, at the first call with a batch of some sizes, before anything of
+    that call runs. Clipping, scaling and the update run as eager does; they are measured, and held to the budget.
+
+    Args:
+        step: the training step.
+        settings: a budget, of which a percentage is a share of the measured peak of an eager step, and how plans are
+            searched.
+
+    Attributes:
+        step: the TrainingStep that is carried out.
+        settings: the budget, in bytes, and how plans are searched.
+        device: the device that the step runs on.
+    """
+
+    def __init__(self, step: TrainingStep, settings: Settings) -> None:
+        self.step = step
+        self.device = step_device(step.model, step.batch)
+        eager_bytes = 0 if settings.is_in_bytes else measured_eager_peak(step, self.device)
+        self.settings = settings.within(parse_budget(settings.budget, eager_bytes))
+        options = GraphSettings(settings=self.settings, reserve_bytes=0, kernels=INDUCTOR)
+
+        def loss(batch: Any) -> torch.Tensor:
+            return step.compute_loss(step.model, batch)
+
+        self._turn = Turn()
+        self._calls = calls = PlannedCalls(loss, step.model, options, "memfit.fit")
+        self._compiled = replace(step, loss=lambda _model, batch: calls(batch))
+        if step.optimizer is not None:
+            calls.account.follow(step.optimizer)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan with the highest peak, after the first call."""
+        return max(self.plans, key=lambda plan: plan.predicted.peak_bytes)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans of all graphs and sizes so far."""
+        return tuple(self._calls.plans)
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes on the device in any step that was measured; a step that compiles is not."""
+        return self._calls.account.most_bytes
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """Run one step on `batch`; return the loss, detached.
+
+        Raises:
+            InfeasibleBudgetError, TimeLimitError: no plan fits, or the update does not.
+            UnsupportedStepError: Inductor cannot compile the step, the call is inside torch.no_grad or torch.autocast,
+                or another thread is in a step.
+        """
+        require_training_context("the step was called", self.step)
+        with self._turn.of(self, f"the planned step of {self.step.name or type(self.step.model).__name__}"):
+            return self._compiled.run_eager(batch)
+
+
+def refuse_with_inductor(settings: Settings, **others: object) -> None:
+    """Refuse what a step on Inductor's kernels cannot do.
+
+    Args:
+        settings: of the step.
+        others: further arguments of `fit`, by name.
+
+    Raises:
+        InvalidOptionError: names what was asked for.
+    """
+    asked = {
+        "host_budget": settings.host_budget_bytes,
+        "host_dir": settings.host_dir,
+        "arena": settings.arena,
+        "hard": settings.hard,
+        "cuda_graph": settings.cuda_graph,
+        **others,
+    }
+    for name, value in asked.items():
+        if value:
+            raise InvalidOptionError(f'memfit.fit: {name} does not go with kernels="inductor": leave one of them out')

@@ -1,0 +1,43 @@
+"""What `torch.compile(model, backend="memfit")` finds; importing this file is the first look-up of a process.
+
+PyTorch calls a backend only for the frames that its compiler captures. Where it captures none, nothing but the look-up
+tells that a budget was asked for. So the look-up does four things: it lets the compiler enter modules whose code is
+torch's own (`nn.Sequential(...).compile(backend="memfit")`), it has the compiler notice hooks that come and go, it lets
+code be compiled anew however often, where the compiler would go on in eager, and it has the first step of an optimizer
+checked. A hook on modules could see the same earlier, but the compiler would trace it into every graph of the process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from memfit.dynamo.backend import PlannedGraph, memfit_backend
+from memfit.dynamo.updates import before_update
+from memfit.errors import UnsupportedStepError
+from memfit.torch_private.dynamo import compile_soundly
+
+__all__ = ["memfit_backend"]
+
+
+def _require_graph() -> None:
+    global _is_checked
+    is_first, _is_checked = not _is_checked, True
+    if is_first and not PlannedGraph.called:
+        raise UnsupportedStepError(
+            'backend="memfit" was looked up, and no graph had reached it by the first step of an optimizer, so that no '
+            "budget is enforced: PyTorch's compiler enters no model under DDP or FSDP, and none where "
+            "torch.compiler.disable or TORCH_COMPILE_DISABLE forbids it. Compile the bare module, or use "
+            "memfit.compile(model, budget=...), which checks each call; train models without a budget before or after"
+        )
+
+
+def _before_step(_optimizer: torch.optim.Optimizer, given: Any, named: Any) -> Any:
+    return None if _is_checked else before_update(_require_graph, given, named)
+
+
+compile_soundly()
+_is_checked = False
+register_optimizer_step_pre_hook(_before_step)

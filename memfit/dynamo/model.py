@@ -1,0 +1,200 @@
+"""The calls of a model, planned: each runs as one graph inside a budget, or somebody else runs it, or it raises."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from memfit.capture.step_check import check_initialized, check_not_distributed
+from memfit.dynamo.account import Account
+from memfit.dynamo.backend import PlannedGraph
+from memfit.dynamo.settings import INDUCTOR, GraphSettings, read_options
+from memfit.errors import InvalidTargetError, NotOneGraphError, UnsupportedStepError
+from memfit.plan import Plan
+from memfit.step.turns import Turn
+from memfit.torch_private.dynamo import compiled_calls, is_compilers
+from memfit.torch_private.modules import eager_call, is_compiled, own_call, set_call
+
+_log = logging.getLogger("memfit")
+_MANY_GRAPHS = 64  # of one model; Dynamo itself takes eight of a function for a sign of such a number
+
+
+def compile_in_place(
+    model: torch.nn.Module,
+    options: Mapping[str, Any],
+    where: str,
+    *,
+    otherwise: Callable[[str], Callable[..., Any]] | None = None,
+) -> PlannedCalls:
+    """Let all calls of a model run planned; return what runs them.
+
+    Args:
+        model: the model.
+        options: of the backend; None stands for a default.
+        where: begins the message of an error.
+        otherwise: as for `PlannedCalls`.
+
+    Raises:
+        MemfitError: as `compile`.
+    """
+    calls = PlannedCalls(None, model, options, where, otherwise=otherwise)
+    set_call(model, calls)
+    return calls
+
+
+def compile_anew(
+    model: torch.nn.Module,
+    options: Mapping[str, Any],
+    where: str,
+    *,
+    otherwise: Callable[[str], Callable[..., Any]] | None = None,
+) -> PlannedCalls:
+    """As `compile_in_place`; a model that memfit planned before, for a run that is over or was broken off, is released.
+
+    Args:
+        model, options, where, otherwise: as there.
+
+    Raises:
+        MemfitError: as `compile`.
+    """
+    if isinstance(own_call(model), PlannedCalls):
+        release(model)
+    return compile_in_place(model, options, where, otherwise=otherwise)
+
+
+def release(model: torch.nn.Module) -> None:
+    """Let the calls of a compiled model, and the updates of its optimizers, run unplanned again."""
+    calls = own_call(model)
+    if isinstance(calls, PlannedCalls):
+        calls.let_go()
+    set_call(model, None)
+
+
+class PlannedCalls:
+    """Runs the calls of a function within a budget.
+
+    Args:
+        function: captured at its first call; None stands for the calls of the model.
+        model: whose parameters it trains.
+        options: of the backend, where None stands for a default, or read before.
+        where: begins the message of an error.
+        otherwise: is told why a call with gradients cannot run as one planned graph, before anything of it has run, and
+            returns what runs it; without it such a call is refused.
+
+    Raises:
+        MemfitError: as `compile`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any] | None,
+        model: torch.nn.Module,
+        options: GraphSettings | Mapping[str, Any],
+        where: str,
+        *,
+        otherwise: Callable[[str], Callable[..., Any]] | None = None,
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise InvalidTargetError(f"{where}: model is a {type(model).__name__}, expected a torch.nn.Module")
+        if is_compiled(model):
+            raise InvalidTargetError(f"{where}: the model is compiled already; give the module as it was before")
+        check_not_distributed(model, where)
+        check_initialized(model, where)
+        self.graphs: list[PlannedGraph] = []
+        self._where = where
+        self._model = model
+        if not isinstance(options, GraphSettings):
+            options = read_options({name: value for name, value in options.items() if value is not None}, where)
+        self._settings = options
+        self._function = eager_call(model) if function is None else function
+        self._otherwise = otherwise
+        self._compiled = compiled_calls(model, self._function, self._planned_graph)
+        self._account: Account | None = None
+        self._turn = Turn()
+
+    @property
+    def account(self) -> Account:
+        """What measures the steps; made when it is first needed, on the device that the model is on then."""
+        if self._account is None:
+            device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+            self._account = Account(int(self._settings.settings.budget), device, self._settings.settings.budget_is)
+        return self._account
+
+    def let_go(self) -> None:
+        """Follow no optimizer any more."""
+        if self._account is not None:
+            self._account.follow()
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans in use, one for each graph and tuple of sizes."""
+        return [plan for graph in self.graphs for plan in graph.plans]
+
+    @torch.compiler.disable
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run one call.
+
+        Raises:
+            UnsupportedStepError: no graph was captured, or another thread is in a call.
+            OverBudgetError: a call without gradients took more than the budget.
+            NoPlanError: no plan fits.
+        """
+        account = self.account
+        if not torch.is_grad_enabled():  # Inductor's random numbers are others than eager's
+            run = self._captured if self._settings.kernels == INDUCTOR else self._function
+            try:
+                return account.evaluate(lambda: run(*arguments, **named))
+            except NotOneGraphError:  # it breaks into several graphs
+                return account.evaluate(lambda: self._function(*arguments, **named))
+        with self._turn.of(self, f"the compiled {type(self._model).__name__}", may_nest=True):
+            return self._call(account, arguments, named)
+
+    def _call(self, account: Account, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        account.begin()
+        ran = account.ran
+        try:
+            returned = self._captured(*arguments, **named)
+        except NotOneGraphError as error:
+            if account.ran > ran:
+                raise
+            if self._otherwise is None:
+                raise NotOneGraphError(f"{error}; memfit.checkpoint holds the budget of such a model") from error
+            return self._otherwise(str(error).removeprefix(f"{self._where}: "))(*arguments, **named)
+        if account.ran == ran:
+            why = "PyTorch's compiler may not enter it (DDP, FSDP, torch.compiler.disable, TORCH_COMPILE_DISABLE)"
+            if self._otherwise is not None:
+                self._otherwise(why)
+                return returned
+            raise UnsupportedStepError(
+                f"{self._where}: a call of {type(self._model).__name__} ran no planned graph, so its budget was not "
+                f"enforced: {why}; memfit.checkpoint holds the budget of such a model"
+            )
+        return returned
+
+    def _captured(self, *arguments: Any, **named: Any) -> Any:
+        try:
+            return self._compiled(*arguments, **named)
+        except RuntimeError as error:
+            if not is_compilers(error):
+                raise
+            text = " ".join(str(error).split()).partition(" Hint:")[0][:400]
+            raise NotOneGraphError(
+                f"{self._where}: PyTorch's compiler cannot take in {type(self._model).__name__}: {text}"
+            ) from error
+
+    def _planned_graph(self, module: torch.fx.GraphModule, _inputs: Any) -> PlannedGraph:
+        settings = replace(self._settings, account=self.account)
+        graph = PlannedGraph(module, lambda: settings)
+        self.graphs.append(graph)
+        if len(self.graphs) == _MANY_GRAPHS:
+            _log.warning(
+                "memfit: %d graphs of %s are compiled by now, and each takes seconds and memory: an integer that the "
+                "model reads, such as a counter in an attribute, may differ in each call; make it a tensor or a float",
+                _MANY_GRAPHS,
+                type(self._model).__name__,
+            )
+        return graph

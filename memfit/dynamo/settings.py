@@ -1,0 +1,118 @@
+"""How the graphs of one compiled model are planned: what a user gives the backend as options."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memfit.dynamo.account import Account
+from memfit.errors import InvalidOptionError
+from memfit.graph import Graph
+from memfit.options import CompileOptions, require_options, settings_from
+from memfit.papers.planners.mirror import read_mirrors
+from memfit.planners.registry import MIRROR_OPTION
+from memfit.planning import Settings
+from memfit.system.budget import parse_budget
+
+_log = logging.getLogger("memfit")
+EAGER, INDUCTOR = "eager", "inductor"
+_KERNELS = (EAGER, INDUCTOR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSettings:
+    """How the graphs of one model are planned.
+
+    Attributes:
+        settings: with a budget in bytes.
+        reserve_bytes: bytes that something else will take later; None stands for the bytes of Adam's state.
+        account: measures the steps, if anything does.
+        kernels: whose kernels run.
+        backward_autocast: whether `backward` is called inside forward's autocast.
+    """
+
+    settings: Settings
+    reserve_bytes: int | None
+    kernels: str = EAGER
+    backward_autocast: bool = False
+    account: Account | None = None
+
+
+def read_options(options: Mapping[str, Any], where: str = "backend memfit") -> GraphSettings:
+    """Return options as settings.
+
+    Args:
+        options: `budget`, and those of `CompileOptions`.
+        where: begins the message of an error.
+
+    Raises:
+        InvalidOptionError, InvalidBudgetError: options that cannot be read.
+    """
+    given = {name: value for name, value in options.items() if name != "budget"}
+    require_options(given, CompileOptions, where)
+    if "budget" not in options:
+        raise InvalidOptionError(f'{where} needs a budget: options={{"budget": "6GiB"}}')
+    budget = options["budget"]
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        raise InvalidOptionError(
+            f"budget {budget!r}: a share of the unplanned peak is not known before loss and optimizer are; give "
+            "bytes, or use memfit.fit"
+        )
+    settings = settings_from(parse_budget(budget, 0), given)
+    reserve = options.get("reserve")
+    return GraphSettings(
+        settings=settings,
+        reserve_bytes=None if reserve is None else _size(reserve),
+        kernels=read_kernels(options.get("kernels", EAGER), settings),
+        backward_autocast=_yes_or_no(options, "backward_autocast"),
+    )
+
+
+def read_kernels(name: object, settings: Settings) -> str:
+    """Return the name of kernels.
+
+    Args:
+        name: as the user gave it.
+        settings: of the step.
+
+    Raises:
+        InvalidOptionError: there are no such kernels, or they do not do what the settings ask for.
+    """
+    if name not in _KERNELS:
+        raise InvalidOptionError(f"kernels is {name!r}, expected one of {', '.join(map(repr, _KERNELS))}")
+    if name == INDUCTOR and settings.host_budget_bytes:
+        raise InvalidOptionError(f"kernels={name!r} offloads nothing: leave host_budget out, or take kernels={EAGER!r}")
+    return str(name)
+
+
+def _yes_or_no(options: Mapping[str, Any], name: str) -> bool:
+    value = options.get(name, False)
+    if not isinstance(value, bool):
+        raise InvalidOptionError(f"{name} is {value!r}, expected True or False")
+    return value
+
+
+def _size(given: str | int) -> int:
+    return 0 if given in (0, "0") else parse_budget(given, 0)
+
+
+def settings_of(options: GraphSettings, graph: Graph) -> Settings:
+    """Return the settings for one graph of a model: mirror marks that name nothing in it are left out.
+
+    A mark may belong to another graph of the same model, so that it is no error here, but a warning.
+
+    Args:
+        options: of the model.
+        graph: one of its graphs.
+    """
+    settings = options.settings
+    if MIRROR_OPTION not in settings.options:
+        return settings
+    marks = read_mirrors(settings.options[MIRROR_OPTION])
+    here = tuple(mark for mark in marks if mark.marked(graph))
+    for mark in marks:
+        if mark not in here:
+            _log.warning("memfit: the mirror mark %r names nothing in the %s", mark.where, graph.name)
+    return replace(settings, options={**settings.options, MIRROR_OPTION: here})

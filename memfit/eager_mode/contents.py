@@ -1,0 +1,414 @@
+"""All contents that eager mode knows: what autograd saved of them is freed to make room, and recomputed."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from memfit.capture.lines import calling_line
+from memfit.eager_mode.again import LostContentsError, make_again
+from memfit.eager_mode.copies import NEVER_SECONDS, Copies, settle
+from memfit.eager_mode.host import Host
+from memfit.eager_mode.kept import Kept, Saved
+from memfit.eager_mode.operators import is_dense
+from memfit.eager_mode.policy import Policy, cheap_and_stale
+from memfit.eager_mode.sources import (
+    Call,
+    Source,
+    Sources,
+    flat,
+    needed_by,
+    seconds_to_make,
+    tensors_given,
+)
+from memfit.errors import OverBudgetError, UnsupportedStepError
+from memfit.system.budget import format_bytes
+from memfit.torch_private.autograd import no_modes, without_autocast
+from memfit.torch_private.tensors import has_own_dispatch
+
+LEAST_BYTES = 1 << 12  # smaller contents are never freed
+NO_CALL: tuple[Any, Any, Any] = (None, (), {})
+
+
+class Counts:
+    """What happened so far; see `Report`."""
+
+    def __init__(self) -> None:
+        self.calls = self.let_go = self.made_again = self.passes = 0
+        self.again_seconds = 0.0
+        self.freed_within_bytes = 0  # while calls ran
+
+
+class Contents:
+    """What is on a device, as far as calls and autograd show it, and room for what comes.
+
+    Attributes:
+        budget_bytes: that all of the device's tensors may take together; on CUDA less, for what is unused in pages.
+        live_bytes: returns what they take now.
+        upper_bytes: at least what is live; read anew where it is too high.
+        sources: how contents were made.
+        kept: what autograd saved, by its contents.
+        counts: what happened so far.
+        copies: on the host, if there is one.
+        policy: what goes first; see `memfit.eager_mode.policy`.
+        stranded_bytes: of the budget, that no call can use.
+        is_busy: whether calls are made that are none of the loop's.
+        running: the call (operator, args, kwargs) that runs now, or `NO_CALL` outside of all calls; None while this
+            object and the mode work, when nothing else may let contents go.
+        refusal: why a call that ran was refused memory.
+
+    Args:
+        budget_bytes, live_bytes: see above.
+        model_bytes: returns what parameters, buffers and gradients take of it.
+        host: where contents are copied to; None if that is nowhere.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        live_bytes: Callable[[], int],
+        model_bytes: Callable[[], int],
+        host: Host | None = None,
+    ) -> None:
+        self.budget_bytes, self.live_bytes = budget_bytes, live_bytes
+        self._most_bytes = budget_bytes
+        self.stranded_bytes = 0
+        self.upper_bytes = budget_bytes
+        self._model_bytes = model_bytes
+        self.sources = Sources()
+        self.kept: dict[Source, Kept] = {}
+        self.copies = Copies(host)
+        self.policy: Policy = cheap_and_stale
+        if host is not None:
+            self.policy = partial(cheap_and_stale, seconds_of=self._seconds_to_let_go)
+        self.counts = Counts()
+        self.is_busy = False
+        self.running: tuple[Any, Any, Any] | None = NO_CALL
+        self.refusal: BaseException | None = None
+        self._gone: dict[Call, list[Kept]] = {}
+        self._pinned: set[Source] = set()
+        self._held_back: frozenset[Source] = frozenset()  # until a call has written to what they are made of
+        self._target: Source | None = None  # what is being recomputed
+
+    def note(self, call: Call, args: Any, kwargs: Any, returned: Any) -> None:
+        """Note how a call made new contents."""
+        made = [(place, each) for place, each in enumerate(flat(returned)) if isinstance(each, torch.Tensor)]
+        storages = [(place, each.untyped_storage()) for place, each in made if is_dense(each)]
+        new = [(place, storage) for place, storage in storages if self.sources.find(storage) is None]
+        if not new:
+            return
+        try:
+            call.read(self.sources, args, kwargs)
+        except (NotImplementedError, RuntimeError):  # a tensor without a storage, or without a shape, of its own
+            return
+        for place, storage in new:
+            self.sources.made(storage, call, place).used_at = call.number
+
+    def before_writes(self, written: list[torch.Tensor], need_bytes: int, what: Any) -> None:
+        """Make again what could not be recomputed after these tensors are written to, and keep it until they are."""
+        lost: set[Source] = set()
+        for tensor in written:
+            storage = tensor.untyped_storage()
+            source = self.sources.find(storage)
+            if source is None:
+                continue
+            settle(source)
+            kept = self.kept.get(source)
+            if kept is not None and not kept.is_there:  # what autograd saved is what is written to
+                self._give(kept, storage)
+            if source.call is None and source.host is None and source.readers:
+                lost.add(source)
+        if not lost:
+            return
+        self._forget_dead()
+        staying = self._to_stay_without(lost)
+        self._held_back = frozenset(kept.source for kept in staying)
+        back = [kept for kept in staying if not kept.is_there]
+        for kept in back:
+            if not kept.is_there:
+                self._bring_back(kept)
+        if back and self.live_bytes() + need_bytes > self.budget_bytes:
+            self.make_room(need_bytes, what)
+
+    def _to_stay_without(self, lost: set[Source]) -> list[Kept]:
+        """Return the contents of which all others can be recomputed that are made of what is about to be lost."""
+        staying: dict[Source, Kept] = {}
+        for kept in sorted(self.kept.values(), key=lambda kept: kept.source.call.number if kept.source.call else 0):
+            if not lost.isdisjoint(needed_by([kept.source], staying)):
+                staying[kept.source] = kept
+        return list(staying.values())
+
+    def note_writes(self, call: Call | None, args: Any, kwargs: Any, written: list[torch.Tensor]) -> None:
+        """Note that a call has written to tensors, and how, if it was one whose contents could be recomputed."""
+        self._held_back = frozenset()
+        everything = tensors_given((args, kwargs))
+        for tensor in written:
+            storage = tensor.untyped_storage()
+            before = self.sources.find(storage)
+            if len(written) > 1 or before is None or before.call is None:
+                call = None
+            if call is not None:
+                try:
+                    call.read(self.sources, args, kwargs)
+                except (NotImplementedError, RuntimeError):  # a sparse gradient, say, which has no storage of its own
+                    call = None
+            place = next(number for number, each in enumerate(everything) if each is tensor)
+            after = self.sources.written(storage, call, place)
+            kept = self.kept.pop(before, None) if before is not None else None
+            if kept is not None:
+                kept.source, self.kept[after] = after, kept
+
+    def pack(self, tensor: torch.Tensor) -> Saved:
+        """Return what autograd holds in the place of a tensor that it saves."""
+        alias = _alias(tensor)  # a result that its own node saves would keep itself alive; the version is shared
+        if not is_dense(alias) or alias.is_conj() or alias.is_neg():
+            return Saved(None, alias)
+        source = self.sources.find(alias.untyped_storage())
+        if source is None or source.call is None:
+            if self.copies.host is None:
+                return Saved(None, alias)
+            source = self.sources.of(alias.untyped_storage())
+            source.used_at = self.counts.calls
+        kept = self.kept.get(source)
+        if kept is None:
+            kept = self.kept[source] = Kept(source)
+        elif not kept.is_there:  # freed, and still held by somebody
+            self._give(kept, alias.untyped_storage())
+        saved = Saved(kept, alias)
+        kept.saved.append(weakref.ref(saved))
+        return saved
+
+    def unpack(self, saved: Saved) -> torch.Tensor:
+        """Return the tensor that autograd saved."""
+        saved.require_unwritten()
+        if saved.kept is not None:
+            saved.kept.source.used_at = self.counts.calls
+            if not saved.kept.is_there:
+                self._bring_back(saved.kept)
+        return _alias(saved.alias)  # one of its own: the alias may be freed while this one is in use
+
+    def _bring_back(self, kept: Kept) -> None:
+        """Hold contents again that were freed: their storage, if somebody else still has it, or recomputed."""
+        live = kept.source.live
+        if live is not None:
+            self._give(kept, live)
+            return
+        began = time.perf_counter()
+        was_busy, self.is_busy = self.is_busy, True
+        target, self._target = self._target, kept.source
+        try:
+            with torch.no_grad(), without_autocast():
+                made = make_again(self.sources, kept.source, self._before_again, self._done_again, self._fetch)
+            if made is None:
+                raise _lost()
+            if not kept.is_there:
+                self._give(kept, made.untyped_storage())
+        except LostContentsError:
+            raise _lost() from None
+        finally:
+            self.is_busy, self._target, self.running = was_busy, target, None
+            self._pinned.clear()
+        self.counts.again_seconds += time.perf_counter() - began
+
+    def _give(self, kept: Kept, storage: torch.UntypedStorage) -> None:
+        """Let autograd hold contents again.
+
+        Raises:
+            UnsupportedStepError: they are not those that were freed.
+        """
+        if storage.nbytes() != kept.source.bytes or not kept.is_as_before(storage):
+            raise _lost()
+        kept.take(storage)
+        self.sources.enter(storage, kept.source)
+
+    def _before_again(self, call: Call) -> None:
+        self.counts.made_again += 1
+        self._pinned = {*call.inputs, *([] if self._target is None else [self._target])}
+        if self.upper_bytes + call.need_bytes > self.budget_bytes:
+            self.make_room(call.need_bytes, call.function)
+        self.upper_bytes += call.need_bytes
+        self.running = call.function, (), {}  # what it is given is pinned
+
+    def _done_again(self, call: Call, found: dict[int, torch.Tensor]) -> None:
+        """Let autograd have contents that were recomputed on the way, as long as there is room for them."""
+        self.running = None
+        for kept in self._gone.pop(call, []):
+            tensor = found.get(kept.source.place)
+            is_its = kept.source.call is call and not kept.is_there and kept.alive()
+            if is_its and isinstance(tensor, torch.Tensor):
+                self._give(kept, tensor.untyped_storage())
+                self.kept[kept.source] = kept
+
+    def _fetch(self, source: Source) -> torch.Tensor:
+        """Copy contents back from the host, and let autograd have them if it saved them."""
+        self._pinned = set() if self._target is None else {self._target}
+        need_bytes = self.copies.bytes_back(source)
+        if self.upper_bytes + need_bytes > self.budget_bytes:
+            self.make_room(need_bytes, "a copy back from the host")
+        self.upper_bytes += need_bytes
+        tensor = self.copies.back(source)
+        kept = self.kept.get(source)
+        if kept is not None and not kept.is_there:
+            self._give(kept, tensor.untyped_storage())
+        return tensor
+
+    def make_room(self, need_bytes: int, what: Any) -> None:
+        """Let contents go until there is room for a call.
+
+        Args:
+            need_bytes: that it takes.
+            what: is called, for the error.
+
+        Raises:
+            OverBudgetError: not enough can be freed.
+        """
+        self.upper_bytes = self.live_bytes()
+        if self.upper_bytes + need_bytes <= self.budget_bytes:
+            return
+        self._forget_dead()
+        if self._let_go_for(need_bytes):
+            return
+        self.forget()
+        gc.collect()
+        self.upper_bytes = self.live_bytes()
+        if self.upper_bytes + need_bytes <= self.budget_bytes or self._let_go_for(need_bytes):
+            return
+        most_bytes = self._most_bytes - self.stranded_bytes  # what else the allocator has unused may be of use
+        if self.upper_bytes + need_bytes <= most_bytes:
+            return
+        raise OverBudgetError(
+            f"{calling_line()}: {what} takes up to {format_bytes(need_bytes)}, and {format_bytes(self.upper_bytes)} "
+            f"of the budget of {format_bytes(self._most_bytes)} are taken by what cannot be freed: "
+            f"{self._holding()}; give more, or a smaller batch"
+        )
+
+    def make_room_within(self, need_bytes: int) -> str | None:
+        """Let contents go while a call runs, before it takes memory that does not fit: none that it is given.
+
+        Args:
+            need_bytes: that it is about to take.
+
+        Returns:
+            why there is no room, as `refusal` has it; None if there is, and for what this object and the mode take.
+        """
+        running = self.running
+        if running is None:
+            return None
+        self.running, pinned, before_bytes = None, self._pinned, self.live_bytes()
+        function, args, kwargs = running
+        try:
+            self._pinned = pinned | self._given(args, kwargs)
+            self.make_room(need_bytes, "this line" if function is None else function)
+        except BaseException as refusal:  # noqa: BLE001 (it passes through a kernel, which raises another error)
+            self.refusal = refusal
+            return str(refusal)
+        finally:
+            self.counts.freed_within_bytes += max(0, before_bytes - self.live_bytes())
+            self.running, self._pinned = running, pinned
+        return None
+
+    def _given(self, args: Any, kwargs: Any) -> set[Source]:
+        """Return the contents that a call is given."""
+        dense = [tensor for tensor in tensors_given((args, kwargs)) if is_dense(tensor)]
+        found = (self.sources.find(tensor.untyped_storage()) for tensor in dense)
+        return {source for source in found if source is not None}
+
+    def _let_go_for(self, need_bytes: int) -> bool:
+        """Let contents go, in the policy's order, until there is room for a call; return whether there is."""
+        free = [kept for kept in self.kept.values() if self._can_go(kept)]
+        for kept in self.policy(free, self.counts.calls + 1):
+            self._let_go(kept)
+            self.upper_bytes = self.live_bytes()
+            if self.upper_bytes + need_bytes <= self.budget_bytes:
+                return True
+        return False
+
+    def _can_go(self, kept: Kept) -> bool:
+        source = kept.source
+        if not kept.is_there or source.bytes < LEAST_BYTES or source in self._pinned:
+            return False
+        return self._can_drop(source) or self.copies.seconds(kept) < NEVER_SECONDS
+
+    def _can_drop(self, source: Source) -> bool:
+        return source.call is not None and source not in self._held_back and not source.is_blank
+
+    def _seconds_to_drop(self, source: Source) -> float:
+        return seconds_to_make(source) if self._can_drop(source) else NEVER_SECONDS
+
+    def _seconds_to_let_go(self, kept: Kept) -> float:
+        return min(self._seconds_to_drop(kept.source), self.copies.seconds(kept))
+
+    def _let_go(self, kept: Kept) -> None:
+        """Drop contents, or copy them to the host, whichever takes less time with what is gone by now."""
+        if self.copies.host is None:
+            self._drop(kept)
+            return
+        drop_seconds, copy_seconds = self._seconds_to_drop(kept.source), self.copies.seconds(kept)
+        if copy_seconds < drop_seconds:
+            self._offload(kept)
+        elif drop_seconds < NEVER_SECONDS:
+            self._drop(kept)
+
+    def _drop(self, kept: Kept) -> None:
+        source = kept.source
+        assert source.call is not None
+        kept.let_go()
+        self.counts.let_go += 1
+        self._gone.setdefault(source.call, []).append(kept)
+
+    def _offload(self, kept: Kept) -> None:
+        """Let contents go that are on the host, or for which there is room."""
+        seconds = self.copies.make(kept.source)
+        if self._target is None:  # or the seconds are those of what is recomputed
+            self.counts.again_seconds += seconds
+        kept.source.release()
+        kept.let_go()
+        self.counts.let_go += 1
+
+    def _forget_dead(self) -> None:
+        self.kept = {source: kept for source, kept in self.kept.items() if kept.alive()}
+
+    def forget(self) -> None:
+        """Forget how what nobody saved was made, or a loop's calls would all be remembered."""
+        self._forget_dead()
+        self.sources.forget(needed_by(self.kept))
+        self._gone = {call: alive for call, group in self._gone.items() if (alive := [k for k in group if k.alive()])}
+
+    def close(self) -> None:
+        """Copy nothing to the host any more; what autograd holds after the block can still be read."""
+        self.forget()
+        self.sources = Sources()
+        self.policy = cheap_and_stale  # no cycles are left: what autograd drops is freed
+        self.copies.close()
+
+    def _holding(self) -> str:
+        """Say what holds the memory."""
+        saved_bytes = sum(source.bytes for source, kept in self.kept.items() if kept.is_there and kept.alive())
+        model_bytes = self._model_bytes()
+        rest_bytes = max(0, self.upper_bytes - saved_bytes - model_bytes)
+        return (
+            f"{format_bytes(model_bytes)} by parameters, buffers and gradients, {format_bytes(saved_bytes)} by what "
+            f"autograd saved and cannot be recomputed now, {format_bytes(rest_bytes)} by what code holds"
+        )
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return another tensor over the same memory."""
+    if has_own_dispatch(tensor):  # a nested one, say, of which only its own code makes a view
+        return tensor.detach()
+    with no_modes():
+        return tensor.detach()
+
+
+def _lost() -> UnsupportedStepError:
+    return UnsupportedStepError(
+        f"{calling_line()}: what autograd saved cannot be recomputed with the same contents: something that it is made "
+        "of was written to where torch's operators do not show it (NumPy, another thread, a kernel of another "
+        "library), or its kernels do not give the same bits twice; give a budget in which it stays"
+    )

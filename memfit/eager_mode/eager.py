@@ -1,0 +1,253 @@
+"""`memfit.eager`: a budget of bytes around an unchanged training loop."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from memfit.capture.placement import step_device
+from memfit.capture.under_modes import gradients_that_differ
+from memfit.eager_mode.host import Host
+from memfit.eager_mode.mode import BudgetMode
+from memfit.eager_mode.needs import Needs
+from memfit.eager_mode.passes import Ran, Way
+from memfit.errors import InvalidBudgetError, InvalidOptionError, UnsupportedStepError
+from memfit.step.hooks import Hook
+from memfit.step.turns import turn_on
+from memfit.step.uncopied import Uncopied
+from memfit.system.alive import alive_objects
+from memfit.system.budget import format_bytes, parse_budget, parse_host_budget
+from memfit.system.recorder import CpuLimit, Usage, allocated_bytes, record, taken_bytes
+from memfit.system.spill_file import parse_host_dir, require_host_budget
+from memfit.torch_private.cuda import turn_on_expandable_segments
+from memfit.torch_private.tensors import is_plain_dense
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What eager mode did so far.
+
+    Attributes:
+        budget_bytes, peak_bytes: allowed, and the most that was live at once.
+        passes: backward passes.
+        calm, by_policy: of the passes, those in which memory was plentiful and nothing was noted, and those in which it
+            was decided call by call what had to go.
+        calls: of operators, views not counted.
+        let_go, made_again: how often contents were freed, and how many calls were recomputed.
+        to_host_bytes, to_device_bytes: copied to the host, and back.
+        again_seconds: for calls that were recomputed, and copies to the host and back.
+        freed_within_bytes: freed while a call ran, before it took memory that did not fit; 0 on a GPU.
+        bounded, exceeded: first calls of their kind, whose needs were bounded from above, and how many took more.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    passes: int
+    calls: int
+    let_go: int
+    made_again: int
+    to_host_bytes: int
+    to_device_bytes: int
+    again_seconds: float
+    freed_within_bytes: int
+    bounded: int
+    exceeded: int
+    calm: Ran
+    by_policy: Ran
+
+    def __str__(self) -> str:
+        ways = {"calm": self.calm, "by policy": self.by_policy}
+        how = ", ".join(f"{ran.passes:,} {way} (+{ran.overhead:.1%})" for way, ran in ways.items() if ran.passes)
+        copied = (
+            f", {format_bytes(self.to_host_bytes)} copied to the host and {format_bytes(self.to_device_bytes)} back,"
+            if self.to_host_bytes
+            else ""
+        )
+        return (
+            f"{self.passes:,} passes: {how}; peak {format_bytes(self.peak_bytes)} of "
+            f"{format_bytes(self.budget_bytes)}; {self.made_again:,} of {self.calls:,} calls recomputed{copied} in "
+            f"{self.again_seconds:.3f} s; {format_bytes(self.freed_within_bytes)} freed while calls ran; "
+            f"{self.bounded:,} calls were bounded before they were known, {self.exceeded:,} of them too low"
+        )
+
+
+class Eager(Uncopied):
+    """The `with` block of `eager`."""
+
+    def __init__(
+        self, model: torch.nn.Module, budget_bytes: int, host_budget_bytes: int, host_dir: Path | None
+    ) -> None:
+        self.device, self.budget_bytes, self._model = step_device(model, ()), budget_bytes, model
+        self._host_budget_bytes, self._host_dir = host_budget_bytes, host_dir
+        self._mode: BudgetMode | None = None
+        self._ended: Report | None = None
+        self._usage: Usage | None = None
+        self._limit: CpuLimit | None = None
+        self._hook: Any = None
+
+    def __enter__(self) -> Eager:
+        if self._usage is not None:
+            raise InvalidOptionError("the block was entered before; call memfit.eager again")
+        self._thread = threading.current_thread()
+        with ExitStack() as entered:
+            entered.enter_context(turn_on(self.device).of(self, "memfit.eager's block"))
+            self._begin()
+            self._turn = entered.pop_all()
+        return self
+
+    def _begin(self) -> None:
+        gradients_that_differ()  # which is found out outside of any mode
+        host = Host(self.device, self._host_budget_bytes, self._host_dir) if self._host_budget_bytes else None
+        allocated_bytes(self.device)  # from here on the recorder counts
+        may_grow = self.device.type != "cuda" or turn_on_expandable_segments(self.device)
+        gc.collect()
+        before_bytes = bytes_of_tensors(self.device)
+        self._freezes = gc.get_freeze_count() == 0
+        if self._freezes:  # or what is remembered of calls would have all older objects looked through again and again
+            gc.freeze()
+        self._window = record(self.device)
+        self._usage = self._window.__enter__()
+        self._before_bytes = before_bytes
+        needs = Needs(self.device)
+        offset_bytes = 0 if self.device.type == "cuda" else before_bytes - allocated_bytes(self.device)
+        live_bytes = partial(_live, self.device, offset_bytes)
+        model_bytes = partial(_model_bytes, self._model)
+        self._mode = BudgetMode(self.budget_bytes, live_bytes, model_bytes, needs, host, may_grow=may_grow)
+        self._mode.__enter__()
+        contents = self._mode.contents
+        if self.device.type == "cuda":
+            self._hook = self._model.register_forward_pre_hook(Hook(self._mode.follow_stream))
+        else:
+            self._limit = CpuLimit(contents.budget_bytes - offset_bytes, contents.make_room_within)
+            self._limit.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        assert self._mode is not None
+        if threading.current_thread() is not self._thread:
+            raise UnsupportedStepError(
+                f"memfit.eager's block is left in thread {threading.current_thread().name!r}, and was entered in "
+                f"thread {self._thread.name!r}, where it is still on: leave it there"
+            )
+        if self._limit is not None:
+            self._limit.__exit__(*raised)
+            self._limit = None  # which refers to what autograd still holds
+        if self._hook is not None:
+            self._hook.remove()
+        self._mode.__exit__(*raised)
+        self._turn.close()
+        if self._freezes:
+            gc.unfreeze()
+        self._window.__exit__(*raised)
+        refusal = self._mode.contents.refusal
+        self._ended, self._mode = self.report(), None  # what autograd still holds has the mode that it needs
+        if refusal is not None and isinstance(raised[1], torch.OutOfMemoryError):
+            raise refusal from None
+
+    def report(self) -> Report:
+        """Return what was done so far; the peak is known at the end of the block."""
+        if self._ended is not None:
+            return self._ended
+        if self._mode is None or self._usage is None:
+            raise InvalidOptionError("nothing has run yet; enter the block first")
+        counts, needs, passes = self._mode.counts, self._mode.needs, self._mode.passes
+        copies = self._mode.contents.copies
+        ran = passes.with_present(counts.again_seconds) if self._mode.is_in_pass else passes.ran
+        return Report(
+            budget_bytes=self.budget_bytes,
+            peak_bytes=self._before_bytes + self._usage.peak_bytes,
+            passes=counts.passes + self._mode.is_in_pass,
+            calls=counts.calls,
+            let_go=counts.let_go,
+            made_again=counts.made_again,
+            to_host_bytes=copies.to_host_bytes,
+            to_device_bytes=copies.to_device_bytes,
+            again_seconds=counts.again_seconds,
+            freed_within_bytes=counts.freed_within_bytes,
+            bounded=needs.bounded,
+            exceeded=needs.exceeded,
+            calm=ran[Way.CALM],
+            by_policy=ran[Way.POLICY],
+        )
+
+
+def eager(
+    model: torch.nn.Module, *, budget: str | int, host_budget: str | int = 0, host_dir: Path | str | None = None
+) -> Eager:
+    """Keep a training loop within a budget, without changing it: `with memfit.eager(model, budget="6GiB") as steps:`.
+
+        >>> import torch, memfit
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with memfit.eager(model, budget="1MiB") as steps:
+        ...     for _ in range(3):
+        ...         model(torch.randn(32, 8)).sum().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> steps.report().passes
+        3
+
+    Inside the block, what autograd saves is freed when the next call would not fit, and recomputed where backward
+    reads it, with the same bits. With a host budget it is copied to the host and back instead, where that takes less
+    time. Any Python may run between the calls. What code itself holds (a variable, a list of hidden states) is never
+    freed, so that whatever reads it finds it. The block is for the thread that enters it: what other threads call is
+    not seen.
+
+    Args:
+        model: that is trained; its device is the one that has the budget.
+        budget: the bytes that all tensors on the device may take together, as text or as an integer.
+        host_budget: the bytes that copies on the host may take together, as text or as an integer: pinned host memory
+            for a model on a GPU, a file without a name for one on a CPU, taken when the block is entered. With 0, the
+            default, nothing is copied.
+        host_dir: a directory on the disk that has that file; by default the system's temporary one.
+
+    Raises:
+        InvalidBudgetError: no positive size; a percentage has no meaning here.
+        InvalidOptionError: `host_dir` is no path, or is given without a host budget.
+        HostMemoryError: at the block's entry, where the host or the disk has no room for the host budget; in the
+            block, where a copy fails.
+        OverBudgetError: in the block, where a call does not fit and nothing is left to free.
+        UnsupportedStepError: at the block's entry, where another thread runs a planned step, or is in a block, on the
+            device; in the block, where another thread runs backward of what the block saved.
+    """
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        raise InvalidBudgetError(
+            f"budget {budget!r} is a percentage, and nothing is known of the steps yet: give bytes"
+        )
+    host_budget_bytes, directory = parse_host_budget(host_budget), parse_host_dir(host_dir)
+    require_host_budget(directory, host_budget_bytes)
+    return Eager(model, parse_budget(budget, 0), host_budget_bytes, directory)
+
+
+def bytes_of_tensors(device: torch.device) -> int:
+    """Return the bytes of the storages of all tensors that Python has on a device."""
+    found = alive_objects()
+    sizes: dict[int, int] = {}
+    for thing in found:
+        if not issubclass(type(thing), torch.Tensor) or is_lazy(thing):
+            continue
+        try:
+            if is_plain_dense(thing) and thing.device == device:
+                storage = thing.untyped_storage()
+                sizes[storage.data_ptr()] = taken_bytes(storage.nbytes(), device)
+        except (NotImplementedError, RuntimeError):  # wrappers of torch.func and of AOTAutograd have none, or no device
+            continue
+    return sum(sizes.values())
+
+
+def _model_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of parameters, buffers and gradients, those without a storage of their own left out."""
+    given = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    tensors = [tensor for tensor in given if not is_lazy(tensor) and tensor.layout is torch.strided]
+    return sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def _live(device: torch.device, offset_bytes: int) -> int:
+    return offset_bytes + allocated_bytes(device)

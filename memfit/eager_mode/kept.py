@@ -1,0 +1,116 @@
+"""What autograd saves, kept by eager mode in its place: all that may be freed to make room."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from memfit.eager_mode.sources import Source
+from memfit.torch_private.autograd import no_modes
+
+_FEW_WORDS = 512  # of 8 bytes: fewer are kept as they are
+BOX_WORDS = 1 << 18  # of a checksum, at most
+
+
+class Kept:
+    """Contents that autograd has saved, once or more often.
+
+    Attributes:
+        source: the contents.
+        saved: what autograd holds in the place of tensors over them, as weak references.
+        is_there: whether they hold the storage.
+        checksum: of the contents when they were freed.
+    """
+
+    __slots__ = ("checksum", "is_there", "saved", "source")
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.saved: list[weakref.ref[Saved]] = []
+        self.is_there = True
+        self.checksum: list[int] | None = None
+
+    def alive(self) -> list[Saved]:
+        """Return what autograd still holds."""
+        return [saved for each in self.saved if (saved := each()) is not None]
+
+    def let_go(self) -> None:
+        """Let go of the storage; its memory is free if nobody else holds it."""
+        saved = self.alive()
+        self.checksum = checksum(saved[0].alias.untyped_storage()) if saved else None
+        for each in saved:
+            each.let_go()
+        self.is_there = False
+
+    def take(self, storage: torch.UntypedStorage) -> None:
+        """Hold a storage that has the contents."""
+        for saved in self.alive():
+            saved.take(storage)
+        self.is_there = True
+
+    def is_as_before(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether a storage has the contents that were freed."""
+        return self.checksum is None or self.checksum == checksum(storage)
+
+
+class Saved:
+    """What autograd holds in the place of a tensor.
+
+    Attributes:
+        kept: the contents; None for a tensor that is never freed.
+        alias: a tensor like the one that was saved, with its version counter.
+        version: of the tensor when it was saved.
+    """
+
+    __slots__ = ("__weakref__", "_place", "alias", "kept", "version")
+
+    def __init__(self, kept: Kept | None, alias: torch.Tensor) -> None:
+        self.kept, self.alias, self.version = kept, alias, alias._version
+        self._place: Any = None
+
+    def let_go(self) -> None:
+        """Let go of the storage, and remember the place in it."""
+        alias = self.alias
+        self._place = alias.shape, alias.stride(), alias.storage_offset()
+        with no_modes():
+            alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
+
+    def take(self, storage: torch.UntypedStorage) -> None:
+        """Be the tensor again that was freed, on a storage with the same contents."""
+        shape, stride, offset = self._place
+        alias = self.alias
+        with no_modes():
+            alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device).set_(storage, offset, shape, stride)
+        self._place = None
+
+    def require_unwritten(self) -> None:
+        """Raise the error that autograd raises without hooks, if the tensor was written to since it was saved."""
+        if self.alias._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {list(self.alias.shape)} was saved at version {self.version}, and is at version "
+                f"{self.alias._version} now"
+            )
+
+
+def checksum(storage: torch.UntypedStorage) -> list[int]:
+    """Return numbers that tell contents apart, those in another order included.
+
+    The words are placed in boxes. The sums over a box's layers, in each of its three directions, change where a word
+    changes or takes another place. It reads the storage three times, box by box: on CUDA sums take copies of a box.
+    """
+    with no_modes(), torch.no_grad():
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        words = whole[: whole.numel() // 8 * 8].view(torch.int64)
+        tail = whole[words.numel() * 8 :].tolist()
+        sums: list[torch.Tensor] = []
+        while words.numel() >= _FEW_WORDS:
+            side = max(8, round(min(words.numel(), BOX_WORDS) ** (1 / 3)) // 8 * 8)
+            height = min(words.numel() // side**2, side)
+            box = words[: height * side**2].view(height, side, side)
+            sums += [box.sum(others) for others in ((1, 2), (0, 2), (0, 1))]
+            words = words[box.numel() :]
+        found = [hash(tuple(torch.cat(sums).tolist()))] if sums else []
+        return found + words.tolist() + tail

@@ -1,0 +1,359 @@
+"""The mode of eager mode: before each call there is room for it, and it is noted how the call makes contents.
+
+While memory is plentiful, the mode is *calm*: nothing is noted and autograd saves as ever; only the budget is watched.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from memfit.capture.generators import STATE_BYTES
+from memfit.eager_mode.again import generator_states
+from memfit.eager_mode.contents import Contents
+from memfit.eager_mode.host import Host
+from memfit.eager_mode.needs import Need, Needs
+from memfit.eager_mode.operators import FOREIGN, ONCE, VIEW, WRITES, Operator, require_as_bare
+from memfit.eager_mode.passes import Passes, Way
+from memfit.eager_mode.sources import Call, Sources
+from memfit.errors import UnsupportedStepError
+from memfit.memory.contract import Aim, Contract, Standing
+from memfit.memory.contract import Usage as Taken
+from memfit.step.turns import Turn
+from memfit.system.recorder import Usage, empty_cache, page_bytes, record
+from memfit.torch_private.autograd import (
+    UnwrappedMode,
+    default_saved_hooks,
+    hooks_aside_in_transforms,
+    in_backward,
+    is_on,
+    saved_leaves_themselves,
+)
+from memfit.torch_private.cuda import LastStream
+
+_UNUSED_SHARE = 1 / 3  # of the budget, in the allocator's pages on CUDA, before a pass has shown it
+_RESERVE_BYTES = {"cpu": 1 << 12, "cuda": 1 << 23}  # of the budget, for the mode's own numbers, and for checksums
+_FORGET_EVERY = 4096  # calls
+_CALM_SHARE = 4  # the mode is calm while less than one part in so many of the budget's free bytes is taken
+_QUIET_PASSES = 2  # that stayed below it, one after the other, before the mode is calm
+
+
+class BudgetMode(UnwrappedMode):
+    """Keeps what a device holds within a budget while calls run.
+
+    Args:
+        budget_bytes: that all of the device's tensors may take together.
+        live_bytes: returns what they take now.
+        model_bytes: returns what parameters, buffers and gradients take of it.
+        needs: of calls on the device.
+        host: where contents are copied to; None if that is nowhere.
+        may_grow: whether the policy gets more of the budget where passes leave some: not where torch's allocator takes
+            whole blocks, of which more may be unused then.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        live_bytes: Callable[[], int],
+        model_bytes: Callable[[], int],
+        needs: Needs,
+        host: Host | None = None,
+        *,
+        may_grow: bool = True,
+    ) -> None:
+        super().__init__()
+        self._device = needs.device
+        self.contents = Contents(budget_bytes - _RESERVE_BYTES[needs.device.type], live_bytes, model_bytes, host)
+        self._last_stream = LastStream(needs.device)
+        self._contract: Contract | None = None
+        if needs.device.type == "cuda":
+            self._contract = Contract(budget_bytes, page_bytes=page_bytes(needs.device))
+            self._may_grow = may_grow
+            self._standing = Standing(expected_error_bytes=int(_UNUSED_SHARE * budget_bytes), is_most=not may_grow)
+            self._aim(self._contract.aim_bytes(self._standing))
+        self.needs, self.counts = needs, self.contents.counts
+        self.passes = Passes()
+        self._is_limited = needs.device.type == "cpu"  # by `CpuLimit`
+        self._operators: dict[int, Operator] = {}
+        self._was_backward = False
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._outer_hooks: Any = None
+        self._is_noting = True  # and the hooks are on
+        self._quiet_passes = 0
+        self._watch_bytes = self._calm_bytes()
+        self._thread: threading.Thread | None = None  # that is in the block
+        self._turn = Turn()  # to read what autograd saved
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a backward pass has run since the last one that was counted."""
+        return self._was_backward
+
+    def __enter__(self) -> BudgetMode:
+        super().__enter__()
+        self._thread = threading.current_thread()
+        self._outer_hooks = default_saved_hooks()
+        self._hooks.__enter__()
+        self._patches = ExitStack()
+        self._patches.enter_context(saved_leaves_themselves())
+        self._patches.enter_context(hooks_aside_in_transforms())
+        self.passes.begin(self.counts.again_seconds, is_noted=True)
+        self._open()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._thread = None
+        if self._was_backward:
+            self._was_backward = False
+            self.counts.passes += 1
+            self.passes.end(self.counts.again_seconds)
+        self._close()
+        if self._is_noting:
+            self._hooks.__exit__(*raised)
+        self._patches.close()
+        super().__exit__(*raised)
+        self.contents.close()
+        del self._hooks  # which refer to this object
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        contents = self.contents
+        if contents.is_busy:
+            return func(*args, **(kwargs or {}))
+        operator = self._operators.get(id(func)) or self._first_use(func)
+        if operator.kind == VIEW and not operator.takes_unseen:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        outer, contents.running = contents.running, None
+        try:
+            return self._called(operator, args, kwargs)
+        except torch.OutOfMemoryError:
+            refusal, contents.refusal = contents.refusal, None
+            if refusal is None:
+                raise
+            raise refusal from None
+        finally:
+            contents.running = outer
+
+    def _called(self, operator: Operator, args: Any, kwargs: Any) -> Any:
+        """Make a call of the loop, and what comes before and after it."""
+        contents, func = self.contents, operator.function
+        if operator.kind == VIEW:
+            contents.running = func, args, kwargs
+            returned = func(*args, **kwargs) if kwargs else func(*args)
+            contents.running = None
+            contents.upper_bytes = contents.live_bytes()  # with what was taken where the mode does not look
+            return returned
+        if operator.is_looked_at:
+            require_as_bare(func, args)
+        self.counts.calls += 1
+        is_forward = not in_backward()
+        if not is_forward:
+            self._was_backward = True
+        elif self._was_backward:
+            self._end_pass()
+        if self._is_noting:
+            return self._noted(operator, args, kwargs or {}, is_forward=is_forward)
+        if self._is_limited:  # what the call takes need not be known before
+            contents.running = func, args, kwargs
+            returned = func(*args, **kwargs) if kwargs else func(*args)
+            contents.running = None
+            if contents.live_bytes() > self._watch_bytes:
+                self._look(0, func)
+            return returned
+        need = operator.need(args, kwargs)
+        if need is None:
+            return self._first_call(operator, args, kwargs or {}, [])[0]
+        if contents.upper_bytes + need.peak_bytes > self._watch_bytes:
+            self._look(need.peak_bytes, func)
+        contents.running = func, args, kwargs
+        returned = func(*args, **kwargs) if kwargs else func(*args)
+        contents.running = None
+        contents.upper_bytes += need.result_bytes
+        return returned
+
+    def _first_use(self, func: Any) -> Operator:
+        operator = self._operators[id(func)] = Operator(func)
+        return operator
+
+    def _noted(self, operator: Operator, args: Any, kwargs: Any, *, is_forward: bool) -> Any:
+        """Make a call, and note how it makes contents."""
+        contents, func, kind = self.contents, operator.function, operator.kind
+        number = self.counts.calls
+        if number % _FORGET_EVERY == 0:
+            contents.forget()
+        need = operator.need(args, kwargs)
+        is_remade = (is_forward or torch.is_grad_enabled()) and kind not in (FOREIGN, ONCE)
+        state_bytes = STATE_BYTES["cpu"] if is_remade and operator.draws else 0
+        generators = None
+        if state_bytes:
+            if contents.upper_bytes + state_bytes > self._watch_bytes:
+                self._look(state_bytes, func)
+            generators = generator_states((*args, *kwargs.values()))
+            contents.upper_bytes += state_bytes
+        written = operator.written(args, kwargs)
+        if need is None:
+            returned, need = self._first_call(operator, args, kwargs, written)
+            seconds = need.seconds
+        else:
+            if contents.upper_bytes + need.peak_bytes > self._watch_bytes:
+                self._look(need.peak_bytes, func)
+            if written:
+                contents.before_writes(written, need.peak_bytes, func)
+            contents.running = func, args, kwargs
+            returned, seconds = self.needs.timed(func, args, kwargs, need)
+            contents.running = None
+            contents.upper_bytes += need.result_bytes
+        if is_remade or written:
+            call = Call(number, func, seconds, need.peak_bytes + state_bytes, generators)
+            if written:
+                contents.note_writes(call if is_remade and kind == WRITES else None, args, kwargs, written)
+            if is_remade and kind != WRITES:
+                contents.note(call, args, kwargs, returned)
+        return returned
+
+    def _first_call(self, operator: Operator, args: Any, kwargs: Any, written: list[torch.Tensor]) -> tuple[Any, Need]:
+        """Make a call that is like none before."""
+        contents, func = self.contents, operator.function
+        contents.is_busy = True
+        try:
+            bound_bytes = self.needs.bound(func, args, kwargs)
+            self._look(bound_bytes, func, makes_room=not self._is_limited)
+            if written:
+                contents.before_writes(written, 0 if self._is_limited else bound_bytes, func)
+            contents.running = func, args, kwargs
+            returned, need = self.needs.learn(func, args, kwargs, bound_bytes, self._freed_within)
+        finally:
+            contents.is_busy, contents.running = False, None
+            contents.upper_bytes = contents.live_bytes()
+        operator.learn(args, kwargs, need)
+        return returned, need
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        contents = self.contents
+        outer, contents.running = contents.running, None
+        try:
+            return contents.pack(tensor)
+        finally:
+            contents.running = outer
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if self._thread not in (None, threading.current_thread()) and not is_on(self):
+            raise UnsupportedStepError(
+                f"backward runs in thread {threading.current_thread().name!r}, and memfit.eager's block was entered in "
+                f"thread {self._thread.name!r}, whose calls alone it keeps within the budget: call backward there, or "
+                "enter the block in the thread that trains"
+            )
+        contents = self.contents
+        outer, contents.running = contents.running, None
+        try:
+            with self._turn.of(saved, "backward after memfit.eager's block", may_nest=True):
+                self._was_backward = True
+                return contents.unpack(saved)
+        finally:
+            contents.running = outer
+
+    def _aim(self, aim_bytes: int) -> None:
+        self._aim_bytes = aim_bytes
+        self.contents.stranded_bytes = self._last_stream.stranded_bytes
+        unusable_bytes = _RESERVE_BYTES[self._device.type] + self.contents.stranded_bytes
+        self.contents.budget_bytes = aim_bytes - unusable_bytes
+
+    def follow_stream(self, *_: Any) -> None:
+        """Leave out of the budget what torch's allocator keeps for other streams than the current one."""
+        self._last_stream.follow(follows_thread=False)
+        self._aim(self._aim_bytes)
+        self._watch_bytes = min(self._watch_bytes, self.contents.budget_bytes)
+
+    def _open(self) -> None:
+        """Begin to measure a pass, where an allocator takes more than is live."""
+        self._window = record(self._device) if self._contract is not None else None
+        self._usage = self._window.__enter__() if self._window is not None else None
+
+    def _close(self) -> Usage | None:
+        window, usage, self._window = self._window, self._usage, None
+        if window is not None:
+            window.__exit__(None, None, None)
+        return usage
+
+    def _judge(self) -> None:
+        """Leave the allocator as much of the budget as the last pass has shown to be unused in its pages."""
+        usage, contract = self._close(), self._contract
+        if usage is not None and contract is not None:
+            live_bytes = usage.start_bytes + usage.peak_bytes
+            taken = Taken(taken_bytes=max(live_bytes, usage.reserved_bytes or 0), live_bytes=live_bytes)
+            verdict = contract.judge(self._standing, taken, self._aim_bytes)
+            if isinstance(verdict, Aim) and (verdict.aim_bytes > self._aim_bytes) == verdict.is_larger:
+                self._standing.replace_plan(is_least=False, is_most=not self._may_grow)
+                half = (verdict.aim_bytes + self._aim_bytes) // 2  # what is unused does not grow evenly
+                self._aim(half if verdict.is_larger else verdict.aim_bytes)
+                if not verdict.is_larger:
+                    empty_cache(self._device)
+        self._open()
+
+    def _end_pass(self) -> None:
+        """Begin another pass: what autograd held of the last one is gone."""
+        self._was_backward = False
+        self._judge()
+        self.counts.passes += 1
+        self.passes.end(self.counts.again_seconds)
+        self.contents.forget()
+        is_quiet = self._watch_bytes < self.contents.budget_bytes and not self.contents.kept
+        self._quiet_passes = self._quiet_passes + 1 if is_quiet else 0
+        self._watch_bytes = self._calm_bytes()
+        self._set_noting(is_wanted=self._quiet_passes < _QUIET_PASSES)
+        self.passes.begin(self.counts.again_seconds, is_noted=self._is_noting)
+
+    def _calm_bytes(self) -> int:
+        """Return the bytes below which a pass stays quiet."""
+        live_bytes, budget_bytes = self.contents.live_bytes(), self.contents.budget_bytes
+        return min(budget_bytes, live_bytes + (budget_bytes - live_bytes) // _CALM_SHARE)
+
+    def _freed_within(self) -> int:
+        return self.counts.freed_within_bytes
+
+    def _look(self, need_bytes: int, what: Any, *, makes_room: bool = True) -> None:
+        """Look at what is live, before a call that may not fit; note calls from here on if they have to be noted.
+
+        Args:
+            need_bytes: that the call takes.
+            what: is called.
+            makes_room: whether there has to be room for it now; or it is made while the call runs.
+
+        Raises:
+            OverBudgetError: there is no room for it.
+        """
+        contents = self.contents
+        contents.upper_bytes = contents.live_bytes()
+        if contents.upper_bytes + need_bytes <= self._watch_bytes:
+            return
+        self._quiet_passes = 0
+        if in_backward() or self._set_noting(is_wanted=True):
+            self._watch_bytes = contents.budget_bytes  # a pass is quiet no more
+        if makes_room:
+            contents.make_room(need_bytes, what)
+
+    def _set_noting(self, *, is_wanted: bool) -> bool:
+        """Note calls and what autograd saves from here on, or no longer, and return whether it is now as wanted.
+
+        Nothing changes inside of other hooks of saved tensors, which are on top of the mode's own, and where torch
+        allows none.
+        """
+        if self._is_noting == is_wanted:
+            return True
+        own = (self._hooks.pack_hook, self._hooks.unpack_hook)
+        if default_saved_hooks() != (self._outer_hooks if is_wanted else own):
+            return False
+        if is_wanted:
+            try:
+                self._hooks.__enter__()
+            except RuntimeError:  # inside of torch.func
+                return False
+            self.passes.way = Way.POLICY
+        else:
+            self._hooks.__exit__()
+            self.contents.sources = Sources()
+        self._is_noting = is_wanted
+        return True

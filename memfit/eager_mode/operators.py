@@ -1,0 +1,128 @@
+"""What eager mode has to know of an operator: looked up once, then read at each call."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from memfit.capture.functionalize import BATCH_NORMS
+from memfit.capture.lines import calling_line
+from memfit.capture.trace import mutated_tensors
+from memfit.capture.under_modes import UnderModes, is_looked_at
+from memfit.eager_mode.needs import Need, key_of
+from memfit.eager_mode.sources import tensors_given
+from memfit.errors import UnsupportedStepError
+from memfit.torch_private.tensors import SHORTENS, is_zero_tensor
+
+VIEW, PLAIN, WRITES, DATA_DECIDES, FOREIGN, ONCE = range(6)
+"""Kinds of operators: that move no data; that write to their arguments; whose results' sizes the data decides; of which
+memfit knows nothing; whose results differ in bytes without a meaning each time that they are made; and all others
+(PLAIN)."""
+
+_aten = torch.ops.aten
+_LIFTED = _aten.lift_fresh.default
+_HIDDEN_STATE = (
+    _aten._cudnn_rnn,
+    _aten.miopen_rnn,
+    _aten.batch_norm_gather_stats,
+    _aten.batch_norm_gather_stats_with_counts,
+)
+_PADDED = (_aten.mkldnn_rnn_layer,)  # parts of its workspace are never written
+_MOST_NEEDS = 1 << 13  # of an operator that are remembered: the shapes of some loops never repeat
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class Operator:
+    """An operator overload.
+
+    Attributes:
+        function: the overload.
+        kind: VIEW, PLAIN, WRITES, DATA_DECIDES, FOREIGN or ONCE.
+        draws: whether it draws random numbers.
+        is_looked_at: whether PyTorch may compute it otherwise under a mode.
+        takes_unseen: whether it is a view, and may take memory all the same.
+    """
+
+    __slots__ = ("_needs", "draws", "function", "is_looked_at", "kind", "takes_unseen")
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.kind = function, _kind(function)
+        self.draws = torch.Tag.nondeterministic_seeded in function.tags
+        self.is_looked_at = is_looked_at(function)
+        self.takes_unseen = function is _LIFTED or torch.Tag.inplace_view in function.tags
+        self._needs: dict[Hashable, Need] = {}
+
+    def need(self, args: Any, kwargs: Any) -> Need | None:
+        """Return what a call takes, if there was one like it."""
+        try:
+            return self._needs.get(key_of(args, kwargs))
+        except (TypeError, RuntimeError):  # an argument that has no hash, or a tensor that has no shape
+            return None
+
+    def learn(self, args: Any, kwargs: Any, need: Need) -> None:
+        """Remember what a call took, for those that are like it."""
+        if self.kind == DATA_DECIDES:
+            return
+        with suppress(TypeError, RuntimeError):
+            self._needs[key_of(args, kwargs)] = need
+        if len(self._needs) > _MOST_NEEDS:
+            del self._needs[next(iter(self._needs))]
+
+    def written(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Return the dense tensors that a call writes to, those included that its schema hides."""
+        function = self.function
+        if self.kind == WRITES:
+            found = mutated_tensors(function, args, kwargs)
+        elif self.kind == FOREIGN:
+            found = tensors_given((args, kwargs))
+        elif function._overloadpacket in BATCH_NORMS:
+            mean, variance, training = BATCH_NORMS[function._overloadpacket]
+            if training is not None and not args[training]:
+                return []
+            found = [arg for arg in args[mean : variance + 1] if isinstance(arg, torch.Tensor)]
+        else:
+            return []
+        return [tensor for tensor in found if is_dense(tensor)]
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has a storage of its own that can be freed and recomputed."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested and type(tensor) in _PLAIN_TYPES
+    return is_plain and not is_zero_tensor(tensor)
+
+
+def require_as_bare(func: Any, args: Any) -> None:
+    """Refuse a call that PyTorch makes otherwise under a dispatch mode than in the bare loop.
+
+    Raises:
+        UnsupportedStepError: names the line.
+    """
+    found = UnderModes()
+    found.look_at(func, args, 0, calling_line())
+    if found.decomposed:
+        raise UnsupportedStepError(
+            f"{calling_line()}: PyTorch computes singular values and eigenvalues of a tensor without gradient "
+            "otherwise in eager mode (svdvals, eigvalsh, cond, matrix norms): compute them outside of the block"
+        )
+
+
+def _kind(func: Any) -> int:
+    schema = func._schema
+    if func.namespace == "profiler":  # a label of the optimizer's step, or the user's
+        return VIEW
+    if func.namespace not in ("aten", "prims") or func.overloadpacket in _HIDDEN_STATE:
+        return FOREIGN
+    if torch.Tag.inplace_view in func.tags:
+        return VIEW
+    if any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments):
+        return WRITES
+    if schema.returns and all(returned.alias_info is not None for returned in schema.returns):
+        return VIEW
+    if func.overloadpacket in _PADDED:
+        return ONCE
+    if torch.Tag.dynamic_output_shape in func.tags or func.overloadpacket in SHORTENS:
+        return DATA_DECIDES
+    return PLAIN

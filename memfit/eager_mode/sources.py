@@ -1,0 +1,335 @@
+"""What eager mode knows of storages: how the contents of each were made, and how they are recomputed.
+
+Contents are a `Source`: a storage that is written to in place has another Source from then on. Contents that a forward
+pass made under the mode know the call that made them; others (parameters, batches, what backward computes) are never
+recomputed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from memfit.capture.functionalize import BATCH_NORMS
+from memfit.cost.views import lazy_view, reinterpret
+from memfit.eager_mode.host import OnHost
+
+_ATOMS = {int, float, bool, type(None), str, torch.dtype, torch.device}
+_LONGEST_CHAIN = 256  # calls that are counted for the cost of making contents again
+
+
+BLANK = (
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.empty_permuted,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+)
+"""Operators whose results have no contents yet: what fills them may do so where the mode does not look."""
+
+
+class Call:
+    """A call that made contents.
+
+    Attributes:
+        function: the operator.
+        args, kwargs: its arguments, with a `View` in the place of each tensor.
+        inputs: what must be there before it can be recomputed, each once.
+        number: calls are counted.
+        seconds, need_bytes: that it takes.
+        generators: the states of the random generators before it, if it draws.
+    """
+
+    __slots__ = ("args", "function", "generators", "inputs", "kwargs", "need_bytes", "number", "seconds")
+
+    def __init__(self, number: int, function: Any, seconds: float, need_bytes: int, generators: Any) -> None:
+        self.number, self.function, self.generators = number, function, generators
+        self.seconds, self.need_bytes = seconds, need_bytes
+        self.args: Any = ()
+        self.kwargs: Any = {}
+        self.inputs: list[Source] = []
+
+    def read(self, sources: Sources, args: Any, kwargs: Any) -> None:
+        """Remember what the call is made with, and that it reads it.
+
+        Raises:
+            NotImplementedError, RuntimeError: a tensor without a storage, or without a shape, of its own.
+        """
+        self.args = template(sources, _without_statistics(self.function, args), self.number)
+        if kwargs:
+            self.kwargs = template(sources, kwargs, self.number)
+        self.inputs = list(dict.fromkeys(view.source for view in views_in((self.args, self.kwargs))))
+
+
+class Held:
+    """A storage that is held for the calls that read it; None once its contents are on the host."""
+
+    __slots__ = ("__weakref__", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage | None) -> None:
+        self.storage = storage
+
+
+class Source:
+    """Contents of a storage.
+
+    Attributes:
+        call: that made them; None for contents that cannot be recomputed.
+        place: the position of the tensor among the call's results, or among its arguments if it wrote in place.
+        in_place: whether the call wrote over other contents of the storage.
+        storage: a weak reference to the storage that holds them; dead if it is gone, None if it was written to since.
+        bytes: of the storage.
+        used_at: the number of the last call that read them.
+        readers: how many calls are known to read them.
+        host: their copy on the host, if there is one.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_held",
+        "bytes",
+        "call",
+        "host",
+        "in_place",
+        "place",
+        "readers",
+        "storage",
+        "used_at",
+    )
+
+    def __init__(self, storage: torch.UntypedStorage, call: Call | None, place: int, *, in_place: bool = False) -> None:
+        self.storage: weakref.ref[torch.UntypedStorage] | None = weakref.ref(storage)
+        self.bytes = storage.nbytes()
+        self.call, self.place, self.in_place = call, place, in_place
+        self.used_at = self.readers = 0
+        self.host: OnHost | None = None
+        self._held: weakref.ref[Held] | None = None
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether the contents are what somebody else has filled them with."""
+        return self.call is not None and not self.in_place and self.call.function.overloadpacket in BLANK
+
+    @property
+    def live(self) -> torch.UntypedStorage | None:
+        """The storage that holds the contents, if there is one."""
+        return None if self.storage is None else self.storage()
+
+    def hold(self) -> Held:
+        """Hold the storage for a call that reads it, until `release`."""
+        held = None if self._held is None else self._held()
+        if held is None:
+            held = Held(self.live if self.host is None else None)
+            self._held = weakref.ref(held)
+        return held
+
+    def release(self) -> None:
+        """Hold the storage no longer for the calls that read it: the host has the contents."""
+        held = None if self._held is None else self._held()
+        if held is not None:
+            held.storage = None
+
+
+class View:
+    """A tensor over a Source. It holds the storage of contents that cannot be recomputed."""
+
+    __slots__ = ("conjugated", "dtype", "held", "negated", "offset", "shape", "source", "stride")
+
+    def __init__(self, source: Source, tensor: torch.Tensor) -> None:
+        self.source = source
+        self.held = source.hold() if source.call is None else None
+        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
+        self.offset, self.conjugated, self.negated = tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
+
+    def on(self, base: torch.Tensor) -> torch.Tensor:
+        """Return the view on the storage of a tensor."""
+        view = reinterpret(base, self.dtype, self.shape, self.stride, self.offset)
+        return lazy_view(view, conjugated=self.conjugated, negated=self.negated)
+
+
+class Sources:
+    """The Sources of all storages that the mode has seen, by storage."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Source] = {}
+
+    def find(self, storage: torch.UntypedStorage) -> Source | None:
+        """Return the present contents of a storage, if they are known."""
+        found = self._of.get(storage._cdata)
+        return found if found is not None and found.live is storage else None
+
+    def of(self, storage: torch.UntypedStorage) -> Source:
+        """Return the present contents of a storage; unknown ones cannot be recomputed."""
+        found = self._of.get(storage._cdata)
+        if found is None or found.storage is None or found.storage() is not storage:
+            found = self._of[storage._cdata] = Source(storage, None, 0)
+        return found
+
+    def enter(self, storage: torch.UntypedStorage, source: Source) -> None:
+        """Note that a storage holds contents that were recomputed."""
+        source.storage = weakref.ref(storage)
+        self._of[storage._cdata] = source
+
+    def made(self, storage: torch.UntypedStorage, call: Call | None, place: int) -> Source:
+        """Enter the contents of a new storage."""
+        found = self._of[storage._cdata] = Source(storage, call, place)
+        return found
+
+    def written(self, storage: torch.UntypedStorage, call: Call | None, place: int) -> Source:
+        """Enter the contents of a storage after it was written to."""
+        before = self._of.get(storage._cdata)
+        if before is not None and before.live is storage:
+            before.storage = None
+        found = self._of[storage._cdata] = Source(storage, call, place, in_place=True)
+        return found
+
+    def forget(self, needed: set[Source]) -> None:
+        """Drop the entries of storages that are gone, and forget how the others were made.
+
+        Args:
+            needed: contents of which it is not forgotten.
+        """
+        self._of = {key: source for key, source in self._of.items() if source.live is not None}
+        for source in self._of.values():
+            if source not in needed:
+                source.call = None
+
+
+def template(sources: Sources, tree: Any, now: int) -> Any:
+    """Return arguments with a View in the place of each tensor, and note that call `now` reads them.
+
+    Args:
+        sources: of all storages.
+        tree: an argument, or a tuple, list or dict of them.
+        now: number of the call.
+    """
+    if type(tree) in _ATOMS:
+        return tree
+    if isinstance(tree, torch.Tensor):
+        source = sources.of(tree.untyped_storage())
+        source.used_at = now
+        source.readers += 1
+        return View(source, tree)
+    if isinstance(tree, list | tuple):
+        return [template(sources, each, now) for each in tree]  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(tree, dict):
+        return {key: template(sources, each, now) for key, each in tree.items()}  # pyright: ignore
+    return tree
+
+
+def views_in(tree: Any) -> Iterator[View]:
+    """Yield the Views in arguments, in order."""
+    if isinstance(tree, View):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for each in tree:  # pyright: ignore[reportUnknownVariableType]
+            yield from views_in(each)
+    elif isinstance(tree, dict):
+        yield from views_in(list(tree.values()))  # pyright: ignore[reportUnknownArgumentType]
+
+
+def missing_calls(source: Source) -> list[Source] | None:
+    """Return the contents to make, in the order of their first calls, so that `source` is there again at the end.
+
+    Args:
+        source: its storage is gone, and it is not on the host.
+
+    Returns:
+        None if that cannot be; what is on the host is not among them.
+    """
+    missing = {source}
+    waiting = [source]
+    while waiting:
+        at = waiting.pop()
+        if at.call is None:
+            return None
+        gone = [each for each in at.call.inputs if each.live is None and each.host is None]
+        lacking = [each for each in gone if each not in missing]
+        missing.update(lacking)
+        waiting += lacking
+    return sorted(missing, key=lambda each: call_of(each).number)
+
+
+def seconds_to_make(source: Source) -> float:
+    """Return the seconds to make contents again that are there now: their call's, and those of what it lacks.
+
+    Returns:
+        infinity if they cannot be recomputed.
+    """
+    if source.call is None:
+        return float("inf")
+    total, seen, waiting = source.call.seconds, {source.call}, list(source.call.inputs)
+    while waiting:
+        at = waiting.pop()
+        if at.live is not None:
+            continue
+        if at.host is not None:
+            total += at.host.seconds_back
+            continue
+        if at.call is None or len(seen) >= _LONGEST_CHAIN:
+            return float("inf")
+        if at.call not in seen:
+            seen.add(at.call)
+            total += at.call.seconds
+            waiting += at.call.inputs
+    return total
+
+
+def needed_by(sources: Iterable[Source], there: Container[Source] = ()) -> set[Source]:
+    """Return contents with all that they are made of, what is there now included; what is on the host is not made.
+
+    Args:
+        sources: the contents.
+        there: contents that stay where they are, so that what they are made of is not needed.
+    """
+    seen = set(sources)
+    waiting = list(seen)
+    while waiting:
+        at = waiting.pop()
+        inputs = at.call.inputs if at.call is not None and at.host is None and at not in there else []
+        new = [each for each in inputs if each not in seen]
+        seen.update(new)
+        waiting += new
+    return seen
+
+
+def call_of(source: Source) -> Call:
+    """Return the call that made contents, of those that have one."""
+    assert source.call is not None
+    return source.call
+
+
+def _without_statistics(function: Any, args: Any) -> Any:
+    """Return the arguments of a batch normalization in training without the running statistics: it does not read them,
+    and must not update them again."""
+    found = BATCH_NORMS.get(getattr(function, "_overloadpacket", None))
+    if found is None:
+        return args
+    mean, variance, training = found
+    if training is not None and not args[training]:
+        return args
+    return [None if place in (mean, variance) else arg for place, arg in enumerate(args)]
+
+
+def flat(returned: Any) -> list[Any]:
+    """Return what a call returned as a list."""
+    return list(returned) if isinstance(returned, list | tuple) else [returned]
+
+
+def tensors_given(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in the arguments of an operator, in order.
+
+    Args:
+        tree: tuples, lists and dicts of no other kinds, in which tensors stand.
+    """
+    found: list[torch.Tensor] = []
+    for each in tree.values() if isinstance(tree, dict) else tree:  # pyright: ignore[reportUnknownVariableType]
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, tuple | list | dict):
+            found += tensors_given(each)
+    return found

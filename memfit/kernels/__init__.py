@@ -1,0 +1,1 @@
+"""Kernels: a captured graph and its plan, as code that runs."""

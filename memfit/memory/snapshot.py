@@ -1,0 +1,316 @@
+"""The state that a training step changes: copied, compared, put back, so that verification leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memfit.capture import TrainingStep
+from memfit.capture.draws import HostGenerators
+from memfit.capture.generators import all_states, set_state
+from memfit.capture.reads import Reads
+from memfit.errors import UnsupportedStepError
+from memfit.memory.bits import same_bits, same_value
+from memfit.torch_private.sharding import is_sharded, local, local_gradient, with_local
+from memfit.torch_private.tensors import is_freed, is_plain_dense, storage_key, tree_flatten
+
+_MOST_COPIED_BYTES = 1 << 28  # of tensors that are neither the model's nor the optimizer's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepState:
+    """Copies of everything that a step changes, in host memory: a GPU may have no room for them.
+
+    Attributes:
+        tensors: parameters and buffers, by name, and the leaves of a function's first state, which it may write to.
+        gradients: `.grad` of each parameter, by the parameter's name.
+        optimizer: the optimizer's state of each parameter, by the parameter's number in the optimizer's groups.
+        devices: where the tensors of `optimizer` were, by the same number and the state's name.
+        sharded: which of them are sharded as their parameters; of these, as of parameters and gradients, this rank's
+            parts are copied.
+        scaler: the gradient scaler's state, if there is one.
+        generators: the state of each device's default random generator, by device.
+        handed: the state of each generator that the step's code hands to torch.
+        groups: what the optimizer's groups hold besides parameters: a count of steps, or a rate that follows from it.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor | None]
+    optimizer: dict[int, dict[str, Any]]
+    scaler: dict[str, Any] | None
+    generators: dict[str, torch.Tensor]
+    handed: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
+    groups: tuple[dict[str, Any], ...] = ()
+    devices: Mapping[tuple[int, str], torch.device] = field(default_factory=dict[tuple[int, str], torch.device])
+    sharded: frozenset[tuple[int, str]] = frozenset()
+
+    @staticmethod
+    def take(step: TrainingStep, handed: Sequence[torch.Generator] = ()) -> StepState:
+        """Return copies of the step's state as it is now.
+
+        Args:
+            step: the step.
+            handed: generators that its code hands to torch.
+        """
+        states = step.optimizer.state if step.optimizer is not None else {}
+        groups = step.optimizer.param_groups if step.optimizer is not None else []
+        return StepState(
+            tensors={name: _on_host(tensor) for name, tensor in _tensors(step).items()},
+            gradients={
+                name: None if gradient is None else _on_host(gradient)
+                for name, gradient in ((name, local_gradient(p)) for name, p in step.model.named_parameters())
+            },
+            optimizer={
+                number: {key: _copied(value, "cpu") for key, value in states[parameter].items()}
+                for number, parameter in enumerate(optimized(step))
+                if parameter in states
+            },
+            devices={
+                (number, key): value.device
+                for number, parameter in enumerate(optimized(step))
+                for key, value in states.get(parameter, {}).items()
+                if isinstance(value, torch.Tensor)
+            },
+            sharded=frozenset(
+                (number, key)
+                for number, parameter in enumerate(optimized(step))
+                for key, value in states.get(parameter, {}).items()
+                if is_sharded(value)
+            ),
+            scaler=copy.deepcopy(step.scaler.state_dict()) if step.scaler is not None else None,
+            generators=all_states(),
+            handed=tuple((generator, generator.get_state()) for generator in handed),
+            groups=tuple({key: _setting(value) for key, value in g.items() if key != "params"} for g in groups),
+        )
+
+    def put_back(self, step: TrainingStep) -> None:
+        """Write the copies back into the step's own tensors."""
+        self.put_back_tensors(step)
+        for name, parameter in step.model.named_parameters():
+            gradient = self.gradients[name]
+            parameter.grad = None if gradient is None else with_local(parameter, _on(gradient, parameter.device))
+        if step.optimizer is not None:
+            present = dict(step.optimizer.state)
+            step.optimizer.state.clear()
+            parameters = optimized(step)
+            for number, state in self.optimizer.items():
+                parameter = parameters[number]
+                held = present.get(parameter, {})
+                devices = {key: self.devices.get((number, key)) for key in state}
+                copies = {key: _put_into(held.get(key), value, devices[key]) for key, value in state.items()}
+                step.optimizer.state[parameter] = {
+                    key: with_local(parameter, value) if (number, key) in self.sharded else value
+                    for key, value in copies.items()
+                }
+            for group, before in zip(step.optimizer.param_groups, self.groups, strict=True):
+                _put_back_group(group, before)
+        if step.scaler is not None and self.scaler is not None:
+            step.scaler.load_state_dict(self.scaler)
+        self.put_back_generators()
+
+    def put_back_tensors(self, step: TrainingStep) -> None:
+        """Write parameters and buffers back, and the leaves of a function's state."""
+        with torch.no_grad():
+            for name, tensor in _tensors(step).items():
+                tensor.copy_(self.tensors[name])
+
+    def put_back_generators(self) -> None:
+        """Set the random generators back."""
+        for device, state in self.generators.items():
+            set_state(device, state)
+        for generator, state in self.handed:
+            generator.set_state(state)
+
+    def first_difference(self, other: StepState) -> str | None:
+        """Return the name of the first thing whose bits differ in `other`, or None."""
+        for name, tensor in self.tensors.items():
+            if not same_bits(tensor, other.tensors[name]):
+                return name
+        for name, gradient in self.gradients.items():
+            theirs = other.gradients[name]
+            if not same_value(gradient, theirs):
+                return f"the gradient of {name}"
+        for number in sorted(self.optimizer.keys() | other.optimizer.keys()):
+            mine, theirs = self.optimizer.get(number, {}), other.optimizer.get(number, {})
+            for key in {**mine, **theirs}:
+                if key not in mine or key not in theirs or not same_value(mine[key], theirs[key]):
+                    return f"optimizer state {key!r} of parameter {number}"
+        for (number, key), device in self.devices.items():
+            if other.devices[number, key] != device:
+                return f"the device of optimizer state {key!r} of parameter {number}"
+        for number, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=False)):
+            for key in sorted(mine.keys() | theirs.keys()):
+                if not same_value(mine.get(key), theirs.get(key)):
+                    return f"{key!r} of the optimizer's group {number}"
+        if not same_value(self.scaler, other.scaler):
+            return "the gradient scaler"
+        for device in self.generators.keys() & other.generators.keys():
+            if not torch.equal(self.generators[device], other.generators[device]):
+                return f"the state of the random generator of {device}"
+        for number, ((_, mine), (_, theirs)) in enumerate(zip(self.handed, other.handed, strict=False)):
+            if not torch.equal(mine, theirs):
+                return f"the state of generator {number} that the step hands to torch"
+        return None
+
+
+class PythonState:
+    """What Python code of the step can change: attributes, containers, and the generators of the host.
+
+    Args:
+        step: all that its model, its loss, and its optimizer's attributes and hooks can reach is copied, but large
+            tensors.
+
+    Attributes:
+        handed: torch's generators among it.
+    """
+
+    def __init__(self, step: TrainingStep) -> None:
+        self._reads = _reads_of(step)
+        own = {storage_key(tensor) for tensor in _tensors(step).values()}
+        held = [(path, local(tensor)) for path, tensor in self._reads.tensors.values()]
+        found = [
+            (path, tensor)
+            for path, tensor in held
+            if not (tensor.is_inference() or is_freed(tensor))
+            and not (is_plain_dense(tensor) and storage_key(tensor) in own)
+        ]
+        found.sort(key=lambda each: each[1].numel())
+        self._tensors: list[tuple[str, torch.Tensor, int, torch.Tensor | None]] = []
+        left_bytes = _MOST_COPIED_BYTES  # a loss may hold a data set
+        for path, tensor in found:
+            left_bytes -= tensor.numel() * tensor.element_size()
+            copied = _on_host(tensor) if left_bytes >= 0 and tensor.layout is torch.strided else None
+            self._tensors.append((path, tensor, tensor._version, copied))
+        self._host = HostGenerators()
+        self.handed = tuple(self._reads.generators)
+
+    def put_back(self) -> None:
+        """Reset all that was copied; torch's generators are put back by `StepState`.
+
+        Raises:
+            UnsupportedStepError: a tensor that is too large to be copied was written to, or a value was taken from an
+                iterator that cannot be set back.
+        """
+        self._reads.put_back()
+        self._host.put_back(self._host.changed())
+        self._reads.put_numbers_back()
+        lost: list[str] = []
+        with torch.no_grad():
+            for number, (path, tensor, version, copied) in enumerate(self._tensors):
+                if tensor._version == version:
+                    continue
+                if copied is None:
+                    lost.append(path)
+                else:
+                    tensor.copy_(copied)
+                    self._tensors[number] = path, tensor, tensor._version, copied
+        if lost:
+            raise UnsupportedStepError(
+                f"the step writes to {lost[0]}, neither a parameter nor a buffer of the model, and too large to be "
+                "put back after steps that memfit takes by itself: register it as a buffer, or write to it outside "
+                "of the step"
+            )
+
+
+def generators_of(step: TrainingStep) -> tuple[torch.Generator, ...]:
+    """Return torch's generators that model, loss and optimizer hold."""
+    return tuple(_reads_of(step).generators)
+
+
+def _reads_of(step: TrainingStep) -> Reads:
+    reads = Reads(step)
+    if step.optimizer is not None:
+        reads.look_at_optimizer(step.optimizer)
+    reads.look_everywhere()
+    return reads
+
+
+@contextmanager
+def left_as_it_was(step: TrainingStep, handed: Sequence[torch.Generator] = ()) -> Iterator[Callable[[], None]]:
+    """Put all that a step changes back at the end of the block, which is given a function that does so at once.
+
+    Args:
+        step: the step.
+        handed: generators that its code hands to torch.
+    """
+    python = PythonState(step)
+    before = StepState.take(step, tuple(dict.fromkeys((*handed, *python.handed))))
+
+    def put_back() -> None:
+        before.put_back(step)
+        python.put_back()
+
+    try:
+        yield put_back
+    finally:
+        put_back()
+
+
+def _put_back_group(group: dict[str, Any], before: dict[str, Any]) -> None:
+    """Reset what an optimizer's group holds besides its parameters; a tensor, such as a rate, stays the same object."""
+    for key in group.keys() - before.keys() - {"params"}:
+        del group[key]
+    for key, value in before.items():
+        present = group.get(key)
+        if same_value(present, value):
+            continue
+        if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
+            present.copy_(value)
+        else:
+            group[key] = _copied(value)
+
+
+def _put_into(present: Any, value: Any, device: torch.device | None) -> Any:
+    """Return the present tensor with a copied one's values, so that it keeps its address, or else another copy."""
+    if _form(present) is None or _form(present) != _form(value) or present.device != device:
+        return _copied(value, device)
+    with torch.no_grad():
+        return present.copy_(value)
+
+
+def _form(value: Any) -> tuple[Any, ...] | None:
+    """Return all but the device and the values of a tensor whose values can be replaced; None for anything else."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_inference():
+        return None
+    return type(value), value.dtype, value.shape, value.stride()
+
+
+def _setting(value: Any) -> Any:
+    """Return a copy of a group's value, or the value itself if copies of it are not equal to it."""
+    copied = _copied(value)
+    return copied if same_value(copied, value) else value
+
+
+def _copied(value: Any, device: torch.device | str | None = None) -> Any:
+    """Return a copy; a tensor's is on `device`, or where the tensor is."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    value = local(value)
+    return value.detach().clone() if device is None else _on(value, torch.device(device))
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return _on(tensor, torch.device("cpu"))
+
+
+def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy on a device; of what is there already a clone, which every kind of tensor has."""
+    tensor = tensor.detach()
+    return tensor.clone() if tensor.device == device else tensor.to(device)
+
+
+def optimized(step: TrainingStep) -> list[torch.Tensor]:
+    """Return the optimizer's parameters in the order of its groups, which number its states."""
+    return [p for group in step.optimizer.param_groups for p in group["params"]] if step.optimizer is not None else []
+
+
+def _tensors(step: TrainingStep) -> dict[str, torch.Tensor]:
+    states = () if step.has_backward else tree_flatten(step.batch[0])[0]
+    own = {f"leaf {number} of the state": leaf for number, leaf in enumerate(states)}
+    parameters = {name: local(parameter) for name, parameter in step.model.named_parameters()}
+    return {**parameters, **dict(step.model.named_buffers()), **own}

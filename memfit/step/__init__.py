@@ -1,0 +1,1 @@
+"""Planned steps: prepared, run, verified and measured."""

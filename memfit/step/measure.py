@@ -1,0 +1,212 @@
+"""Measurement of planned and eager steps: peak bytes and seconds, interleaved in one run."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from memfit.capture import TrainingStep
+from memfit.cost.views import span_bytes
+from memfit.memory.contract import STEPS_IN_A_ROW
+from memfit.memory.saved_on_host import EagerRun
+from memfit.memory.snapshot import left_as_it_was
+from memfit.simulate.overlap import Transfers
+from memfit.step.measured import Measured
+from memfit.step.verify import RunsStep, unplanned_bytes
+from memfit.system.recorder import Usage, empty_cache, record, taken_bytes
+from memfit.torch_private.modules import own_tensors
+from memfit.torch_private.sharding import local
+from memfit.torch_private.tensors import tree_flatten
+
+_NO_ROOM = "The device has no room for an eager step: times and peaks are not compared with it."
+
+
+class MeasurableStep(RunsStep, Protocol):
+    """A planned step on a device."""
+
+    device: torch.device
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that it holds on the device between calls, beside the residents."""
+        ...
+
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that the step closes over."""
+        ...
+
+    @property
+    def transfers(self) -> Transfers:
+        """The copies to the host and back in the last step."""
+        ...
+
+
+def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Measured:
+    """Measure planned and eager steps on `batch`, interleaved; the state is put back at the end.
+
+    The first step of each is not counted: it creates the optimizer's state and fills caches. Where the device has no
+    room for an eager step, only planned steps are measured, and the note says so.
+
+    Args:
+        planned: the planned step.
+        batch: the batch of every step.
+        repeats: how many steps of each count; seconds are medians of them, peaks are maxima.
+    """
+    step, device = planned.step, planned.device
+    runs: dict[str, Callable[[Any], Any]] = {"eager": step.run_eager, "planned": planned}
+    usages: dict[str, list[Usage]] = {"eager": [], "planned": []}
+    peaks: dict[str, list[int]] = {"eager": [], "planned": []}  # without the bytes that are there before each step
+    seconds: dict[str, list[float]] = {"eager": [], "planned": []}
+    transfers: list[Transfers] = []
+    with left_as_it_was(step, planned.generators) as put_back:
+        eager = EagerRun(step.run_eager, device, unplanned_bytes(planned), put_back)
+        if device.type == "cuda" and not eager.is_saved_on_host:
+            eager(batch)  # shows whether there is room
+        if eager.is_saved_on_host:
+            del runs["eager"]
+        for number in range(repeats + 1):
+            for name, run in runs.items():
+                _without_gradients(step)
+                # the instrument counts from here on, so that it does not see an arena made before
+                held_bytes = planned.held_bytes if name == "planned" else 0
+                gc.collect()  # garbage that Python frees within the step hides as many bytes of its peak
+                began = time.perf_counter()
+                with record(device) as usage:
+                    elapsed = _timed(run, batch, device)
+                if number:
+                    usages[name].append(usage)
+                    peaks[name].append(held_bytes + usage.peak_bytes)
+                    seconds[name].append(elapsed)
+                    transfers += [planned.transfers.since(began)] if name == "planned" else []
+        reserved = _reserved_bytes(planned, batch) if usages["planned"][0].reserved_bytes is not None else None
+        resident = resident_bytes(planned, batch)  # while the optimizer's state is there
+    ratios = [mine / eager for mine, eager in zip(seconds["planned"], seconds["eager"], strict=False)]
+    peak_bytes = resident + max(peaks["planned"])
+    return Measured(
+        baseline_peak_bytes=resident + max(peaks["eager"]) if ratios else None,
+        baseline_step_seconds=statistics.median(seconds["eager"]) if ratios else None,
+        peak_bytes=peak_bytes,
+        step_seconds=statistics.median(seconds["planned"]),
+        overhead=statistics.median(ratios) - 1.0 if ratios else None,
+        resident_bytes=resident,
+        reserved_bytes=peak_bytes if reserved is None else reserved,
+        source=usages["planned"][0].source,
+        transfers=_of_median(seconds["planned"], transfers),
+        note="" if ratios else _NO_ROOM,
+    )
+
+
+def _without_gradients(step: TrainingStep) -> None:
+    """Let a step without an optimizer find no gradients that it would add to."""
+    if step.optimizer is None:
+        for parameter in step.model.parameters():
+            parameter.grad = None
+
+
+def _reserved_bytes(planned: MeasurableStep, batch: Any) -> int:
+    """Return the most bytes that torch's allocator holds during two planned steps, without what eager left unused."""
+    empty_cache(planned.device)
+    most = 0
+    for _ in range(STEPS_IN_A_ROW):  # a second step may take more than a first, whose blocks it splits
+        _without_gradients(planned.step)
+        gc.collect()
+        with record(planned.device) as usage:
+            planned(batch)
+        most = max(most, usage.reserved_bytes or 0)
+    return most
+
+
+def _of_median(seconds: Sequence[float], transfers: Sequence[Transfers]) -> Transfers | None:
+    """Return the copies of the step with the median time, if there were any."""
+    found = transfers[seconds.index(statistics.median_low(seconds))]
+    return found if found.to_host else None
+
+
+def resident_bytes(planned: MeasurableStep, batch: Any) -> int:
+    """Return the bytes on the device before a step, each storage once, and of a batch's only what the batch uses.
+
+    These are parameters, buffers, the optimizer's state, the batch, and the tensors that the loss closes over.
+
+    Args:
+        planned: the planned step; its arena is not counted.
+        batch: the batch that the step will run on.
+    """
+    return sum(resident_storages(planned, batch).values())
+
+
+def resident_storages(planned: MeasurableStep, batch: Any) -> dict[int, int]:
+    """Return the storages on the device before a step: data pointer -> bytes. The arguments are those of
+    `resident_bytes`."""
+    step, device = planned.step, planned.device
+    parameters, buffers = own_tensors(step.model)
+    tensors: list[Any] = [*parameters, *buffers, *planned.constants]
+    if step.optimizer is not None:
+        tensors += [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
+        tensors += [value for state in step.optimizer.state.values() for value in state.values()]
+    storages: dict[int, int] = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == device.type:
+            storage = local(tensor).untyped_storage()
+            storages[storage.data_ptr()] = taken_bytes(storage.nbytes(), device)
+    return _batch_storages(batch, device) | storages
+
+
+def _batch_storages(batch: Any, device: torch.device) -> dict[int, int]:
+    """As `resident_storages`; a slice of a larger tensor, the rest of which is not the step's, counts by itself."""
+    used: dict[int, list[tuple[int, int]]] = {}
+    for leaf in tree_flatten(batch)[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == device.type and leaf.layout is torch.strided:
+            used.setdefault(leaf.untyped_storage().data_ptr(), []).append(span_bytes(leaf))
+    return {
+        pointer: taken_bytes(max(end for _, end in spans) - min(start for start, _ in spans), device)
+        for pointer, spans in used.items()
+    }
+
+
+def measured_eager_peak(step: TrainingStep, device: torch.device) -> int:
+    """Return the peak in bytes of an eager step on the step's own batch, residents included; the state is put back.
+
+    Args:
+        step: the training step.
+        device: where it runs.
+    """
+    eager = _Eager(step=step, device=device)
+    with left_as_it_was(step):
+        step.run_eager(step.batch)  # makes the optimizer's state
+        _without_gradients(step)
+        resident = resident_bytes(eager, step.batch)
+        gc.collect()
+        with record(device) as usage:
+            step.run_eager(step.batch)
+    return resident + usage.peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Eager:
+    step: TrainingStep
+    device: torch.device
+    held_bytes: int = 0
+    constants: tuple[torch.Tensor, ...] = ()
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        return self.step.run_eager(batch)
+
+
+def _timed(run: Callable[[Any], Any], batch: Any, device: torch.device) -> float:
+    _synchronize(device)
+    started = time.perf_counter()
+    run(batch)
+    _synchronize(device)
+    return time.perf_counter() - started
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,202 @@
+"""From a captured step to a program: the ops are measured, the step is planned, the plan is compiled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from memfit.binding import Value
+from memfit.capture import Captured, finish
+from memfit.capture.generators import all_states, set_state
+from memfit.cost.calibration import linked_device
+from memfit.cost.measurement import measure
+from memfit.device import Device
+from memfit.errors import PlanMismatchError
+from memfit.kernels.program import Program, make_program
+from memfit.memory.host.layout import host_layout
+from memfit.memory.host.store import HostStore, alignment_bytes
+from memfit.memory.in_arena import InArena
+from memfit.memory.placed_plans import plan_as_placed
+from memfit.plan import Plan
+from memfit.planning import Settings, make_plan
+from memfit.system.budget import format_bytes
+
+MOST_OPS = 150_000
+"""Ops of all programs of a step that are kept: a program, its graph and its plan take about 10 KiB an op."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A step that is ready to run, and the seconds that each stage of its preparation took."""
+
+    captured: Captured
+    plan: Plan
+    program: Program
+    seconds: Mapping[str, float]
+
+
+class Planning(Protocol):
+    """Where the costs of a captured step and its plan come from."""
+
+    def with_costs(self, captured: Captured, settings: Settings) -> Captured:
+        """Return the step finished on its device, with the seconds and the workspace of each op."""
+        ...
+
+    def plan(self, captured: Captured, settings: Settings, bytes_outside: int) -> Plan:
+        """Return a plan of the step with its costs."""
+        ...
+
+
+class Anew:
+    """Each op is measured, and a plan is searched, or was kept."""
+
+    def with_costs(self, captured: Captured, settings: Settings) -> Captured:
+        """Return what `with_costs` does."""
+        return with_costs(captured, settings)
+
+    def plan(self, captured: Captured, settings: Settings, bytes_outside: int) -> Plan:
+        """Return a plan that fits as its bytes are placed (see `plan_as_placed`)."""
+        device = planned_device(captured, settings)
+        return plan_as_placed(
+            lambda settings: make_plan(captured.graph, device, settings, bytes_outside),
+            settings,
+            captured.binding.device,
+        )
+
+
+class AsItIs(Anew):
+    """The step has its costs already."""
+
+    def with_costs(self, captured: Captured, settings: Settings) -> Captured:  # noqa: ARG002
+        """Return the step itself."""
+        return captured
+
+
+ANEW, AS_IT_IS = Anew(), AsItIs()
+
+
+def planned_device(captured: Captured, settings: Settings) -> Device:
+    """Return the profile that a step is planned with: the settings' own, or the one of the device that it runs on.
+
+    Args:
+        captured: a captured step.
+        settings: with a host budget, the profile has a link.
+    """
+    at = captured.binding.device
+    return settings.device or linked_device(at, settings.host_budget_bytes, settings.host_dir)
+
+
+def prepare(
+    captured: Captured,
+    settings: Settings,
+    *,
+    outputs: Sequence[Sequence[Value]],
+    plan: Plan | None = None,
+    bytes_outside: int = 0,
+    store: HostStore | None = None,
+    planning: Planning = ANEW,
+    arena: InArena | None = None,
+) -> Prepared:
+    """Return the program of a captured step within the settings' budget.
+
+    Args:
+        captured: a whole step, or the joint graph of a compiled model.
+        settings: for `make_plan`.
+        outputs: for each half of the program, the values that it returns to the user.
+        plan: a plan made before, used instead of asking a planner.
+        bytes_outside: bytes on the device that are not the graph's (see `Problem`).
+        store: for host copies; one of its own if None.
+        planning: where costs and plan come from.
+        arena: that the program runs in.
+
+    Raises:
+        HostMemoryError: the host, or the disk, has no room for what the plan offloads.
+        InfeasibleBudgetError, TimeLimitError: no plan was found.
+        InvalidBudgetError, InvalidOptionError: a setting that cannot be read.
+        PlanMismatchError: `plan` is for another graph, or another torch.
+    """
+    started = time.perf_counter()
+    captured = replace(planning.with_costs(captured, settings), stream=None)  # compared by the caller, and large
+    captured = captured if arena is None else arena.with_workspaces(captured)
+    measured = time.perf_counter()
+    if plan is None:
+        plan = planning.plan(captured, settings, bytes_outside)
+    else:
+        _require_usable(plan, captured, settings.host_budget_bytes)
+    seconds = {"measure": measured - started, "plan": time.perf_counter() - measured}
+    program = program_of(captured, plan, outputs, settings, store, at=None if arena is None else arena.at)
+    return Prepared(captured=captured, plan=plan, program=program, seconds=seconds)
+
+
+def program_of(
+    captured: Captured,
+    plan: Plan,
+    outputs: Sequence[Sequence[Value]],
+    settings: Settings,
+    store: HostStore | None = None,
+    *,
+    at: Callable[[int], None] | None = None,
+) -> Program:
+    """Return the program of a plan, with slabs for what it offloads.
+
+    Args:
+        captured: the step that the plan is of.
+        plan: its schedule has been checked.
+        outputs: for each half of the program, the values that it returns to the user.
+        settings: name the directory for host copies.
+        store: for host copies; one of its own if None.
+        at: as for `make_program`.
+
+    Raises:
+        HostMemoryError: the host, or the disk, has no room for what the plan offloads.
+    """
+    device = captured.binding.device
+    host = host_layout(captured.graph, plan.schedule, alignment_bytes(device))
+    store = store or HostStore(device, max(host.height_bytes, settings.host_budget_bytes), settings.host_dir)
+    return make_program(captured, plan.schedule, outputs, host, store, at=at)
+
+
+def with_costs(captured: Captured, settings: Settings) -> Captured:
+    """Return a captured step, finished on its device, with the seconds and the workspace of each op.
+
+    Args:
+        captured: a whole step, or the joint graph of a compiled model.
+        settings: whose `on_stage` is called.
+
+    Raises:
+        WrongFakesError, CaptureError: see `memfit.capture.finish`.
+    """
+    settings.on_stage("measuring each op")
+    with generators_kept():
+        captured = finish(captured)
+        return replace(captured, graph=measure(captured.graph, captured.binding, captured.observed))
+
+
+@contextmanager
+def generators_kept() -> Generator[None]:
+    """Leave the generators where they are: a step may be planned in the middle of training."""
+    states = all_states()
+    try:
+        yield
+    finally:
+        for name, state in states.items():
+            set_state(name, state)
+
+
+def _require_usable(plan: Plan, captured: Captured, host_budget_bytes: int) -> None:
+    """Raise PlanMismatchError unless `plan` was made for this graph, this torch, and at most this host budget."""
+    plan.require_graph(captured.graph)
+    if 0 < host_budget_bytes < plan.predicted.host_peak_bytes:
+        raise PlanMismatchError(
+            f"plan offloads {format_bytes(plan.predicted.host_peak_bytes)}, more than the host budget of "
+            f"{format_bytes(host_budget_bytes)}; plan again, or leave the host budget out: the plan has its own"
+        )
+    made_with = plan.versions.get("torch", "").partition("+")[0]
+    here: Any = torch.__version__.partition("+")[0]
+    if made_with and made_with != here:
+        raise PlanMismatchError(f"plan was made with torch {made_with}, this is torch {here}; plan again")

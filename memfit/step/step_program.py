@@ -1,0 +1,306 @@
+"""Step programs: a captured step's program, where its arguments are found, and the gradients that it returns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memfit.binding import Origin, Resident, Value
+from memfit.capture import Captured, Guards, TrainingStep
+from memfit.cost.views import at_offset_zero, span_bytes
+from memfit.cost.warming import warm
+from memfit.errors import InvalidOptionError
+from memfit.kernels.program import make_program
+from memfit.memory.arena.places import Places
+from memfit.memory.host.store import HostStore
+from memfit.memory.in_arena import InArena
+from memfit.memory.placed_plans import allocator_settings, taken_bytes
+from memfit.plan import Plan
+from memfit.planning import Settings
+from memfit.step.prepare import ANEW, Planning, Prepared, prepare
+from memfit.system.recorder import taken_bytes as device_bytes
+from memfit.torch_private.sharding import is_sharded, local, local_gradient, whole_part, with_local
+from memfit.torch_private.tensors import storage_key, storage_users, tree_flatten
+
+Fetch = Callable[[Sequence[Any]], Any]
+"""Given the leaves of a batch, returns one argument of a program."""
+
+_GRADIENT = "grad:"
+_GRAPH_POOL_BYTES = 2 << 20  # a CUDA graph's own results, which are small, take one segment of torch's allocator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProgram:
+    """A program for one signature of a step's calls.
+
+    Attributes:
+        prepared: the captured step, its plan and the compiled program.
+        fetchers: for each argument of the program, the function that finds its tensor.
+        written: by position, the names of the arguments among them that the step writes to, but for its batch.
+        written_batch: those of the batch among them.
+        names: of all arguments.
+        library_bytes: that libraries keep on a GPU for the program's ops, from step to step.
+        places: of the plan's requests in an arena; None without one.
+        predicted_bytes: that the plan takes as it is placed.
+    """
+
+    prepared: Prepared
+    fetchers: tuple[Fetch, ...]
+    written: Mapping[int, str]
+    written_batch: tuple[int, ...]
+    names: tuple[str, ...]
+    library_bytes: int = 0
+    places: Places | None = None
+    predicted_bytes: int = 0
+
+    def first_places(self) -> Places | None:
+        """Return the places for a step that makes the optimizer's state, which is ordinary memory."""
+        if self.places is None:
+            return None
+        arena = InArena(self.prepared.captured.binding.device, self.plan.seed)
+        return arena.first_places(self.prepared.captured, self.plan)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the program carries out."""
+        return self.prepared.plan
+
+    def op_seconds(self, batch: Any) -> tuple[float, ...]:
+        """Run all ops on `batch`, and return the seconds of each op in its place in the step; outputs are dropped.
+
+        An op that is computed several times gets the mean. Only a CPU's ops are timed so: on a GPU they run later.
+        """
+        captured, plan = self.prepared.captured, self.plan
+        totals, counts = [0.0] * len(plan.graph.ops), [0] * len(plan.graph.ops)
+        began = 0.0
+
+        def tick(op: int) -> None:
+            nonlocal began
+            now = time.perf_counter()
+            if op >= 0:
+                totals[op] += now - began
+                counts[op] += 1
+            began = now
+
+        outputs = [list(captured.binding.outputs.values())]
+        (half,) = make_program(captured, plan.schedule, outputs, tick=tick).halves
+        leaves = tree_flatten(batch)[0]
+        half.function([fetch(leaves) for fetch in self.fetchers])
+        return tuple(total / max(1, count) for total, count in zip(totals, counts, strict=True))
+
+    def run(self, batch: Any) -> dict[str, torch.Tensor]:
+        """Run all ops of the step on `batch`; return its outputs by name (see `memfit.binding.Binding`).
+
+        Raises:
+            InvalidOptionError: as `arguments`.
+        """
+        (half,) = self.prepared.program.halves
+        outputs = half.function(self.arguments(batch))
+        return dict(zip(self.prepared.captured.binding.outputs, outputs, strict=True))
+
+    def arguments(self, batch: Any) -> list[torch.Tensor]:
+        """Return the program's arguments.
+
+        Raises:
+            InvalidOptionError: a tensor of the batch shares memory with a tensor that the step writes to, or is one
+                that the step writes to, and shares memory with another.
+        """
+        leaves = tree_flatten(batch)[0]
+        arguments = [fetch(leaves) for fetch in self.fetchers]
+        self._require_apart(leaves, arguments)
+        for position in self.written_batch:
+            self._require_alone(position, arguments)
+        return arguments
+
+    def _require_alone(self, position: int, arguments: Sequence[torch.Tensor]) -> None:
+        """Refuse a tensor of the batch that is written to, and on whose memory another is, which has its own place."""
+        start, end = _addresses(arguments[position])
+        for other, argument in enumerate(arguments):
+            if other != position and argument.layout is torch.strided:
+                begin, stop = _addresses(argument)
+                if begin < end and start < stop:
+                    raise InvalidOptionError(
+                        f"{self.names[position]!r}, which the step writes to, shares memory with "
+                        f"{self.names[other]!r}: give a clone of it"
+                    )
+
+    def _require_apart(self, leaves: Sequence[Any], arguments: Sequence[torch.Tensor]) -> None:
+        """Refuse a batch on the memory of a parameter, say, which would be updated before its last use in backward."""
+        shared = {storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and _has_others(leaf)}
+        if not shared:
+            return
+        for position, name in self.written.items():
+            if storage_key(arguments[position]) in shared:
+                raise InvalidOptionError(
+                    f"a tensor of the batch shares memory with {name!r}, which the step writes to: give a clone of it"
+                )
+
+
+def make_step_program(
+    step: TrainingStep,
+    captured: Captured,
+    settings: Settings,
+    plan: Plan | None = None,
+    store: HostStore | None = None,
+    planning: Planning = ANEW,
+) -> StepProgram:
+    """Plan a captured step, and return its program.
+
+    Args:
+        step: what was captured; parameters and buffers of its model are found anew at each step.
+        captured: the step.
+        settings: the budget, and how a plan is searched.
+        plan: a plan made before, used instead of searching.
+        store: for host copies; one of its own if None.
+        planning: where costs and plan come from.
+
+    Raises:
+        HostMemoryError: the host, or the disk, has no room for what the plan offloads.
+        InfeasibleBudgetError, TimeLimitError: there is no plan.
+        PlanMismatchError: `plan` is for another graph, or another torch.
+    """
+    outputs: list[Value] = list(captured.binding.outputs.values())
+    library_bytes = warm(captured.graph, captured.binding) if captured.binding.device.type == "cuda" else 0
+    outside = bytes_of_others(step, captured) + library_bytes
+    outside += _bytes_of_graph(captured) if settings.cuda_graph else 0
+    arena = InArena(captured.binding.device, settings.seed) if settings.arena else None
+    prepared = prepare(
+        captured,
+        settings,
+        outputs=[outputs],
+        plan=plan,
+        bytes_outside=outside,
+        store=store,
+        planning=planning,
+        arena=arena,
+    )
+    places = None if arena is None else arena.places(prepared.captured, prepared.plan)
+    (half,) = prepared.program.halves
+    found = fetchers(step.model, captured, half.takes)
+    written, written_batch = _written(captured, half.takes)
+    names = {storage.id: storage.name for storage in captured.graph.storages}
+    allocator = allocator_settings(captured.binding.device)
+    is_placed = places is not None or allocator is not None
+    return StepProgram(
+        prepared=prepared,
+        fetchers=found,
+        written={at: names[half.takes[at]] for at in written},
+        written_batch=written_batch,
+        names=tuple(names[each] for each in half.takes),
+        library_bytes=library_bytes,
+        places=places,
+        predicted_bytes=(taken_bytes(prepared.plan, places, allocator) if is_placed else 0),
+    )
+
+
+def _bytes_of_graph(captured: Captured) -> int:
+    """Return the bytes that a CUDA graph of a step holds beside the step's own: a batch, and its results."""
+    device = captured.binding.device
+    inputs = {resident.value.storage for resident in captured.binding.residents if resident.origin is Origin.INPUT}
+    batch = sum(device_bytes(captured.graph.storages[storage].bytes, device) for storage in inputs)
+    return batch + (_GRAPH_POOL_BYTES if device.type == "cuda" else 0)
+
+
+def _has_others(tensor: torch.Tensor) -> bool:
+    """Return whether another tensor may have the memory of a tensor; by its own and the caller's references."""
+    return tensor.layout is torch.strided and storage_users(tensor.untyped_storage()) > 2
+
+
+def _written(captured: Captured, takes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the positions of a program's arguments that the step writes to: of no batch, and of its batch."""
+    written = {storage for op in captured.graph.ops for storage in op.mutates}
+    inputs = {each.value.storage for each in captured.binding.residents if each.origin is Origin.INPUT}
+    positions = [at for at, each in enumerate(takes) if each in written]
+    own = tuple(at for at in positions if takes[at] in inputs)
+    return tuple(at for at in positions if at not in own), own
+
+
+def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of the first byte that a tensor uses, and the one after the last."""
+    start, end = span_bytes(tensor)
+    at = tensor.untyped_storage().data_ptr()
+    return at + start, at + end
+
+
+def bytes_of_others(step: TrainingStep, captured: Captured) -> int:
+    """Return the bytes on the step's device that the optimizer holds and the captured step does not touch.
+
+    These are the states of frozen parameters, which some optimizers make for all, and parameters with their states that
+    are no longer the model's, because a layer was replaced.
+
+    Args:
+        step: the training step.
+        captured: its capture.
+    """
+    if step.optimizer is None:
+        return 0
+    names = {parameter: name for name, parameter in step.model.named_parameters()}
+    touched = {resident.key for resident in captured.binding.residents if resident.origin is Origin.STATE}
+    held: list[Any] = []
+    for parameter in (each for group in step.optimizer.param_groups for each in group["params"]):
+        name = names.get(parameter)
+        state = step.optimizer.state.get(parameter, {})
+        held += [parameter] if name is None else []
+        held += [value for key, value in state.items() if name is None or f"{name}.{key}" not in touched]
+    device = captured.binding.device
+    storages = {
+        tensor.untyped_storage().data_ptr(): device_bytes(tensor.untyped_storage().nbytes(), device)
+        for tensor in map(local, (each for each in held if isinstance(each, torch.Tensor)))
+        if tensor.device.type == device.type
+    }
+    own = {local(parameter).untyped_storage().data_ptr() for parameter in names}
+    return sum(size for pointer, size in storages.items() if pointer not in own)
+
+
+def set_gradients(outputs: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Set `.grad` of each parameter that has none. A gradient that was there before the step was added to in place.
+
+    Args:
+        outputs: returned by the program; the gradients among them are set.
+        parameters: the model's, by name.
+    """
+    for name, gradient in outputs.items():
+        parameter = parameters[name.removeprefix(_GRADIENT)] if name.startswith(_GRADIENT) else None
+        if parameter is not None and parameter.grad is None:
+            parameter.grad = with_local(parameter, gradient.data)  # no view, as eager's is none
+
+
+def fetchers(model: torch.nn.Module, captured: Captured, takes: Sequence[int]) -> tuple[Fetch, ...]:
+    """Return a function for each storage that a program takes.
+
+    Parameters, buffers and the tensors that guards hold are found anew at every step: load_state_dict, `.to` and user
+    code may replace them.
+
+    Args:
+        model: the model whose parameters and buffers are residents.
+        captured: says where each resident storage was found.
+        takes: the storages of the program's arguments, in order.
+    """
+    first = {resident.value.storage: resident for resident in reversed(captured.binding.residents)}
+    return tuple(_fetcher(model, first[storage], captured.guards) for storage in takes)
+
+
+def _fetcher(model: torch.nn.Module, resident: Resident, guards: Guards | None) -> Fetch:
+    if resident.origin is Origin.CONSTANT:
+        constant = resident.constant
+        position = guards.number_of(constant) if guards is not None else None
+        if guards is None or position is None:
+            return lambda _leaves: constant
+        guarded = guards.tensors
+        return lambda _leaves: guarded[position]
+    if resident.origin is Origin.INPUT:
+        number = int(resident.key)
+        return lambda leaves: at_offset_zero(leaves[number])
+    module_name, _, name = str(resident.key).rpartition(".")
+    module = model.get_submodule(module_name)
+    table = module._buffers if resident.origin is Origin.BUFFER else module._parameters
+    if resident.origin is Origin.GRADIENT:
+        return lambda _leaves: local_gradient(table[name])  # pyright: ignore[reportArgumentType]
+    assert resident.origin in (Origin.PARAMETER, Origin.BUFFER), resident
+    if is_sharded(table[name]):
+        return lambda _leaves: whole_part(table[name])
+    return lambda _leaves: table[name]
