@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from memfit.dynamo.occupancy import bytes_from_before
+from memfit.memory.footprint import bytes_from_before
 from memfit.system.recorder import allocated_bytes
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from memfit.capture.optimizer import innermost, require_supported, update_cost, without_hooks
-from memfit.dynamo.occupancy import bytes_from_before
 from memfit.dynamo.updates import before_update, parameters_of
 from memfit.errors import InfeasibleBudgetError, InvalidTargetError, MemfitError, OverBudgetError, UnsupportedStepError
 from memfit.memory.contract import (
@@ -26,6 +25,7 @@ from memfit.memory.contract import (
     Warnings,
 )
 from memfit.memory.contract import Usage as Taken
+from memfit.memory.footprint import bytes_from_before
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import Usage, allocated_bytes, empty_cache, held_bytes, page_bytes, record, taken_bytes
 from memfit.torch_private.autograd import at_end_of_backward

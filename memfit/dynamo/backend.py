@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -91,6 +90,8 @@ class PlannedGraph:
     Args:
         module: the graph.
         read: returns the settings; called once, at the first call.
+        account: measures the steps; None measures them from call to call of the graph, which sees what eager code
+            beside it saves for backward.
 
     Attributes:
         called: of the class: whether any graph was called in this process.
@@ -98,14 +99,17 @@ class PlannedGraph:
 
     called: ClassVar[bool] = False
 
-    def __init__(self, module: torch.fx.GraphModule, read: Callable[[], GraphSettings]) -> None:
+    def __init__(
+        self, module: torch.fx.GraphModule, read: Callable[[], GraphSettings], account: Account | None = None
+    ) -> None:
         self.module = with_numbers_as_tensors(module)
         self.compiled: dict[Any, CompiledGraph] = {}
         self.has_warned = False  # of the bytes that are set aside for the optimizer
         self.has_warned_of_strides = False
         self.awaiting = 0  # backward passes of calls so far
         self._has_warned_of_sums = False
-        self._has_own_account = False
+        self._given_account = account
+        self._device = torch.device("cpu")  # of the latest call
         self._read = read
         self._hooks = hooks_on_all_modules()
 
@@ -114,28 +118,25 @@ class PlannedGraph:
         refuse_other_hooks(self._hooks)
         device = device_of(inputs)
         with turn_on(device).of(self, "the forward pass of a graph that memfit's backend compiled"):
-            self._measure_on(device)
+            self._device = device
+            if self._given_account is None and torch.is_grad_enabled():
+                self.account.begin()
             return self._call(inputs)
 
-    def _measure_on(self, device: torch.device) -> None:
-        """Measure forward, loss and backward: what eager code beside the graph saves for backward is seen only so."""
-        options = self.options
-        if options.account is None:
-            account = Account(int(options.settings.budget), device, options.settings.budget_is)
-            self.options, self._has_own_account = replace(options, account=account), True
-        if self._has_own_account and self.options.account is not None and torch.is_grad_enabled():
-            self.options.account.begin()
+    @cached_property
+    def account(self) -> Account:
+        """What measures the steps; unless it was given, it is made at the first call, on its device."""
+        settings = self.options.settings
+        return self._given_account or Account(int(settings.budget), self._device, settings.budget_is)
 
     def _call(self, inputs: Sequence[Any]) -> Any:
         key = (signatures(inputs), torch.is_grad_enabled())
         compiled = self.compiled.get(key)
         if compiled is None:
             refuse_ranks(inputs)
-        account = self.options.account
-        if compiled is None or compiled.should_plan_again(inputs):
+        if compiled is None or compiled.should_plan_again():
             compiled = self.compiled[key] = self.compile(inputs, compiled)
-            if account is not None:
-                account.compiled += 1
+            self.account.compiled += 1
         if compiled.plan is not None:
             self._warn_of_sums(inputs)
             self.awaiting += 1
@@ -159,11 +160,9 @@ class PlannedGraph:
 
     def _run(self, compiled: CompiledGraph, inputs: Sequence[Any]) -> Any:
         """Run a compiled graph; one without a backward half has no plan, and is held to the budget by measurement."""
-        account = self.options.account
-        if compiled.plan is None and account is not None:
-            return account.evaluate(lambda: compiled.function(*inputs))
-        if account is not None:
-            account.ran += 1
+        if compiled.plan is None:
+            return self.account.evaluate(lambda: compiled.function(*inputs))
+        self.account.ran += 1
         return compiled.function(*inputs)
 
     def compile(self, inputs: Sequence[Any], before: CompiledGraph | None) -> CompiledGraph:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,23 +15,22 @@ from memfit.binding import Origin, Value
 from memfit.capture import with_real_results
 from memfit.capture.corrected_fakes import corrected_fakes
 from memfit.capture.dropout import with_eagers_dropout
-from memfit.capture.joint import BetweenHalves, JointCapture, capture_joint
+from memfit.capture.joint import JointCapture, capture_joint
 from memfit.cost.calibration import linked_device
 from memfit.cost.observations import Corrections
 from memfit.cost.views import on_its_own
-from memfit.dynamo.account import Account
 from memfit.dynamo.inputs import (
     overlapping,
     refuse_casts_inside,
     refuse_other_autocast,
     refuse_retained_graph,
 )
-from memfit.dynamo.occupancy import bytes_beside, bytes_of
 from memfit.dynamo.settings import INDUCTOR, settings_of
 from memfit.errors import NoPlanError
 from memfit.graph import Graph
 from memfit.kernels.halves import partitioned
 from memfit.kernels.inductor import Compiled, Planning, Unplanned, compile_within
+from memfit.memory.footprint import footprint
 from memfit.plan import Plan
 from memfit.planners.none import KeepEverything
 from memfit.planning import Settings, make_plan
@@ -68,8 +67,6 @@ class CompiledGraph:
         before: what was compiled for these sizes before, if anything.
     """
 
-    between: BetweenHalves | None = None
-
     def __init__(self, graph: PlannedGraph, inputs: Sequence[Any], before: CompiledGraph | None) -> None:
         self.graph = graph
         self.before = before
@@ -81,10 +78,12 @@ class CompiledGraph:
         self.room_bytes = 0  # that the plan leaves of its budget
         self._by_inductors: Compiled | None = None
         self._unplanned = Unplanned() if before is None or graph.awaiting else before._unplanned
+        self.account = graph.account
         self.budget_bytes = int(graph.options.settings.budget)
-        self.bytes_beside = self.bytes_reserved = self.bytes_outside = self.bytes_exceeded = 0
-        self.count_bytes()
-        self._bytes_at_start = self._live_bytes()
+        self._bytes_at_start = self.account.live_bytes
+        self.bytes_beside = max(0, self._bytes_at_start - sum(footprint(self.inputs, self.device).values()))
+        self.bytes_reserved = self._reserved()
+        self.bytes_outside = self.bytes_exceeded = 0
         self.bytes_outside_seen: int | None = None  # between the halves
         self.bytes_held_seen: int | None = None  # when the backward half begins; less than 0 where results were freed
         self._bytes_departing = 0  # of the graph's outputs
@@ -147,33 +146,18 @@ class CompiledGraph:
         self.plan, self.room_bytes = compiled.plan, compiled.left_bytes - compiled.peak_bytes
         self._by_inductors = compiled
 
-    def count_bytes(self) -> None:
-        """Count what is on the device beside the graph's inputs."""
-        account = self.graph.options.account
-        if account is None:
-            self.bytes_beside = bytes_beside(self.inputs, self.device)
-        else:  # it also counts tensors that have no Python object
-            self.bytes_beside = max(0, account.live_bytes - bytes_of(self.inputs, self.device))
-        self.bytes_reserved = self._reserved()
-
-    def _live_bytes(self) -> int:
-        account = self.graph.options.account
-        return allocated_bytes(self.device) if account is None else account.live_bytes
-
-    def should_plan_again(self, inputs: Sequence[Any]) -> bool:
+    def should_plan_again(self) -> bool:
         """Return whether the plan has no room for what is outside of the graph now, as steps so far have shown it.
 
         Gradients that a micro-batch left, the optimizer's state, activations of other graphs. Once, after the first
         step, also whether much less is outside than was assumed.
         """
-        del inputs
         if self.bytes_outside_seen is None or self.plan is None:
             return False
-        account = self.graph.options.account
-        grown = self._grown_between()
-        grown += self._live_bytes() - self._bytes_at_start
-        grown += self._still_to_come() - self.bytes_reserved
-        if account is not None and account.excess_bytes != self.bytes_exceeded:
+        account = self.account
+        grown = self._grown_between() + account.live_bytes - self._bytes_at_start
+        grown += account.bytes_to_come() - self.bytes_reserved
+        if account.excess_bytes != self.bytes_exceeded:
             return account.excess_bytes > self.bytes_exceeded or not self._is_unchanged
         if grown > self.room_bytes + self._headroom_bytes:
             return True
@@ -204,11 +188,6 @@ class CompiledGraph:
         seen = None if self.before is None else self.before.bytes_held_seen
         return None if seen is None else max(seen, self._bytes_departing)
 
-    def _still_to_come(self) -> int:
-        """Return the bytes of state that a known optimizer has yet to make."""
-        account = self.graph.options.account
-        return 0 if account is None else account.bytes_to_come()
-
     @property
     def _headroom_bytes(self) -> int:
         return int(_HEADROOM * self.budget_bytes)
@@ -233,7 +212,6 @@ class CompiledGraph:
             name=name,
             device=self.device,
             corrections=corrections,
-            between=self.between,
             written_by_others=self._written_by_others,
         )
         with real_tensors():
@@ -287,14 +265,14 @@ class CompiledGraph:
                 bytes_outside=self.bytes_outside,
             )
 
-        left_bytes, account = self._left_bytes(graph), self.graph.options.account
+        left_bytes = self._left_bytes(graph)
         try:
             return within(left_bytes)
         except NoPlanError as error:
             found_bytes = error.least_budget_found_bytes
-            if account is None or found_bytes is None or found_bytes > left_bytes + self.bytes_exceeded:
+            if found_bytes is None or found_bytes > left_bytes + self.bytes_exceeded:
                 raise self._of_whole_budget(error) from error
-            account.plans_are_least = True  # whether it keeps the budget, the next step shows
+            self.account.plans_are_least = True  # whether it keeps the budget, the next step shows
             return within(found_bytes)
 
     def _left_bytes(self, graph: Graph) -> int:
@@ -304,7 +282,7 @@ class CompiledGraph:
         self._bytes_departing = sum(size for size in departing if size > _NUMBER_BYTES)
         seen = before.bytes_outside_seen if before is not None else None  # the most so far
         self.bytes_outside = self._bytes_departing if seen is None else seen
-        self.bytes_exceeded = self.graph.options.account.excess_bytes if self.graph.options.account else 0
+        self.bytes_exceeded = self.account.excess_bytes
         taken = self.bytes_beside + self.bytes_reserved + self.bytes_exceeded + self._headroom_bytes
         return max(1, self.budget_bytes - taken)
 
@@ -327,15 +305,14 @@ class CompiledGraph:
 
     def _reserved(self) -> int:
         """Return the bytes that something else will take later; unless told, 0 after a step, which has shown them."""
-        account = self.graph.options.account
-        if account is not None and account.knows_optimizer:
-            return account.bytes_to_come()
+        if self.account.knows_optimizer:
+            return self.account.bytes_to_come()
         if self.before is not None:
             return 0
         if self.graph.options.reserve_bytes is not None:
             return self.graph.options.reserve_bytes
         trained = [t for t in self.inputs if isinstance(t, torch.nn.Parameter) and t.requires_grad]
-        reserved = _ADAM_STATES * sum(t.untyped_storage().nbytes() for t in trained)
+        reserved = _ADAM_STATES * sum(footprint(trained, self.device).values())
         if reserved and not self.graph.has_warned:
             self.graph.has_warned = True
             _log.warning(
@@ -361,22 +338,16 @@ class CompiledGraph:
                 return half(arguments)
         returned = half(arguments)
         self._bytes_after_forward = allocated_bytes(self.device)
-        self._meter.begin_loss()
+        self.account.begin_loss()
         return returned
-
-    @cached_property
-    def _meter(self) -> Account:
-        """What measures the user's code between the halves."""
-        return self.graph.options.account or Account(self.budget_bytes, self.device)
 
     def _end_loss(self) -> None:
         """Count what user code holds outside of the graph, before the backward half begins."""
         held = allocated_bytes(self.device) - self._bytes_after_forward
-        outside = max(held, self._meter.end_loss() - self._bytes_after_forward)
+        outside = max(held, self.account.end_loss() - self._bytes_after_forward)
         self.bytes_held_seen = held if self.bytes_held_seen is None else max(held, self.bytes_held_seen)
-        if self.graph.options.account is not None:
-            known = self.bytes_outside if self.bytes_outside_seen is None else self.bytes_outside_seen
-            self.graph.options.account.expect_end(max(0, outside - known))
+        known = self.bytes_outside if self.bytes_outside_seen is None else self.bytes_outside_seen
+        self.account.expect_end(max(0, outside - known))
         self.bytes_outside_seen = max(outside, self.bytes_outside_seen or 0)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -187,8 +186,7 @@ class PlannedCalls:
             ) from error
 
     def _planned_graph(self, module: torch.fx.GraphModule, _inputs: Any) -> PlannedGraph:
-        settings = replace(self._settings, account=self.account)
-        graph = PlannedGraph(module, lambda: settings)
+        graph = PlannedGraph(module, lambda: self._settings, self.account)
         self.graphs.append(graph)
         if len(self.graphs) == _MANY_GRAPHS:
             _log.warning(

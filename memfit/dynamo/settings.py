@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memfit.dynamo.account import Account
 from memfit.errors import InvalidOptionError
 from memfit.graph import Graph
 from memfit.options import CompileOptions, require_options, settings_from
@@ -28,7 +27,6 @@ class GraphSettings:
     Attributes:
         settings: with a budget in bytes.
         reserve_bytes: bytes that something else will take later; None stands for the bytes of Adam's state.
-        account: measures the steps, if anything does.
         kernels: whose kernels run.
         backward_autocast: whether `backward` is called inside forward's autocast.
     """
@@ -37,7 +35,6 @@ class GraphSettings:
     reserve_bytes: int | None
     kernels: str = EAGER
     backward_autocast: bool = False
-    account: Account | None = None
 
 
 def read_options(options: Mapping[str, Any], where: str = "backend memfit") -> GraphSettings:

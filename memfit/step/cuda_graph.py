@@ -21,11 +21,11 @@ from memfit.capture.draws_in_graphs import PhiloxStates
 from memfit.cost.views import lazy_view, reinterpret, span_bytes
 from memfit.errors import InvalidOptionError, UnsupportedStepError, VerificationError
 from memfit.memory.bits import same_bits
+from memfit.memory.footprint import footprint
 from memfit.memory.snapshot import StepState
 from memfit.memory.step_memory import StepMemory
 from memfit.planning import Settings
 from memfit.step.step_program import StepProgram
-from memfit.system.recorder import taken_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class StepGraphs:
     def held_bytes(self) -> int:
         """The bytes of the batch that the graph reads."""
         inputs = self._graph.inputs.values() if self._graph is not None else ()
-        return sum(taken_bytes(each.untyped_storage().nbytes(), self._device) for each in inputs)
+        return sum(footprint(inputs, self._device).values())
 
     @property
     def has_graph(self) -> bool:

@@ -6,7 +6,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from memfit.capture import TrainingStep
 from memfit.cost.views import span_bytes
 from memfit.memory.contract import STEPS_IN_A_ROW
+from memfit.memory.footprint import footprint
 from memfit.memory.saved_on_host import EagerRun
 from memfit.memory.snapshot import left_as_it_was
 from memfit.simulate.overlap import Transfers
@@ -21,7 +21,6 @@ from memfit.step.measured import Measured
 from memfit.step.verify import RunsStep, unplanned_bytes
 from memfit.system.recorder import Usage, empty_cache, record, taken_bytes
 from memfit.torch_private.modules import own_tensors
-from memfit.torch_private.sharding import local
 from memfit.torch_private.tensors import tree_flatten
 
 _NO_ROOM = "The device has no room for an eager step: times and peaks are not compared with it."
@@ -138,28 +137,22 @@ def resident_bytes(planned: MeasurableStep, batch: Any) -> int:
         planned: the planned step; its arena is not counted.
         batch: the batch that the step will run on.
     """
-    return sum(resident_storages(planned, batch).values())
+    return _resident_bytes(planned.step, batch, planned.device, planned.constants)
 
 
-def resident_storages(planned: MeasurableStep, batch: Any) -> dict[int, int]:
-    """Return the storages on the device before a step: data pointer -> bytes. The arguments are those of
-    `resident_bytes`."""
-    step, device = planned.step, planned.device
+def _resident_bytes(
+    step: TrainingStep, batch: Any, device: torch.device, constants: Sequence[torch.Tensor] = ()
+) -> int:
     parameters, buffers = own_tensors(step.model)
-    tensors: list[Any] = [*parameters, *buffers, *planned.constants]
+    tensors: list[Any] = [*parameters, *buffers, *constants]
     if step.optimizer is not None:
         tensors += [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
         tensors += [value for state in step.optimizer.state.values() for value in state.values()]
-    storages: dict[int, int] = {}
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.device.type == device.type:
-            storage = local(tensor).untyped_storage()
-            storages[storage.data_ptr()] = taken_bytes(storage.nbytes(), device)
-    return _batch_storages(batch, device) | storages
+    return sum((_batch_storages(batch, device) | footprint(tensors, device)).values())
 
 
 def _batch_storages(batch: Any, device: torch.device) -> dict[int, int]:
-    """As `resident_storages`; a slice of a larger tensor, the rest of which is not the step's, counts by itself."""
+    """As `footprint`; a slice of a larger tensor, the rest of which is not the step's, counts by itself."""
     used: dict[int, list[tuple[int, int]]] = {}
     for leaf in tree_flatten(batch)[0]:
         if isinstance(leaf, torch.Tensor) and leaf.device.type == device.type and leaf.layout is torch.strided:
@@ -177,26 +170,14 @@ def measured_eager_peak(step: TrainingStep, device: torch.device) -> int:
         step: the training step.
         device: where it runs.
     """
-    eager = _Eager(step=step, device=device)
     with left_as_it_was(step):
         step.run_eager(step.batch)  # makes the optimizer's state
         _without_gradients(step)
-        resident = resident_bytes(eager, step.batch)
+        resident = _resident_bytes(step, step.batch, device)
         gc.collect()
         with record(device) as usage:
             step.run_eager(step.batch)
     return resident + usage.peak_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Eager:
-    step: TrainingStep
-    device: torch.device
-    held_bytes: int = 0
-    constants: tuple[torch.Tensor, ...] = ()
-
-    def __call__(self, batch: Any) -> torch.Tensor:
-        return self.step.run_eager(batch)
 
 
 def _timed(run: Callable[[Any], Any], batch: Any, device: torch.device) -> float:

@@ -23,6 +23,7 @@ from memfit.errors import (
 )
 from memfit.memory.arena.arena import Arena
 from memfit.memory.contract import FIRM, MOST_CORRECTIONS, STEPS_IN_A_ROW, Aim, Contract, Held, Refused, Usage
+from memfit.memory.footprint import footprint
 from memfit.memory.hard_cap import capped, require_cap
 from memfit.memory.host.store import HostStore
 from memfit.memory.snapshot import left_as_it_was
@@ -44,8 +45,7 @@ from memfit.step.turns import turn_for
 from memfit.step.uncopied import Uncopied
 from memfit.step.variants import Variant, Variants
 from memfit.step.verify import require_same
-from memfit.system.recorder import empty_cache, records_at_once, taken_bytes
-from memfit.torch_private.sharding import local_gradient
+from memfit.system.recorder import empty_cache, records_at_once
 from memfit.torch_private.tensors import tree_flatten, tree_unflatten
 
 _log = logging.getLogger(__name__)
@@ -395,10 +395,8 @@ class PlannedStep(Uncopied):
         """Return the bytes of the gradients that the variant adds to; several may share a bucket."""
         if not adds_to_gradients(variant.program.prepared.captured):
             return 0
-        gradients = map(local_gradient, variant.guards.parameters.values())
-        storages = [gradient.untyped_storage() for gradient in gradients if gradient is not None]
-        sizes = {storage.data_ptr(): taken_bytes(storage.nbytes(), self.device) for storage in storages}
-        return sum(sizes.values())
+        gradients = (parameter.grad for parameter in variant.guards.parameters.values())
+        return sum(footprint(gradients, self.device).values())
 
     def _forget(self, variant: Variant) -> None:
         """Drop what is known of the memory of a variant's steps."""

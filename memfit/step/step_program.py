@@ -16,6 +16,7 @@ from memfit.cost.warming import warm
 from memfit.errors import InvalidOptionError
 from memfit.kernels.program import make_program
 from memfit.memory.arena.places import Places
+from memfit.memory.footprint import footprint
 from memfit.memory.host.store import HostStore
 from memfit.memory.in_arena import InArena
 from memfit.memory.placed_plans import allocator_settings, taken_bytes
@@ -23,7 +24,7 @@ from memfit.plan import Plan
 from memfit.planning import Settings
 from memfit.step.prepare import ANEW, Planning, Prepared, prepare
 from memfit.system.recorder import taken_bytes as device_bytes
-from memfit.torch_private.sharding import is_sharded, local, local_gradient, whole_part, with_local
+from memfit.torch_private.sharding import is_sharded, local_gradient, whole_part, with_local
 from memfit.torch_private.tensors import storage_key, storage_users, tree_flatten
 
 Fetch = Callable[[Sequence[Any]], Any]
@@ -247,13 +248,8 @@ def bytes_of_others(step: TrainingStep, captured: Captured) -> int:
         held += [parameter] if name is None else []
         held += [value for key, value in state.items() if name is None or f"{name}.{key}" not in touched]
     device = captured.binding.device
-    storages = {
-        tensor.untyped_storage().data_ptr(): device_bytes(tensor.untyped_storage().nbytes(), device)
-        for tensor in map(local, (each for each in held if isinstance(each, torch.Tensor)))
-        if tensor.device.type == device.type
-    }
-    own = {local(parameter).untyped_storage().data_ptr() for parameter in names}
-    return sum(size for pointer, size in storages.items() if pointer not in own)
+    own = footprint(names, device)
+    return sum(size for pointer, size in footprint(held, device).items() if pointer not in own)
 
 
 def set_gradients(outputs: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.nn.Parameter]) -> None:
