@@ -47,7 +47,7 @@ def make_function_program(
     best: StepProgram | None = None
     errors: list[InfeasibleBudgetError | TimeLimitError] = []
     try:
-        best = make_step_program(step, captured, settings, store=store)
+        best = make_step_program(step, captured, settings, None, store)
         if best.plan.overhead <= 0:
             return best
     except (InfeasibleBudgetError, TimeLimitError) as error:
@@ -57,7 +57,7 @@ def make_function_program(
         if best is not None and best.plan.predicted.seconds <= _seconds(chunked):
             break
         try:
-            return make_step_program(step, chunked, settings, store=store)
+            return make_step_program(step, chunked, settings, None, store)
         except (InfeasibleBudgetError, TimeLimitError) as error:
             errors.append(error)
     if best is None:

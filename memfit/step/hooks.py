@@ -22,9 +22,6 @@ class Hook:
     def __call__(self, *given: Any) -> Any:
         return self.call(*given)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _nothing
-
     def __reduce__(self) -> Any:
         return getattr, (_Nothing, "nothing")
 
@@ -50,9 +47,6 @@ class _Nothing:
     @staticmethod
     def nothing(*_: Any) -> None:
         return None
-
-
-_nothing = _Nothing.nothing
 
 
 class Awaited:

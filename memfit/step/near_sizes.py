@@ -13,6 +13,8 @@ from memfit.capture import Captured
 from memfit.capture.finish import finish_near
 from memfit.cost.measurement import measure
 from memfit.cost.samples import Samples
+from memfit.device import Device
+from memfit.graph import Graph
 from memfit.memory.host.layout import host_layout
 from memfit.memory.host.store import alignment_bytes
 from memfit.memory.placed_plans import plan_as_placed
@@ -21,7 +23,7 @@ from memfit.plan import Plan, Problem, Progress
 from memfit.planners.engine.carried import carry_over, predicted_seconds
 from memfit.planning import Settings, ignored, make_plan
 from memfit.step.behind import Behind
-from memfit.step.prepare import ANEW, Planning, Prepared, generators_kept, planned_device
+from memfit.step.prepare import ANEW, Planning, Prepared, generators_kept
 
 _LEAST_GAIN = 0.01  # of a step's seconds: for less, no plan is searched and no program is made anew
 _NEAR = 16  # a size is not searched if one was that is larger by at most this part of its bytes
@@ -45,7 +47,7 @@ class _Structure:
     searched_bytes: set[int] = field(default_factory=set[int])
 
 
-class _Near:
+class _Near(Planning):
     """Plans a step whose structure is known: costs and schedule are carried over from other sizes."""
 
     def __init__(self, structure: _Structure) -> None:
@@ -61,14 +63,10 @@ class _Near:
             captured = finish_near(captured, first, samples)
             return replace(captured, graph=measure(captured.graph, captured.binding, captured.observed))
 
-    def plan(self, captured: Captured, settings: Settings, bytes_outside: int) -> Plan:
+    def searched(self, graph: Graph, device: Device, settings: Settings, bytes_outside: int) -> Plan:
         """Return the plan of another size, carried over, or a searched one."""
-        device, known = planned_device(captured, settings), tuple(self._structure.plans.values())
-        return plan_as_placed(
-            lambda settings: make_near_plan(captured.graph, device, settings, bytes_outside, known),
-            settings,
-            captured.binding.device,
-        )
+        known = tuple(self._structure.plans.values())
+        return make_near_plan(graph, device, settings, bytes_outside, known)
 
 
 class NearSizes:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,6 +17,7 @@ from memfit.cost.calibration import linked_device
 from memfit.cost.measurement import measure
 from memfit.device import Device
 from memfit.errors import PlanMismatchError
+from memfit.graph import Graph
 from memfit.kernels.program import Program, make_program
 from memfit.memory.host.layout import host_layout
 from memfit.memory.host.store import HostStore, alignment_bytes
@@ -40,36 +41,27 @@ class Prepared:
     seconds: Mapping[str, float]
 
 
-class Planning(Protocol):
-    """Where the costs of a captured step and its plan come from."""
+class Planning:
+    """Where the costs of a captured step and its plan come from: each op is measured, and a plan is searched."""
 
     def with_costs(self, captured: Captured, settings: Settings) -> Captured:
         """Return the step finished on its device, with the seconds and the workspace of each op."""
-        ...
-
-    def plan(self, captured: Captured, settings: Settings, bytes_outside: int) -> Plan:
-        """Return a plan of the step with its costs."""
-        ...
-
-
-class Anew:
-    """Each op is measured, and a plan is searched, or was kept."""
-
-    def with_costs(self, captured: Captured, settings: Settings) -> Captured:
-        """Return what `with_costs` does."""
         return with_costs(captured, settings)
 
     def plan(self, captured: Captured, settings: Settings, bytes_outside: int) -> Plan:
-        """Return a plan that fits as its bytes are placed (see `plan_as_placed`)."""
-        device = planned_device(captured, settings)
+        """Return a plan of the step with its costs that fits as its bytes are placed (see `plan_as_placed`)."""
+        at = captured.binding.device
+        device = settings.device or linked_device(at, settings.host_budget_bytes, settings.host_dir)
         return plan_as_placed(
-            lambda settings: make_plan(captured.graph, device, settings, bytes_outside),
-            settings,
-            captured.binding.device,
+            lambda settings: self.searched(captured.graph, device, settings, bytes_outside), settings, at
         )
 
+    def searched(self, graph: Graph, device: Device, settings: Settings, bytes_outside: int) -> Plan:
+        """Return a plan for the settings' budget, however its bytes are placed."""
+        return make_plan(graph, device, settings, bytes_outside)
 
-class AsItIs(Anew):
+
+class AsItIs(Planning):
     """The step has its costs already."""
 
     def with_costs(self, captured: Captured, settings: Settings) -> Captured:  # noqa: ARG002
@@ -77,18 +69,7 @@ class AsItIs(Anew):
         return captured
 
 
-ANEW, AS_IT_IS = Anew(), AsItIs()
-
-
-def planned_device(captured: Captured, settings: Settings) -> Device:
-    """Return the profile that a step is planned with: the settings' own, or the one of the device that it runs on.
-
-    Args:
-        captured: a captured step.
-        settings: with a host budget, the profile has a link.
-    """
-    at = captured.binding.device
-    return settings.device or linked_device(at, settings.host_budget_bytes, settings.host_dir)
+ANEW, AS_IT_IS = Planning(), AsItIs()
 
 
 def prepare(
@@ -129,36 +110,12 @@ def prepare(
     else:
         _require_usable(plan, captured, settings.host_budget_bytes)
     seconds = {"measure": measured - started, "plan": time.perf_counter() - measured}
-    program = program_of(captured, plan, outputs, settings, store, at=None if arena is None else arena.at)
-    return Prepared(captured=captured, plan=plan, program=program, seconds=seconds)
-
-
-def program_of(
-    captured: Captured,
-    plan: Plan,
-    outputs: Sequence[Sequence[Value]],
-    settings: Settings,
-    store: HostStore | None = None,
-    *,
-    at: Callable[[int], None] | None = None,
-) -> Program:
-    """Return the program of a plan, with slabs for what it offloads.
-
-    Args:
-        captured: the step that the plan is of.
-        plan: its schedule has been checked.
-        outputs: for each half of the program, the values that it returns to the user.
-        settings: name the directory for host copies.
-        store: for host copies; one of its own if None.
-        at: as for `make_program`.
-
-    Raises:
-        HostMemoryError: the host, or the disk, has no room for what the plan offloads.
-    """
     device = captured.binding.device
     host = host_layout(captured.graph, plan.schedule, alignment_bytes(device))
     store = store or HostStore(device, max(host.height_bytes, settings.host_budget_bytes), settings.host_dir)
-    return make_program(captured, plan.schedule, outputs, host, store, at=at)
+    at = None if arena is None else arena.at
+    program = make_program(captured, plan.schedule, outputs, host, store, at=at)
+    return Prepared(captured=captured, plan=plan, program=program, seconds=seconds)
 
 
 def with_costs(captured: Captured, settings: Settings) -> Captured:

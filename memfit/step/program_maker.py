@@ -84,7 +84,7 @@ class ProgramMaker:
         captured = program.prepared.captured
         is_own = program.plan.planner not in PROVISIONAL
         planning = self._ranks.planning(AS_IT_IS if is_own else self._sizes.planning(captured, settings))
-        make = partial(make_step_program, self._step, captured, settings, store=self._store, planning=planning)
+        make = partial(make_step_program, self._step, captured, settings, None, self._store, planning)
         return self._ranks.together("correcting the plan", make)
 
     def with_plan(self, program: StepProgram, plan: Plan) -> StepProgram:

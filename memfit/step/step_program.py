@@ -145,8 +145,8 @@ def make_step_program(
     step: TrainingStep,
     captured: Captured,
     settings: Settings,
-    plan: Plan | None = None,
-    store: HostStore | None = None,
+    plan: Plan | None,
+    store: HostStore,
     planning: Planning = ANEW,
 ) -> StepProgram:
     """Plan a captured step, and return its program.
@@ -155,8 +155,8 @@ def make_step_program(
         step: what was captured; parameters and buffers of its model are found anew at each step.
         captured: the step.
         settings: the budget, and how a plan is searched.
-        plan: a plan made before, used instead of searching.
-        store: for host copies; one of its own if None.
+        plan: made before; None searches one.
+        store: for host copies.
         planning: where costs and plan come from.
 
     Raises:

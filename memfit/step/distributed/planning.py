@@ -66,7 +66,7 @@ class _Costs(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(graph, ops=tuple(ops))
 
 
-class AcrossRanks:
+class AcrossRanks(Planning):
     """Plans a step together with the other ranks of its group.
 
     Args:

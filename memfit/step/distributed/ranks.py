@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,77 +24,41 @@ T = TypeVar("T")
 _NEW, _FAILED = -1, -2  # in the place of the number of the program that a rank is about to run
 
 
-class Ranks(Protocol):
-    """What a planned step asks of the processes that it runs on."""
-
-    def start(self, step: TrainingStep, settings: Settings) -> Settings:
-        """Begin with the same model everywhere; return the settings, without what the ranks cannot do."""
-        ...
-
-    def key(self) -> Hashable:
-        """Return what tells apart steps of one batch that need programs of their own."""
-        ...
-
-    def found(self, find: Callable[[], int | None], batch: Any) -> bool:
-        """Return whether the program that `find` returns the number of is there on all ranks."""
-        ...
-
-    def together(self, what: str, make: Callable[[], T]) -> T:
-        """Return what `make` returns, once it has returned on all ranks."""
-        ...
-
-    def planning(self, own: Planning) -> Planning:
-        """Return where costs and plan come from."""
-        ...
-
-    def require_same_plan(self, plan: Plan) -> None:
-        """Raise RankError unless all ranks are about to run the same plan."""
-        ...
-
-    def before_step(self) -> None:
-        """Do what has to be done before the ops of a step run."""
-        ...
-
-    def most_bytes(self, measured_bytes: int) -> int:
-        """Return the bytes that a step took on the rank where it took most."""
-        ...
-
-
-class OneRank:
-    """One process alone."""
+class Ranks:
+    """The processes that a planned step runs on: here one alone."""
 
     def start(self, step: TrainingStep, settings: Settings) -> Settings:  # noqa: ARG002
-        """Return the settings."""
+        """Begin with the same model everywhere; return the settings, without what the ranks cannot do."""
         return settings
 
     def key(self) -> Hashable:
-        """Return None."""
+        """Return what tells apart steps of one batch that need programs of their own."""
         return None
 
     def found(self, find: Callable[[], int | None], batch: Any) -> bool:  # noqa: ARG002
-        """Return whether there is a program."""
+        """Return whether the program that `find` returns the number of is there on all ranks."""
         return find() is not None
 
     def together(self, what: str, make: Callable[[], T]) -> T:  # noqa: ARG002
-        """Return what `make` returns."""
+        """Return what `make` returns, once it has returned on all ranks."""
         return make()
 
     def planning(self, own: Planning) -> Planning:
-        """Return the process's own."""
+        """Return where costs and plan come from."""
         return own
 
     def require_same_plan(self, plan: Plan) -> None:
-        """Do nothing."""
+        """Raise RankError unless all ranks are about to run the same plan."""
 
     def before_step(self) -> None:
-        """Do nothing."""
+        """Do what has to be done before the ops of a step run."""
 
     def most_bytes(self, measured_bytes: int) -> int:
-        """Return the bytes that the step took."""
+        """Return the bytes that a step took on the rank where it took most."""
         return measured_bytes
 
 
-class ManyRanks:
+class ManyRanks(Ranks):
     """Several processes: rank 0 plans, and all capture, plan, run and correct their steps at the same time.
 
     Args:
@@ -213,7 +177,7 @@ def require_same_model(agreement: Agreement, model: torch.nn.Module, lines: list
 
 def ranks_of(step: TrainingStep) -> Ranks:
     """Return the ranks that a step runs on; all of them call this at the same time."""
-    return OneRank() if step.across is None else ManyRanks(step, step.across)
+    return Ranks() if step.across is None else ManyRanks(step, step.across)
 
 
 def _compared(settings: Settings) -> dict[str, Any]:
