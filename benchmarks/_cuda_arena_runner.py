@@ -274,7 +274,7 @@ def planned(job: dict[str, Any]) -> dict[str, Any]:
         "served_by": str(step.memory),
         "budget_bytes": int(step.settings.budget),
         "peak_bytes": step.plan.predicted.peak_bytes,
-        "predicted_bytes": step._first.predicted_bytes,  # pyright: ignore
+        "predicted_bytes": step._programs.first.predicted_bytes,  # pyright: ignore
         "steps": steps,
         "corrections": len(step.corrections),
         "in_front": in_front(step.arena) if step.arena else False,

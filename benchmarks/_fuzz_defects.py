@@ -16,16 +16,16 @@ from unittest import mock
 from _fuzz_worlds import Case
 
 from memfit.capture import call_recorder, generators, trace, whole_step
+from memfit.capture.compare import Comparisons
 from memfit.capture.guards import Guards
-from memfit.step import program_maker
-from memfit.step import step as planned_step
-from memfit.step.step import PlannedStep
+from memfit.step import programs
+from memfit.step.proof import Proof
 
 Patch = tuple[Any, str, Any]
 
 # What else would see the defect: the comparison of a capture with eager's calls, and the measurement of each step.
-_UNCOMPARED: tuple[Patch, ...] = ((PlannedStep, "_compare", lambda *_: None),)
-_UNMEASURED: tuple[Patch, ...] = ((PlannedStep, "_judge", lambda *_: None),)
+_UNCOMPARED: tuple[Patch, ...] = ((Comparisons, "require_as_eager", lambda *_, **__: None),)
+_UNMEASURED: tuple[Patch, ...] = ((Proof, "_judge", lambda *_: None),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,16 +90,16 @@ DEFECTS: Mapping[str, Defect] = {
         concerns=_blocks("dropout", "noise", "checkpoint"),
     ),
     "fakes differ from real results": Defect(
-        patches=((program_maker, "with_real_results", lambda make: make({})),),
+        patches=((programs, "with_real_results", lambda make: make({})),),
         concerns=_blocks("frozen", "batch_norm", "cumulative_batch_norm", "layer_norm", "group_norm"),
     ),
     "the second micro-batch is refused": Defect(
-        patches=((PlannedStep, "_settings_for", lambda step, _captured: step.settings),),
+        patches=((programs.Programs, "_settings_for", lambda made, _captured: made.settings),),
         concerns=lambda case: case.optimizer == "none",
     ),
     "the capture runs inside autocast, or the step": Defect(
         patches=(
-            (planned_step, "require_training_context", lambda _what: None),
+            (programs, "require_training_context", lambda *_: None),
             (whole_step, "require_training_context", lambda _what: None),
             *_without_checks("_state_difference"),
         ),

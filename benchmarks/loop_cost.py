@@ -50,7 +50,7 @@ Ready = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 def ready_calls(planned: PlannedStep) -> tuple[list[Ready], list[Ready]]:
     """Run a step once; return its calls with their tensors, by overloads and by the functions of the planned step."""
-    captured, program = planned.captured, planned._first
+    captured, program = planned.captured, planned._programs.first
     leaves, (half,) = tree_flatten(planned.step.batch)[0], program.prepared.program.halves
     tensors = {s: fetch(leaves) for s, fetch in zip(half.takes, program.fetchers, strict=True)}
     direct_calls = DirectCalls()

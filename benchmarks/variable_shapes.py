@@ -118,7 +118,7 @@ class Training:
         """Return the seconds of the parts of a step on a new size."""
         at = dict(self.stages)
         made = at["comparing with eager's calls"]
-        prepared = self.step._latest.prepared.seconds  # pyright: ignore
+        prepared = self.step._programs.variants.latest.program.prepared.seconds  # pyright: ignore
         costs, plan = prepared["measure"], prepared["plan"]
         whole = made - at["capturing the step"]
         return {"costs": costs, "plan": plan, "capture_and_program": whole - costs - plan, "first_step": ended - made}

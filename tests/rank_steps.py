@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import memfit
-import memfit.step.step as step_module
+import memfit.step.proof as proof_module
 import memfit.step.verify as verify_module
 from memfit.plan import Plan
 from memfit.schedule import Compute
@@ -239,13 +239,13 @@ def over_budget_on_one(rank: int, _count: int) -> dict[str, Any]:
     """Rank 1 is told that its first step took more than it did."""
     model = perceptron()
     step = fitted(model, batches(rank)[0], optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    real = step_module.Meter.run
+    real = proof_module.Meter.run
 
     def too_much(*args: Any, **kwargs: Any) -> tuple[Any, int]:
         value, measured_bytes = real(*args, **kwargs)
         return value, measured_bytes + rank * 20_000
 
-    with mock.patch.object(step_module.Meter, "run", too_much):
+    with mock.patch.object(proof_module.Meter, "run", too_much):
         step(batches(rank)[0])
     step(batches(rank)[1])
     return {

@@ -30,7 +30,7 @@ from memfit.memory import hard_cap
 from memfit.memory.hard_cap import require_cap
 from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
-from memfit.step import first_step, prepare, program_maker
+from memfit.step import prepare, programs, proof
 from memfit.step.step import PlannedStep
 from memfit.system.recorder import Usage
 
@@ -112,11 +112,9 @@ def test_after_three_corrections_in_a_row_there_is_an_error_and_two_good_steps_s
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planned, _ = planned_and_eager(make_sgd, Settings(budget="100%", options=FEW_MOVES))
-    more_bytes, run, program = [0], planned._run, planned._first
+    more_bytes, run, program = [0], planned._run, planned._programs.first
     monkeypatch.setattr(planned, "_run", lambda *given: hungry(run, more_bytes[0])(*given))
-    monkeypatch.setattr(
-        program_maker, "make_step_program", lambda *_given, **_named: program
-    )  # no correction ever helps
+    monkeypatch.setattr(programs, "make_step_program", lambda *_given, **_named: program)  # no correction ever helps
     batch = conv_batch()
 
     def take(bytes_more: int, corrections: int) -> None:
@@ -147,13 +145,13 @@ def test_two_steps_prove_a_plan_once_the_optimizer_has_its_state(
 ) -> None:
     planned, _ = planned_and_eager(make_optimizer, Settings(budget="100%", planner="none"))
     seen: list[bool] = []
-    run = first_step.Meter.run
+    run = proof.Meter.run
 
-    def noted(meter: first_step.Meter, *given: Any, is_proved: bool) -> Any:
+    def noted(meter: proof.Meter, *given: Any, is_proved: bool) -> Any:
         seen.append(is_proved)
         return run(meter, *given, is_proved=is_proved)
 
-    monkeypatch.setattr(first_step.Meter, "run", noted)
+    monkeypatch.setattr(proof.Meter, "run", noted)
     for _ in proving:
         planned(conv_batch())
     assert seen == proving, "Adam's first step makes its state, and does not count"
@@ -206,9 +204,9 @@ def test_before_a_step_is_capped_it_has_kept_its_budget_twice_in_a_row_and_left_
         caps.append(budget_bytes)
         yield
 
-    monkeypatch.setattr("memfit.step.step.capped", capped)
+    monkeypatch.setattr("memfit.step.proof.capped", capped)
     asked_bytes = planned.plan.budget_bytes
-    planned._is_capped = True
+    planned._proof.is_capped = True
     planned.prove()
     assert len(planned.corrections) == 1 and not caps
     step_both(planned, eager, conv_batch())
@@ -232,10 +230,10 @@ def test_a_step_counts_from_an_empty_cache_on_and_the_next_beside_what_it_left(m
         emptied.append(held[0])
         held[0] = 100
 
-    monkeypatch.setattr(first_step, "record", counters)
-    monkeypatch.setattr(first_step, "empty_cache", empty)
-    monkeypatch.setattr(first_step, "held_bytes", lambda _device: held[0])
-    meter = first_step.Meter(torch.device("cuda"))
+    monkeypatch.setattr(proof, "record", counters)
+    monkeypatch.setattr(proof, "empty_cache", empty)
+    monkeypatch.setattr(proof, "held_bytes", lambda _device: held[0])
+    meter = proof.Meter(torch.device("cuda"))
     loss = torch.zeros(())
     assert meter.run(lambda: loss, 50, is_proved=False) == (loss, 450)
     assert emptied == [700], "what eager had left unused is not the step's"

@@ -116,7 +116,7 @@ def test_a_step_whose_settings_keep_changing_runs_as_planned(
 def test_a_step_that_reads_on_the_host_is_refused_when_it_is_captured(graphs: list[fake_graphs.Graph]) -> None:
     weights = torch.ones(4, device="meta")
     planned, _ = graphed_and_eager()
-    program = planned._first
+    program = planned._programs.first
     _require_on_device(program, program.arguments(batch_of()))
     with pytest.raises(UnsupportedStepError, match="lies on meta, and is read by the host"):
         _require_on_device(program, [weights, *program.arguments(batch_of())[1:]])

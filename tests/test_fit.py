@@ -32,7 +32,7 @@ from memfit.errors import (
 from memfit.memory.snapshot import StepState
 from memfit.planners import PLANNERS
 from memfit.planning import Settings
-from memfit.step import first_step
+from memfit.step import proof
 from memfit.step.measure import resident_bytes
 from memfit.step.step import PlannedStep
 from memfit.step.verify import first_difference
@@ -551,7 +551,7 @@ def test_on_cuda_the_budget_is_held_against_what_is_reserved(monkeypatch: pytest
         usage.peak_bytes = taken_bytes
         usage.reserved_bytes = usage.start_bytes + usage.peak_bytes + (64 << 10)
 
-    monkeypatch.setattr(first_step, "record", counters)
+    monkeypatch.setattr(proof, "record", counters)
     step_both(planned, eager, conv_batch())
     assert planned.plan.budget_bytes == asked_bytes - (64 << 10)
 

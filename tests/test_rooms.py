@@ -91,7 +91,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "step": (
         ("step",),
-        ("program_maker",),
+        ("programs", "proof"),
         ("chunked", "cuda_graph", "distributed", "freed_run", "near_sizes", "variants"),
         ("behind", "step_program"),
         ("measure", "prepare"),
@@ -100,7 +100,6 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
             "agreement",
             "backward_updates",
             "eager_peak",
-            "first_step",
             "hooks",
             "measured",
             "signature",

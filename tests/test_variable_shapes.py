@@ -342,10 +342,10 @@ def test_programs_of_many_sizes_take_bounded_memory(monkeypatch: pytest.MonkeyPa
     assert step.plan is first
     kept = {plan.graph.storages[plan.graph.ops[0].writes[0]].bytes for plan in step.plans}
     assert 48 * 24 * 4 in kept
-    assert len(step._sizes._structure_of) == 6
-    assert sum(len(known.plans) for known in step._sizes._structures.values()) == 6
+    assert len(step._programs.sizes._structure_of) == 6
+    assert sum(len(known.plans) for known in step._programs.sizes._structures.values()) == 6
     assert sources_of_programs() <= sources + 8
-    assert len(step._resident_bytes) <= 2 * 6
+    assert sum(len(variant.resident_bytes) for variant in step._programs.variants) <= 2 * 6
     eager = copy.deepcopy(model)
     batch = rows_of(20)  # was dropped
     assert torch.equal(step(batch), squares(eager, batch))
@@ -360,7 +360,7 @@ def test_a_structure_of_which_no_size_is_kept_is_forgotten(monkeypatch: pytest.M
     step, _ = fitted(model, squares, batches[0], "90%")
     for batch, loss in zip(batches, expected, strict=True):
         assert torch.equal(step(batch), loss)
-    assert len(step.plans) == len(step._sizes._structures) == 2  # the first, and the last
+    assert len(step.plans) == len(step._programs.sizes._structures) == 2  # the first, and the last
     assert all(torch.equal(mine, own) for mine, own in zip(model.parameters(), eager.parameters(), strict=True))
 
 
@@ -405,7 +405,7 @@ def batch(tokens):
     words = torch.randint(300, (2, tokens))
     return {"input_ids": words, "labels": words}
 planned = memfit.fit(step.model, step.loss, batch(64), budget="60%", time_limit_seconds=1.0)
-planned._maker.settings = __import__("dataclasses").replace(planned.settings, time_limit_seconds=300.0)
+planned._programs.settings = __import__("dataclasses").replace(planned.settings, time_limit_seconds=300.0)
 planned(batch(52))
 assert not planned.wait_for_searches(0.5)
 print("began to end at", time.monotonic())

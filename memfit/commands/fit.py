@@ -29,7 +29,7 @@ from memfit.system.budget import format_bytes, parse_budget
 if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
     from memfit.checkpointing.step import CheckpointedStep
-    from memfit.step.first_step import Correction
+    from memfit.step.proof import Correction
     from memfit.step.step import PlannedStep
 
 EXAMPLES = """

@@ -70,6 +70,11 @@ class StepProgram:
         """The plan that the program carries out."""
         return self.prepared.plan
 
+    @property
+    def peak_bytes(self) -> int:
+        """The bytes that a step is predicted to take."""
+        return max(self.plan.predicted.peak_bytes, self.predicted_bytes)
+
     def op_seconds(self, batch: Any) -> tuple[float, ...]:
         """Run all ops on `batch`, and return the seconds of each op in its place in the step; outputs are dropped.
 
@@ -225,6 +230,11 @@ def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
     start, end = span_bytes(tensor)
     at = tensor.untyped_storage().data_ptr()
     return at + start, at + end
+
+
+def adds_to_gradients(captured: Captured) -> bool:
+    """Return whether a step finds gradients that it adds to."""
+    return any(resident.origin is Origin.GRADIENT for resident in captured.binding.residents)
 
 
 def bytes_of_others(step: TrainingStep, captured: Captured) -> int:

@@ -8,11 +8,14 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from memfit.capture import Guards
 from memfit.capture.guards import Difference
 from memfit.memory.contract import Standing
+from memfit.memory.footprint import footprint
 from memfit.step.prepare import MOST_OPS
-from memfit.step.step_program import StepProgram
+from memfit.step.step_program import StepProgram, adds_to_gradients
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +31,8 @@ class Variant:
         program: replaced where its plan took more than its budget.
         number: counts the variants of its step, in the order in which they were made.
         standing: what its steps have shown of the budget.
+        resident_bytes: what was on the device before a step, by the key of its memory.
+        proved: keys of memory of which two steps in a row kept the budget.
         judged_key: of the memory of the step that was judged last.
         given_up: why nothing more can be done against a step that took too much; empty if something can.
         told_bytes: the most that a step took that no plan could prevent, as far as was said.
@@ -37,9 +42,23 @@ class Variant:
     program: StepProgram
     number: int
     standing: Standing = field(default_factory=Standing)
+    resident_bytes: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
+    proved: set[Hashable] = field(default_factory=set[Hashable])
     judged_key: Hashable = None
     given_up: str = ""
     told_bytes: int = 0
+
+    def gradient_bytes(self, device: torch.device) -> int:
+        """Return the bytes of the gradients on a device that the variant adds to; several may share a bucket."""
+        if not adds_to_gradients(self.program.prepared.captured):
+            return 0
+        return sum(footprint((parameter.grad for parameter in self.guards.parameters.values()), device).values())
+
+    def forget_steps(self) -> None:
+        """Forget what steps have shown: later ones take other memory."""
+        self.resident_bytes.clear()
+        self.proved.clear()
+        self.judged_key = None
 
     @property
     def ops(self) -> int:
@@ -59,7 +78,12 @@ class Variants:
     variant first.
 
     So many are kept as have `MOST_OPS` ops together, and the first one of all, which the step was made with.
+
+    Attributes:
+        latest: that a call ran; None before the first.
     """
+
+    latest: Variant | None = None
 
     def __init__(self) -> None:
         self._of: dict[Hashable, list[Variant]] = {}
