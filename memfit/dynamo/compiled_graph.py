@@ -29,7 +29,7 @@ from memfit.dynamo.settings import INDUCTOR, settings_of
 from memfit.errors import NoPlanError
 from memfit.graph import Graph
 from memfit.kernels.halves import partitioned
-from memfit.kernels.inductor import Compiled, Planning, Unplanned, compile_within
+from memfit.kernels.inductor import Compiled, Planning, compile_within
 from memfit.memory.footprint import footprint
 from memfit.plan import Plan
 from memfit.planners.none import KeepEverything
@@ -77,7 +77,8 @@ class CompiledGraph:
         self.plan: Plan | None = None
         self.room_bytes = 0  # that the plan leaves of its budget
         self._by_inductors: Compiled | None = None
-        self._unplanned = Unplanned() if before is None or graph.awaiting else before._unplanned
+        # Inductor's code that no plan divides
+        self._unplanned: dict[float | None, Any] = {} if before is None or graph.awaiting else before._unplanned
         self.account = graph.account
         self.budget_bytes = int(graph.options.settings.budget)
         self._bytes_at_start = self.account.live_bytes

@@ -14,8 +14,8 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import InitVar, dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -83,17 +83,13 @@ class Planning:
         return own.peak_bytes <= own.left_bytes + self.headroom_bytes
 
 
-@dataclass(slots=True)
-class Unplanned:
-    """Code of one graph that no plan divides, which stays the same when the graph is planned again."""
-
-    by_share: dict[float | None, tuple[_Attempt, Callable[..., Any]]] = field(
-        default_factory=dict[float | None, "tuple[_Attempt, Callable[..., Any]]"]
-    )
-
-
 def compile_within(
-    module: GraphModule, inputs: Sequence[Any], *, device: torch.device, planning: Planning, unplanned: Unplanned
+    module: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    device: torch.device,
+    planning: Planning,
+    unplanned: dict[float | None, Any],
 ) -> Compiled | Callable[..., Any]:
     """Return a graph of Dynamo's compiled by Inductor, whose generated code takes no more than is left of the budget.
 
@@ -104,19 +100,27 @@ def compile_within(
         inputs: with concrete sizes.
         device: of the graph.
         planning: what the caller knows.
-        unplanned: the graph's code at these sizes from earlier, none of whose backward passes has yet to come; new
-            code is added.
+        unplanned: the graph's code at these sizes from earlier that no plan divides, by its share of the activations.
+            None of its backward passes has yet to come; new code is added.
 
     Raises:
         InfeasibleBudgetError, TimeLimitError: no plan was found.
         UnsupportedStepError: Inductor cannot compile it, or there is an op that memfit cannot plan.
     """
-    made = _Made(module=module, inputs=inputs, device=device, planning=planning, unplanned=unplanned)
-    own, function = made.as_it_is(None)
+    attempt = partial(_Attempt, module=module, inputs=inputs, device=device, planning=planning)
+
+    def as_it_is(share: float | None) -> _Attempt:
+        if share in unplanned:
+            unplanned[share].plan_anew(planning)
+        else:
+            unplanned[share] = attempt(share=share)
+        return unplanned[share]
+
+    own = as_it_is(None)
     if own.plan is None:
-        return function
-    compiled = own.compiled(function)
-    entrants = [compiled] if planning.fits(compiled) else _entrants(made)
+        return own.function
+    compiled = own.compiled()
+    entrants = [compiled] if planning.fits(compiled) else _entrants(planning, as_it_is, attempt)
     with _as_memfits_errors():
         for entrant in entrants:
             for half in entrant.halves:
@@ -131,37 +135,9 @@ def compile_within(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Made:
-    """Makes code of one graph; arguments as for `compile_within`."""
-
-    module: GraphModule
-    inputs: Sequence[Any]
-    device: torch.device
-    planning: Planning
-    unplanned: Unplanned
-
-    def as_it_is(self, share: float | None) -> tuple[_Attempt, Callable[..., Any]]:
-        """Return the code of torch's halves for a share of the activations."""
-        known = self.unplanned.by_share
-        if share in known:
-            known[share][0].plan_anew(self.planning)
-        else:
-            attempt = _Attempt(device=self.device, planning=self.planning, share=share, surveys=share == LEAN)
-            known[share] = attempt, attempt.compile(self.module, self.inputs)
-        return known[share]
-
-    def planned(self, aim_bytes: int, known: set[str]) -> Compiled:
-        """Return the code of a plan of the lean halves, whose schedule is none of those that are known, and add it.
-
-        Raises:
-            SamePlanError: the plan is one of these.
-        """
-        attempt = _Attempt(device=self.device, planning=self.planning, share=LEAN, aim_bytes=aim_bytes, known=known)
-        return attempt.compiled(attempt.compile(self.module, self.inputs))
-
-
-def _entrants(made: _Made) -> list[Compiled]:
+def _entrants(
+    planning: Planning, as_it_is: Callable[[float | None], _Attempt], attempt: Callable[..., _Attempt]
+) -> list[Compiled]:
     """Return code that fits where Inductor's own does not: its lean code or that of a plan, and of torch's own halves.
 
     Under deterministic algorithms there is one, torch's only where no other fits: which is faster may change from run
@@ -170,9 +146,8 @@ def _entrants(made: _Made) -> list[Compiled]:
     Raises:
         InfeasibleBudgetError, TimeLimitError: there is none.
     """
-    planning = made.planning
-    attempt, function = made.as_it_is(LEAN)
-    lean = attempt.compiled(function)
+    leanest = as_it_is(LEAN)
+    lean = leanest.compiled()
     found, least_bytes = (lean if planning.fits(lean) else None), lean.peak_bytes
     if found is None:
         known = set[str]()
@@ -187,7 +162,7 @@ def _entrants(made: _Made) -> list[Compiled]:
             )
 
         fitted = fit_by(
-            lambda aim_bytes: made.planned(aim_bytes, known),
+            lambda aim_bytes: attempt(share=LEAN, aim_bytes=aim_bytes, known=known).compiled(),
             sizes_of,
             lean.left_bytes + spare_bytes,
             most_plans=_MOST_COMPILATIONS,
@@ -196,13 +171,12 @@ def _entrants(made: _Made) -> list[Compiled]:
         found, least_bytes = (fitted.made if fitted.fits else None), min(least_bytes, fitted.sizes.taken_bytes)
     if found is not None and torch.are_deterministic_algorithms_enabled():
         return [found]
-    lean_bytes = attempt.saved_bytes[LEAN]
+    lean_bytes = leanest.saved_bytes[LEAN]
     most_bytes = (1 + _NEAR) * (lean.left_bytes + planning.headroom_bytes) - lean.peak_bytes + lean_bytes
-    shares = {size: share for share, size in attempt.saved_bytes.items() if size < min(lean_bytes, most_bytes)}
+    shares = {size: share for share, size in leanest.saved_bytes.items() if size < min(lean_bytes, most_bytes)}
     for size in sorted(shares, reverse=True)[:_MOST_TORCHS]:
         try:
-            rival, function = made.as_it_is(shares[size])
-            torchs = rival.compiled(function)
+            torchs = as_it_is(shares[size]).compiled()
         except MemfitError as error:  # other code may do all the same
             _log.info("memfit: torch's halves for %s of the activations are left out: %s", shares[size], error)
             continue
@@ -224,24 +198,28 @@ class _Attempt:
     """One compilation of a graph.
 
     Args:
-        device: of the graph.
-        planning: what the caller knows.
+        module, inputs, device, planning: as for `compile_within`.
         share: of the activations, within which torch divides the joint graph; `LEAN`, or None for its default.
         aim_bytes: the bytes that those halves are planned for, taken together; None leaves them as they are.
-        surveys: whether `saved_bytes` is wanted.
-        known: schedules that are compiled already.
+        known: schedules that are compiled already, to which that of this one is added.
 
     Attributes:
-        saved_bytes: by share of the activations, what torch's halves keep between them.
+        function: the compiled function.
+        saved_bytes: by share of the activations, what torch's halves keep between them; of lean halves as they are.
+
+    Raises:
+        SamePlanError: the schedule is known.
     """
 
+    module: InitVar[GraphModule]
+    inputs: InitVar[Sequence[Any]]
     device: torch.device
     planning: Planning
     share: float | None = None
     aim_bytes: int | None = None
-    surveys: bool = False
     known: set[str] = field(default_factory=set[str])
     saved_bytes: dict[float, int] = field(default_factory=dict[float, int])
+    function: Callable[..., Any] = field(init=False)
     plan: Plan | None = None
     left_bytes: int = 0
     _graph: Graph | None = None
@@ -249,13 +227,10 @@ class _Attempt:
     _clock: Clock = field(init=False)
     _halves: dict[bool, InductorHalf] = field(default_factory=dict[bool, InductorHalf])
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, module: GraphModule, inputs: Sequence[Any]) -> None:
         self._clock = Clock(self.device)
-
-    def compile(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Return the compiled function."""
         with _as_memfits_errors():
-            return compiled_by_inductor(
+            self.function = compiled_by_inductor(
                 module, inputs, partition=self._partition, around=self._around, plan_name=self._plan_name
             )
 
@@ -270,7 +245,7 @@ class _Attempt:
         if self._graph is not None:
             self._plan(self._graph)
 
-    def compiled(self, function: Callable[..., Any]) -> Compiled:
+    def compiled(self) -> Compiled:
         """Return the compiled function with what is known of it."""
         assert self.plan is not None
         peak_with = self._peak()
@@ -281,7 +256,7 @@ class _Attempt:
             whose = f"code planned for {format_bytes(self.aim_bytes)}"
         _log.info("memfit: %s takes %s of %s", whose, format_bytes(peak_bytes), format_bytes(self.left_bytes))
         return Compiled(
-            function=function,
+            function=self.function,
             plan=self.plan,
             left_bytes=self.left_bytes,
             peak_bytes=peak_bytes,
@@ -327,7 +302,7 @@ class _Attempt:
         divided = None
         if self.share is not None:
             divided = as_inductor(self.share)
-            if self.surveys:
+            if self.share == LEAN and self.aim_bytes is None:
                 known = {self.share: saved_bytes(divided[0], forward_outputs)}
                 self.saved_bytes = known | survey(as_inductor, forward_outputs)
             joint = rejoined(joint, divided, forward_outputs)
