@@ -291,7 +291,7 @@ def test_a_compiled_models_fourth_step_over_a_firm_budget_is_an_error(
         own._judge(2000)
     for taken_bytes in (900, 900, 2000):
         own._judge(taken_bytes)
-    own.budget_bytes = 1
+    own.contract = own.contract.of_budget(1)
     with pytest.raises(OverBudgetError) if budget_is == "firm" else nullcontext():
         assert own.evaluate(lambda: torch.zeros(1 << 16).sum()) == 0
     assert ("a call without gradients took" in caplog.text) == (budget_is == "soft")

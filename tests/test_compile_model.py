@@ -162,9 +162,11 @@ def test_an_update_beyond_the_budget_raises() -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     budget = bytes_now(CPU) + sum(p.nbytes for p in model.parameters()) * 3 // 2
-    compile_in_place(model, {"budget": budget, "reserve": 0, "options": OPTIONS}, "here").account.follow(optimizer)
+    compile_in_place(model, {"budget": budget, "reserve": 0, "options": OPTIONS}, "here").account.optimizers.follow(
+        optimizer
+    )
     account = calls_of(model).account
-    account.bytes_to_come = lambda: 0  # an optimizer whose state is not what its first step showed
+    account.optimizers.bytes_to_come = lambda: 0  # an optimizer whose state is not what its first step showed
     with pytest.raises(InfeasibleBudgetError, match="update of the parameters took"):
         for _ in range(3):
             model(torch.randn(4, 512)).sum().backward()
@@ -346,7 +348,7 @@ def test_wrapped_optimizers_are_followed_and_what_is_none_is_refused() -> None:
     model = deep_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     memfit.compile(model, budget="256MiB", optimizer=Wrapper(Wrapper(optimizer)), planner="none")
-    assert calls_of(model).account._optimizers == (optimizer,)
+    assert calls_of(model).account.optimizers.followed == (optimizer,)
     with pytest.raises(InvalidTargetError, match="optimizer is a list, expected"):
         memfit.compile(deep_model(), budget="256MiB", optimizer=[optimizer])  # pyright: ignore[reportArgumentType]
     with pytest.raises(InvalidTargetError, match="a Wrapper around a SGD, and its own step"):

@@ -369,4 +369,4 @@ def test_accelerate_plans_several_models_that_were_prepared_once_and_again() -> 
     assert losses[0] == losses[1]
     for mine, theirs, optimizer in zip(planned[:2], stock[:2], optimizers, strict=False):
         assert_same(mine, theirs)
-        assert mine._compiled_call_impl.account._optimizers == (optimizer,)
+        assert mine._compiled_call_impl.account.optimizers.followed == (optimizer,)

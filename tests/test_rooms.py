@@ -141,7 +141,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("compiled_graph",),
         ("settings",),
         ("account", "inputs"),
-        ("updates",),
+        ("optimizers",),
     ),
     "doors": (("compile", "function"), ("checkpoint", "fit")),
     "memory": (("contract", "fit_by"),),  # the files above `capture` stand in ORDER

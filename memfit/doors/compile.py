@@ -64,7 +64,7 @@ def compile(
 
     calls = compile_in_place(model, given, "memfit.compile", otherwise=otherwise)
     if optimizer is not None:
-        calls.account.follow(optimizer)
+        calls.account.optimizers.follow(optimizer)
     return model
 
 

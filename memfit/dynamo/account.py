@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from memfit.capture.optimizer import innermost, require_supported, update_cost, without_hooks
-from memfit.dynamo.updates import before_update, parameters_of
-from memfit.errors import InfeasibleBudgetError, InvalidTargetError, MemfitError, OverBudgetError, UnsupportedStepError
+from memfit.dynamo.optimizers import Optimizers
+from memfit.errors import InfeasibleBudgetError, OverBudgetError
 from memfit.memory.contract import (
     FIRM,
     MOST_CORRECTIONS,
@@ -27,10 +26,9 @@ from memfit.memory.contract import (
 from memfit.memory.contract import Usage as Taken
 from memfit.memory.footprint import bytes_from_before
 from memfit.system.budget import format_bytes
-from memfit.system.recorder import Usage, allocated_bytes, empty_cache, held_bytes, page_bytes, record, taken_bytes
+from memfit.system.recorder import Usage, allocated_bytes, empty_cache, held_bytes, page_bytes, record
 from memfit.torch_private.autograd import at_end_of_backward
 from memfit.torch_private.cuda import LastStream, turn_on_expandable_segments
-from memfit.torch_private.tensors import FakeTensorMode
 
 _log = logging.getLogger("memfit")
 
@@ -58,6 +56,9 @@ class Account:
         budget_is: `firm` or `soft`.
 
     Attributes:
+        contract: the budget.
+        standing: what steps have shown of it.
+        optimizers: whose updates are measured.
         excess_bytes: what steps took beyond what their plans allow for.
         most_bytes: the most bytes on the device in any step that was measured.
         ran: calls of graphs; whoever runs one adds to it.
@@ -65,27 +66,23 @@ class Account:
     """
 
     def __init__(self, budget_bytes: int, device: torch.device, budget_is: str = FIRM) -> None:
-        self.budget_bytes = budget_bytes
         self.device = device
-        self.budget_is = budget_is
         self.contract = Contract(
             budget_bytes,
             page_bytes=page_bytes(device),
             is_firm=budget_is == FIRM,
             most_corrections=MOST_CORRECTIONS,
         )
-        self._standing = Standing(expected_error_bytes=_unused_bytes(budget_bytes, device))
+        self.standing = Standing(expected_error_bytes=_unused_bytes(budget_bytes, device))
         self._warnings = Warnings()
         self._last_stream = LastStream(device)
         self._updates = 0  # since the last verdict that changed plans
-        self.excess_bytes = budget_bytes - self.contract.aim_bytes(self._standing)
+        self.excess_bytes = budget_bytes - self.contract.aim_bytes(self.standing)
         self.most_bytes = 0
         self.ran = 0
         self.compiled = 0
         self._before_bytes = bytes_from_before(device)
-        self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
-        self._hooks: list[Any] = []
-        self._ran_before: dict[int, int] = {}  # by the optimizer: calls of graphs before its last step
+        self.optimizers = Optimizers(device, lambda: self.ran, self._end_update)
         self._open: tuple[AbstractContextManager[Usage], Usage, int] | None = None
         self._loss: tuple[AbstractContextManager[Usage], Usage] | None = None
         self._is_in_step = False
@@ -97,74 +94,14 @@ class Account:
         self._returns_cache = False  # before each update and each step
 
     @property
-    def plans_are_least(self) -> bool:
-        """Whether no plan of a graph takes less, so that a step over the budget is refused."""
-        return self._standing.is_least
-
-    @plans_are_least.setter
-    def plans_are_least(self, value: bool) -> None:
-        self._standing.is_least = value
+    def budget_bytes(self) -> int:
+        """The bytes for everything on the device."""
+        return self.contract.budget_bytes
 
     @property
     def live_bytes(self) -> int:
         """All bytes on the device now, with those that other streams keep from the current one."""
         return self._before_bytes + allocated_bytes(self.device) + self._last_stream.lost_bytes
-
-    @property
-    def knows_optimizer(self) -> bool:
-        """Whether an optimizer was given."""
-        return bool(self._optimizers)
-
-    def follow(self, *optimizers: object) -> None:
-        """Count what the state of these optimizers will take, and measure their updates.
-
-        Args:
-            optimizers: in place of those before, which are followed no more. Of one that is wrapped (by Accelerate, by
-                Lightning) the innermost is followed.
-
-        Raises:
-            InvalidTargetError: one is no optimizer.
-            UnsupportedStepError: one evaluates the loss several times in a step.
-        """
-        for hook in self._hooks:
-            hook.remove()
-        self._optimizers, self._hooks, self._ran_before = (), [], {}
-        for optimizer in map(innermost, optimizers):
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise InvalidTargetError(
-                    f"optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer, or one wrapped"
-                )
-            require_supported(optimizer)
-            self._optimizers += (optimizer,)
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
-            self._ran_before[id(optimizer)] = self.ran
-            self._hooks.append(optimizer.register_step_post_hook(self._stepped))
-
-    def bytes_to_come(self) -> int:
-        """Return the bytes of the state that the optimizers have yet to make."""
-        total = 0
-        for optimizer in self._optimizers:
-            known: dict[Any, int] = {}
-            for number, group in enumerate(optimizer.param_groups):
-                for parameter in group["params"]:
-                    if not parameter.requires_grad or optimizer.state.get(parameter):
-                        continue
-                    key = number, tuple(parameter.shape), parameter.stride(), parameter.dtype
-                    if key not in known:
-                        known[key] = self._state_bytes(optimizer, parameter, group)
-                    total += known[key]
-        return total
-
-    def _state_bytes(
-        self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, group: dict[str, Any]
-    ) -> int:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        cost = update_cost(without_hooks(optimizer), parameter, mode.from_tensor(parameter.detach()), group, mode)
-        return sum(
-            taken_bytes(made.untyped_storage().nbytes(), self.device)
-            for made in cost.state.values()
-            if made.device.type == self.device.type
-        )
 
     def begin(self) -> None:
         """Begin to measure a step, unless the backward pass of the last call has yet to come."""
@@ -173,7 +110,7 @@ class Account:
         self._close()
         self._last_stream.follow()
         others_bytes = max(0, held_bytes(self.device) - (self._left_bytes or 0))  # what other code has left unused
-        is_new = self._standing.windows == 0  # what steps of another plan took must not count once more
+        is_new = self.standing.windows == 0  # what steps of another plan took must not count once more
         if self._returns_cache or is_new or (others_bytes and not self._is_proved):
             empty_cache(self.device)
             others_bytes = 0
@@ -229,7 +166,7 @@ class Account:
         self.ran += 1
         taken = self._total_bytes(usage)
         if taken > self.budget_bytes and self.compiled == compiled:
-            self._refuse(
+            self.contract.refuse(
                 OverBudgetError(
                     f"a call without gradients took {format_bytes(taken)}, more than the budget of "
                     f"{format_bytes(self.budget_bytes)}: nothing is saved for backward there that a plan could drop; "
@@ -247,28 +184,12 @@ class Account:
         self._is_in_step = False
         taken = self._close()
         self._left_bytes = held_bytes(self.device) - self._others_bytes
-        if self._returns_cache or (self.device.type == "cuda" and self.bytes_to_come()):
+        if self._returns_cache or (self.device.type == "cuda" and self.optimizers.bytes_to_come()):
             empty_cache(self.device)  # what is left there may not be of use to the update
         self._held_before_update_bytes = held_bytes(self.device)
         self._record()  # of the update
         if taken:
             self._judge(taken)
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, given: Any, named: Any) -> Any:
-        return before_update(lambda: self._require_calls(optimizer), given, named)
-
-    def _require_calls(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.ran == self._ran_before[id(optimizer)] and _changes_parameters(optimizer):
-            raise UnsupportedStepError(
-                "the optimizer is about to step, and no call of the model was planned since its last step: the loop "
-                "calls a part of the model, or `model.forward`, in the place of `model(...)`; plan the module that the "
-                "loop calls"
-            )
-
-    def _stepped(self, optimizer: torch.optim.Optimizer, _given: Any, _named: Any) -> None:
-        """Note an update; the `step` of a class that calls that of its base class is hooked twice, and is one."""
-        self._ran_before[id(optimizer)] = self.ran
-        self._end_update()
 
     def _end_update(self) -> None:
         taken = self._close()
@@ -287,7 +208,7 @@ class Account:
                 format_bytes(self.budget_bytes),
             )
         elif taken > self.budget_bytes:
-            self._refuse(
+            self.contract.refuse(
                 InfeasibleBudgetError(
                     f"the update of the parameters took {format_bytes(taken)} ({taken} bytes), more than the budget of "
                     f"{format_bytes(self.budget_bytes)}: parameters, gradients, the optimizer's state and what its "
@@ -308,26 +229,22 @@ class Account:
         """
         usage = Taken(taken_bytes=taken_bytes, live_bytes=self._live_bytes)
         planned_bytes = self.budget_bytes - self.excess_bytes + self._planned_from_now_bytes
-        verdict = self.contract.judge(self._standing, usage, planned_bytes)
+        verdict = self.contract.judge(self.standing, usage, planned_bytes)
         if isinstance(verdict, Refused):
             what = f"{MOST_CORRECTIONS} steps before it were over it as well, and planned for less each time"
-            what = "no plan of a graph takes less" if self._standing.is_least else what
-            self._refuse(self.contract.refusal(verdict, what))
+            what = "no plan of a graph takes less" if self.standing.is_least else what
+            self.contract.refuse(self.contract.refusal(verdict, what))
         elif isinstance(verdict, Aim):
             excess_bytes = max(0, self.budget_bytes - verdict.aim_bytes)
-            is_early = self.knows_optimizer and self._updates < WINDOWS_BEFORE_LARGER  # of micro-batches one is largest
+            # of micro-batches one is largest
+            is_early = self.optimizers.followed and self._updates < WINDOWS_BEFORE_LARGER
             if verdict.is_larger and (is_early or excess_bytes >= self.excess_bytes):
                 return
             self.excess_bytes = excess_bytes
-            self._standing.replace_plan(is_least=False, is_most=False)
+            self.standing.replace_plan(is_least=False, is_most=False)
             self._updates = 0
             if not verdict.is_larger:
                 self._warnings.warn(self.contract.over_text(usage), "over")
-
-    def _refuse(self, error: MemfitError) -> None:
-        if self.budget_is == FIRM:
-            raise error
-        _log.warning("memfit: %s", error)
 
     def _make_way(self) -> None:
         """Give up the records of the account that has measured least lately: its backward or update may never come."""
@@ -357,7 +274,7 @@ class Account:
 
     @property
     def _is_proved(self) -> bool:
-        return self._standing.kept_in_a_row >= STEPS_IN_A_ROW
+        return self.standing.kept_in_a_row >= STEPS_IN_A_ROW
 
     def _total_bytes(self, usage: Usage) -> int:
         taken_bytes = max(usage.peak_bytes, usage.taken_bytes - self._others_bytes)
@@ -370,12 +287,6 @@ def _unused_bytes(budget_bytes: int, device: torch.device) -> int:
         return 0
     share = _UNUSED_SHARE if turn_on_expandable_segments(device) else _UNUSED_SHARE_IN_SEGMENTS
     return int(share * budget_bytes)
-
-
-def _changes_parameters(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the next update does: not without gradients, nor at a rate of 0, by which states are made."""
-    is_moving = any(group.get("lr", 1.0) != 0 for group in optimizer.param_groups)
-    return is_moving and any(parameter.grad is not None for parameter in parameters_of(optimizer))
 
 
 def _all_measuring() -> list[Account]:

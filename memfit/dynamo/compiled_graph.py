@@ -157,7 +157,7 @@ class CompiledGraph:
             return False
         account = self.account
         grown = self._grown_between() + account.live_bytes - self._bytes_at_start
-        grown += account.bytes_to_come() - self.bytes_reserved
+        grown += account.optimizers.bytes_to_come() - self.bytes_reserved
         if account.excess_bytes != self.bytes_exceeded:
             return account.excess_bytes > self.bytes_exceeded or not self._is_unchanged
         if grown > self.room_bytes + self._headroom_bytes:
@@ -273,7 +273,7 @@ class CompiledGraph:
             found_bytes = error.least_budget_found_bytes
             if found_bytes is None or found_bytes > left_bytes + self.bytes_exceeded:
                 raise self._of_whole_budget(error) from error
-            self.account.plans_are_least = True  # whether it keeps the budget, the next step shows
+            self.account.standing.is_least = True  # whether it keeps the budget, the next step shows
             return within(found_bytes)
 
     def _left_bytes(self, graph: Graph) -> int:
@@ -306,8 +306,8 @@ class CompiledGraph:
 
     def _reserved(self) -> int:
         """Return the bytes that something else will take later; unless told, 0 after a step, which has shown them."""
-        if self.account.knows_optimizer:
-            return self.account.bytes_to_come()
+        if self.account.optimizers.followed:
+            return self.account.optimizers.bytes_to_come()
         if self.before is not None:
             return 0
         if self.graph.options.reserve_bytes is not None:

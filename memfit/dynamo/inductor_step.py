@@ -52,7 +52,7 @@ class InductorStep(Uncopied):
         self._calls = calls = PlannedCalls(loss, step.model, options, "memfit.fit")
         self._compiled = replace(step, loss=lambda _model, batch: calls(batch))
         if step.optimizer is not None:
-            calls.account.follow(step.optimizer)
+            calls.account.optimizers.follow(step.optimizer)
 
     @property
     def plan(self) -> Plan:

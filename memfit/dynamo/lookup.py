@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memfit.dynamo.backend import PlannedGraph, memfit_backend
-from memfit.dynamo.updates import before_update
+from memfit.dynamo.optimizers import before_update
 from memfit.errors import UnsupportedStepError
 from memfit.torch_private.dynamo import compile_soundly
 

@@ -126,7 +126,7 @@ class PlannedCalls:
     def let_go(self) -> None:
         """Follow no optimizer any more."""
         if self._account is not None:
-            self._account.follow()
+            self._account.optimizers.follow()
 
     @property
     def plans(self) -> list[Plan]:

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 
-from memfit.dynamo.updates import parameters_of
+from memfit.dynamo.optimizers import parameters_of
 from memfit.errors import InvalidOptionError, InvalidTargetError
 from memfit.integrations.held import AUTO, EAGER, HeldModel
 

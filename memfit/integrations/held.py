@@ -144,12 +144,12 @@ class HeldModel:
     def follow(self, *optimizers: torch.optim.Optimizer) -> None:
         """Let compile count the state that these optimizers will make, and hold their updates to the budget."""
         if isinstance(self._by, PlannedCalls):
-            self._by.account.follow(*optimizers)
+            self._by.account.optimizers.follow(*optimizers)
 
     def end_training(self) -> None:
         """End a training: compile holds later evaluations, too; the other doors leave the model as it was."""
         if isinstance(self._by, PlannedCalls):
-            self._by.account.follow()
+            self._by.account.optimizers.follow()
         else:
             self.let_go()
 

@@ -15,7 +15,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 
-from memfit.errors import BudgetNotHeldError
+from memfit.errors import BudgetNotHeldError, MemfitError
 from memfit.system.budget import format_bytes, parse_budget
 
 _log = logging.getLogger("memfit")
@@ -236,6 +236,12 @@ class Contract:
             f"{refused.needed_bytes} bytes, make the batch smaller, or give budget_is='soft' to go on with a warning",
             over_bytes=refused.over_bytes,
         )
+
+    def refuse(self, error: MemfitError) -> None:
+        """Raise an error about the budget; of a soft one it is a warning."""
+        if self.is_firm:
+            raise error
+        _log.warning("memfit: %s", error)
 
     def over_text(self, usage: Usage) -> str:
         """Return what to say of a window that took more than the budget."""
