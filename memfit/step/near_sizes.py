@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -81,6 +82,7 @@ class NearSizes:
         self._structures: dict[str, _Structure] = {}
         self._structure_of: dict[Hashable, str] = {}
         self._behind = Behind()
+        weakref.finalize(self, self._behind.end)
 
     def planning(self, captured: Captured, settings: Settings) -> Planning:
         """Return how a captured step is to be planned: anew if its structure is not known.
