@@ -22,6 +22,7 @@ from memfit.memory.contract import (
     Refused,
     Standing,
     Warnings,
+    WindowKind,
 )
 from memfit.memory.contract import Usage as Taken
 from memfit.memory.footprint import bytes_from_before
@@ -166,13 +167,8 @@ class Account:
         self.ran += 1
         taken = self._total_bytes(usage)
         if taken > self.budget_bytes and self.compiled == compiled:
-            self.contract.refuse(
-                OverBudgetError(
-                    f"a call without gradients took {format_bytes(taken)}, more than the budget of "
-                    f"{format_bytes(self.budget_bytes)}: nothing is saved for backward there that a plan could drop; "
-                    "make the batch of the evaluation smaller"
-                )
-            )
+            seen = Taken(taken_bytes=taken, live_bytes=taken, kind=WindowKind.EVALUATION)
+            self.contract.refuse(OverBudgetError(self.contract.over_text(seen)))
         return returned
 
     def _awaits_backward_on(self, device: torch.device) -> bool:

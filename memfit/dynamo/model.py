@@ -45,32 +45,12 @@ def compile_in_place(
     return calls
 
 
-def compile_anew(
-    model: torch.nn.Module,
-    options: Mapping[str, Any],
-    where: str,
-    *,
-    otherwise: Callable[[str], Callable[..., Any]] | None = None,
-) -> PlannedCalls:
-    """As `compile_in_place`; a model that memfit planned before, for a run that is over or was broken off, is released.
-
-    Args:
-        model, options, where, otherwise: as there.
-
-    Raises:
-        MemfitError: as `compile`.
-    """
-    if isinstance(own_call(model), PlannedCalls):
-        release(model)
-    return compile_in_place(model, options, where, otherwise=otherwise)
-
-
 def release(model: torch.nn.Module) -> None:
-    """Let the calls of a compiled model, and the updates of its optimizers, run unplanned again."""
+    """Let the calls of a model that memfit compiled, and the updates of its optimizers, run unplanned again."""
     calls = own_call(model)
     if isinstance(calls, PlannedCalls):
         calls.let_go()
-    set_call(model, None)
+        set_call(model, None)
 
 
 class PlannedCalls:

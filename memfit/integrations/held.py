@@ -10,7 +10,7 @@ import torch
 from memfit.checkpointing.handle import Checkpointed
 from memfit.checkpointing.reporting import Report
 from memfit.doors.compile import hand_over
-from memfit.dynamo.model import PlannedCalls, compile_anew, release
+from memfit.dynamo.model import PlannedCalls, compile_in_place, release
 from memfit.eager_mode.eager import Eager, eager
 from memfit.eager_mode.eager import Report as EagerReport
 from memfit.errors import InvalidOptionError, UnsupportedStepError
@@ -114,7 +114,8 @@ class HeldModel:
             options = {**given, **self._options, "budget": self.budget}
             options.pop("blocks", None)
             otherwise = self._fall_back if self._door == AUTO else None
-            self._by = compile_anew(model, options, self._where, otherwise=otherwise)
+            release(model)  # of a run that was broken off
+            self._by = compile_in_place(model, options, self._where, otherwise=otherwise)
         elif self._door == EAGER:
             self._count(model)
             self._by = eager(model, budget=self.budget, **self._options)

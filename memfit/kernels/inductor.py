@@ -38,7 +38,7 @@ from memfit.kernels.joint_graphs import (
 from memfit.kernels.node_halves import node_halves, rejoined
 from memfit.kernels.race import Clock, Compiled, Race
 from memfit.kernels.rehearse import rehearse
-from memfit.memory.fit_by import SamePlanError, Sizes, fit_by
+from memfit.memory.fit_by import Fitted, SamePlanError, Sizes, fit_by
 from memfit.plan import Plan
 from memfit.system.budget import format_bytes
 from memfit.system.version import __version__
@@ -150,24 +150,7 @@ def _entrants(
     lean = leanest.compiled()
     found, least_bytes = (lean if planning.fits(lean) else None), lean.peak_bytes
     if found is None:
-        known = set[str]()
-        spare_bytes = planning.headroom_bytes // 2
-
-        def sizes_of(compiled: Compiled) -> Sizes:
-            return Sizes(
-                planned_bytes=compiled.plan.predicted.peak_bytes,
-                taken_bytes=compiled.peak_bytes,
-                budget_bytes=compiled.left_bytes + spare_bytes,
-                is_most=compiled.plan.overhead <= 0,
-            )
-
-        fitted = fit_by(
-            lambda aim_bytes: attempt(share=LEAN, aim_bytes=aim_bytes, known=known).compiled(),
-            sizes_of,
-            lean.left_bytes + spare_bytes,
-            most_plans=_MOST_COMPILATIONS,
-            closely=True,
-        )
+        fitted = _planned(planning, lean, attempt)
         found, least_bytes = (fitted.made if fitted.fits else None), min(least_bytes, fitted.sizes.taken_bytes)
     if found is not None and torch.are_deterministic_algorithms_enabled():
         return [found]
@@ -191,6 +174,28 @@ def _entrants(
             least_budget_bound_bytes=0,
         )
     return [found]
+
+
+def _planned(planning: Planning, lean: Compiled, attempt: Callable[..., _Attempt]) -> Fitted[Compiled]:
+    """Return the code of the largest plan of the lean halves that fits."""
+    known = set[str]()
+    spare_bytes = planning.headroom_bytes // 2
+
+    def sizes_of(compiled: Compiled) -> Sizes:
+        return Sizes(
+            planned_bytes=compiled.plan.predicted.peak_bytes,
+            taken_bytes=compiled.peak_bytes,
+            budget_bytes=compiled.left_bytes + spare_bytes,
+            is_most=compiled.plan.overhead <= 0,
+        )
+
+    return fit_by(
+        lambda aim_bytes: attempt(share=LEAN, aim_bytes=aim_bytes, known=known).compiled(),
+        sizes_of,
+        lean.left_bytes + spare_bytes,
+        most_plans=_MOST_COMPILATIONS,
+        closely=True,
+    )
 
 
 @dataclass(kw_only=True)

@@ -6,6 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -60,10 +61,7 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
     """
     step, device = planned.step, planned.device
     runs: dict[str, Callable[[Any], Any]] = {"eager": step.run_eager, "planned": planned}
-    usages: dict[str, list[Usage]] = {"eager": [], "planned": []}
-    peaks: dict[str, list[int]] = {"eager": [], "planned": []}  # without the bytes that are there before each step
-    seconds: dict[str, list[float]] = {"eager": [], "planned": []}
-    transfers: list[Transfers] = []
+    taken: dict[str, list[_Taken]] = {"eager": [], "planned": []}
     with left_as_it_was(step, planned.generators) as put_back:
         eager = EagerRun(step.run_eager, device, unplanned_bytes(planned), put_back)
         if device.type == "cuda" and not eager.is_saved_on_host:
@@ -78,28 +76,42 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
                 gc.collect()  # garbage that Python frees within the step hides as many bytes of its peak
                 began = time.perf_counter()
                 with record(device) as usage:
-                    elapsed = _timed(run, batch, device)
+                    seconds = _timed(run, batch, device)
                 if number:
-                    usages[name].append(usage)
-                    peaks[name].append(held_bytes + usage.peak_bytes)
-                    seconds[name].append(elapsed)
-                    transfers += [planned.transfers.since(began)] if name == "planned" else []
-        reserved = _reserved_bytes(planned, batch) if usages["planned"][0].reserved_bytes is not None else None
+                    copies = planned.transfers.since(began)
+                    taken[name].append(_Taken(usage=usage, held_bytes=held_bytes, seconds=seconds, transfers=copies))
+        mine, eagers = taken["planned"], taken["eager"]
+        reserved = _reserved_bytes(planned, batch) if mine[0].usage.reserved_bytes is not None else None
         resident = resident_bytes(planned, batch)  # while the optimizer's state is there
-    ratios = [mine / eager for mine, eager in zip(seconds["planned"], seconds["eager"], strict=False)]
-    peak_bytes = resident + max(peaks["planned"])
+    ratios = [one.seconds / eager.seconds for one, eager in zip(mine, eagers, strict=False)]
+    median = sorted(mine, key=lambda one: one.seconds)[(len(mine) - 1) // 2]
+    peak_bytes = resident + max(one.peak_bytes for one in mine)
     return Measured(
-        baseline_peak_bytes=resident + max(peaks["eager"]) if ratios else None,
-        baseline_step_seconds=statistics.median(seconds["eager"]) if ratios else None,
+        baseline_peak_bytes=resident + max(one.peak_bytes for one in eagers) if ratios else None,
+        baseline_step_seconds=statistics.median(one.seconds for one in eagers) if ratios else None,
         peak_bytes=peak_bytes,
-        step_seconds=statistics.median(seconds["planned"]),
+        step_seconds=statistics.median(one.seconds for one in mine),
         overhead=statistics.median(ratios) - 1.0 if ratios else None,
         resident_bytes=resident,
         reserved_bytes=peak_bytes if reserved is None else reserved,
-        source=usages["planned"][0].source,
-        transfers=_of_median(seconds["planned"], transfers),
+        source=mine[0].usage.source,
+        transfers=median.transfers if median.transfers.to_host else None,
         note="" if ratios else _NO_ROOM,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """What one step took; the bytes that were there before it do not count, but for those that the step holds."""
+
+    usage: Usage
+    held_bytes: int
+    seconds: float
+    transfers: Transfers
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.held_bytes + self.usage.peak_bytes
 
 
 def _without_gradients(step: TrainingStep) -> None:
@@ -120,12 +132,6 @@ def _reserved_bytes(planned: MeasurableStep, batch: Any) -> int:
             planned(batch)
         most = max(most, usage.reserved_bytes or 0)
     return most
-
-
-def _of_median(seconds: Sequence[float], transfers: Sequence[Transfers]) -> Transfers | None:
-    """Return the copies of the step with the median time, if there were any."""
-    found = transfers[seconds.index(statistics.median_low(seconds))]
-    return found if found.to_host else None
 
 
 def resident_bytes(planned: MeasurableStep, batch: Any) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -76,13 +75,16 @@ class NearSizes:
     A plan that was carried over is searched further behind the running steps, unless it costs next to nothing, or a
     size a little larger was searched. The searched plan is also tried on smaller sizes of its structure. `better`
     returns what was found for a variant, between two of its steps.
+
+    Attributes:
+        behind: searches behind the steps.
     """
 
     def __init__(self) -> None:
         self._structures: dict[str, _Structure] = {}
         self._structure_of: dict[Hashable, str] = {}
-        self._behind = Behind()
-        weakref.finalize(self, self._behind.end)
+        self.behind = Behind()
+        weakref.finalize(self, self.behind.end)
 
     def planning(self, captured: Captured, settings: Settings) -> Planning:
         """Return how a captured step is to be planned: anew if its structure is not known.
@@ -117,7 +119,7 @@ class NearSizes:
             known.searched_bytes.add(plan.graph.all_bytes)
         elif settings.search_behind and plan.overhead >= _LEAST_GAIN and not _is_near_searched(known, plan):
             known.searched_bytes.add(plan.graph.all_bytes)
-            self._behind.add(_further_search(key, plan, known, settings, captured.binding.device))
+            self.behind.add(_further_search(key, plan, known, settings, captured.binding.device))
 
     def forget(self, key: Hashable) -> None:
         """Forget the plan of a variant that is no longer run, or has another plan, and a structure without plans."""
@@ -126,7 +128,7 @@ class NearSizes:
             self._structures[name].plans.pop(key, None)
             if not self._structures[name].plans:
                 del self._structures[name]
-        self._behind.take(key)
+        self.behind.take(key)
 
     def better(self, key: Hashable, plan: Plan) -> Plan | None:
         """Return a better plan of a variant, if one was found since the last call.
@@ -135,22 +137,10 @@ class NearSizes:
             key: of the variant.
             plan: that it runs; its budget may have been corrected meanwhile.
         """
-        found = self._behind.take(key)
+        found = self.behind.take(key)
         if found is None or found.budget_bytes > plan.budget_bytes:
             return None
         return found if _is_gain(found.predicted.seconds, plan) else None
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Return a block in which nothing is searched behind the steps."""
-        return self._behind.paused()
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait until nothing is searched behind the steps; return whether that is so.
-
-        Args:
-            seconds: how long to wait at most; None waits as long as it takes.
-        """
-        return self._behind.wait(seconds)
 
 
 def _is_near_searched(known: _Structure, plan: Plan) -> bool:

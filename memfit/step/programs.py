@@ -131,7 +131,7 @@ class Programs:
         Raises:
             MemfitError: as `memfit.fit`.
         """
-        with self.sizes.paused():
+        with self.sizes.behind.paused():
             program = self._ranks.together("preparing the step", lambda: self._made(batch, plan))
             self._ranks.require_same_plan(program.plan)
         signature = self._signature(batch)

@@ -245,7 +245,7 @@ class PlannedStep(Uncopied):
         Args:
             seconds: how long to wait at most; None waits as long as it takes.
         """
-        return self._programs.sizes.wait(seconds)
+        return self._programs.sizes.behind.wait(seconds)
 
     def op_seconds(self, batch: Any = None) -> tuple[float, ...]:
         """Run one step, and return the seconds of each op of the plan's graph in its place; it leaves no trace.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memfit.binding import Origin, Resident, Value
+from memfit.binding import Origin, Resident
 from memfit.capture import Captured, Guards, TrainingStep
 from memfit.cost.views import at_offset_zero, span_bytes
 from memfit.cost.warming import warm
@@ -169,37 +169,32 @@ def make_step_program(
         InfeasibleBudgetError, TimeLimitError: there is no plan.
         PlanMismatchError: `plan` is for another graph, or another torch.
     """
-    outputs: list[Value] = list(captured.binding.outputs.values())
-    library_bytes = warm(captured.graph, captured.binding) if captured.binding.device.type == "cuda" else 0
-    outside = bytes_of_others(step, captured) + library_bytes
-    outside += _bytes_of_graph(captured) if settings.cuda_graph else 0
-    arena = InArena(captured.binding.device, settings.seed) if settings.arena else None
+    device, graph_bytes = captured.binding.device, _bytes_of_graph(captured) if settings.cuda_graph else 0
+    library_bytes = warm(captured.graph, captured.binding) if device.type == "cuda" else 0
+    arena = InArena(device, settings.seed) if settings.arena else None
     prepared = prepare(
         captured,
         settings,
-        outputs=[outputs],
+        outputs=[list(captured.binding.outputs.values())],
         plan=plan,
-        bytes_outside=outside,
+        bytes_outside=bytes_of_others(step, captured) + library_bytes + graph_bytes,
         store=store,
         planning=planning,
         arena=arena,
     )
     places = None if arena is None else arena.places(prepared.captured, prepared.plan)
     (half,) = prepared.program.halves
-    found = fetchers(step.model, captured, half.takes)
     written, written_batch = _written(captured, half.takes)
-    names = {storage.id: storage.name for storage in captured.graph.storages}
-    allocator = allocator_settings(captured.binding.device)
-    is_placed = places is not None or allocator is not None
+    allocator = allocator_settings(device)
     return StepProgram(
         prepared=prepared,
-        fetchers=found,
-        written={at: names[half.takes[at]] for at in written},
+        fetchers=fetchers(step.model, captured, half.takes),
+        written=written,
         written_batch=written_batch,
-        names=tuple(names[each] for each in half.takes),
+        names=tuple(captured.graph.storages[each].name for each in half.takes),
         library_bytes=library_bytes,
         places=places,
-        predicted_bytes=(taken_bytes(prepared.plan, places, allocator) if is_placed else 0),
+        predicted_bytes=taken_bytes(prepared.plan, places, allocator) if places or allocator else 0,
     )
 
 
@@ -216,13 +211,13 @@ def _has_others(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and storage_users(tensor.untyped_storage()) > 2
 
 
-def _written(captured: Captured, takes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the positions of a program's arguments that the step writes to: of no batch, and of its batch."""
+def _written(captured: Captured, takes: Sequence[int]) -> tuple[dict[int, str], tuple[int, ...]]:
+    """Return the positions of a program's arguments that the step writes to: of no batch, by name, and of its batch."""
     written = {storage for op in captured.graph.ops for storage in op.mutates}
     inputs = {each.value.storage for each in captured.binding.residents if each.origin is Origin.INPUT}
     positions = [at for at, each in enumerate(takes) if each in written]
     own = tuple(at for at in positions if takes[at] in inputs)
-    return tuple(at for at in positions if at not in own), own
+    return {at: captured.graph.storages[takes[at]].name for at in positions if at not in own}, own
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
