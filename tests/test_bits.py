@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -191,13 +192,7 @@ def test_an_optimizers_state_is_compared_in_both_directions() -> None:
     before = StepState.take(step)
     step.run_eager(step.batch)
     for one, other in ((before, StepState.take(step)), (StepState.take(step), before)):
-        found = StepState(
-            tensors=one.tensors,
-            gradients=one.gradients,
-            optimizer=other.optimizer,
-            scaler=one.scaler,
-            generators=one.generators,
-        )
+        found = replace(one, optimizer=other.optimizer)
         assert (one.first_difference(found) or "").startswith("optimizer state")
 
 

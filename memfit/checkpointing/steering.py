@@ -20,7 +20,7 @@ from memfit.checkpointing.hosted import HostInput, may_go
 from memfit.checkpointing.passes import Pass, Ruling, Spot
 from memfit.checkpointing.reached import reach_of
 from memfit.checkpointing.recording import LeanRecorder
-from memfit.checkpointing.snapshots import Snapshot, is_users_hook
+from memfit.checkpointing.snapshots import CallSnapshot, is_users_hook
 from memfit.eager_mode.host import Host
 from memfit.errors import MemfitError, UnsupportedStepError
 from memfit.torch_private.ambient import saved_as_they_are
@@ -102,7 +102,7 @@ class Steering:
         with hooks_aside_in_transforms(), saved_as_they_are(is_users_hook):
             return stock_checkpoint(forward, *args, use_reentrant=False, context_fn=contexts)
 
-    def _contexts(self, present: Pass, spot: Spot, ruling: Ruling, snapshot: Snapshot) -> tuple[Any, Any]:
+    def _contexts(self, present: Pass, spot: Spot, ruling: Ruling, snapshot: CallSnapshot) -> tuple[Any, Any]:
         if not isinstance(ruling, KeepRule):
             return nullcontext(), Repeated(partial(self._again_once, present, spot, snapshot, nullcontext()))
         keep = Keep(ruling)
@@ -110,7 +110,7 @@ class Steering:
 
     @contextmanager
     def _again_once(
-        self, present: Pass, spot: Spot, snapshot: Snapshot, inner: AbstractContextManager[Any]
+        self, present: Pass, spot: Spot, snapshot: CallSnapshot, inner: AbstractContextManager[Any]
     ) -> Iterator[None]:
         before, self.present = self.present, present
         try:
@@ -142,13 +142,13 @@ class Steering:
         recorder.returned(mode, output)
         return output
 
-    def _looked_at(self, recorder: LeanRecorder, spot: Spot, args: Any, kwargs: dict[str, Any]) -> Snapshot:
+    def _looked_at(self, recorder: LeanRecorder, spot: Spot, args: Any, kwargs: dict[str, Any]) -> CallSnapshot:
         """Return a snapshot of all that a block reaches, which is looked for again."""
         written = spot.reach.written if spot.reach is not None else set[tuple[int, str]]()
         spot.reach = reach_of(spot.module, spot.name, recorder.generators, recorder.own)
         spot.reach.is_compiled = spot.is_compiled
         spot.reach.written |= written
-        return Snapshot(spot.reach, args, kwargs, copies_all=True)
+        return CallSnapshot(spot.reach, args, kwargs, copies_all=True)
 
     def _record_kept(
         self, recorder: LeanRecorder, spot: Spot, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
