@@ -10,8 +10,8 @@ import operator
 import random
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -134,30 +134,11 @@ class Reach:
     has_storages: bool = True
     statistics: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict[tuple[int, str], dict[str, Any]])
     is_compiled: bool = False
-    _kinds: dict[type, bool] = field(default_factory=dict[type, bool])
 
     def within(self, module: torch.nn.Module, name: str) -> Reach:
         """Return what a module inside of the block can read: its own tables, and all that code of the block reaches."""
-        return Reach(
-            name=name,
-            tables=[*_own_tables(module), *self.beside],
-            beside=self.beside,
-            places=self.places,
-            lost=self.lost,
-            written=self.written,
-            known=self.known,
-            seen=self.seen,
-            has_storages=self.has_storages,
-            statistics={where: table for where, table in _statistics(module).items() if where in self.statistics},
-            is_compiled=self.is_compiled,
-        )
-
-    def needs_a_look(self, kind: type) -> bool:
-        """Return `needs_a_look`, remembered."""
-        found = self._kinds.get(kind)
-        if found is None:
-            found = self._kinds[kind] = needs_a_look(kind)
-        return found
+        own = {where: table for where, table in _statistics(module).items() if where in self.statistics}
+        return replace(self, name=name, tables=[*_own_tables(module), *self.beside], statistics=own)
 
     def is_new(self, table: int, key: str, value: Any) -> bool:
         """Return whether a container or object is one that was not looked into.
@@ -218,6 +199,7 @@ def reach_of_tables(module: torch.nn.Module, name: str) -> Reach:
     return Reach(name, _own_tables(module), statistics=_statistics(module))
 
 
+@lru_cache(maxsize=4096)
 def needs_a_look(kind: type) -> bool:
     """Return whether values of a class hold others, which a forward pass may change."""
     if issubclass(kind, _CALLED):

@@ -16,7 +16,7 @@ import torch
 from memfit.capture.code_reads import is_own
 from memfit.capture.copies import ATOMS, MISSING, is_same
 from memfit.capture.discovery import MODULE_NAMES
-from memfit.checkpointing.reached import FoundInValues, Reach, is_exchanged, may_change
+from memfit.checkpointing.reached import FoundInValues, Reach, is_exchanged, may_change, needs_a_look
 from memfit.errors import UnsupportedStepError
 from memfit.memory.host.form import Form
 from memfit.memory.places import Place
@@ -81,7 +81,7 @@ class CallSnapshot:
         self._digests: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._copies: dict[int, torch.UntypedStorage] = {}
         new = [(f"argument {key} of {reach.name}", value) for key, value in (*enumerate(args), *kwargs.items())]
-        new = [each for each in new if reach.needs_a_look(type(each[1])) and may_change(each[1])]
+        new = [each for each in new if needs_a_look(type(each[1])) and may_change(each[1])]
         new += self._look_at_own()
         self._lost = [(each, each.read()) for each in reach.lost]
         self._held.add(reach.places)
@@ -113,7 +113,7 @@ class CallSnapshot:
                     self._parameters.append((value, value._version, value.requires_grad, storage))
                 elif isinstance(value, torch.Tensor):
                     self._note_tensor(table, copy, key, value)
-                elif reach.needs_a_look(kind) and reach.is_new(id(table), key, value) and may_change(value):
+                elif needs_a_look(kind) and reach.is_new(id(table), key, value) and may_change(value):
                     new.append((f"{reach.name}.{key}", value))
         return new
 
@@ -151,7 +151,7 @@ class CallSnapshot:
         for value in values:
             if isinstance(value, torch.Tensor):
                 watched.append((path, value))
-            elif reach.needs_a_look(type(value)) and id(value) not in reach.seen and may_change(value):
+            elif needs_a_look(type(value)) and id(value) not in reach.seen and may_change(value):
                 new.append((path, value))
 
     @property

@@ -123,7 +123,9 @@ class StepState:
 
     def put_back(self, step: TrainingStep) -> None:
         """Write the copies back into the step's own tensors."""
-        self.put_back_tensors(step)
+        with torch.no_grad():
+            for name, tensor in _tensors(step).items():
+                tensor.copy_(self.tensors[name])
         for name, parameter in step.model.named_parameters():
             gradient = self.gradients[name]
             parameter.grad = None if gradient is None else with_local(parameter, _on(gradient, parameter.device))
@@ -144,16 +146,6 @@ class StepState:
                 _put_back_group(group, before)
         if step.scaler is not None and self.scaler is not None:
             step.scaler.load_state_dict(self.scaler)
-        self.put_back_generators()
-
-    def put_back_tensors(self, step: TrainingStep) -> None:
-        """Write parameters and buffers back, and the leaves of a function's state."""
-        with torch.no_grad():
-            for name, tensor in _tensors(step).items():
-                tensor.copy_(self.tensors[name])
-
-    def put_back_generators(self) -> None:
-        """Set the random generators back."""
         for device, state in self.generators.items():
             set_state(device, state)
         for generator, state in self.handed:

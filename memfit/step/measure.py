@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from memfit.capture import TrainingStep
+from memfit.cost.gpu_timing import synchronize
 from memfit.cost.views import span_bytes
 from memfit.memory.contract import STEPS_IN_A_ROW
 from memfit.memory.saved_on_host import EagerRun
@@ -28,24 +29,24 @@ _NO_ROOM = "The device has no room for an eager step: times and peaks are not co
 
 
 class MeasurableStep(RunsStep, Protocol):
-    """A planned step on a device."""
+    """A step on a device, which runs as the user's code does, unless a class says otherwise."""
 
     device: torch.device
 
     @property
     def held_bytes(self) -> int:
         """The bytes that it holds on the device between calls, beside the residents."""
-        ...
+        return 0
 
     @property
     def constants(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that the step closes over."""
-        ...
+        """The tensors that the step closes over, as far as they are known."""
+        return ()
 
     @property
     def transfers(self) -> Transfers:
         """The copies to the host and back in the last step."""
-        ...
+        return Transfers()
 
 
 def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Measured:
@@ -138,12 +139,6 @@ def resident_bytes(planned: MeasurableStep, batch: Any) -> int:
         planned: the planned step; its arena is not counted.
         batch: the batch that the step will run on.
     """
-    return sum(resident_storages(planned, batch).values())
-
-
-def resident_storages(planned: MeasurableStep, batch: Any) -> dict[int, int]:
-    """Return the storages on the device before a step: data pointer -> bytes. The arguments are those of
-    `resident_bytes`."""
     step, device = planned.step, planned.device
     parameters, buffers = own_tensors(step.model)
     tensors: list[Any] = [*parameters, *buffers, *planned.constants]
@@ -155,11 +150,14 @@ def resident_storages(planned: MeasurableStep, batch: Any) -> dict[int, int]:
         if isinstance(tensor, torch.Tensor) and tensor.device.type == device.type:
             storage = local(tensor).untyped_storage()
             storages[storage.data_ptr()] = taken_bytes(storage.nbytes(), device)
-    return _batch_storages(batch, device) | storages
+    return sum((_batch_storages(batch, device) | storages).values())
 
 
 def _batch_storages(batch: Any, device: torch.device) -> dict[int, int]:
-    """As `resident_storages`; a slice of a larger tensor, the rest of which is not the step's, counts by itself."""
+    """Return the bytes of a batch's storages, by data pointer.
+
+    A slice of a larger tensor, the rest of which is not the step's, counts by itself.
+    """
     used: dict[int, list[tuple[int, int]]] = {}
     for leaf in tree_flatten(batch)[0]:
         if isinstance(leaf, torch.Tensor) and leaf.device.type == device.type and leaf.layout is torch.strided:
@@ -189,24 +187,17 @@ def measured_eager_peak(step: TrainingStep, device: torch.device) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Eager:
+class _Eager(MeasurableStep):
     step: TrainingStep
     device: torch.device
-    held_bytes: int = 0
-    constants: tuple[torch.Tensor, ...] = ()
 
     def __call__(self, batch: Any) -> torch.Tensor:
         return self.step.run_eager(batch)
 
 
 def _timed(run: Callable[[Any], Any], batch: Any, device: torch.device) -> float:
-    _synchronize(device)
+    synchronize(device)
     started = time.perf_counter()
     run(batch)
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - started
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
