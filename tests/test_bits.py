@@ -10,6 +10,7 @@ import torch
 from steps import make_pair
 
 from memfit.memory.bits import same_bits, same_value
+from memfit.memory.host.form import Form
 from memfit.memory.snapshot import StepState
 
 pytestmark = pytest.mark.filterwarnings(
@@ -206,3 +207,9 @@ def test_an_optimizer_that_keeps_lists_of_tensors_is_compared() -> None:
     assert before.first_difference(StepState.take(step)) is None
     step.optimizer.state[weight]["old_dirs"][0].neg_()
     assert before.first_difference(StepState.take(step)) == "optimizer state 'old_dirs' of parameter 0"
+
+
+@pytest.mark.parametrize("lazy", [torch.Tensor.conj, lambda tensor: tensor.conj().imag, lambda tensor: tensor[1:].mT])
+def test_a_tensor_over_a_copy_of_its_storage_has_its_bits(lazy: Any) -> None:
+    tensor = lazy(torch.randn(4, 3, dtype=torch.complex64))
+    assert same_bits(Form.of(tensor).on(tensor.untyped_storage().clone()), tensor)
