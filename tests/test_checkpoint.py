@@ -339,7 +339,7 @@ def test_a_backward_pass_that_never_comes_leaves_the_host_empty() -> None:
             cross_entropy(model, _many(step))
         got = train(model, _many, optimizer=optimizer, steps=3)
         handle.end_step()
-        assert handle._loop._host.has_room(7 << 20)
+        assert handle._loop.steering.host.has_room(7 << 20)
     assert all(math.isfinite(loss) for loss in got.losses)
 
 

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from memfit.capture.training_step import TrainingStep
-from memfit.simulate.overlap import Transfers
-from memfit.step.measure import measure_step
+from memfit.step.measure import MeasurableStep, measure_step
 from memfit.step.measured import Measured
 from memfit.step.verify import first_difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BaselineStep:
+class BaselineStep(MeasurableStep):
     """A training step run by a baseline.
 
     Attributes:
@@ -28,26 +27,6 @@ class BaselineStep:
     step: TrainingStep
     device: torch.device
     run: Callable[[Any], torch.Tensor]
-
-    @property
-    def generators(self) -> tuple[torch.Generator, ...]:
-        """Generators handed to torch by the step's code: not known."""
-        return ()
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes held between calls: none."""
-        return 0
-
-    @property
-    def constants(self) -> tuple[torch.Tensor, ...]:
-        """Tensors that the step closes over: not known."""
-        return ()
-
-    @property
-    def transfers(self) -> Transfers:
-        """Copies to the host and back: not seen."""
-        return Transfers()
 
     def __call__(self, batch: Any) -> torch.Tensor:
         return self.run(batch)

@@ -38,10 +38,6 @@ class HostGenerators:
         """Return the generators."""
         return [owner for owner, _ in self._owners]
 
-    def places(self) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-        """Return what reads the state of each generator, and what sets it."""
-        return [place_of(owner) for owner, _ in self._owners]
-
     def changed(self) -> list[int]:
         """Return the numbers of the generators whose states are others than before."""
         pairs = zip(self._owners, self._before, strict=True)

@@ -41,7 +41,7 @@ def find_blocks(model: torch.nn.Module, patterns: Sequence[str] | None = None) -
     Raises:
         InvalidOptionError: a pattern that names nothing.
     """
-    named = [(name, module) for name, module in model.named_modules() if name]
+    named = _inside(model)
     if patterns is not None:
         return outermost(_matching(named, patterns))
     return outermost(_found(model, named))
@@ -92,7 +92,7 @@ def find_all(model: torch.nn.Module, patterns: Sequence[str] | None = None) -> t
 
 
 def _found(model: torch.nn.Module, named: Sequence[Named]) -> list[Named]:
-    layers = [pair for pair in named if _is_checkpointed_by_library(pair[1])]
+    layers = [pair for pair in named if is_layer(pair[1]) or is_wrapper(pair[1])]
     if layers:
         return layers
     undivided = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
@@ -161,10 +161,14 @@ def _inside(module: torch.nn.Module) -> list[Named]:
     return [(name, inner) for name, inner in module.named_modules() if name]
 
 
-def _is_checkpointed_by_library(module: torch.nn.Module) -> bool:
-    if type(module).__name__ == "CheckpointWrapper":
-        return True
+def is_layer(module: torch.nn.Module) -> bool:
+    """Return whether a module is a layer that transformers checkpoints."""
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+
+
+def is_wrapper(module: torch.nn.Module) -> bool:
+    """Return whether a module is one that torch.distributed puts around what is checkpointed."""
+    return type(module).__name__ == "CheckpointWrapper"
 
 
 def _equal_members(name: str, module: torch.nn.Module) -> list[Named]:

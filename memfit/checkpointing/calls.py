@@ -24,9 +24,9 @@ def choices_by_call(lean: LeanPass, prices: Prices, *, leaner: bool, is_shared: 
         if call.block in seen:
             found.append([_DUMMY])
         elif any(each.must_stay for each in of[call.block]):
-            found.append([_staying(of[call.block])])
+            found.append([_of_all(of[call.block], NONE, prices)])
         elif not is_shared and any(each.has_collectives for each in of[call.block]):  # of which all ranks call as many
-            found.append([_always_full(of[call.block], prices)])
+            found.append([_of_all(of[call.block], FULL, prices)])
         elif len(of[call.block]) > 1:
             at_once = lean.at_once[call.block] or len(of[call.block])
             alike = _like(known, call, prices, leaner=leaner)
@@ -46,24 +46,19 @@ def _like(known: dict[object, list[Choice]], call: CallSeen, prices: Prices, *, 
 
 
 def _renamed(choice: Choice, before: str, after: str) -> Choice:
+    rules = {after + name.removeprefix(before): rule for name, rule in choice.rules.items()}
+    return replace(choice, rules=rules)
+
+
+def _of_all(calls: Sequence[CallSeen], rule: str, prices: Prices) -> Choice:
+    """Return the choice of keeping all calls of a block, or of computing all of them again."""
+    each = [full_choice(call, prices) if rule == FULL else none_choice(call) for call in calls]
     return Choice(
-        seconds=choice.seconds,
-        held_bytes=choice.held_bytes,
-        more_bytes=choice.more_bytes,
-        forward_bytes=choice.forward_bytes,
-        rules={after + name.removeprefix(before): rule for name, rule in choice.rules.items()},
-        has_mode=choice.has_mode,
+        seconds=sum(choice.seconds for choice in each),
+        held_bytes=sum(choice.held_bytes for choice in each),
+        more_bytes=0,
+        rules={calls[0].block: rule},
     )
-
-
-def _staying(calls: Sequence[CallSeen]) -> Choice:
-    held = sum(none_choice(call).held_bytes for call in calls)
-    return Choice(seconds=0.0, held_bytes=held, more_bytes=0, rules={calls[0].block: NONE})
-
-
-def _always_full(calls: Sequence[CallSeen], prices: Prices) -> Choice:
-    seconds = sum(full_choice(call, prices).seconds for call in calls)
-    return Choice(seconds=seconds, held_bytes=0, more_bytes=0, rules={calls[0].block: FULL})
 
 
 def _repeated(calls: Sequence[CallSeen], at_once: int, alike: Sequence[Choice], prices: Prices) -> list[Choice]:
@@ -84,18 +79,7 @@ def _repeated(calls: Sequence[CallSeen], at_once: int, alike: Sequence[Choice], 
             )
             for choice in alike
         ]
-    found: list[Choice] = []
-    for rule in (FULL, NONE):
-        each = [full_choice(call, prices) if rule == FULL else none_choice(call) for call in calls]
-        found.append(
-            Choice(
-                seconds=sum(c.seconds for c in each),
-                held_bytes=sum(c.held_bytes for c in each),
-                more_bytes=0,
-                rules={calls[0].block: rule},
-            )
-        )
-    return found
+    return [_of_all(calls, rule, prices) for rule in (FULL, NONE)]
 
 
 def chains_of(calls: Sequence[CallSeen]) -> list[int]:

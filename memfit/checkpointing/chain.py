@@ -11,6 +11,8 @@ import torch
 
 from memfit.checkpointing.groups import kept_on_the_way
 from memfit.checkpointing.hosted import HostInput
+from memfit.memory.places import of_generator
+from memfit.memory.snapshot import Snapshot
 from memfit.torch_private.autograd import saved_with
 from memfit.torch_private.tensors import tensors_in
 
@@ -44,8 +46,8 @@ class Link:
         self._run, self._args, self._kwargs, self._place = run, args, kwargs, place
         self._given, self._before, self._again = given, before, None
         self._device_type = device.type
-        self._devices = [device] if device.type == "cuda" else []
-        self._states = torch.get_rng_state(), [torch.cuda.get_rng_state(each) for each in self._devices]
+        of_device = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
+        self._random = Snapshot(map(of_generator, [torch.default_generator, *of_device]))
         self._casts = [(kind, *_cast_of(kind)) for kind in dict.fromkeys(("cpu", device.type))]
         self.again: Callable[[], AbstractContextManager[None]] | None = None
         self._returned: weakref.ref[torch.Tensor] | None = None
@@ -94,16 +96,13 @@ class Link:
         given = given.detach().requires_grad_()
         args = (*self._args[: self._place], given, *self._args[self._place :])
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(self._devices))
+            stack.enter_context(self._random.again())
             for kind, enabled, dtype in self._casts:
                 stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
             if self.again is not None:
                 stack.enter_context(self.again())
             stack.enter_context(saved_with(_drop, _drop))
             stack.enter_context(torch.enable_grad())
-            torch.set_rng_state(self._states[0])
-            for each, state in zip(self._devices, self._states[1], strict=True):
-                torch.cuda.set_rng_state(state, each)
             output = self._run(*args, **self._kwargs)
         (grown,) = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         return grown.detach().requires_grad_()

@@ -8,7 +8,7 @@ again, modules inside of it are, so that its backward pass needs less at once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memfit.checkpointing.seen import NEVER, CallSeen, SpanSeen, StorageSeen
@@ -232,28 +232,29 @@ def _kept_choice(call: CallSeen, rule: tuple[tuple[str, int], ...], prices: Pric
         if wanted.issuperset(bundle):
             wanted -= set(bundle)
             held, more, spared = held + size, more + unsaved, spared + seconds
-    forward = _forward_bytes(call, _sizes(call, [numbers[key] for key in rule]))
     if wanted:
         op = call.ops[min(wanted)]
         raise InvalidOptionError(
             f"policy: block {call.block!r} keeps {op.name}#{op.nth}, which cannot be kept without others: all writes "
             "to a tensor, and all draws of random numbers, are kept together or not at all"
         )
-    seconds = full_choice(call, prices).seconds + prices.mode * len(call.ops) - spared
+    return _keeping(call, [numbers[key] for key in rule], spared, held, more, prices)
+
+
+def _keeping(
+    call: CallSeen, numbers: Sequence[int], spared_seconds: float, held_bytes: int, more_bytes: int, prices: Prices
+) -> Choice:
+    """Return the choice of a checkpoint of the whole block that keeps the results of operators."""
+    storages = {call.ops[number].storage for number in numbers}
+    sizes = {storage: call.storages[storage].size_bytes for storage in storages if storage is not None}
     return Choice(
-        seconds=seconds,
-        held_bytes=held,
-        more_bytes=more,
-        forward_bytes=forward,
-        rules={call.block: rule},
+        seconds=full_choice(call, prices).seconds + prices.mode * len(call.ops) - spared_seconds,
+        held_bytes=held_bytes,
+        more_bytes=more_bytes,
+        forward_bytes=_forward_bytes(call, sizes),
+        rules={call.block: tuple((call.ops[number].name, call.ops[number].nth) for number in numbers)},
         has_mode=True,
     )
-
-
-def _sizes(call: CallSeen, ops: Iterable[int]) -> dict[int, int]:
-    """Return the sizes of the storages of operators."""
-    storages = (call.ops[number].storage for number in ops)
-    return {storage: call.storages[storage].size_bytes for storage in storages if storage is not None}
 
 
 def _by_storages(call: CallSeen, prices: Prices) -> list[Choice]:
@@ -261,7 +262,6 @@ def _by_storages(call: CallSeen, prices: Prices) -> list[Choice]:
     bundles = _bundles(call)
     stop = max(call.saves, default=-1)
     again = [op for op in call.ops if op.moment < stop]
-    fixed = full_choice(call, prices).seconds + prices.mode * len(call.ops)
     everything = sum(op.seconds for op in again)
     found: list[Choice] = []
     kept: list[int] = []
@@ -274,17 +274,7 @@ def _by_storages(call: CallSeen, prices: Prices) -> list[Choice]:
             continue
         if count % max(1, len(ratios) // _MOST_PREFIXES) and count < len(ratios):
             continue
-        ops = tuple((call.ops[number].name, call.ops[number].nth) for number in sorted(kept))
-        found.append(
-            Choice(
-                seconds=fixed - spared,
-                held_bytes=held,
-                more_bytes=more,
-                forward_bytes=_forward_bytes(call, _sizes(call, kept)),
-                rules={call.block: ops},
-                has_mode=True,
-            )
-        )
+        found.append(_keeping(call, sorted(kept), spared, held, more, prices))
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 
 from memfit.checkpointing.blocks import Named
 from memfit.dynamo.model import PlannedCalls
-from memfit.errors import UnsupportedStepError
+from memfit.errors import InvalidOptionError, UnsupportedStepError
 from memfit.torch_private.modules import eager_call, own_call, set_call, uncompiled
 
 _MOST_COMPILATIONS = 3  # of one model: the first, and two that correct the plan
@@ -89,6 +89,19 @@ class CompiledCalls:
     def may_compile(self) -> bool:
         """Whether another plan may be compiled."""
         return self.compilations < _MOST_COMPILATIONS
+
+    def refuse_host_budget(self) -> None:
+        """Refuse copies to the host of a model whose compiled code makes none.
+
+        Raises:
+            InvalidOptionError: there are compiled calls, which are put back.
+        """
+        if self:
+            self.remove()
+            raise InvalidOptionError(
+                "memfit.checkpoint: host_budget is given for a model that is compiled as a whole, whose code copies "
+                "nothing to the host; compile its blocks by themselves, or leave host_budget out"
+            )
 
     def note_compilation(self) -> None:
         """Count the compilation that the next window makes."""

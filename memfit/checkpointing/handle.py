@@ -31,7 +31,7 @@ class Checkpointed:
         contract = loop.contract
         return Report(
             budget_bytes=contract.budget_bytes if contract is not None and contract.is_resolved else None,
-            blocks=tuple(loop.blocks),
+            blocks=loop.plans.blocks,
             windows=tuple(loop.history.latest),
             count=loop.history.count,
             lean=loop.history.lean,

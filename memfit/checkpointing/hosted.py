@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from memfit.eager_mode.host import Host
+from memfit.memory.host.form import Form
 
 _MOST_UNUSED = 2  # a storage of more than so many times its tensor's bytes is not copied
 
@@ -18,7 +19,7 @@ class HostInput:
     """
 
     def __init__(self, host: Host, tensor: torch.Tensor) -> None:
-        self._form = tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+        self._form = Form.of(tensor)
         self._copy = host.copy(tensor.untyped_storage())
 
     def leave(self) -> None:
@@ -31,11 +32,8 @@ class HostInput:
 
     def tensor(self) -> torch.Tensor:
         """Return it, in memory of its own."""
-        back = self._copy.back()
-        dtype, offset, size, stride = self._form
         with torch.no_grad():
-            found = torch.empty(0, dtype=dtype, device=back.device)
-            found.set_(back.untyped_storage(), offset, size, stride)
+            found = self._form.on(self._copy.back().untyped_storage())
         return found.requires_grad_()
 
 

@@ -9,11 +9,11 @@ from typing import Any, cast
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from memfit.checkpointing.blocks import Named, Piece
+from memfit.checkpointing.blocks import Named, Piece, is_layer, is_wrapper
 from memfit.checkpointing.passes import Spot
 from memfit.checkpointing.steering import Steered, SteeredFunction, Steering
 from memfit.errors import InvalidOptionError, UnsupportedStepError
-from memfit.torch_private.modules import own_call, set_call, uncompiled
+from memfit.torch_private.modules import own_call, set_call, structure_of, uncompiled
 
 _ABSENT = object()
 _LIBRARY_FLAG, _LIBRARY_FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
@@ -67,13 +67,18 @@ class Installed:
                 wholes.setdefault(id(whole), (whole, []))[1].append(block)
         for whole, pieces in wholes.values():
             self._set(whole, "forward", partial(_in_pieces, pieces))
-        own = {id(spot.module): SteeredFunction(steering, spot) for spot in self._spots if _is_layer(spot.module)}
-        self._model = model
+        own = {id(spot.module): SteeredFunction(steering, spot) for spot in self._spots if is_layer(spot.module)}
+        self._model, self._structure = model, structure_of(model)
         self._functions = [
             (module, own.get(id(module), _just_call)) for module in model.modules() if hasattr(module, _LIBRARY_FLAG)
         ]
         self.take_over()
         self.go_outside()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether modules were replaced, added or taken out since."""
+        return self._structure != structure_of(self._model)
 
     def take_over(self) -> None:
         """Decide in the place of transformers' gradient checkpointing, which loops turn on and off between passes.
@@ -84,7 +89,7 @@ class Installed:
         is_new = False
         for module, function in self._functions:
             table, is_steered = vars(module), function is not _just_call
-            flag = is_steered or not _is_layer(module)  # of a model: it then makes no cache
+            flag = is_steered or not is_layer(module)  # of a model: it then makes no cache
             is_own = table.get(_LIBRARY_FUNCTION) is function and table.get(_LIBRARY_FLAG) is flag
             if is_own or not (is_steered or _LIBRARY_FLAG in table):
                 continue
@@ -112,9 +117,9 @@ class Installed:
 
     def _install(self, spot: Spot, steering: Steering) -> None:
         module: Any = spot.module
-        if _is_wrapper(module):
+        if is_wrapper(module):
             self._replace(spot, steering, partial(_call_wrapped, module))
-        elif not _is_layer(module):
+        elif not is_layer(module):
             self._replace(spot, steering, module.forward)
 
     def _replace(self, spot: Spot, steering: Steering, forward: Callable[..., Any]) -> None:
@@ -175,7 +180,7 @@ def refuse_others(model: torch.nn.Module) -> None:
         table = vars(module)
         is_on = table.get(_LIBRARY_FLAG) and _LIBRARY_FUNCTION in table
         function = table[_LIBRARY_FUNCTION] if is_on else table.get("checkpoint_fn")
-        why = "" if function is None or not (is_on or _is_wrapper(module)) else _what_is_lost(function)
+        why = "" if function is None or not (is_on or is_wrapper(module)) else _what_is_lost(function)
         if why:
             raise UnsupportedStepError(
                 f"module {name!r} is checkpointed with {why}, which would be lost: memfit.checkpoint decides what is "
@@ -213,15 +218,7 @@ def _inside(block: torch.nn.Module) -> list[Named]:
 def _is_transparent(module: torch.nn.Module) -> bool:
     """Return whether a checkpoint of a module alone frees nothing, or its calls are not what they seem."""
     kept_input_only = (torch.nn.Linear, torch.nn.Embedding, torch.nn.Identity, torch.nn.ModuleList, torch.nn.ModuleDict)
-    return isinstance(module, (*kept_input_only, torch.jit.ScriptModule)) or _is_layer(module)
-
-
-def _is_layer(module: torch.nn.Module) -> bool:
-    return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
-
-
-def _is_wrapper(module: torch.nn.Module) -> bool:
-    return type(module).__name__ == "CheckpointWrapper"
+    return isinstance(module, (*kept_input_only, torch.jit.ScriptModule)) or is_layer(module)
 
 
 def _in_pieces(pieces: Sequence[Piece], value: Any) -> Any:

@@ -5,33 +5,33 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from memfit.checkpointing.blocks import NO_BLOCKS, Named
+from memfit.checkpointing.blocks import Named
 from memfit.checkpointing.choices import FULL
 from memfit.checkpointing.compiled_calls import CompiledCalls
 from memfit.checkpointing.installed import Installed, refuse_others
+from memfit.checkpointing.judging import Judge
 from memfit.checkpointing.passes import Pass
 from memfit.checkpointing.plans import Plans
 from memfit.checkpointing.policy import Policy
 from memfit.checkpointing.recording import LeanRecorder
 from memfit.checkpointing.reporting import WindowSeen
-from memfit.checkpointing.seen import LeanPass
 from memfit.checkpointing.shapes import Shape
-from memfit.checkpointing.shared_policy import Judged, SharedPolicy, has_ranks
+from memfit.checkpointing.shared_policy import Agreed, has_ranks
 from memfit.checkpointing.steering import Steering
 from memfit.checkpointing.uncounted import Uncounted
 from memfit.checkpointing.windows import History, Meter, Updates
 from memfit.eager_mode.host import Host
-from memfit.errors import InvalidOptionError, UnsupportedStepError
-from memfit.memory.contract import Aim, Contract, Held, Refused, Usage, Warnings, WindowKind
+from memfit.errors import UnsupportedStepError
+from memfit.memory.contract import Contract, WindowKind
 from memfit.step.hooks import Awaited, Hook, WeakHook
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, record
 from memfit.torch_private.autograd import at_end_of_backward
-from memfit.torch_private.modules import has_lazy_parameters, module_hooks, structure_of, uncompiled
+from memfit.torch_private.modules import has_lazy_parameters, module_hooks, uncompiled
 from memfit.torch_private.tensors import tensors_in
 
 _MOST_LEAN_PASSES = 64  # without an optimizer's step, before a plan is made all the same
@@ -85,46 +85,35 @@ class Loop:
         given: Policy | None = None,
     ) -> None:
         model = uncompiled(called)
-        self.model, self.contract, self.device = model, contract, device
-        self._find = find
+        self.model, self.contract, self.device, self._find = model, contract, device, find
         blocks, rest = find()
-        self.blocks = [name for name, _ in blocks]
         self._rest = [name for name, _ in rest]
-        self.steering = Steering(device)
-        self.history = History()
+        self.steering, self.history = Steering(device), History()
         refuse_others(model)
         self._compiled = CompiledCalls(called, blocks)
-        may_chain &= not self._compiled
-        if host_budget_bytes and self._compiled:
-            self._compiled.remove()
-            raise InvalidOptionError(
-                "memfit.checkpoint: host_budget is given for a model that is compiled as a whole, whose code copies "
-                "nothing to the host; compile its blocks by themselves, or leave host_budget out"
-            )
-        self._host = self.steering.host = Host(device, host_budget_bytes, host_dir) if host_budget_bytes else None
+        if host_budget_bytes:
+            self._compiled.refuse_host_budget()
+            self.steering.host = Host(device, host_budget_bytes, host_dir)
+        may_chain, names = may_chain and not self._compiled, [name for name, _ in blocks]
         self.plans = Plans(
-            contract, given, self._compiled, device, may_chain=may_chain, blocks=self.blocks, host=self._host
+            contract, given, self._compiled, device, may_chain=may_chain, blocks=names, host=self.steering.host
         )
-        self._shared: SharedPolicy | None = None
-        self._may_share = True
-        self._uncounted = Uncounted(device)
+        self._uncounted, self._meter = Uncounted(device), Meter(device)
         self._uncounted_bytes = self._uncounted.live_bytes()
-        self._meter = Meter(device)
+        self._judge = Judge(contract, self.plans, self._compiled, self._meter)
+        self.warnings = self._judge.warnings
         self._numel, self._kind = 0, WindowKind.FIRST
-        self._shape: Shape | None = None
+        self._shape = self.frozen = cast("Shape | None", None)
         self._predicted_bytes: int | None = None
         self._awaited: weakref.WeakSet[Awaited] = weakref.WeakSet()  # backward passes that have yet to begin
         # the first one makes the optimizer's state; DistributedDataParallel divides its buckets anew in the second step
         self._updates = Updates(model, 1 + has_ranks())
         self._lean_passes = 0
-        self.warnings = Warnings()
-        self.frozen: Shape | None = None
         self.is_paused, self.is_judging = False, True
         self.other_bytes = self.bytes_to_come = 0
         with record(device):  # from here on all is counted
             pass
         self.installed = Installed(model, blocks, rest, self.steering)
-        self._structure = structure_of(model)
         self._is_lazy = has_lazy_parameters(model)
         self._model_hooks = self._hooks_on(model)
         self._hooks: list[Any] = [
@@ -165,11 +154,11 @@ class Loop:
             self._is_lazy = has_lazy_parameters(self.model)
             if self._is_lazy:
                 return
-        if self._structure != structure_of(self.model):
+        if self.installed.is_outdated:
             self._install_again()
         self._numel = sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
         self._meter.last_stream.follow()
-        if self.device.type == "cuda" and self._is_over(held_bytes(self.device) - self.other_bytes):
+        if self.device.type == "cuda" and self._judge.is_over(held_bytes(self.device) - self.other_bytes):
             empty_cache(self.device)
         if not is_training:
             self._kind, self._shape, self.steering.present = WindowKind.EVALUATION, None, None
@@ -177,45 +166,24 @@ class Loop:
             self._kind = self._updates.kind()
             form = self._updates.form((args, kwargs))
             now_bytes = allocated_bytes(self.device) + self._meter.last_stream.lost_bytes
-            now_bytes = self._agree(now_bytes - self.other_bytes + self.bytes_to_come)
+            now_bytes += self.bytes_to_come - self.other_bytes
+            agreed = self._judge.agree(Agreed(numel=self._numel, kind=self._kind, now_bytes=now_bytes))
+            self._numel, self._kind = agreed.numel, agreed.kind
             self._shape = self.plans.shape_of(self._numel, self._kind, form)
             self._compile_if_settled(self._shape)
-            self.steering.present = self._pass(self._shape, now_bytes)
+            self.steering.present = self._pass(self._shape, agreed.now_bytes)
         self._meter.open()
 
     def _install_again(self) -> None:
         """Steer the modules that there are now: some were replaced, added, or taken out."""
-        if self._compiled or (self._shared is not None):
+        if self._compiled or self._judge.is_shared:
             self.warnings.warn(_OTHER_MODULES, "other modules", most=1)
             return
         self.installed.remove()
         blocks, rest = self._find()
-        self.blocks, self._rest = [name for name, _ in blocks], [name for name, _ in rest]
-        self.plans.forget(self.blocks)
+        self._rest = [name for name, _ in rest]
+        self.plans.forget([name for name, _ in blocks])
         self.installed = Installed(self.model, blocks, rest, self.steering)
-        self._structure = structure_of(self.model)
-
-    def _agree(self, now_bytes: int) -> int:
-        """Return the bytes that are live, as the ranks agree, which agree on all else that decides about plans.
-
-        Raises:
-            BudgetNotHeldError: as `end`, on all ranks at once.
-        """
-        if self._shared is None:
-            return now_bytes
-        agreed = self._shared.agree(self._numel, self._kind, now_bytes)
-        if agreed is None:
-            self._shared, self._may_share = None, False
-            self.plans.stop_sharing(self.contract)
-            return now_bytes
-        self._numel, self._kind = agreed.numel, agreed.kind
-        if agreed.judged is not None:
-            self._judge(agreed.judged)
-        return agreed.now_bytes
-
-    @property
-    def _shift_bytes(self) -> int:
-        return 0 if self._shared is None else self._shared.shift_bytes
 
     def returned(self, _model: torch.nn.Module, _args: Any, output: Any) -> None:
         """Look for the beginning of the backward pass, which first reaches what the model has returned."""
@@ -264,13 +232,14 @@ class Loop:
         recorder = present.recorder if present is not None else None
         lean = recorder.end() if recorder is not None else None
         usage = self._meter.close(self._kind, self._uncounted_bytes, self.other_bytes)
-        if recorder is not None and lean is not None:
-            self._learn(recorder, lean, usage)
+        if recorder is not None and lean is not None and not self._judge.begins_to_share(recorder.groups):
+            assert self._shape is not None
+            self.plans.learn(self._shape, recorder, lean, usage)
         shape, predicted_bytes = self._shape, self._predicted_bytes
         self._predicted_bytes = None
         if not self.is_judging:
             return
-        if present is not None and shape is not None and self._shared is None:
+        if present is not None and shape is not None and not self._judge.is_shared:
             self.plans.compare(shape, present.given_bytes, present.calls)
         seen = WindowSeen(
             numel=self._numel,
@@ -279,20 +248,8 @@ class Loop:
             taken_bytes=usage.taken_bytes,
             predicted_bytes=predicted_bytes,
         )
-        self.history.add(seen, is_over=self._is_over(usage.taken_bytes))
-        if self.contract is None:
-            return
-        if self._compiled.is_new and shape is not None:  # the compiler itself takes memory, and compiles once
-            self._compiled.is_new = False
-        elif shape is None or predicted_bytes is None:
-            if usage.kind is WindowKind.EVALUATION and self._is_over(usage.taken_bytes):
-                self.warnings.warn(self.contract.over_text(usage), "evaluation")
-        else:
-            judged = Judged(shape=shape, usage=usage, predicted_bytes=predicted_bytes)
-            if self._shared is not None:
-                self._shared.judged = judged
-            else:
-                self._judge(judged)
+        self.history.add(seen, is_over=self._judge.is_over(usage.taken_bytes))
+        self._judge.judge(shape, usage, predicted_bytes)
 
     def discard(self) -> None:
         """End the window that is open, of a step that failed, and learn nothing from it."""
@@ -302,49 +259,6 @@ class Loop:
             if present is not None and present.recorder is not None:
                 present.recorder.end()
             self._meter.close(self._kind, self._uncounted_bytes)
-
-    def _learn(self, recorder: LeanRecorder, lean: LeanPass, usage: Usage) -> None:
-        if recorder.groups and self._may_share and self._shared is None:
-            self._shared = SharedPolicy(recorder.groups, self.plans, self.contract)
-            self.plans.shapes.clear()  # their sizes are not agreed
-            return
-        assert self._shape is not None
-        self.plans.learn(self._shape, recorder, lean, usage)
-
-    def _judge(self, judged: Judged) -> None:
-        shape, usage = judged.shape, judged.usage
-        own, contract = self.contract, self.plans.contract
-        assert own is not None
-        assert contract is not None
-        verdict = contract.judge(shape.standing, usage, judged.predicted_bytes)
-        if isinstance(verdict, Aim) and self._compiled.compilations and not self._compiled.may_compile:
-            over_bytes = usage.taken_bytes - contract.budget_bytes
-            verdict = Held(0) if verdict.is_larger else Refused(usage.taken_bytes, over_bytes)
-        if isinstance(verdict, Held):
-            seconds = self._meter.seconds() if self.plans.wants_race(shape) else None
-            if seconds is not None:
-                self.plans.race(shape, seconds)
-            return
-        if isinstance(verdict, Aim):
-            shape.wants_plan, shape.aim_bytes = True, verdict.aim_bytes
-        if isinstance(verdict, Refused):
-            assert shape.planned is not None
-            why = f"it keeps as little as can be; the most is taken in {shape.planned.peak_is_in}"
-            if not self.blocks:
-                why = NO_BLOCKS
-            elif not shape.standing.is_least:
-                why = f"the model was compiled {self._compiled.compilations} times, each for less"
-            error = own.refusal(Refused(own.budget_bytes + verdict.over_bytes, verdict.over_bytes), why)
-            if contract.is_firm and not shape.is_refused:
-                shape.is_refused = True
-                raise error
-            self.warnings.warn(str(error), "refused")
-        elif not verdict.is_larger:
-            taken_bytes = usage.taken_bytes - self._shift_bytes
-            self.warnings.warn(own.over_text(Usage(taken_bytes=taken_bytes, live_bytes=taken_bytes)), "over")
-
-    def _is_over(self, size_bytes: int) -> bool:
-        return self.contract is not None and self.contract.is_resolved and size_bytes > self.contract.budget_bytes
 
     def _before_step(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         recorder = self.steering.present.recorder if self.steering.present is not None else None
@@ -391,20 +305,20 @@ class Loop:
             own = [*self.model.parameters(), *self.model.buffers()]
             uncounted_bytes = self._uncounted_bytes - self.other_bytes
             recorder = LeanRecorder(self.device, now_bytes - self.bytes_to_come, uncounted_bytes, own)
-            again = [*self.blocks, *self.plans.of_rest_again(self._rest, shape)]
+            again = [*self.plans.blocks, *self.plans.of_rest_again(self._rest, shape)]
             return Pass(rulings=dict.fromkeys(again, FULL), recorder=recorder)
         lean = shape.lean
         assert lean is not None
         if self.plans.given is None and self._updates.to_come and self._lean_passes < _MOST_LEAN_PASSES:
             self._lean_passes += 1
             may_again = [call.block for call in lean.calls if not call.must_stay]
-            return Pass(rulings=dict.fromkeys([*self.blocks, *may_again], FULL))
+            return Pass(rulings=dict.fromkeys([*self.plans.blocks, *may_again], FULL))
         if self.is_judging or shape.planned is None:
             self.plans.renew(shape, now_bytes)
         self.installed.show_inside(self.plans.steered)
         assert shape.planned is not None
         level_bytes = shape.planned.predicted_bytes + now_bytes - shape.start_bytes
-        self._predicted_bytes = level_bytes - self._shift_bytes
+        self._predicted_bytes = level_bytes - self._judge.shift_bytes
         is_fixed = shape.is_shared or self.plans.given is not None
         planned = None if is_fixed else lean.given_by_block()
         return Pass(rulings=shape.rulings, has_chains=shape.has_chains, planned=planned)
@@ -436,8 +350,8 @@ class Loop:
             self._remove_hooks()
             self._compiled.remove()
             self.installed.remove()
-            if self._host is not None:
-                self._host.close()
+            if self.steering.host is not None:
+                self.steering.host.close()
             self.steering.present = None
 
     def _remove_hooks(self) -> None:

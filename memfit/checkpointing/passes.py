@@ -18,7 +18,7 @@ from memfit.checkpointing.hosted import HostInput
 from memfit.checkpointing.reached import Reach, reach_of_tables
 from memfit.checkpointing.recording import LeanRecorder
 from memfit.checkpointing.seen import CallSeen
-from memfit.checkpointing.snapshots import Snapshot
+from memfit.checkpointing.snapshots import CallSnapshot
 from memfit.torch_private.modules import own_call
 from memfit.torch_private.tensors import bytes_in
 
@@ -50,7 +50,7 @@ class Spot:
         """Whether calls of it, or of a module in it, are compiled."""
         return self.is_outside or any(own_call(module) is not None for module in self.module.modules())
 
-    def snapshot(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Snapshot:
+    def snapshot(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSnapshot:
         """Return what a call that begins can read.
 
         Args:
@@ -63,7 +63,7 @@ class Spot:
             self.reach = outer.within(self.module, self.name)
         if self.reach is None:
             self.reach = reach_of_tables(self.module, self.name)
-        return Snapshot(self.reach, args, kwargs)
+        return CallSnapshot(self.reach, args, kwargs)
 
 
 Ruling = str | KeepRule

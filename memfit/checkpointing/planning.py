@@ -8,10 +8,13 @@ from typing import Protocol
 
 from memfit.checkpointing.calls import chains_of, choices_by_call
 from memfit.checkpointing.choices import FULL, NONE, Choice, Prices, Rule, choice_of_rules, full_choice
-from memfit.checkpointing.groups import CHAINED, CHAINS, HOSTED, Group, Hosted, groups_of_chains
+from memfit.checkpointing.groups import CHAINS, HOSTED, Group, Hosted, groups_of_chains
 from memfit.checkpointing.knapsack import Moments, solve
 from memfit.checkpointing.seen import LeanPass, MomentSeen, equalize_seconds
 from memfit.errors import InvalidOptionError
+
+Division = Sequence[Group | Hosted]
+"""Groups of calls whose inputs are not kept; the input of a call in none of them is."""
 
 _UNBOUNDED_BYTES = 1 << 60
 _LEAST_HOSTED_BYTES = 1 << 16  # of an input that goes to the host
@@ -102,13 +105,8 @@ class Planner:
             with_modes: whether storages of blocks may be kept, which needs a dispatch mode.
         """
         plain = [[c for c in choices if with_modes or not c.has_mode] for choices in self._plain]
-        found = self._within(plain, [], limit_bytes, more_bytes)
-        for hosted in self._hosted():
-            other = self._within(plain, [hosted], limit_bytes, more_bytes)
-            if other is not None and (found is None or other.seconds < found.seconds):
-                found = other
-        if found is None:
-            found = self._below(limit_bytes, more_bytes)
+        divisions = [[], *([hosted] for hosted in self._hosted())]
+        found = self._fastest(plain, divisions, limit_bytes, more_bytes) or self._below(limit_bytes, more_bytes)
         if found.is_least:  # what takes as little in fewer seconds: an update, say, may take most, whatever is kept
             as_little = self._within(plain, [], found.predicted_bytes, more_bytes)
             as_little = as_little or self._below(found.predicted_bytes, more_bytes)
@@ -158,38 +156,32 @@ class Planner:
         """Return a plan that takes less than whole blocks that are checkpointed."""
         if self._leaner is None:
             self._leaner = choices_by_call(self._lean, self._prices, leaner=True, is_shared=self._is_shared)
-        best, least = self._within(self._leaner, [], limit_bytes, more_bytes), None
-        for rule in CHAINS:
-            if best is not None and rule != CHAINED:  # it only takes longer
-                break
-            for length in range(2, max(self._chains, default=0) + 2):
-                groups = groups_of_chains(self._chains, length, rule)
-                found = self._within(self._leaner, groups, limit_bytes, more_bytes)
-                if found is not None and (best is None or found.seconds < best.seconds):
-                    best = found
-                leanest = self._leanest(groups, more_bytes)
-                if least is None or leanest.predicted_bytes < least.predicted_bytes:
-                    least = leanest
-        for hosted in self._hosted():
-            found = self._within(self._leaner, [hosted], limit_bytes, more_bytes)
-            if found is not None and (best is None or found.seconds < best.seconds):
-                best = found
-            leanest = self._leanest([hosted], more_bytes)
-            if least is None or leanest.predicted_bytes < least.predicted_bytes:
-                least = leanest
-        plain = self._leanest([], more_bytes)
-        if least is None or plain.predicted_bytes <= least.predicted_bytes:
-            least = plain
-        return best or least
+        lengths = range(2, max(self._chains, default=0) + 2)
+        chained, halved = ([groups_of_chains(self._chains, length, rule) for length in lengths] for rule in CHAINS)
+        hosted = [[each] for each in self._hosted()]
+        best = self._fastest(self._leaner, [[], *chained], limit_bytes, more_bytes)
+        best = best or self._fastest(self._leaner, halved, limit_bytes, more_bytes)  # which only take longer
+        other = self._fastest(self._leaner, hosted, limit_bytes, more_bytes)
+        if best is not None or other is not None:
+            return min(filter(None, (best, other)), key=_seconds_of)
+        leanest = [self._leanest(groups, more_bytes) for groups in ([], *chained, *halved, *hosted)]
+        return min(leanest, key=lambda planned: planned.predicted_bytes)
 
-    def _leanest(self, groups: Sequence[Group | Hosted], more_bytes: int) -> Planned:
+    def _fastest(
+        self, choices: Sequence[Sequence[Choice]], divisions: Sequence[Division], limit_bytes: int, more_bytes: int
+    ) -> Planned | None:
+        """Return the fastest plan within a limit of several divisions of the calls into groups; None if none fits."""
+        found = (self._within(choices, groups, limit_bytes, more_bytes) for groups in divisions)
+        return min(filter(None, found), key=_seconds_of, default=None)
+
+    def _leanest(self, groups: Division, more_bytes: int) -> Planned:
         assert self._leaner is not None
         allowed = self._allowed(self._leaner, groups)
         chosen = [min(choices, key=lambda c: (c.held_bytes, c.more_bytes, c.seconds)) for choices in allowed]
         return self._planned(chosen, groups, more_bytes, bound_seconds=0.0, is_least=True)
 
     def _within(
-        self, choices: Sequence[Sequence[Choice]], groups: Sequence[Group | Hosted], limit_bytes: int, more_bytes: int
+        self, choices: Sequence[Sequence[Choice]], groups: Division, limit_bytes: int, more_bytes: int
     ) -> Planned | None:
         allowed = self._allowed(choices, groups)
         found = solve(allowed, self._limits(groups, limit_bytes - more_bytes))
@@ -200,7 +192,7 @@ class Planner:
         planned = self._planned(chosen, groups, more_bytes, bound_seconds=found.bound_seconds + again, is_least=False)
         return planned if planned.predicted_bytes <= limit_bytes else None
 
-    def _allowed(self, choices: Sequence[Sequence[Choice]], groups: Sequence[Group | Hosted]) -> list[list[Choice]]:
+    def _allowed(self, choices: Sequence[Sequence[Choice]], groups: Division) -> list[list[Choice]]:
         """Return the choices that groups leave: calls in them are whole checkpoints, even where that frees nothing."""
         allowed = [list(options) for options in choices]
         for number in (number for group in groups for number in group.calls):
@@ -209,7 +201,7 @@ class Planner:
             allowed[number] = whole or [full_choice(call, self._prices)]
         return allowed
 
-    def _limits(self, groups: Sequence[Group | Hosted], free_bytes: int) -> Moments:
+    def _limits(self, groups: Division, free_bytes: int) -> Moments:
         count = len(self._lean.calls)
         after, within, forward = ([_UNBOUNDED_BYTES] * count for _ in range(3))
         for moment in self._lean.moments:
@@ -222,13 +214,13 @@ class Planner:
                 after[moment.last] = min(after[moment.last], left)
         return Moments(after=after, within=within, forward=forward)
 
-    def _relief(self, groups: Sequence[Group | Hosted], moment: MomentSeen) -> int:
+    def _relief(self, groups: Division, moment: MomentSeen) -> int:
         """Return the bytes of inputs that are not there at a moment since they are computed again later."""
         return sum(
             self._lean.calls[call].input_bytes for group in groups for call in group.absent(moment.own, moment.last)
         )
 
-    def _seconds_of_inputs(self, groups: Sequence[Group | Hosted]) -> float:
+    def _seconds_of_inputs(self, groups: Division) -> float:
         """Return the seconds of computing inputs again, and of copies that take longer than what runs beside them."""
         runs = (pair for group in groups for pair in group.runs.items())
         seconds = sum(self._forward_seconds(call) * count for call, count in runs)
@@ -262,7 +254,7 @@ class Planner:
     def _planned(
         self,
         chosen: Sequence[Choice],
-        groups: Sequence[Group | Hosted],
+        groups: Division,
         more_bytes: int,
         *,
         bound_seconds: float,
@@ -318,6 +310,10 @@ _AFTER = (
     "what follows backward, such as the optimizer's update, or a backward pass through it (create_graph=True), which "
     "holds what was computed again"
 )
+
+
+def _seconds_of(planned: Planned) -> float:
+    return planned.seconds
 
 
 def _last(moment: MomentSeen) -> int:

@@ -39,6 +39,7 @@ class Plans:
         host: where inputs of blocks may go; None if nowhere.
 
     Attributes:
+        blocks: names of the present blocks.
         shapes: what is known, by size and kind of pass.
         steered: names of modules that a plan was made for.
     """
@@ -54,7 +55,7 @@ class Plans:
         blocks: Sequence[str],
         host: Host | None = None,
     ) -> None:
-        self._host, self._blocks = host, tuple(blocks)
+        self._host, self.blocks = host, tuple(blocks)
         self._called: set[str] = set()  # of the blocks, in any pass so far
         self.contract, self.given = contract, given
         self._compiled, self._device, self._may_chain = compiled, device, may_chain
@@ -96,7 +97,7 @@ class Plans:
         Args:
             blocks: their names.
         """
-        self._blocks = tuple(blocks)
+        self.blocks = tuple(blocks)
         self._called.clear()
         self.shapes.clear()
 
@@ -191,7 +192,7 @@ class Plans:
         if not shape.wants_plan and (not has_grown or shape.standing.is_least):
             return
         limit_bytes = aim_bytes - (contract.budget_bytes >> _SLACK)
-        limit_bytes -= self._uncalled_bytes(lean, self._called if shape.standing.plans else self._blocks)
+        limit_bytes -= self._uncalled_bytes(lean, self._called if shape.standing.plans else self.blocks)
         with_modes = shape.race is None or not shape.race.is_over or shape.planned_has_mode
         planned = planner.plan(limit_bytes, more_bytes, with_modes=with_modes and not self._is_shared)
         seen = planner.as_seen(more_bytes)

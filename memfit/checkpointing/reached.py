@@ -6,11 +6,12 @@ generators of random numbers that a checkpoint does not set back by itself.
 
 from __future__ import annotations
 
+import operator
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -18,56 +19,34 @@ import numpy as np
 import torch
 
 from memfit.capture.code_reads import is_own, is_users
-from memfit.capture.copies import ATOMS, BUFFERS, MISSING, Items, Slots, Table, each_of, entries_of, entry_of, is_same
+from memfit.capture.copies import ATOMS, BUFFERS
 from memfit.capture.discovery import MODULE_NAMES, Discovery
-from memfit.capture.draws import GENERATORS, HostGenerators, differ, place_of
+from memfit.capture.draws import GENERATORS, HostGenerators
 from memfit.capture.iterators import Position
+from memfit.memory.places import Place, of_generator, places_of
 from memfit.torch_private.modules import global_module_hooks, module_tables, tables_of
 from memfit.torch_private.tensors import BatchNormBase, is_plain_dense, storage_key
 
-_MOST_ENTRIES = 10_000  # of a container that is copied for each call
-_MOST_BYTES = 1 << 20  # of an array
 _CODE = (FunctionType, type, ModuleType, torch.nn.Module)
 _CALLED = (FunctionType, MethodType, partial)
 _CONTAINERS = (dict, list, deque, set, frozenset, *BUFFERS)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReachedPlace:
-    """A place outside of a module's tables that a forward pass can read and change.
-
-    Attributes:
-        held: returns a copy of what it holds now.
-        put: lets it hold what `held` has returned.
-        is_equal: whether two copies are the same.
-        of: the container whose entries they are; None of another place.
-    """
-
-    held: Callable[[], Any]
-    put: Callable[[Any], Any]
-    is_equal: Callable[[Any, Any], bool]
-    of: Any = None
-
-
 class _Found(Discovery):
     """What can be reached from a block, or from values that a call of it reads."""
 
-    def places(self, skipped: Iterable[dict[str, Any]] = ()) -> list[ReachedPlace]:
+    def places(self, skipped: Iterable[dict[str, Any]] = ()) -> list[Place]:
         """Return what was found, without tables that are held otherwise; and let go of the copies that were made."""
         others = {id(table) for table in skipped}
         of_parameters = {id(vars(each)) for _, each in self.tensors.values() if not vars(each)}
         others |= of_parameters | {id(vars(each)["_non_persistent_buffers_set"]) for _, each in self.modules}
-        found = [_of_table(table) for table in self.tables.values() if id(table.table) not in others]
-        found += [_of_slots(slots) for slots in self.slots]
-        found += [_of_items(each) for each in self.items if id(each.items) not in others and _is_small(each)]
-        found += [ReachedPlace(each.read, each.write, is_same) for each in self.cells]
-        found += [ReachedPlace(each.read, each.write, _is_equal) for each in self.positions if each.may_be_set]
-        found += [ReachedPlace(each.get_state, each.set_state, torch.equal) for each in self.generators]
-        found += [_of_generator(each) for each in self._seen.values() if isinstance(each, GENERATORS)]
+        found = [place for place in places_of(self, others) if place.is_small]
+        found += [Place(each.read, each.write, operator.eq) for each in self.positions if each.may_be_set]
+        found += map(of_generator, self.generators)
+        found += [of_generator(each) for each in self._seen.values() if isinstance(each, GENERATORS)]
         for table in self.tables.values():
-            if table.names is None or table.is_whole:
-                table.before = {}
-        for each in (*self.items, *self.cells):
+            table.before = {}
+        for each in (*self.items, *self.cells, *self.slots):
             each.before = None  # pyright: ignore[reportAttributeAccessIssue]
         return found
 
@@ -128,8 +107,7 @@ class Reach:
 
     Attributes:
         name: of the module.
-        own: tables of its modules: attributes, parameters, buffers, modules, hooks.
-        empty: those of them in which nothing was.
+        tables: of its modules: attributes, parameters, buffers, modules, hooks.
         beside: those of them that are no module's in the block: of modules that are not registered, hooks of all.
         places: beyond them.
         lost: iterators that cannot be set back.
@@ -143,13 +121,12 @@ class Reach:
     """
 
     name: str
-    own: list[dict[str, Any]]
-    empty: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    tables: list[dict[str, Any]]
     beside: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    places: list[ReachedPlace] = field(default_factory=list[ReachedPlace])
+    places: list[Place] = field(default_factory=list[Place])
     lost: list[Position] = field(default_factory=list[Position])
     written: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
-    generators: list[ReachedPlace] = field(default_factory=list[ReachedPlace])
+    generators: list[Place] = field(default_factory=list[Place])
     known: dict[tuple[int, str], tuple[dict[str, Any], Any]] = field(
         default_factory=dict[tuple[int, str], tuple[dict[str, Any], Any]]
     )
@@ -157,39 +134,11 @@ class Reach:
     has_storages: bool = True
     statistics: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict[tuple[int, str], dict[str, Any]])
     is_compiled: bool = False
-    _kinds: dict[type, bool] = field(default_factory=dict[type, bool])
-
-    def __post_init__(self) -> None:
-        self.sort_tables()
-
-    def sort_tables(self) -> None:
-        """Look at those tables again that were empty."""
-        tables = [*self.own, *self.empty]
-        self.own = [table for table in tables if table]
-        self.empty = [table for table in tables if not table]
 
     def within(self, module: torch.nn.Module, name: str) -> Reach:
         """Return what a module inside of the block can read: its own tables, and all that code of the block reaches."""
-        return Reach(
-            name=name,
-            own=[*_own_tables(module), *self.beside],
-            beside=self.beside,
-            places=self.places,
-            lost=self.lost,
-            written=self.written,
-            known=self.known,
-            seen=self.seen,
-            has_storages=self.has_storages,
-            statistics={where: table for where, table in _statistics(module).items() if where in self.statistics},
-            is_compiled=self.is_compiled,
-        )
-
-    def needs_a_look(self, kind: type) -> bool:
-        """Return `needs_a_look`, remembered."""
-        found = self._kinds.get(kind)
-        if found is None:
-            found = self._kinds[kind] = needs_a_look(kind)
-        return found
+        own = {where: table for where, table in _statistics(module).items() if where in self.statistics}
+        return replace(self, name=name, tables=[*_own_tables(module), *self.beside], statistics=own)
 
     def is_new(self, table: int, key: str, value: Any) -> bool:
         """Return whether a container or object is one that was not looked into.
@@ -240,9 +189,8 @@ def reach_of(module: torch.nn.Module, name: str, generators: HostGenerators, mod
     reach.statistics = _statistics(module)
     reach.places = found.places(skipped)
     reach.seen = {key: value for key, value in values.items() if key not in own_ids}
-    for owner, (read, write) in zip(generators.owners(), generators.places(), strict=True):
-        place = ReachedPlace(read, write, _same_state)
-        (reach.places if found.reaches(owner) else reach.generators).append(place)
+    for owner in generators.owners():
+        (reach.places if found.reaches(owner) else reach.generators).append(of_generator(owner))
     return reach
 
 
@@ -251,6 +199,7 @@ def reach_of_tables(module: torch.nn.Module, name: str) -> Reach:
     return Reach(name, _own_tables(module), statistics=_statistics(module))
 
 
+@lru_cache(maxsize=4096)
 def needs_a_look(kind: type) -> bool:
     """Return whether values of a class hold others, which a forward pass may change."""
     if issubclass(kind, _CALLED):
@@ -275,11 +224,6 @@ def may_change(value: Any) -> bool:
     return not isinstance(value, FunctionType) or _is_users_function(value)
 
 
-def _of_generator(generator: Any) -> ReachedPlace:
-    read, write = place_of(generator)
-    return ReachedPlace(read, write, _same_state)
-
-
 def is_exchanged(tensor: torch.Tensor) -> bool:
     """Return whether the memory of a parameter is exchanged by FSDP (1) or DeepSpeed (ZeRO 3) between its uses."""
     return hasattr(tensor, "_fsdp_flattened") or hasattr(tensor, "ds_id")
@@ -301,75 +245,3 @@ def _statistics(module: torch.nn.Module) -> dict[tuple[int, str], dict[str, Any]
 
 def _librarys_tables(module: torch.nn.Module) -> list[dict[str, Any]]:
     return [table for key, table in vars(module).items() if key in MODULE_NAMES and isinstance(table, dict)]
-
-
-def _of_table(table: Table) -> ReachedPlace:
-    names = table.names
-    is_all = names is None or table.is_whole
-
-    def held() -> Any:
-        if not is_all:
-            return {name: entry_of(table.table, name) for name in tuple(table.before)}
-        if len(table.table) > _MOST_ENTRIES:
-            return {}
-        return table.table.copy() if type(table.table) is dict else entries_of(table.table)
-
-    def put(entries: dict[Any, Any]) -> None:
-        if is_all and len(table.table) > _MOST_ENTRIES:
-            return
-        now = entries_of(table.table) if is_all else {name: entry_of(table.table, name) for name in entries}
-        is_reordered = is_all and list(now) != list(entries)
-        for key in [*entries, *(now.keys() - entries.keys())]:
-            value = entries.get(key, MISSING)
-            if is_reordered and key in now:
-                table.write(key, MISSING)
-                table.write(key, value) if value is not MISSING else None
-            elif not is_same(value, now.get(key, MISSING)):
-                table.write(key, value)
-
-    return ReachedPlace(held, put, _same_entries, table.table)
-
-
-def _of_items(items: Items) -> ReachedPlace:
-    is_list = type(items.items) is list
-    return ReachedPlace(items.items.copy if is_list else items.read, items.write, _same_items, items.items)
-
-
-def _of_slots(slots: Slots) -> ReachedPlace:
-    names = list(slots.before)
-    slots.before = dict.fromkeys(names)
-
-    def put(values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if not is_same(value, getattr(slots.owner, name, MISSING)):
-                if value is MISSING:
-                    object.__delattr__(slots.owner, name)
-                else:
-                    object.__setattr__(slots.owner, name, value)
-
-    return ReachedPlace(lambda: {name: getattr(slots.owner, name, MISSING) for name in names}, put, _same_entries)
-
-
-def _is_small(items: Items) -> bool:
-    held = items.items
-    if isinstance(held, np.ndarray):
-        return held.nbytes <= _MOST_BYTES
-    if isinstance(held, BUFFERS):
-        return memoryview(held).nbytes <= _MOST_BYTES
-    return sum(1 for _ in each_of(held)) <= _MOST_ENTRIES
-
-
-def _same_entries(before: dict[Any, Any], now: dict[Any, Any]) -> bool:
-    return list(before) == list(now) and all(map(is_same, before.values(), now.values()))
-
-
-def _same_items(before: Any, now: Any) -> bool:
-    return len(before) == len(now) and all(map(is_same, before, now))
-
-
-def _is_equal(before: Any, now: Any) -> bool:
-    return bool(before == now)
-
-
-def _same_state(before: Any, now: Any) -> bool:
-    return not differ(before, now)

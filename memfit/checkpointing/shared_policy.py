@@ -40,13 +40,13 @@ class Agreed:
         numel: elements of the batch.
         kind: of the window.
         now_bytes: that are live.
-        judged: the window before.
+        judged: the window before; None if it is not to be judged.
     """
 
     numel: int
     kind: WindowKind
     now_bytes: int
-    judged: Judged | None
+    judged: Judged | None = None
 
 
 class SharedPolicy:

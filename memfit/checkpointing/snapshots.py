@@ -16,8 +16,11 @@ import torch
 from memfit.capture.code_reads import is_own
 from memfit.capture.copies import ATOMS, MISSING, is_same
 from memfit.capture.discovery import MODULE_NAMES
-from memfit.checkpointing.reached import FoundInValues, Reach, ReachedPlace, is_exchanged, may_change
+from memfit.checkpointing.reached import FoundInValues, Reach, is_exchanged, may_change, needs_a_look
 from memfit.errors import UnsupportedStepError
+from memfit.memory.host.form import Form
+from memfit.memory.places import Place
+from memfit.memory.snapshot import Snapshot
 from memfit.torch_private.ambient import Ambient
 from memfit.torch_private.sharding import is_sharded
 from memfit.torch_private.tensors import is_freed, is_plain_dense, storage_key, tensors_in
@@ -56,7 +59,7 @@ class _Buffer:
         return self.tensor._version != self.version
 
 
-class Snapshot:
+class CallSnapshot:
     """All that a call of a block can read, as it is before the first forward pass.
 
     Args:
@@ -71,38 +74,35 @@ class Snapshot:
         self._reach, self._copies_all = reach, copies_all
         self._ambient = Ambient(is_users_hook)
         reach.free_replaced()
-        if any(reach.empty):
-            reach.sort_tables()
-        self._tables, self._empty = reach.own, reach.empty
-        self._own = [table.copy() for table in reach.own]
+        self._held = Snapshot([_of_tables(reach.tables)])
+        ((_, self._own),) = self._held.held
         self._parameters: list[tuple[torch.Tensor, int, bool, int]] = []  # with version, needs grad, storage
         self._buffers: list[_Buffer] = []
         self._digests: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._copies: dict[int, torch.UntypedStorage] = {}
         new = [(f"argument {key} of {reach.name}", value) for key, value in (*enumerate(args), *kwargs.items())]
-        new = [each for each in new if reach.needs_a_look(type(each[1])) and may_change(each[1])]
+        new = [each for each in new if needs_a_look(type(each[1])) and may_change(each[1])]
         new += self._look_at_own()
         self._lost = [(each, each.read()) for each in reach.lost]
-        self._places, self._held = reach.places, [place.held() for place in reach.places]
+        self._held.add(reach.places)
         positional = {id(value) for value in args}  # whose versions the checkpoint compares itself
         watched = [(_GIVEN, each) for each in tensors_in((args, kwargs)) if id(each) not in positional]
-        for held in self._held:
+        for _, held in self._held.held[1:]:
             self._look_into(held, new, watched)
         if new:
             found = FoundInValues(new)
             watched += found.tensors.values()
-            more = found.places(reach.own)
+            self._held.add(found.places(reach.tables))
             self._lost += [(each, each.before) for each in found.lost()]
-            self._places = [*reach.places, *more]
-            self._held += [place.held() for place in more]
         self._given = [(path, tensor, tensor._version) for path, tensor in watched if not tensor.is_inference()]
-        self._drawn = [(place, place.held()) for place in reach.generators] if copies_all else []
+        self._drawn = Snapshot(reach.generators if copies_all else ())
 
     def _look_at_own(self) -> list[tuple[str, Any]]:
         """Note the tensors in the module's tables, and return the containers and objects that were not looked into."""
         new: list[tuple[str, Any]] = []
         reach = self._reach
-        for table, copy in zip(reach.own, self._own, strict=True):
+        for number, copy in self._own.items():
+            table = reach.tables[number]
             for key in copy.keys() - MODULE_NAMES:
                 value = copy[key]
                 kind = type(value)
@@ -113,7 +113,7 @@ class Snapshot:
                     self._parameters.append((value, value._version, value.requires_grad, storage))
                 elif isinstance(value, torch.Tensor):
                     self._note_tensor(table, copy, key, value)
-                elif reach.needs_a_look(kind) and reach.is_new(id(table), key, value) and may_change(value):
+                elif needs_a_look(kind) and reach.is_new(id(table), key, value) and may_change(value):
                     new.append((f"{reach.name}.{key}", value))
         return new
 
@@ -138,7 +138,7 @@ class Snapshot:
             return tensor.detach().clone()
         if storage not in self._copies:
             self._copies[storage] = tensor.untyped_storage().clone()
-        return _over(self._copies[storage], tensor)
+        return Form.of(tensor).on(self._copies[storage])
 
     def _look_into(self, held: Any, new: list[tuple[str, Any]], watched: list[tuple[str, torch.Tensor]]) -> None:
         """Note the tensors in what a place holds, and what was not there when it was looked into."""
@@ -151,7 +151,7 @@ class Snapshot:
         for value in values:
             if isinstance(value, torch.Tensor):
                 watched.append((path, value))
-            elif reach.needs_a_look(type(value)) and id(value) not in reach.seen and may_change(value):
+            elif needs_a_look(type(value)) and id(value) not in reach.seen and may_change(value):
                 new.append((path, value))
 
     @property
@@ -200,7 +200,7 @@ class Snapshot:
         return self.why_never_again
 
     def _key_of(self, tensor: torch.Tensor) -> str:
-        pairs = [pair for table in self._own for pair in table.items()]
+        pairs = [pair for table in self._own.values() for pair in table.items()]
         return next((key for key, value in pairs if value is tensor), "a tensor")
 
     def _digest(self, tensor: torch.Tensor) -> None:
@@ -215,7 +215,7 @@ class Snapshot:
 
     def _note_draws(self) -> None:
         reach = self._reach
-        changed = [place for place, before in self._drawn if not place.is_equal(before, place.held())]
+        changed = self._drawn.changed()
         if changed:
             reach.places = [*reach.places, *changed]
             reach.generators = [place for place in reach.generators if place not in changed]
@@ -233,7 +233,8 @@ class Snapshot:
                 if each.is_written or _differs(each):
                     self._reach.written.add((id(each.table), each.key))
         self._require_there()
-        with self._ambient.again(), self._places_again(), self._flags_again(), self._own_again():
+        with self._ambient.again(), self._held.again(), self._drawn.again(), self._flags_again():
+            self._lay_out_copies()  # in the tables, which hold at the end what they do now
             yield
 
     def _require_there(self) -> None:
@@ -267,17 +268,6 @@ class Snapshot:
         )
 
     @contextmanager
-    def _places_again(self) -> Iterator[None]:
-        places = [*self._places, *(place for place, _ in self._drawn)]
-        before = [*self._held, *(held for _, held in self._drawn)]
-        entry = [place.held() for place in places]
-        _put(places, entry, before)
-        try:
-            yield
-        finally:
-            _put(places, [place.held() for place in places], entry)
-
-    @contextmanager
     def _flags_again(self) -> Iterator[None]:
         """Let leaves need a gradient that did, and others not."""
         changed = [(each, needs) for each, _, needs, _ in self._parameters if each.requires_grad != needs]
@@ -290,39 +280,19 @@ class Snapshot:
             for each, needs in changed:
                 each.requires_grad_(not needs)
 
-    @contextmanager
-    def _own_again(self) -> Iterator[None]:
-        tables, entry = self._tables, self._own
-        if any(self._empty):
-            grown = [table for table in self._empty if table]
-            tables, entry = [*tables, *grown], [*entry, *({} for _ in grown)]
-        changed = [
-            place for place, (table, before) in enumerate(zip(tables, entry, strict=True)) if _differ(table, before)
-        ]
-        if changed:
-            entry = entry.copy()
-            for place in changed:
-                before, entry[place] = entry[place], tables[place].copy()
-                _put_entries(tables[place], before)
+    def _lay_out_copies(self) -> None:
+        """Let the tables hold buffers with the values that they had, and statistics that may be written to."""
         again: dict[int, torch.UntypedStorage] = {}
         for each in self._buffers:
             if each.copy is not None and (each.is_written or not self._reach.is_compiled):
                 if each.storage:
                     again.setdefault(each.storage, each.copy.untyped_storage().clone())
-                each.table[each.key] = _over(again[each.storage], each.copy) if each.storage else each.copy.clone()
+                form = Form.of(each.copy)
+                each.table[each.key] = form.on(again[each.storage]) if each.storage else each.copy.clone()
         for (_, key), table in self._reach.statistics.items():
             buffer = table.get(key)
             if buffer is not None:
                 table[key] = buffer.detach().clone()
-        try:
-            yield
-        finally:
-            for table, real in zip(tables, entry, strict=True):
-                if _differ(table, real):
-                    _put_entries(table, real)
-            for table in self._empty:
-                if table and not any(table is each for each in tables):
-                    _put_entries(table, {})
 
 
 def _is_most_of_its_storage(tensor: torch.Tensor) -> bool:
@@ -336,16 +306,27 @@ def _differs(each: _Buffer) -> bool:
     return bool(is_read) and not torch.equal(each.copy, each.tensor)  # pyright: ignore[reportArgumentType]
 
 
-def _over(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the form of another one over a storage."""
-    found = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return found.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
 def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     kind = kinds.get(tensor.element_size(), torch.uint8)
     return tensor.detach().view(kind).sum() if tensor.dim() else tensor.detach().view(1).view(kind).sum()
+
+
+def _of_tables(tables: Sequence[dict[str, Any]]) -> Place:
+    """Return the place of all tables of a block's modules: what it holds is by their numbers, without empty ones."""
+
+    def read() -> dict[int, dict[str, Any]]:
+        return {number: table.copy() for number, table in enumerate(tables) if table}
+
+    def write(held: dict[int, dict[str, Any]]) -> None:
+        for number, table in enumerate(tables):
+            if _differ(table, held.get(number, {})):
+                _put_entries(table, held.get(number, {}))
+
+    def is_same(held: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]]) -> bool:
+        return held.keys() == other.keys() and not any(map(_differ, held.values(), other.values()))
+
+    return Place(read, write, is_same)
 
 
 def _differ(table: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -353,12 +334,6 @@ def _differ(table: dict[str, Any], other: dict[str, Any]) -> bool:
     if len(table) != len(other):
         return True
     return not (all(map(operator.is_, table.values(), other.values())) and [*table] == [*other])
-
-
-def _put(places: Sequence[ReachedPlace], now: Sequence[Any], wanted: Sequence[Any]) -> None:
-    for place, present, value in zip(places, now, wanted, strict=True):
-        if not place.is_equal(present, value):
-            place.put(value)
 
 
 def _put_entries(table: dict[str, Any], wanted: dict[str, Any]) -> None:

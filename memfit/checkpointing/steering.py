@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -20,7 +21,7 @@ from memfit.checkpointing.hosted import HostInput, may_go
 from memfit.checkpointing.passes import Pass, Ruling, Spot
 from memfit.checkpointing.reached import reach_of
 from memfit.checkpointing.recording import LeanRecorder
-from memfit.checkpointing.snapshots import Snapshot, is_users_hook
+from memfit.checkpointing.snapshots import CallSnapshot, is_users_hook
 from memfit.eager_mode.host import Host
 from memfit.errors import MemfitError, UnsupportedStepError
 from memfit.torch_private.ambient import saved_as_they_are
@@ -28,6 +29,19 @@ from memfit.torch_private.autograd import hooks_aside_in_transforms, in_backward
 from memfit.torch_private.checkpoints import ends_early, tell_mismatch
 
 _OF_CHECKPOINTS = {*signature(stock_checkpoint).parameters, "fn", "preserve_rng_state"}  # would not reach the block
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """A call of a module: its forward pass, with the arguments."""
+
+    spot: Spot
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self) -> Any:
+        return self.forward(*self.args, **self.kwargs)
 
 
 class Steering:
@@ -47,38 +61,29 @@ class Steering:
         """Run one call of a module as the present pass says."""
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs) if spot.is_outside else self._compiled(spot, forward, args, kwargs)
-        present = self.present
+        present, call = self.present, _Call(spot, forward, args, kwargs)
         if present is None or not torch.is_grad_enabled() or in_transform():
-            return forward(*args, **kwargs)
+            return call.run()
         if spot.is_block:
             present.let_leave()
         ruling = present.ruling(spot, (args, kwargs))
-        if present.recorder is not None and spot.is_rest and ruling is None:
-            return self._record_kept(present.recorder, spot, forward, args, kwargs)
+        recorder = present.recorder
+        if recorder is not None and spot.is_block and (ruling is not None or spot.is_rest):
+            return self._record(present, recorder, call, is_kept=ruling is None)
         if ruling is None:
             if spot.reach is not None:
                 spot.reach.free_replaced()
-            if present.recorder is not None and present.recorder.inside is not None:
-                with present.recorder.inside.span(spot.name, args, kwargs):
-                    return forward(*args, **kwargs)
-            return forward(*args, **kwargs)
-        if present.recorder is not None and spot.is_block:
-            return self._record(present, spot, forward, args, kwargs)
+            if recorder is not None and recorder.inside is not None:
+                with recorder.inside.span(spot.name, args, kwargs):
+                    return call.run()
+            return call.run()
         if present.has_chains and spot.is_block:
-            return self._chained(present, spot, ruling, forward, args, kwargs)
-        return self._held_checkpoint(present, spot, ruling, forward, args, kwargs)
+            return self._chained(present, call, ruling)
+        return self._held_checkpoint(present, call, ruling)
 
-    def _held_checkpoint(
-        self,
-        present: Pass,
-        spot: Spot,
-        ruling: Ruling,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        contexts = partial(self._contexts, present, spot, ruling, spot.snapshot(args, kwargs))
-        return self._checkpoint(contexts, forward, args, kwargs)
+    def _held_checkpoint(self, present: Pass, call: _Call, ruling: Ruling) -> Any:
+        contexts = partial(self._contexts, present, call.spot, ruling, call.spot.snapshot(call.args, call.kwargs))
+        return self._checkpoint(contexts, call.forward, call.args, call.kwargs)
 
     def _compiled(self, spot: Spot, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a compiler is to trace: a stock checkpoint, once the policy stays."""
@@ -102,7 +107,7 @@ class Steering:
         with hooks_aside_in_transforms(), saved_as_they_are(is_users_hook):
             return stock_checkpoint(forward, *args, use_reentrant=False, context_fn=contexts)
 
-    def _contexts(self, present: Pass, spot: Spot, ruling: Ruling, snapshot: Snapshot) -> tuple[Any, Any]:
+    def _contexts(self, present: Pass, spot: Spot, ruling: Ruling, snapshot: CallSnapshot) -> tuple[Any, Any]:
         if not isinstance(ruling, KeepRule):
             return nullcontext(), Repeated(partial(self._again_once, present, spot, snapshot, nullcontext()))
         keep = Keep(ruling)
@@ -110,7 +115,7 @@ class Steering:
 
     @contextmanager
     def _again_once(
-        self, present: Pass, spot: Spot, snapshot: Snapshot, inner: AbstractContextManager[Any]
+        self, present: Pass, spot: Spot, snapshot: CallSnapshot, inner: AbstractContextManager[Any]
     ) -> Iterator[None]:
         before, self.present = self.present, present
         try:
@@ -119,17 +124,19 @@ class Steering:
         finally:
             self.present = before
 
-    def _record(self, present: Pass, spot: Spot, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a call of a block in a lean pass: all of it is computed again, and all that it does is noted."""
-        recorder = present.recorder
-        assert recorder is not None
-        mode = recorder.forward(spot.name, args, kwargs, is_compiled=spot.is_compiled)
-        snapshot = self._looked_at(recorder, spot, args, kwargs)
-        number = mode.number
-        without = Pass(rulings=present.rulings)
+    def _record(self, present: Pass, recorder: LeanRecorder, call: _Call, *, is_kept: bool) -> Any:
+        """Run a call of a block in a lean pass, and note all that it does.
 
-        def contexts() -> tuple[Any, Any]:
-            return mode, Repeated(again)
+        Args:
+            present: the pass.
+            recorder: of it.
+            call: the call.
+            is_kept: whether it is no checkpoint, since it lies beside the blocks; else all is computed again.
+        """
+        spot = call.spot
+        mode = recorder.forward(spot.name, call.args, call.kwargs, is_kept=is_kept, is_compiled=spot.is_compiled)
+        snapshot = self._looked_at(recorder, spot, call.args, call.kwargs)
+        number, without = mode.number, Pass(rulings=present.rulings)
 
         @contextmanager
         def again() -> Iterator[None]:
@@ -137,46 +144,33 @@ class Steering:
             with self._again_once(without, spot, snapshot, nullcontext()):
                 yield
 
-        output = self._checkpoint(contexts, forward, args, kwargs)
-        recorder.require_repeatable(mode.call, snapshot.end_of_forward(mode.read, mode.wrote))
+        if is_kept:
+            with mode:
+                output = call.run()
+        else:
+            output = self._checkpoint(lambda: (mode, Repeated(again)), call.forward, call.args, call.kwargs)
+        why = snapshot.end_of_forward(mode.read, mode.wrote)
+        if why:
+            recorder.refuse(mode.call, f"block {spot.name!r} {why}")
         recorder.returned(mode, output)
         return output
 
-    def _looked_at(self, recorder: LeanRecorder, spot: Spot, args: Any, kwargs: dict[str, Any]) -> Snapshot:
+    def _looked_at(self, recorder: LeanRecorder, spot: Spot, args: Any, kwargs: dict[str, Any]) -> CallSnapshot:
         """Return a snapshot of all that a block reaches, which is looked for again."""
         written = spot.reach.written if spot.reach is not None else set[tuple[int, str]]()
         spot.reach = reach_of(spot.module, spot.name, recorder.generators, recorder.own)
         spot.reach.is_compiled = spot.is_compiled
         spot.reach.written |= written
-        return Snapshot(spot.reach, args, kwargs, copies_all=True)
+        return CallSnapshot(spot.reach, args, kwargs, copies_all=True)
 
-    def _record_kept(
-        self, recorder: LeanRecorder, spot: Spot, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a call of what lies beside the blocks in a lean pass: it is no checkpoint, and all it does is noted."""
-        mode = recorder.forward(spot.name, args, kwargs, is_kept=True, is_compiled=spot.is_compiled)
-        snapshot = self._looked_at(recorder, spot, args, kwargs)
-        with mode:
-            output = forward(*args, **kwargs)
-        recorder.require_repeatable(mode.call, snapshot.end_of_forward(mode.read, mode.wrote))
-        recorder.returned(mode, output)
-        return output
-
-    def _chained(
-        self,
-        present: Pass,
-        spot: Spot,
-        ruling: Ruling,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _chained(self, present: Pass, call: _Call, ruling: Ruling) -> Any:
         """Run a call of a block whose input, or that of the next block, is computed again."""
+        spot, forward, args, kwargs = call.spot, call.forward, call.args, call.kwargs
         places = [n for n, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.requires_grad]
         before, present.link = present.link, None
         is_named = len(places) == 1 and any(value is args[places[0]] for value in kwargs.values())
         if isinstance(ruling, KeepRule) or len(places) != 1 or is_named:
-            return self._held_checkpoint(present, spot, ruling, forward, args, kwargs)
+            return self._held_checkpoint(present, call, ruling)
         (place,) = places
         given, rest = args[place], (*args[:place], *args[place + 1 :])
         is_chained = ruling in CHAINS and before is not None and before.returned(given)
@@ -185,20 +179,12 @@ class Steering:
             assert self.host is not None
             kept = present.leaving = HostInput(self.host, given.detach())
             present.hosted.append(weakref.ref(kept))
-        link = Link(
-            forward,
-            rest,
-            kwargs,
-            place,
-            kept,
-            before if is_chained else None,
-            self.device,
-            is_halved=ruling == HALVED,
-        )
+        before = before if is_chained else None
+        link = Link(forward, rest, kwargs, place, kept, before, self.device, is_halved=ruling == HALVED)
         snapshot = spot.snapshot(rest, kwargs)
         link.again = snapshot.again
         arriving = [given]
-        del given, args
+        del given, args, call
 
         def run(_: torch.Tensor) -> Any:
             tensor = arriving.pop() if arriving else link.take_input()

@@ -31,9 +31,8 @@ from memfit.memory.snapshot import generators_of, left_as_it_was
 from memfit.memory.what_is_left import saying_what_is_left
 from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import Settings
-from memfit.simulate.overlap import Transfers
 from memfit.step.backward_updates import run_updating, updates_in_backward
-from memfit.step.measure import measure_step, measured_eager_peak, resident_bytes
+from memfit.step.measure import MeasurableStep, measure_step, measured_eager_peak, resident_bytes
 from memfit.step.measured import Measured
 from memfit.step.turns import turn_for
 from memfit.step.uncopied import Uncopied
@@ -49,7 +48,7 @@ _SETTLING_STEPS = 5  # two are lean, the third one is planned, and the fourth on
 _OF_GRAPHS = ("plan", "plans", "captured", "source", "bounds")
 
 
-class CheckpointedStep(Uncopied):
+class CheckpointedStep(Uncopied, MeasurableStep):
     """A training step whose Python code depends on a tensor's value; called like a `PlannedStep`.
 
     All of it runs as eager does, under `memfit.checkpoint`: whole blocks or parts of them are computed again. Each
@@ -66,7 +65,6 @@ class CheckpointedStep(Uncopied):
         settings: the budget, in bytes.
         line: the user's line that depends on a tensor's value.
         device: the device that the step runs on.
-        generators: torch's generators that model and loss hold.
         plan_seconds: that the first plans took, with the steps that they were made from.
 
     Raises:
@@ -95,7 +93,7 @@ class CheckpointedStep(Uncopied):
         )
         self._loop.is_paused = True
         self._loop.expect_no_optimizer()
-        self.generators = generators_of(step)
+        self._generators = generators_of(step)
         self._most_state_bytes = 0
         began = time.perf_counter()
         try:
@@ -151,7 +149,7 @@ class CheckpointedStep(Uncopied):
                         self.step.model.zero_grad(set_to_none=True)
             except BudgetNotHeldError as error:
                 least_bytes = self.budget_bytes + error.over_bytes
-                without = "" if self._loop.blocks else f"; {NO_BLOCKS}"
+                without = "" if self._loop.plans.blocks else f"; {NO_BLOCKS}"
                 raise InfeasibleBudgetError(
                     f"{self.line}: the step depends on the value of a tensor, and runs under memfit.checkpoint, which "
                     f"needs at least {format_bytes(least_bytes)} ({least_bytes} bytes), more than the budget of "
@@ -200,24 +198,14 @@ class CheckpointedStep(Uncopied):
         return int(self.settings.budget)
 
     @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Torch's generators that model, loss and optimizer hold."""
+        return self._generators
+
+    @property
     def corrections(self) -> tuple[()]:
         """None: plans that were corrected are counted in `report()`."""
         return ()
-
-    @property
-    def constants(self) -> tuple[torch.Tensor, ...]:
-        """None: user code runs as it is, and what it closes over is not known."""
-        return ()
-
-    @property
-    def held_bytes(self) -> int:
-        """Nothing is held between calls, beside the residents."""
-        return 0
-
-    @property
-    def transfers(self) -> Transfers:
-        """None are noted."""
-        return Transfers()
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Run one step on `batch`; return the loss, detached.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from memfit.checkpointing.reporting import WindowSeen
+from memfit.cost.stopwatch import Stopwatch
 from memfit.memory.contract import Usage, WindowKind
 from memfit.system.recorder import Usage as Recorded
 from memfit.system.recorder import record
@@ -33,7 +33,7 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._open: tuple[AbstractContextManager[Recorded], Recorded] | None = None
-        self._begin = self._end = None
+        self._watch: Stopwatch | None = None
         self.last_stream = LastStream(device)
 
     @property
@@ -45,11 +45,12 @@ class Meter:
         """Begin a window."""
         context = record(self._device)
         self._open = context, context.__enter__()
-        self._begin, self._end = self._now(), None
+        self._watch = Stopwatch(self._device)
 
     def end_of_backward(self) -> None:
         """Note that a backward pass is over; of several the last one counts."""
-        self._end = self._now()
+        if self._watch is not None:
+            self._watch.stop()
 
     def close(self, kind: WindowKind, uncounted_bytes: int, other_bytes: int = 0) -> Usage:
         """End the window, and return what it took.
@@ -70,19 +71,7 @@ class Meter:
 
     def seconds(self) -> float | None:
         """Return the seconds from the beginning of the last window to the end of backward; waits for the device."""
-        if self._begin is None or self._end is None:
-            return None
-        if self._device.type == "cuda":
-            self._end.synchronize()
-            return self._begin.elapsed_time(self._end) * 1e-3
-        return self._end - self._begin
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return None if self._watch is None else self._watch.seconds()
 
 
 @dataclass(slots=True)

@@ -22,9 +22,8 @@ def saved_on_host() -> Generator[None]:
     """
 
     def pack(tensor: torch.Tensor) -> Any:
-        if (tensor.is_leaf and tensor.requires_grad) or type(tensor) is not torch.Tensor:
-            return tensor
-        if tensor.layout is not torch.strided:
+        is_parameter = tensor.is_leaf and tensor.requires_grad
+        if is_parameter or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return tensor
         return Form.of(tensor), bytes_of(tensor.detach()).to("cpu", copy=True)
 

@@ -1,9 +1,9 @@
-"""The state that a training step changes: copied, compared, put back, so that verification leaves no trace."""
+"""What a step, or a call of a block, may change: copied, compared, and put back, so that running it leaves no trace."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,32 +11,76 @@ from typing import Any
 import torch
 
 from memfit.capture import TrainingStep
+from memfit.capture.copies import MISSING
 from memfit.capture.draws import HostGenerators
 from memfit.capture.generators import all_states, set_state
 from memfit.capture.reads import Reads
 from memfit.errors import UnsupportedStepError
-from memfit.memory.bits import same_bits, same_value
+from memfit.memory.bits import same_value
+from memfit.memory.places import Place, of_generator, places_of
 from memfit.torch_private.sharding import is_sharded, local, local_gradient, with_local
 from memfit.torch_private.tensors import is_freed, is_plain_dense, storage_key, tree_flatten
 
 _MOST_COPIED_BYTES = 1 << 28  # of tensors that are neither the model's nor the optimizer's
 
 
+class Snapshot:
+    """What places hold, copied to be put back.
+
+    Args:
+        places: whose contents are copied now.
+
+    Attributes:
+        held: each place, with what it held.
+    """
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        self.held: list[tuple[Place, Any]] = []
+        self.add(places)
+
+    def add(self, places: Iterable[Place]) -> None:
+        """Copy what more places hold."""
+        self.held += [(place, place.read()) for place in places]
+
+    def changed(self) -> list[Place]:
+        """Return the places that hold something else now."""
+        return [place for place, held in self.held if not place.is_same(held, place.read())]
+
+    def put_back(self) -> None:
+        """Let all places hold what they did."""
+        self._put_over(place.read() for place, _ in self.held)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Let all places hold what they did inside of the block, and after it what they hold now."""
+        present = Snapshot(place for place, _ in self.held)
+        self._put_over(now for _, now in present.held)
+        try:
+            yield
+        finally:
+            present.put_back()
+
+    def _put_over(self, present: Iterable[Any]) -> None:
+        for (place, held), now in zip(self.held, present, strict=True):
+            if not place.is_same(now, held):
+                place.write(held)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepState:
-    """Copies of everything that a step changes, in host memory: a GPU may have no room for them.
+    """Copies of the tensors and the random state of a step, in host memory: a GPU may have no room for them.
 
     Attributes:
         tensors: parameters and buffers, by name, and the leaves of a function's first state, which it may write to.
         gradients: `.grad` of each parameter, by the parameter's name.
         optimizer: the optimizer's state of each parameter, by the parameter's number in the optimizer's groups.
-        devices: where the tensors of `optimizer` were, by the same number and the state's name.
-        sharded: which of them are sharded as their parameters; of these, as of parameters and gradients, this rank's
-            parts are copied.
         scaler: the gradient scaler's state, if there is one.
         generators: the state of each device's default random generator, by device.
         handed: the state of each generator that the step's code hands to torch.
         groups: what the optimizer's groups hold besides parameters: a count of steps, or a rate that follows from it.
+        devices: where the tensors of `optimizer` were, by the same number and the state's name.
+        sharded: which of them are sharded as their parameters; of these, as of parameters and gradients, this rank's
+            parts are copied.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -46,7 +90,7 @@ class StepState:
     generators: dict[str, torch.Tensor]
     handed: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
     groups: tuple[dict[str, Any], ...] = ()
-    devices: Mapping[tuple[int, str], torch.device] = field(default_factory=dict[tuple[int, str], torch.device])
+    devices: dict[tuple[int, str], torch.device] = field(default_factory=dict[tuple[int, str], torch.device])
     sharded: frozenset[tuple[int, str]] = frozenset()
 
     @staticmethod
@@ -59,29 +103,18 @@ class StepState:
         """
         states = step.optimizer.state if step.optimizer is not None else {}
         groups = step.optimizer.param_groups if step.optimizer is not None else []
+        present = {number: states[each] for number, each in enumerate(optimized(step)) if each in states}
+        values = {(number, key): value for number, state in present.items() for key, value in state.items()}
+        gradients = {name: local_gradient(parameter) for name, parameter in step.model.named_parameters()}
         return StepState(
             tensors={name: _on_host(tensor) for name, tensor in _tensors(step).items()},
-            gradients={
-                name: None if gradient is None else _on_host(gradient)
-                for name, gradient in ((name, local_gradient(p)) for name, p in step.model.named_parameters())
-            },
+            gradients={name: None if each is None else _on_host(each) for name, each in gradients.items()},
             optimizer={
-                number: {key: _copied(value, "cpu") for key, value in states[parameter].items()}
-                for number, parameter in enumerate(optimized(step))
-                if parameter in states
+                number: {key: _copied(value, "cpu") for key, value in state.items()}
+                for number, state in present.items()
             },
-            devices={
-                (number, key): value.device
-                for number, parameter in enumerate(optimized(step))
-                for key, value in states.get(parameter, {}).items()
-                if isinstance(value, torch.Tensor)
-            },
-            sharded=frozenset(
-                (number, key)
-                for number, parameter in enumerate(optimized(step))
-                for key, value in states.get(parameter, {}).items()
-                if is_sharded(value)
-            ),
+            devices={where: value.device for where, value in values.items() if isinstance(value, torch.Tensor)},
+            sharded=frozenset(where for where, value in values.items() if is_sharded(value)),
             scaler=copy.deepcopy(step.scaler.state_dict()) if step.scaler is not None else None,
             generators=all_states(),
             handed=tuple((generator, generator.get_state()) for generator in handed),
@@ -90,7 +123,9 @@ class StepState:
 
     def put_back(self, step: TrainingStep) -> None:
         """Write the copies back into the step's own tensors."""
-        self.put_back_tensors(step)
+        with torch.no_grad():
+            for name, tensor in _tensors(step).items():
+                tensor.copy_(self.tensors[name])
         for name, parameter in step.model.named_parameters():
             gradient = self.gradients[name]
             parameter.grad = None if gradient is None else with_local(parameter, _on(gradient, parameter.device))
@@ -111,16 +146,6 @@ class StepState:
                 _put_back_group(group, before)
         if step.scaler is not None and self.scaler is not None:
             step.scaler.load_state_dict(self.scaler)
-        self.put_back_generators()
-
-    def put_back_tensors(self, step: TrainingStep) -> None:
-        """Write parameters and buffers back, and the leaves of a function's state."""
-        with torch.no_grad():
-            for name, tensor in _tensors(step).items():
-                tensor.copy_(self.tensors[name])
-
-    def put_back_generators(self) -> None:
-        """Set the random generators back."""
         for device, state in self.generators.items():
             set_state(device, state)
         for generator, state in self.handed:
@@ -128,51 +153,42 @@ class StepState:
 
     def first_difference(self, other: StepState) -> str | None:
         """Return the name of the first thing whose bits differ in `other`, or None."""
-        for name, tensor in self.tensors.items():
-            if not same_bits(tensor, other.tensors[name]):
-                return name
+        devices = self.generators.keys() & other.generators.keys()  # others were not in use yet
+        mine, theirs = dict(self._named(devices)), dict(other._named(devices))
+        names = {**mine, **theirs}
+        return next((n for n in names if not same_value(mine.get(n, MISSING), theirs.get(n, MISSING))), None)
+
+    def _named(self, devices: Set[str]) -> Iterator[tuple[str, Any]]:
+        """Yield all that is compared, by what it is called; of the default generators those of some devices."""
+        yield from self.tensors.items()
         for name, gradient in self.gradients.items():
-            theirs = other.gradients[name]
-            if not same_value(gradient, theirs):
-                return f"the gradient of {name}"
-        for number in sorted(self.optimizer.keys() | other.optimizer.keys()):
-            mine, theirs = self.optimizer.get(number, {}), other.optimizer.get(number, {})
-            for key in {**mine, **theirs}:
-                if key not in mine or key not in theirs or not same_value(mine[key], theirs[key]):
-                    return f"optimizer state {key!r} of parameter {number}"
+            yield f"the gradient of {name}", gradient
+        for number, state in sorted(self.optimizer.items()):
+            for key, value in state.items():
+                yield f"optimizer state {key!r} of parameter {number}", value
         for (number, key), device in self.devices.items():
-            if other.devices[number, key] != device:
-                return f"the device of optimizer state {key!r} of parameter {number}"
-        for number, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=False)):
-            for key in sorted(mine.keys() | theirs.keys()):
-                if not same_value(mine.get(key), theirs.get(key)):
-                    return f"{key!r} of the optimizer's group {number}"
-        if not same_value(self.scaler, other.scaler):
-            return "the gradient scaler"
-        for device in self.generators.keys() & other.generators.keys():
-            if not torch.equal(self.generators[device], other.generators[device]):
-                return f"the state of the random generator of {device}"
-        for number, ((_, mine), (_, theirs)) in enumerate(zip(self.handed, other.handed, strict=False)):
-            if not torch.equal(mine, theirs):
-                return f"the state of generator {number} that the step hands to torch"
-        return None
+            yield f"the device of optimizer state {key!r} of parameter {number}", device
+        for number, group in enumerate(self.groups):
+            for key, value in sorted(group.items()):
+                yield f"{key!r} of the optimizer's group {number}", value
+        yield "the gradient scaler", self.scaler
+        for device in sorted(devices):
+            yield f"the state of the random generator of {device}", self.generators[device]
+        for number, (_, state) in enumerate(self.handed):
+            yield f"the state of generator {number} that the step hands to torch", state
 
 
-class PythonState:
-    """What Python code of the step can change: attributes, containers, and the generators of the host.
+class _Reached:
+    """Tensors that code of the step reaches beside the model's own, copied but for large ones.
 
     Args:
-        step: all that its model, its loss, and its optimizer's attributes and hooks can reach is copied, but large
-            tensors.
-
-    Attributes:
-        handed: torch's generators among it.
+        step: the step.
+        reads: what its code reaches.
     """
 
-    def __init__(self, step: TrainingStep) -> None:
-        self._reads = _reads_of(step)
+    def __init__(self, step: TrainingStep, reads: Reads) -> None:
         own = {storage_key(tensor) for tensor in _tensors(step).values()}
-        held = [(path, local(tensor)) for path, tensor in self._reads.tensors.values()]
+        held = [(path, local(tensor)) for path, tensor in reads.tensors.values()]
         found = [
             (path, tensor)
             for path, tensor in held
@@ -186,19 +202,13 @@ class PythonState:
             left_bytes -= tensor.numel() * tensor.element_size()
             copied = _on_host(tensor) if left_bytes >= 0 and tensor.layout is torch.strided else None
             self._tensors.append((path, tensor, tensor._version, copied))
-        self._host = HostGenerators()
-        self.handed = tuple(self._reads.generators)
 
     def put_back(self) -> None:
-        """Reset all that was copied; torch's generators are put back by `StepState`.
+        """Write the copies back into tensors that were written to.
 
         Raises:
-            UnsupportedStepError: a tensor that is too large to be copied was written to, or a value was taken from an
-                iterator that cannot be set back.
+            UnsupportedStepError: there is none of such a tensor.
         """
-        self._reads.put_back()
-        self._host.put_back(self._host.changed())
-        self._reads.put_numbers_back()
         lost: list[str] = []
         with torch.no_grad():
             for number, (path, tensor, version, copied) in enumerate(self._tensors):
@@ -238,12 +248,17 @@ def left_as_it_was(step: TrainingStep, handed: Sequence[torch.Generator] = ()) -
         step: the step.
         handed: generators that its code hands to torch.
     """
-    python = PythonState(step)
-    before = StepState.take(step, tuple(dict.fromkeys((*handed, *python.handed))))
+    reads = _reads_of(step)
+    reached = _Reached(step, reads)
+    before = StepState.take(step, tuple(dict.fromkeys((*handed, *reads.generators))))
+    of_host = map(of_generator, HostGenerators().owners())
+    python = Snapshot([*places_of(reads), *of_host])
 
     def put_back() -> None:
         before.put_back(step)
         python.put_back()
+        reads.put_numbers_back()
+        reached.put_back()
 
     try:
         yield put_back

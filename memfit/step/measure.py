@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from memfit.capture import TrainingStep
+from memfit.cost.gpu_timing import synchronize
 from memfit.cost.views import span_bytes
 from memfit.memory.contract import STEPS_IN_A_ROW
 from memfit.memory.footprint import footprint
@@ -28,24 +29,24 @@ _NO_ROOM = "The device has no room for an eager step: times and peaks are not co
 
 
 class MeasurableStep(RunsStep, Protocol):
-    """A planned step on a device."""
+    """A step on a device, which runs as the user's code does, unless a class says otherwise."""
 
     device: torch.device
 
     @property
     def held_bytes(self) -> int:
         """The bytes that it holds on the device between calls, beside the residents."""
-        ...
+        return 0
 
     @property
     def constants(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that the step closes over."""
-        ...
+        """The tensors that the step closes over, as far as they are known."""
+        return ()
 
     @property
     def transfers(self) -> Transfers:
         """The copies to the host and back in the last step."""
-        ...
+        return Transfers()
 
 
 def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Measured:
@@ -187,13 +188,8 @@ def measured_eager_peak(step: TrainingStep, device: torch.device) -> int:
 
 
 def _timed(run: Callable[[Any], Any], batch: Any, device: torch.device) -> float:
-    _synchronize(device)
+    synchronize(device)
     started = time.perf_counter()
     run(batch)
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - started
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

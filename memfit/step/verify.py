@@ -36,8 +36,8 @@ class RunsStep(Protocol):
 
     @property
     def generators(self) -> Sequence[torch.Generator]:
-        """The generators that the step's code hands to torch, beside the default ones."""
-        ...
+        """The generators that the step's code hands to torch, beside the default ones; none are known here."""
+        return ()
 
     def __call__(self, batch: Any) -> Any: ...
 

@@ -37,8 +37,11 @@ class Form(NamedTuple):
 
     def allocate(self) -> torch.Tensor:
         """Return such a tensor on a storage of its own."""
-        storage = torch.empty(self.storage_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
-        tensor = torch.empty(0, dtype=self.dtype, device=self.device)
+        return self.on(torch.empty(self.storage_bytes, dtype=torch.uint8, device=self.device).untyped_storage())
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return such a tensor on a given storage."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.shape, self.stride)
         return lazy_view(tensor, conjugated=self.conjugated, negated=self.negated)
 

@@ -1,0 +1,143 @@
+"""What becomes of a window that has ended: its verdict by the budget, with other ranks where they share a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from memfit.checkpointing.blocks import NO_BLOCKS
+from memfit.checkpointing.compiled_calls import CompiledCalls
+from memfit.checkpointing.plans import Plans
+from memfit.checkpointing.shapes import Shape
+from memfit.checkpointing.shared_policy import Agreed, Judged, SharedPolicy
+from memfit.checkpointing.windows import Meter
+from memfit.memory.contract import Aim, Contract, Held, Refused, Usage, Warnings, WindowKind
+
+
+class Judge:
+    """Judges the windows of a loop, and lets plans follow.
+
+    Args:
+        contract: the budget of this rank; None with a given policy.
+        plans: of the loop.
+        compiled: the model's compiled calls.
+        meter: of the windows.
+
+    Attributes:
+        warnings: of the loop.
+    """
+
+    def __init__(self, contract: Contract | None, plans: Plans, compiled: CompiledCalls, meter: Meter) -> None:
+        self.contract, self._plans, self._compiled, self._meter = contract, plans, compiled, meter
+        self.warnings = Warnings()
+        self._shared: SharedPolicy | None = None
+        self._may_share = True
+
+    def is_over(self, size_bytes: int) -> bool:
+        """Return whether so many bytes are more than the budget, as far as that is known."""
+        return self.contract is not None and self.contract.is_resolved and size_bytes > self.contract.budget_bytes
+
+    # -- ranks
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks follow the same policy."""
+        return self._shared is not None
+
+    @property
+    def shift_bytes(self) -> int:
+        """Added to levels of bytes for what other ranks' budgets have more."""
+        return 0 if self._shared is None else self._shared.shift_bytes
+
+    def begins_to_share(self, groups: Sequence[Any]) -> bool:
+        """Share a policy from now on with the ranks of collectives in blocks; return whether that is new.
+
+        Args:
+            groups: process groups that a lean pass has seen.
+        """
+        if not groups or not self._may_share or self._shared is not None:
+            return False
+        self._shared = SharedPolicy(groups, self._plans, self.contract)
+        self._plans.shapes.clear()  # their sizes are not agreed
+        return True
+
+    def agree(self, own: Agreed) -> Agreed:
+        """Return what all ranks take a window for that begins; they agree on all else that decides about plans.
+
+        Args:
+            own: what this rank takes it for.
+
+        Raises:
+            BudgetNotHeldError: as `judge`, on all ranks at once.
+        """
+        if self._shared is None:
+            return own
+        agreed = self._shared.agree(own.numel, own.kind, own.now_bytes)
+        if agreed is None:
+            self._shared, self._may_share = None, False
+            self._plans.stop_sharing(self.contract)
+            return own
+        if agreed.judged is not None:
+            self._judge(agreed.judged)
+        return agreed
+
+    # -- verdicts
+
+    def judge(self, shape: Shape | None, usage: Usage, predicted_bytes: int | None) -> None:
+        """Judge a window; where ranks share a policy, when the next one begins.
+
+        Args:
+            shape: of its pass; None of an evaluation.
+            usage: of it.
+            predicted_bytes: what its plan was predicted to take; None of a lean pass.
+
+        Raises:
+            BudgetNotHeldError: the budget is firm, and the plan that takes the least took more.
+        """
+        if self.contract is None:
+            return
+        if self._compiled.is_new and shape is not None:  # the compiler itself takes memory, and compiles once
+            self._compiled.is_new = False
+        elif shape is None or predicted_bytes is None:
+            if usage.kind is WindowKind.EVALUATION and self.is_over(usage.taken_bytes):
+                self.warnings.warn(self.contract.over_text(usage), "evaluation")
+        else:
+            judged = Judged(shape=shape, usage=usage, predicted_bytes=predicted_bytes)
+            if self._shared is not None:
+                self._shared.judged = judged
+            else:
+                self._judge(judged)
+
+    def _judge(self, judged: Judged) -> None:
+        shape, usage = judged.shape, judged.usage
+        own, contract = self.contract, self._plans.contract
+        assert own is not None
+        assert contract is not None
+        verdict = contract.judge(shape.standing, usage, judged.predicted_bytes)
+        if isinstance(verdict, Aim) and self._compiled.compilations and not self._compiled.may_compile:
+            over_bytes = usage.taken_bytes - contract.budget_bytes
+            verdict = Held(0) if verdict.is_larger else Refused(usage.taken_bytes, over_bytes)
+        if isinstance(verdict, Held):
+            seconds = self._meter.seconds() if self._plans.wants_race(shape) else None
+            if seconds is not None:
+                self._plans.race(shape, seconds)
+        elif isinstance(verdict, Refused):
+            refused = Refused(own.budget_bytes + verdict.over_bytes, verdict.over_bytes)
+            error = own.refusal(refused, self._why_refused(shape))
+            if contract.is_firm and not shape.is_refused:
+                shape.is_refused = True
+                raise error
+            self.warnings.warn(str(error), "refused")
+        else:
+            shape.wants_plan, shape.aim_bytes = True, verdict.aim_bytes
+            if not verdict.is_larger:
+                taken_bytes = usage.taken_bytes - self.shift_bytes
+                self.warnings.warn(own.over_text(Usage(taken_bytes=taken_bytes, live_bytes=taken_bytes)), "over")
+
+    def _why_refused(self, shape: Shape) -> str:
+        if not self._plans.blocks:
+            return NO_BLOCKS
+        if not shape.standing.is_least:
+            return f"the model was compiled {self._compiled.compilations} times, each for less"
+        assert shape.planned is not None
+        return f"it keeps as little as can be; the most is taken in {shape.planned.peak_is_in}"
