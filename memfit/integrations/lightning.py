@@ -36,8 +36,8 @@ class MemfitCallback(lightning.Callback):
         door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, and for a
             module that the compiler breaks into several graphs, `memfit.checkpoint`. `compile`, `checkpoint`, `eager`:
             that one; the latter two are on from the beginning of a training to its end.
-        options: of the door: `planner`, `options`, `time_limit_seconds`, `seed`, `host_budget`, `host_dir` as in
-            `memfit.compile`; `blocks`, `budget_is` as in `memfit.checkpoint`.
+        options: of the door: those of `memfit.options.CompileOptions`, such as `planner` and `kernels`, for
+            `memfit.compile`; `blocks`, `host_budget`, `budget_is` for `memfit.checkpoint`.
 
     Raises:
         InvalidTargetError: there is no such module.

@@ -35,8 +35,8 @@ class MemfitCallback(transformers.TrainerCallback):
         door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, for a
             model that the compiler breaks into several graphs, and with `torch_compile=True`, `memfit.checkpoint`.
             `compile`, `checkpoint`, `eager`: that one; `eager` is on from the beginning of a training to its end.
-        options: of the door: `planner`, `options`, `time_limit_seconds`, `seed`, `host_budget`, `host_dir` as in
-            `memfit.compile`; `blocks`, `budget_is` as in `memfit.checkpoint`.
+        options: of the door: those of `memfit.options.CompileOptions`, such as `planner` and `kernels`, for
+            `memfit.compile`; `blocks`, `host_budget`, `budget_is` for `memfit.checkpoint`.
 
     Raises:
         InvalidOptionError, InvalidBudgetError: when the Trainer is made; other errors as the door.
@@ -80,7 +80,7 @@ class MemfitCallback(transformers.TrainerCallback):
             )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
-        """Let go of the optimizer."""
+        """Stop following the optimizer."""
         self._held.end_training()
 
     def _hold(self, args: Any, model: Any, *, is_training: bool) -> None:
