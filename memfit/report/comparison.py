@@ -97,14 +97,10 @@ def _point(point: ComparedPoint, device: Device, managed: list[int]) -> dict[str
         of_storage = fates(play(point.plan.graph, point.plan.schedule, device))
         kinds = "".join(str(_KINDS.index(of_storage[storage].kind)) for storage in managed)
     measured = point.measured
+    shown = ("planner", "budget_bytes", "setting", "peak_bytes", "overhead", "plan_seconds")
     return {
-        "planner": point.planner,
-        "budget_bytes": point.budget_bytes,
-        "setting": point.setting,
+        **{name: getattr(point, name) for name in shown},
         "status": status_text(point.status),
-        "peak_bytes": point.peak_bytes,
-        "overhead": point.overhead,
-        "plan_seconds": point.plan_seconds,
         "measured_peak_bytes": measured.peak_bytes if measured else None,
         "measured_overhead": measured.overhead if measured else None,
         "same_bits": measured.bitwise_equal if measured else None,

@@ -63,7 +63,10 @@ def render(
     explanation = explained(plan, curve)
     fits = plan.predicted.peak_bytes <= plan.budget_bytes
     verdict, verdict_class = ("fits the budget", "good") if fits else ("over the budget", "bad")
-    unplanned = play(plan.graph, unplanned_schedule(_problem(plan)), plan.device)
+    problem = Problem(
+        graph=plan.graph, device=plan.device, budget_bytes=plan.budget_bytes, bytes_outside=plan.bytes_outside
+    )
+    unplanned = play(plan.graph, unplanned_schedule(problem), plan.device)
     texts = {
         "title": f"memfit: {plan.graph.name} in {format_bytes(plan.budget_bytes)}",
         "name": plan.graph.name,
@@ -81,12 +84,6 @@ def render(
         texts,
         _data(explanation, unplanned, picture_height_pixels) | {"copies": copies_spans(plan, measured)},
         page_sections.sections(explanation, measured),
-    )
-
-
-def _problem(plan: Plan) -> Problem:
-    return Problem(
-        graph=plan.graph, device=plan.device, budget_bytes=plan.budget_bytes, bytes_outside=plan.bytes_outside
     )
 
 

@@ -12,7 +12,7 @@ from memfit.report.formatting import change_text, count_text, seconds_text, shar
 from memfit.report.html_template import as_html
 from memfit.report.sentences import least_lines, least_overhead, more_lines, status_meaning
 from memfit.report.storage_fates import MEANING, Fate, Kind, totals
-from memfit.report.taken import taken_of
+from memfit.report.taken import Taken, taken_of
 from memfit.step.measured import Measured
 from memfit.system.budget import format_bytes
 
@@ -25,16 +25,17 @@ def sections(explanation: Explanation, measured: Measured | None) -> dict[str, s
         measured: figures of a run, or None.
     """
     plan, of_storage = explanation.plan, explanation.fates
+    taken = taken_of(plan)
     return {
         "lead": _lead(plan, of_storage),
         "key_figures": _key_figures(plan)
-        + _figures_table(plan, measured)
-        + _taken_section(plan)
+        + _figures_table(plan, measured, taken)
+        + _taken_section(taken)
         + _copies_section(plan, measured),
         "more": _more_section(explanation),
         "least": _least_section(explanation),
         "curve": _curve_section(explanation),
-        "fates": _fates_table(plan, of_storage),
+        "fates": _fates_rows(plan, of_storage),
         "made": _made(plan),
     }
 
@@ -142,7 +143,7 @@ def _scale(plan: Plan) -> str:
     return f'<div class="scale">{bars}{mark}</div>'
 
 
-def _figures_table(plan: Plan, measured: Measured | None) -> str:
+def _figures_table(plan: Plan, measured: Measured | None, taken: Taken | None) -> str:
     """Return the table of predicted and measured figures, or a note that nothing was measured."""
     if measured is None:
         return '<p class="note full">These are predictions of a simulation; nothing was run for this report.</p>'
@@ -151,7 +152,7 @@ def _figures_table(plan: Plan, measured: Measured | None) -> str:
     predicted_seconds = (seconds_text(p.seconds) if is_timed else "unknown" for p in (unplanned, predicted))
     measured_seconds = (seconds_text(s) for s in (measured.baseline_step_seconds, measured.step_seconds))
     extra = change_text(plan.overhead) if is_timed else "unknown"
-    reserved, taken = measured.reserved_bytes, taken_of(plan)
+    reserved = measured.reserved_bytes
     rows = [
         ("Peak memory", *map(_size, sizes)),
         *([("Reserved", "–", _size(taken.reserved_bytes) if taken else "–", "–", _size(reserved))] if reserved else []),
@@ -181,19 +182,12 @@ def _figures_table(plan: Plan, measured: Measured | None) -> str:
     return f'<section class="full">{title}{table}<p class="note" id="bits">{bits}</p>{note}</section>'
 
 
-def _fates_table(plan: Plan, of_storage: Sequence[Fate]) -> str:
-    """Return the table of fates: the count and bytes of the storages of each, and its meaning."""
-    rows = "".join(
+def _fates_rows(plan: Plan, of_storage: Sequence[Fate]) -> str:
+    """Return the rows of the table of fates: the count and bytes of the storages of each, and its meaning."""
+    return "".join(
         f'<tr><th scope="row">{total.kind}</th><td class="number">{total.count:,}</td><td class="number">'
         f'{_size(total.bytes)}</td><td class="why">{MEANING[total.kind]}</td></tr>'
         for total in totals(of_storage, plan.graph)
-    )
-    head = (
-        '<th scope="col">fate</th><th class="number" scope="col">storages</th><th class="number" scope="col">size</th>'
-    )
-    return (
-        f'<div class="scroll"><table id="fates"><thead><tr>{head}<th scope="col">what that means</th></tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
     )
 
 
@@ -207,9 +201,8 @@ def _more_section(explanation: Explanation) -> str:
     return _section("more", f"What the next {step} buys", note, _list(more_lines(more)))
 
 
-def _taken_section(plan: Plan) -> str:
+def _taken_section(taken: Taken | None) -> str:
     """Return the section on what the budget has to cover, by part; empty for a part of a step."""
-    taken = taken_of(plan)
     if taken is None:
         return ""
     where = ", where an arena serves it (memfit.fit's default on CUDA)" if taken.by_mode else ""
@@ -255,7 +248,7 @@ def _list(lines: Sequence[str]) -> str:
 
 
 def _made(plan: Plan) -> str:
-    """Return how the plan was made, and the glossary of the report."""
+    """Return how the plan was made, as definitions."""
     rows = [
         ("planner", f"{as_html(plan.planner)}, seed {plan.seed}, {seconds_text(plan.plan_seconds)}"),
         ("outcome", status_meaning(plan)),
@@ -268,7 +261,7 @@ def _made(plan: Plan) -> str:
         rows.append(("notes", as_html(plan.graph.notes)))
     if plan.bytes_outside:
         rows.append(("outside the graph", f"{_size(plan.bytes_outside)} that user code holds; the budget covers it"))
-    return f"{_definitions(rows)}<details><summary>The words of this report</summary>{_definitions(_WORDS)}</details>"
+    return "".join(f"<dt>{word}</dt><dd>{what}</dd>" for word, what in rows)
 
 
 def _sentences(*parts: str) -> str:
@@ -281,23 +274,6 @@ def _counts(plan: Plan) -> str:
         f"{count_text(len(plan.schedule), 'instruction')}: {count_text(computed, 'computation')} of "
         f"{count_text(len(plan.graph.ops), 'operation')}, {computed - len(plan.graph.ops):,} of them recomputations"
     )
-
-
-_WORDS = [
-    ("training step", "forward pass, loss, backward pass, and the optimizer's update where it is part of the graph"),
-    ("unplanned", "every operation once, in the original order, everything dropped after its last use"),
-    ("budget", "the bytes that the step may use on its device, everything included"),
-    ("peak", "the largest sum of live bytes at any moment of the step"),
-    ("live", "on the device at that moment"),
-    ("rematerialize", "recompute what was dropped; the same operation on the same inputs gives the same bits"),
-    ("offload", "copy to the host's memory, and back before it is needed"),
-    ("workspace", "memory that an operation needs only while it runs"),
-    ("second copy", "a result of a recomputed operation beside one that is still on the device"),
-]
-
-
-def _definitions(rows: Sequence[tuple[str, str]]) -> str:
-    return '<dl class="words">' + "".join(f"<dt>{word}</dt><dd>{what}</dd>" for word, what in rows) + "</dl>"
 
 
 def _size(size_bytes: int | None) -> str:
