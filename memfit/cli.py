@@ -14,7 +14,6 @@ from typing import Annotated
 import typer
 
 from memfit.commands import (
-    batch,
     calibrate,
     check,
     checkpoint,
@@ -28,6 +27,7 @@ from memfit.commands import (
     report,
 )
 from memfit.commands.answer import BAD_INPUT, DONE, WarningLines, deliver_error
+from memfit.commands.options import with_each_option
 from memfit.errors import MemfitError
 from memfit.system.version import __version__
 
@@ -40,21 +40,25 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.command("fit", epilog=fit.EXAMPLES)(fit.fit)
-app.command("checkpoint", epilog=checkpoint.EXAMPLES)(checkpoint.checkpoint)
-app.command("estimate", epilog=estimate.EXAMPLES)(estimate.estimate)
-app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
-app.command("batch", epilog=batch.EXAMPLES)(batch.batch)
-app.command("frontier", epilog=frontier.EXAMPLES)(frontier.command)
-app.command("compare", epilog=compare.EXAMPLES)(compare.compare)
-app.command("pack", epilog=pack.EXAMPLES)(pack.pack)
-app.command("check", epilog=check.EXAMPLES)(check.check)
-app.command("report", epilog=report.EXAMPLES)(report.report)
-app.command("calibrate", epilog=calibrate.EXAMPLES)(calibrate.calibrate)
-app.command("planners", epilog=listing.EXAMPLES["planners"])(listing.planners)
-app.command("packers", epilog=listing.EXAMPLES["packers"])(listing.packers)
-app.command("workloads", epilog=listing.EXAMPLES["workloads"])(listing.workloads)
-app.command("devices", epilog=listing.EXAMPLES["devices"])(listing.devices)
+COMMANDS = {
+    "fit": (fit.fit, fit.EXAMPLES),
+    "checkpoint": (checkpoint.checkpoint, checkpoint.EXAMPLES),
+    "estimate": (estimate.estimate, estimate.EXAMPLES),
+    "plan": (plan.plan, plan.EXAMPLES),
+    "batch": (frontier.batch, frontier.EXAMPLES_OF_BATCH),
+    "frontier": (frontier.command, frontier.EXAMPLES),
+    "compare": (compare.compare, compare.EXAMPLES),
+    "pack": (pack.pack, pack.EXAMPLES),
+    "check": (check.check, check.EXAMPLES),
+    "report": (report.report, report.EXAMPLES),
+    "calibrate": (calibrate.calibrate, calibrate.EXAMPLES),
+    "planners": (listing.planners, listing.EXAMPLES["planners"]),
+    "packers": (listing.packers, listing.EXAMPLES["packers"]),
+    "workloads": (listing.workloads, listing.EXAMPLES["workloads"]),
+    "devices": (listing.devices, listing.EXAMPLES["devices"]),
+}
+for _name, (_command, _examples) in COMMANDS.items():
+    app.command(_name, epilog=_examples)(with_each_option(_command))
 
 
 def _show_version(wanted: bool) -> None:

@@ -85,13 +85,16 @@ class CompileOptions(SearchOptions, total=False):
 
     reserve: Annotated[
         str | int | None,
-        "bytes that will be taken later, if no optimizer is given; by default the bytes of Adam's state",
+        "bytes that are allocated later: the state that the optimizer's first step makes, if no optimizer is given. By "
+        "default Adam's sizes are assumed, and a warning says so; give 0 for an optimizer without state",
     ]
     kernels: Annotated[
         str, "`eager`: those that eager calls, to the bit; `inductor`: generated, as `torch.compile` does"
     ]
     backward_autocast: Annotated[
-        bool, "whether the loop calls `backward` inside `torch.autocast`, which torch advises against"
+        bool,
+        "whether the loop calls `backward` inside `torch.autocast`, which torch advises against; without it, such a "
+        "backward is refused",
     ]
 
 

@@ -14,7 +14,7 @@ from steps import conv_batch, hungry, make_pair
 
 from memfit import TrainingStep
 from memfit.capture import capture
-from memfit.commands.options import plan_settings
+from memfit.commands.options import Search
 from memfit.cost import warming
 from memfit.doors.fit import fit_step
 from memfit.dynamo import account
@@ -298,7 +298,7 @@ def test_a_compiled_models_fourth_step_over_a_firm_budget_is_an_error(
 
 
 def test_the_command_line_and_the_backend_take_a_soft_budget() -> None:
-    assert plan_settings("1MiB", "auto", None, 1.0, 0, budget_is="soft").budget_is == "soft"
+    assert Search().settings("1MiB", budget_is="soft").budget_is == "soft"
     assert read_options({"budget": 1000, "budget_is": "soft"}).settings.budget_is == "soft"
     with pytest.raises(InvalidOptionError, match="expected 'firm' or 'soft'"):
         read_options({"budget": 1000, "budget_is": "hard"})

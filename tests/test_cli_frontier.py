@@ -85,7 +85,7 @@ def test_without_options_there_is_one_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("unet", "--budget", "60%"), "is a share of a peak that grows with the sizes"),
+        (("unet", "--budget", "60%"), "is a share of a peak that grows with the batch"),
         (("unet", "--budget", "1GiB", "--set", "size=16,,32"), "expected values with commas between them"),
         (("unet", "--budget", "1GiB", "--set", "size=16,16"), "each once"),
         (("unet", "--budget", "1GiB", "--set", "sizes=16"), "did you mean 'size'"),

@@ -221,7 +221,7 @@ def test_a_step_with_a_graph_break_is_refused(graphs: list[fake_graphs.Graph]) -
         return found * 2 if found.item() > 0 else found
 
     model = net()
-    with pytest.raises(UnsupportedStepError, match="cuda_graph=True: such a step is not one graph"):
+    with pytest.raises(InvalidOptionError, match="cuda_graph=True is for graphs; leave it out"):
         memfit.fit(
             model, looks, batch_of(), optimizer=sgd(model.parameters()), budget="64MiB", arena=True, cuda_graph=True
         )

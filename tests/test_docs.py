@@ -52,11 +52,9 @@ def _blocks(language: str) -> list[tuple[str, str]]:
 def _command_lines() -> list[tuple[str, str]]:
     """Return (where, line) of every `memfit ...` line in shell blocks and in the commands' own help."""
     lines = [(where, line) for where, code in _blocks("sh") for line in code.splitlines()]
-    from memfit.commands import batch, calibrate, check, checkpoint, compare, estimate, fit, listing, pack, plan, report
+    from memfit.cli import COMMANDS
 
-    commands = (batch, calibrate, check, checkpoint, compare, estimate, fit, pack, plan, report)
-    epilogs = [module.EXAMPLES for module in commands]
-    for epilog in [*epilogs, *listing.EXAMPLES.values()]:
+    for _, epilog in COMMANDS.values():
         lines += [("--help", line) for line in epilog.splitlines()]
     return [(where, line) for where, line in lines if line.startswith("memfit ")]
 

@@ -29,13 +29,13 @@ from memfit.graph import Boundary, Graph, Op, Phase, Role, Storage
 from memfit.plan import Problem, Status
 from memfit.planners.engine.results import unplanned_schedule
 from memfit.report import CurvePoint, Measured, explain, text_summary, write_html, write_png, write_trace
-from memfit.report.batch_page import BatchPoint
 from memfit.report.chart_points import chart_points
 from memfit.report.formatting import change_text, printable, seconds_text, share_text
+from memfit.report.frontier_page import BatchPoint
 from memfit.report.live import Layer, play
 from memfit.report.page import render
 from memfit.report.storage_fates import Kind, fates, totals
-from memfit.schedule import Code, Schedule
+from memfit.schedule import Schedule
 from memfit.simulate import simulate
 from memfit.simulate.overlap import Transfers, simulated_transfers
 
@@ -428,13 +428,14 @@ def test_copies_are_drawn_as_predicted_and_as_measured() -> None:
     plan = plan_of(small_graph(), OFFLOADED, LINKED)
     transfers = Transfers(to_host=((1.0, 2.0),), to_device=((4.0, 6.0),), stalls=((5.0, 6.0),))
     page = render(plan, measured=replace(MEASURED, step_seconds=10.0, transfers=transfers))
-    section = page.split('id="copies"')[1].split("</section>")[0]
+    section = page.split('id="copies-section"')[1].split("</section>")[0]
     measured = "Measured: compute waits for 1.000 s (10% of the step), and works beside copies for 2.000 s (20%)"
     assert measured in section
     assert "Predicted: compute waits for" in section
-    copies = int((plan.schedule.codes == Code.OFFLOAD).sum() + (plan.schedule.codes == Code.PREFETCH).sum())
-    stalls = len(simulated_transfers(simulate(plan.graph, plan.schedule, LINKED), plan.graph, plan.schedule).stalls)
-    assert section.count("<rect") == 6 + copies + stalls + 3  # six lanes
+    lanes = data_of(page)["copies"]
+    assert lanes["measured"] == {"to the host": [[1, 2]], "from the host": [[4, 6]], "compute waits": [[5, 6]]}
+    found = simulated_transfers(simulate(plan.graph, plan.schedule, LINKED), plan.graph, plan.schedule)
+    assert [len(spans) for spans in lanes["predicted"].values()] == [1, 1, len(found.stalls)]
     assert 'id="copies"' not in render(plan_of(small_graph(), REMATERIALIZED, LINKED), measured=MEASURED)
 
 

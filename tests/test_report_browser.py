@@ -14,8 +14,8 @@ from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.plan import Plan, Problem
 from memfit.planners.engine.results import unplanned_schedule
 from memfit.report import Measured, write_html, write_png
-from memfit.report.batch_page import BatchPoint, write_batch_page
 from memfit.report.comparison import ComparedPoint, write_comparison
+from memfit.report.frontier_page import BatchPoint, FrontierRow, write_frontier_page
 from memfit.schedule import Compute, Drop, Instruction, Offload, Prefetch, Schedule, Wait
 from memfit.simulate import simulate
 
@@ -102,6 +102,7 @@ def test_the_report_draws_and_nothing_complains(report: tuple[Plan, Path], visit
     )
     assert page.locator("#live .shapelayer path").count() >= 4
     assert page.locator("#curve .scatterlayer .trace").count() == 3
+    assert page.locator("#copies .scatterlayer .trace").count() == 3
     texts = page.locator("#live .annotation-text").all_text_contents()
     assert any(text.startswith("budget ") for text in texts)
     assert sum(text.startswith("peak ") for text in texts) == 2
@@ -208,7 +209,8 @@ def test_the_page_of_batches_draws_both_curves(tmp_path: Path, visit: Visit) -> 
         for size, speed in ((1, 10.0), (2, 18.0), (4, 15.0))
     ]  # fmt: skip
     points = [*fitting, BatchPoint(batch=8, least_bytes=2 << 20)]
-    write_batch_page(HOSTILE, 1 << 20, DEVICE, points, tmp_path / "batch.html")
+    row = FrontierRow(options={}, largest_batch=4, points=points)
+    write_frontier_page("memfit batch", HOSTILE, 1 << 20, DEVICE, [row], tmp_path / "batch.html")
     visit.open(tmp_path / "batch.html")
     page = visit.page
     assert visit.complaints == []
@@ -218,8 +220,8 @@ def test_the_page_of_batches_draws_both_curves(tmp_path: Path, visit: Visit) -> 
     assert "The fastest is 2, at 18.0" in page.locator("header").inner_text()
     drawn = page.evaluate("document.getElementById('chart').data.map(trace => [trace.x, trace.y])")
     assert drawn == [[[1, 2, 4], [10, 18, 15]], [[1, 2, 4], [1, 2, 4]]]
-    assert page.locator("#chart .annotation-text").all_text_contents() == ["no plan fits"]
-    assert visit.rows("#points")[-1] == ["8", "no plan fits"]
+    assert page.locator("#chart .annotation-text").all_text_contents() == ["no plan"]
+    assert visit.rows("#points")[-1] == ["as it is", "8", "no plan fits"]
 
 
 def test_hostile_names_do_nothing(tmp_path: Path, visit: Visit) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memfit.commands.graph_with_costs import graph_with_costs
 from memfit.commands.work import Work
@@ -13,7 +13,7 @@ from memfit.errors import InfeasibleBudgetError, NoPlanError
 from memfit.plan import Plan
 from memfit.planners.engine.bounds.bounds import least_budget_bound
 from memfit.planning import Settings, make_plan, make_problem
-from memfit.report.batch_page import BatchPoint
+from memfit.report.frontier_page import BatchPoint, FrontierRow
 from memfit.system.budget import format_bytes
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Trial:
     """Plans of one step at any batch size, each made once."""
 
     target: str
-    of_workload: dict[str, str]
+    of_workload: Mapping[str, Any]
     device_profile: str | None
     settings: Settings
     work: Work
@@ -46,6 +46,17 @@ class Trial:
         """The budget of each plan."""
         return int(self.settings.budget)
 
+    def row(self, first: int, largest: int) -> FrontierRow:
+        """Return the largest batch found that fits, with the batches that were tried.
+
+        Args:
+            first: the size to begin with.
+            largest: the largest size to try.
+        """
+        found = largest_fitting(self.fits, min(first, largest), largest, self.work)
+        points = sorted(self.points.values(), key=lambda point: point.batch)
+        return FrontierRow(options=self.of_workload, largest_batch=found, points=points)
+
     def fits(self, size: int) -> bool:
         """Return whether a plan was found for a batch size; its figures are kept in `points`."""
         if size not in self.points:
@@ -60,7 +71,7 @@ class Trial:
         from memfit.workloads.batch_sizes import at_batch_size
 
         step = at_batch_size(self.target, self.of_workload, self.step, size)
-        graph, self.device, *_ = graph_with_costs(step, self.device_profile, self.work)
+        graph, self.device, *_ = graph_with_costs(step, self.device_profile, self.work, settings=self.settings)
         self.work.stage(f"searching a plan for batch {size}", expected_seconds=self.settings.time_limit_seconds)
         bound_bytes, _ = least_budget_bound(make_problem(graph, self.device, self.settings))
         if bound_bytes > self.budget_bytes:  # a search would only add the least budget that it reaches
@@ -104,12 +115,12 @@ def largest_fitting(fits: Callable[[int], bool], first: int, largest: int, work:
 
     Args:
         fits: says whether a plan was found for a batch size.
-        first: the size to begin with.
+        first: the size to begin with, at most `largest`.
         largest: the largest size to try.
         work: says whether Ctrl-C was pressed, which ends the search.
     """
     low, high = 0, largest + 1  # low fits, high does not
-    size = min(first, largest)
+    size = first
     while size > low and size < high and not work.interrupted:
         if fits(size):
             low, size = size, min(2 * size, largest)

@@ -71,8 +71,21 @@ def checkpoint(
             policy, found = handle.policy(), handle.report()
             device = str(next(step.model.parameters()).device)
     if save:
-        write_atomically(save, msgspec.json.format(msgspec.json.encode(policy), indent=1) + b"\n")
+        write_policy(policy, save)
     return deliver(_answer(target, device, policy, found, save), as_json=as_json)
+
+
+def write_policy(policy: dict[str, Any], path: Path) -> None:
+    """Write a policy as the JSON that `memfit.checkpoint` reads.
+
+    Args:
+        policy: from a handle or a step.
+        path: where it is written.
+
+    Raises:
+        InvalidFileError: the file cannot be written.
+    """
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(policy), indent=1) + b"\n")
 
 
 def _train(step: TrainingStep, handle: Checkpointed, steps: int, stop_if_interrupted: Any) -> None:

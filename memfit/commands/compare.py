@@ -15,7 +15,7 @@ from memfit.commands.compare_points import Comparison, Grid, compare_step
 from memfit.commands.graph_with_costs import graph_with_costs
 from memfit.commands.targets import resolve
 from memfit.commands.work import working
-from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS
+from memfit.planning import DEFAULT_TIME_LIMIT_SECONDS
 from memfit.report.comparison import ComparedPoint, write_comparison
 from memfit.report.formatting import change_text, seconds_text, status_text
 from memfit.system.budget import format_bytes
@@ -73,9 +73,8 @@ def compare(
 ) -> int:
     """Plan TARGET with every planner at the same budgets, and show peaks and overheads side by side."""
     options.require_writable(report)
-    asked = options.plan_settings(
-        "100%", DEFAULT_PLANNER, None, time_limit, seed, host_budget=host_budget, host_dir=host_dir
-    )
+    search = options.Search(host_budget=host_budget, host_dir=host_dir, time_limit=time_limit, seed=seed)
+    asked = search.settings("100%")
     of_workload = options.read_settings(set_, "--set")
     with working() as work:
         grid = Grid(planners=planners, budgets=budgets, repeats=repeats if measure else 0, settings=work.follow(asked))

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.console import RenderableType
 from rich.text import Text
 
 from memfit.commands import options
 from memfit.commands.answer import Answer, columns_table, deliver, rows_table
+from memfit.commands.checkpoint import write_policy
 from memfit.commands.curves import write_report
 from memfit.commands.plan_keys import bounds_of, offloads_of, offloads_row
 from memfit.commands.targets import require_step, resolve
-from memfit.commands.without_graph import answer_without_graph, is_of_graph
 from memfit.commands.work import Work, working
 from memfit.errors import InvalidOptionError, VerificationError
-from memfit.plan import Bounds, Plan, Prediction
-from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, FIRM, Settings
+from memfit.memory.contract import FIRM
+from memfit.plan import Plan, Status
 from memfit.report.formatting import change_text, seconds_text
-from memfit.report.taken import Taken, is_for_gpu, taken_of
-from memfit.simulate.reserved import DEFAULT
+from memfit.report.taken import is_for_gpu, taken_of
 from memfit.step.measured import Measured
 from memfit.system.budget import format_bytes, parse_budget
 
 if TYPE_CHECKING:
-    from memfit.capture.training_step import TrainingStep
+    from typing_extensions import TypeIs
+
     from memfit.checkpointing.step import CheckpointedStep
     from memfit.step.proof import Correction
     from memfit.step.step import PlannedStep
@@ -47,22 +46,17 @@ memfit fit resnet50 --plan resnet50.plan.json
 
 def fit(
     target: options.Target,
+    *,
     budget: options.OptionalBudget = None,
     plan: Annotated[
         Path | None, typer.Option("--plan", metavar="PLAN", help="Use this plan instead of searching one.")
     ] = None,
-    host_budget: options.HostBudget = None,
-    host_dir: options.HostDir = None,
     budget_is: options.BudgetIs = FIRM,
     hard: options.Hard = False,
     cuda_graph: options.CudaGraph = False,
-    planner: options.Planner = DEFAULT_PLANNER,
-    option: options.PlannerOptions = None,
-    time_limit: options.TimeLimit = DEFAULT_TIME_LIMIT_SECONDS,
-    seed: options.Seed = 0,
+    search: options.Search,
     set_: options.WorkloadOptions = None,
     device_profile: options.DeviceProfile = None,
-    no_cache: options.NoCache = False,
     save: options.Save = None,
     report: options.Report = None,
     curve: options.CurvePoints = 10,
@@ -72,76 +66,37 @@ def fit(
     """Plan TARGET within a budget, run it, prove that its results are the same bits as eager's, and measure both."""
     options.require_writable(save, report)
     given = _given_plan(budget, plan)
-    asked = options.plan_settings(
-        given.budget_bytes if given else str(budget),
-        planner,
-        option,
-        time_limit,
-        seed,
-        host_budget=host_budget,
-        host_dir=host_dir,
-        no_cache=no_cache,
-        budget_is=budget_is,
-        hard=hard,
-        cuda_graph=cuda_graph,
+    asked = search.settings(
+        given.budget_bytes if given else str(budget), budget_is=budget_is, hard=hard, cuda_graph=cuda_graph
     )
     of_workload = options.read_settings(set_, "--set")
     with working() as work:
-        settings = work.follow(asked)
+        from memfit.cost.device_profiles import load_device
+        from memfit.doors.fit import fit_step
+
+        settings = replace(work.follow(asked), device=load_device(device_profile) if device_profile else None)
         refusal = f"{target} is a graph file, which can be planned but not run; use `memfit plan`"
         step = require_step(resolve(target, of_workload), refusal)
-        planned = _plan(step, given, settings, device_profile)
-        if not is_of_graph(planned):
-            return deliver(answer_without_graph(target, planned, repeats, work, save, report), as_json=as_json)
-        work.keep(planned.plan, save)
+        planned = fit_step(step, settings, plan=given)
+        if report and not _is_of_graph(planned):
+            raise InvalidOptionError(
+                f"{planned.line}: the step depends on the value of a tensor, and is no graph, of which --report would "
+                "draw the plan; leave it out"
+            )
+        _keep(planned, save, work)
         work.stop_if_interrupted()
-        fitted = _run(planned, repeats, work)
-        if fitted.corrections:
-            work.keep(fitted.plan, save)
-        if report:
-            write_report(fitted.plan, report, curve, settings, work, fitted.measured)
-    return deliver(_answer(target, fitted, save, report), as_json=as_json)
+        facts, measured = _verified(planned, repeats, work)
+        _keep(planned, save, work)
+        if report and _is_of_graph(planned):
+            write_report(planned.plan, report, curve, settings, work, _for_report(planned, measured))
+    return deliver(_answer(target, facts, planned, measured, save, report), as_json=as_json)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
-    """The plan that was run, and the measurement.
+def _is_of_graph(planned: PlannedStep | CheckpointedStep) -> TypeIs[PlannedStep]:
+    """Return whether a step was captured as a graph, and has a plan; else it runs under `memfit.checkpoint`."""
+    from memfit.step.step import PlannedStep
 
-    Attributes:
-        plan: that was run last.
-        budget_bytes: the user's budget; a corrected plan was made for less.
-        plan_seconds: of all plans of the step together.
-        bounds: of the step.
-        prediction: of it.
-        measurement: planned and eager steps.
-        corrections: made where the first step took more than the budget; `plan` is then the corrected one.
-        compared: what has the same bits as eager's.
-        served_by: what served the step's requests.
-        served_why: why nothing better did.
-        host: what the step offloads, as `offloads_of` gives it.
-    """
-
-    plan: Plan
-    budget_bytes: int
-    plan_seconds: float
-    bounds: Bounds
-    prediction: Prediction
-    measurement: Measured
-    corrections: tuple[Correction, ...] = ()
-    compared: str = "loss, gradients, parameters, buffers, optimizer state, generators"
-    served_by: str = DEFAULT
-    served_why: str = ""
-    host: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-
-    @property
-    def measured(self) -> Measured:
-        """The measurement as the report takes it."""
-        return replace(
-            self.measurement,
-            bitwise_equal=True,
-            machine=f"{self.plan.device.name}, torch {self.plan.versions.get('torch', 'unknown')}",
-            note=" ".join([*filter(None, [self.measurement.note]), *map(_sentence, self.corrections)]),
-        )
+    return isinstance(planned, PlannedStep)
 
 
 def _given_plan(budget: str | None, plan: Path | None) -> Plan | None:
@@ -150,50 +105,125 @@ def _given_plan(budget: str | None, plan: Path | None) -> Plan | None:
     return Plan.load(plan) if plan else None
 
 
-def _plan(
-    step: TrainingStep, given: Plan | None, settings: Settings, device_profile: str | None
-) -> PlannedStep | CheckpointedStep:
-    """Return the planned step, by the given plan or by one that the settings ask for."""
-    from memfit.cost.device_profiles import load_device
-    from memfit.doors.fit import fit_step
-
-    device = load_device(device_profile) if device_profile else None
-    return fit_step(step, replace(settings, device=device), plan=given)
+def _keep(planned: PlannedStep | CheckpointedStep, path: Path | None, work: Work) -> None:
+    if _is_of_graph(planned):
+        work.keep(planned.plan, path)
+    elif path is not None:
+        write_policy(planned.policy(), path)
+        work.kept = path
 
 
-def _run(planned: PlannedStep, repeats: int, work: Work) -> Fitted:
-    """Run the planned step beside eager.
+class Facts(NamedTuple):
+    """What is told of a planned step beside its measurement.
+
+    Attributes:
+        device: its name.
+        budget_bytes: the user's budget; a corrected plan was made for less.
+        predicted: the JSON keys of the prediction.
+        keys: the other JSON keys.
+        rows: the same as text.
+        compared: what has the same bits as eager's.
+        by_part: what the budget covers, as text.
+    """
+
+    device: str
+    budget_bytes: int
+    predicted: dict[str, Any]
+    keys: dict[str, Any]
+    rows: dict[str, str]
+    compared: str = "loss, gradients, parameters, buffers, optimizer state, generators"
+    by_part: dict[str, str] = {}  # noqa: RUF012 - never changed
+
+
+def _verified(planned: PlannedStep | CheckpointedStep, repeats: int, work: Work) -> tuple[Facts, Measured]:
+    """Run the planned step beside eager, and return what is told of it, and the measurement.
 
     Raises:
         VerificationError: the bits differ, or the measured peak is over the budget.
     """
     work.stage("verifying against eager, bit by bit")
     planned.verify()
-    corrections = tuple(planned.corrections)
-    if corrections:
+    if planned.corrections:
         work.stage("verifying the corrected plan, bit by bit")
         planned.verify()
     work.stage("measuring eager and planned steps")
-    measurement = planned.measure(repeats=repeats)
-    plan = planned.plan
-    budget_bytes = parse_budget(planned.settings.budget, plan.unplanned.peak_bytes)
-    if measurement.peak_bytes > budget_bytes and planned.settings.budget_is == FIRM:
+    measured = planned.measure(repeats=repeats)
+    facts = _of_plan(planned) if _is_of_graph(planned) else _of_checkpoints(planned, measured)
+    if measured.peak_bytes > facts.budget_bytes and planned.settings.budget_is == FIRM:
         raise VerificationError(
-            f"the measured peak is {measurement.peak_bytes} bytes, the budget is {budget_bytes} bytes and the "
-            f"prediction was {plan.predicted.peak_bytes} bytes; lower the budget by the difference"
+            f"the measured peak is {measured.peak_bytes} bytes, the budget is {facts.budget_bytes} bytes and the "
+            f"prediction was {facts.predicted['peak_bytes']} bytes; lower the budget by the difference"
         )
-    return Fitted(
-        plan=plan,
-        budget_bytes=budget_bytes,
-        plan_seconds=sum(part.plan_seconds for part in planned.plans),
-        bounds=plan.bounds,
-        prediction=plan.predicted,
-        measurement=measurement,
-        corrections=corrections,
-        served_by=planned.memory.by,
-        served_why=planned.memory.why,
-        host=offloads_of([plan], planned.device.type, planned.settings.host_dir),
+    return facts, measured
+
+
+def _of_plan(planned: PlannedStep) -> Facts:
+    plan, by, why = planned.plan, planned.memory.by, planned.memory.why
+    taken = taken_of(plan, by)
+    host = offloads_of([plan], planned.device.type, planned.settings.host_dir)
+    seconds = sum(each.plan_seconds for each in planned.plans)
+    is_gpu, corrections = is_for_gpu(plan), planned.corrections
+    return Facts(
+        device=plan.device.name,
+        budget_bytes=parse_budget(planned.settings.budget, plan.unplanned.peak_bytes),
+        predicted={
+            "peak_bytes": plan.predicted.peak_bytes,
+            "step_seconds": plan.predicted.seconds,
+            **({"reserved_bytes": taken.reserved_bytes} if taken else {}),
+        },
+        keys={
+            "planner": plan.planner,
+            "status": plan.status,
+            "plan_seconds": seconds,
+            **host,
+            **({"reserved": taken.keys()} if taken else {}),
+            **({"memory": {"served_by": by, "why": why}} if is_gpu else {}),
+            "bounds": bounds_of(plan.bounds),
+            **({"corrections": [asdict(correction) for correction in corrections]} if corrections else {}),
+        },
+        rows={
+            **({"memory from": f"{by}{f': {why}' if why else ''}"} if is_gpu else {}),
+            **({"offloaded": offloads_row(host["host"])} if host else {}),
+            "plan": f"by planner {plan.planner} in {seconds_text(seconds)}: {plan.status}",
+            **({"corrected": " ".join(map(_sentence, corrections))} if corrections else {}),
+        },
+        by_part=taken.rows() if taken else {},
         **({} if planned.step.has_backward else {"compared": "the next state, generators"}),
+    )
+
+
+def _of_checkpoints(planned: CheckpointedStep, measured: Measured) -> Facts:
+    size = planned.report().sizes[0]
+    return Facts(
+        device=str(planned.device),
+        budget_bytes=planned.budget_bytes,
+        predicted={"peak_bytes": size.planned.predicted_bytes, "step_seconds": None},
+        keys={
+            "planner": "checkpoint",
+            "status": Status.FEASIBLE,
+            "plan_seconds": planned.plan_seconds,
+            "line": planned.line,
+            "policy": planned.policy(),
+            "bounds": {
+                "least_budget_found_bytes": measured.peak_bytes,
+                "least_budget_bound_bytes": measured.resident_bytes,
+                "overhead": None,
+            },
+        },
+        rows={
+            "no graph": f"{planned.line} depends on the value of a tensor; the step runs under memfit.checkpoint",
+            "kept": size.kinds_text(),
+        },
+    )
+
+
+def _for_report(planned: PlannedStep, measured: Measured) -> Measured:
+    """Return the measurement with what a report says beside it."""
+    return replace(
+        measured,
+        bitwise_equal=True,
+        machine=f"{planned.plan.device.name}, torch {planned.plan.versions.get('torch', 'unknown')}",
+        note=" ".join([*filter(None, [measured.note]), *map(_sentence, planned.corrections)]),
     )
 
 
@@ -202,68 +232,53 @@ def _sentence(correction: Correction) -> str:
     return f"{words[0].upper()}{words[1:]}."
 
 
-def _answer(target: str, fitted: Fitted, save: Path | None, report: Path | None) -> Answer:
-    plan, prediction, measurement = fitted.plan, fitted.prediction, fitted.measurement
-    taken = taken_of(plan, fitted.served_by)
-    baseline = {"peak_bytes": measurement.baseline_peak_bytes, "step_seconds": measurement.baseline_step_seconds}
-    measured = {"peak_bytes": measurement.peak_bytes, "step_seconds": measurement.step_seconds}
-    predicted = {
-        "peak_bytes": prediction.peak_bytes,
-        "step_seconds": prediction.seconds,
+def _answer(
+    target: str,
+    facts: Facts,
+    planned: PlannedStep | CheckpointedStep,
+    measured: Measured,
+    save: Path | None,
+    report: Path | None,
+) -> Answer:
+    baseline: dict[str, Any] = {
+        "peak_bytes": measured.baseline_peak_bytes,
+        "step_seconds": measured.baseline_step_seconds,
     }
-    if taken is not None:
-        predicted["reserved_bytes"] = taken.reserved_bytes
-    if measurement.reserved_bytes is not None:
-        measured["reserved_bytes"] = measurement.reserved_bytes
-    if measurement.transfers is not None:
-        measured |= {
-            "stall_seconds": measurement.transfers.stall_seconds,
-            "overlap_seconds": measurement.transfers.overlap_seconds,
+    run: dict[str, Any] = {
+        "peak_bytes": measured.peak_bytes,
+        "step_seconds": measured.step_seconds,
+        **({} if measured.reserved_bytes is None else {"reserved_bytes": measured.reserved_bytes}),
+    }
+    if measured.transfers is not None:
+        run |= {
+            "stall_seconds": measured.transfers.stall_seconds,
+            "overlap_seconds": measured.transfers.overlap_seconds,
         }
     keys: dict[str, Any] = {
-        "budget_bytes": fitted.budget_bytes,
-        "resident_bytes": measurement.resident_bytes,
-        "planner": plan.planner,
-        "status": plan.status,
-        "plan_seconds": fitted.plan_seconds,
+        "budget_bytes": facts.budget_bytes,
+        "resident_bytes": measured.resident_bytes,
         "baseline": baseline,
-        "predicted": predicted,
-        "measured": measured,
-        "overhead": measurement.overhead,
+        "predicted": facts.predicted,
+        "measured": run,
+        "overhead": measured.overhead,
         "bitwise_equal": True,
-        **fitted.host,
-        **({"reserved": taken.keys()} if taken else {}),
-        **({"memory": {"served_by": fitted.served_by, "why": fitted.served_why}} if is_for_gpu(plan) else {}),
-        "bounds": bounds_of(fitted.bounds),
+        **facts.keys,
     }
-    if fitted.corrections:
-        keys["corrections"] = [asdict(correction) for correction in fitted.corrections]
-    return Answer(target=target, device=plan.device.name, keys=keys, parts=_parts(fitted, keys, taken, save, report))
-
-
-def _parts(
-    fitted: Fitted, keys: dict[str, Any], taken: Taken | None, save: Path | None, report: Path | None
-) -> tuple[RenderableType, ...]:
-    resident = format_bytes(keys["resident_bytes"])
-    why = f": {fitted.served_why}" if fitted.served_why else ""
     rows = {
-        "budget": f"{format_bytes(fitted.budget_bytes)}, {resident} of it resident",
-        "same bits as eager": fitted.compared,
-        "overhead": f"{change_text(keys['overhead'])} (measured, against eager)",
-        **({"memory from": f"{fitted.served_by}{why}"} if is_for_gpu(fitted.plan) else {}),
-        **({"offloaded": offloads_row(keys["host"])} if fitted.host else {}),
-        **({"eager": fitted.measurement.note} if fitted.measurement.note else {}),
-        "plan": f"by planner {fitted.plan.planner} in {seconds_text(fitted.plan_seconds)}: {fitted.plan.status}",
-        **({"corrected": " ".join(map(_sentence, fitted.corrections))} if fitted.corrections else {}),
-        **({"plan file": str(save)} if save else {}),
+        "budget": f"{format_bytes(facts.budget_bytes)}, {format_bytes(measured.resident_bytes)} of it resident",
+        "same bits as eager": facts.compared,
+        "overhead": f"{change_text(measured.overhead)} (measured, against eager)",
+        **({"eager": measured.note} if measured.note else {}),
+        **facts.rows,
+        **({"plan file" if _is_of_graph(planned) else "policy file": str(save)} if save else {}),
         **({"report": str(report)} if report else {}),
     }
-    sides = (keys["baseline"], keys["measured"], keys["predicted"])
-    sizes = [
-        (name, *("-" if s.get(key) is None else format_bytes(s[key]) for s in sides))
-        for name, key in (("peak", "peak_bytes"), ("reserved", "reserved_bytes"))
+    texts = (("peak", "peak_bytes", format_bytes), ("reserved", "reserved_bytes", format_bytes))
+    cells = [
+        (name, *("-" if side.get(key) is None else text(side[key]) for side in (baseline, run, facts.predicted)))
+        for name, key, text in (*texts, ("step", "step_seconds", seconds_text))
     ]
-    seconds = ("step", *("-" if s["step_seconds"] is None else seconds_text(s["step_seconds"]) for s in sides))
     columns = ("", "eager, measured", "planned, measured", "planned, predicted")
-    by_part = (rows_table(taken.rows()), Text()) if taken else ()
-    return rows_table(rows), Text(), *by_part, columns_table(columns, [*sizes, seconds])
+    by_part = (rows_table(facts.by_part), Text()) if facts.by_part else ()
+    parts = (rows_table(rows), Text(), *by_part, columns_table(columns, cells))
+    return Answer(target=target, device=facts.device, keys=keys, parts=parts)

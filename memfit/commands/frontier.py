@@ -1,21 +1,22 @@
-"""`memfit frontier`, and `memfit.frontier`: the largest batch of each combination of sizes, and its price."""
+"""`memfit batch`, `memfit frontier` and `memfit.frontier`: the largest batch that fits a budget, and its price."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import RenderableType
 from rich.text import Text
 
 from memfit.commands import options
 from memfit.commands.answer import Answer, columns_table, deliver, rows_table
-from memfit.commands.batch_trial import Trial, largest_fitting
+from memfit.commands.batch_trial import Trial
 from memfit.commands.targets import require_step, resolve
 from memfit.commands.work import Work, working
-from memfit.device import GENERIC, Device
-from memfit.errors import InvalidBudgetError, InvalidOptionError
+from memfit.errors import InfeasibleBudgetError, InvalidBudgetError, InvalidOptionError, TimeLimitError
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Settings
 from memfit.report.frontier_page import FrontierRow, write_frontier_page
 from memfit.system.budget import format_bytes, parse_budget
@@ -24,6 +25,16 @@ if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
 
 _MOST_BATCH = 1 << 16
+
+EXAMPLES_OF_BATCH = """
+Examples:
+
+memfit batch resnet50 --budget 4GiB
+
+memfit batch gpt2 --budget 40GiB --device-profile a100-40 --report batch.html
+
+memfit batch train.py:make_step --budget 16GB --json
+"""
 
 EXAMPLES = """
 Examples:
@@ -74,47 +85,88 @@ def frontier(
         return [row for row, _ in _rows(target, over or {}, device_profile, settings, largest, work)]
 
 
+def batch(
+    target: options.StepTarget,
+    budget: options.Budget,
+    search: options.Search,
+    set_: options.WorkloadOptions = None,
+    device_profile: options.DeviceProfile = None,
+    largest: options.LargestBatch = _MOST_BATCH,
+    report: options.Report = None,
+    as_json: options.Json = False,
+) -> int:
+    """Find the largest batch of TARGET that fits a budget, and its overhead. Several batch sizes are planned."""
+    options.require_writable(report)
+    settings = _in_bytes(search.settings(budget))
+    over = {name: [value] for name, value in options.read_settings(set_, "--set").items()}
+    with working() as work:
+        ((row, trial),) = _rows(target, over, device_profile, settings, largest, work)
+        _write_report("memfit batch", trial.name, [(row, trial)], settings, report, work)
+    if row.largest_batch == 0 and not work.interrupted:
+        raise trial.refusal()
+    keys: dict[str, Any] = {
+        "budget_bytes": trial.budget_bytes,
+        "largest_batch": row.largest_batch,
+        "points": [point.keys() for point in row.planned],
+        "infeasible": [size for size, error in trial.errors.items() if isinstance(error, InfeasibleBudgetError)],
+        "timed_out": [size for size, error in trial.errors.items() if isinstance(error, TimeLimitError)],
+    }
+    head = f"{trial.name}: the largest batch within {format_bytes(trial.budget_bytes)} is {row.largest_batch}"
+    columns = ("batch", "peak", "unplanned", "overhead", "samples a second (predicted)")
+    table = columns_table(columns, [point.cells(trial.budget_bytes) for point in row.points])
+    parts = (Text(head), table, *_written(report))
+    answer = Answer(target=target, device=trial.device.name, keys=keys, parts=parts, exit_status=work.exit_status)
+    return deliver(answer, as_json=as_json)
+
+
 def command(
     target: options.StepTarget,
     budget: options.Budget,
+    search: options.Search,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=V1,V2,...", help="Values of an option; every combination is a row."),
     ] = None,
-    planner: options.Planner = DEFAULT_PLANNER,
-    option: options.PlannerOptions = None,
-    time_limit: options.TimeLimit = DEFAULT_TIME_LIMIT_SECONDS,
-    seed: options.Seed = 0,
     device_profile: options.DeviceProfile = None,
-    no_cache: options.NoCache = False,
-    largest: Annotated[
-        int, typer.Option("--largest", metavar="N", min=1, help="No batch above this is tried.")
-    ] = _MOST_BATCH,
+    largest: options.LargestBatch = _MOST_BATCH,
     report: options.Report = None,
     as_json: options.Json = False,
 ) -> int:
     """Find the largest batch that fits a budget, and its price, for every combination of sizes. Nothing is trained."""
     options.require_writable(report)
-    settings = _in_bytes(options.plan_settings(budget, planner, option, time_limit, seed, no_cache=no_cache))
+    settings = _in_bytes(search.settings(budget))
     over = {name: _values(name, text) for name, text in options.read_settings(set_, "--set").items()}
     with working() as work:
         found = list(_rows(target, over, device_profile, settings, largest, work))
-        rows, device = [row for row, _ in found], found[-1][1] if found else GENERIC
-        if report and not work.interrupted:
-            work.stage("writing the report")
-            write_frontier_page(target, int(settings.budget), device, rows, report)
+        _write_report("memfit frontier", target, found, settings, report, work)
+    rows = [row for row, _ in found]
     keys = {"budget_bytes": int(settings.budget), "rows": [row.keys() for row in rows]}
-    parts = [Text(f"{target} within {format_bytes(int(settings.budget))}"), _table(rows, list(over))]
-    if report:
-        parts.append(rows_table({"report": str(report)}))
-    answer = Answer(target=target, device=device.name, keys=keys, parts=tuple(parts), exit_status=work.exit_status)
+    titles = ("largest batch", "peak", "unplanned", "overhead", "samples a second", "fastest batch, its samples")
+    lines = [(*(str(row.options[name]) for name in over), *row.cells()) for row in rows]
+    head = Text(f"{target} within {format_bytes(int(settings.budget))}")
+    parts = (head, columns_table((*over, *titles), lines), *_written(report))
+    device = found[-1][1].device.name
+    answer = Answer(target=target, device=device, keys=keys, parts=parts, exit_status=work.exit_status)
     return deliver(answer, as_json=as_json)
+
+
+def _write_report(
+    which: str, name: str, found: Sequence[tuple[FrontierRow, Trial]], settings: Settings, path: Path | None, work: Work
+) -> None:
+    if path and not work.interrupted:
+        work.stage("writing the report")
+        rows = [row for row, _ in found]
+        write_frontier_page(which, name, int(settings.budget), found[-1][1].device, rows, path)
+
+
+def _written(report: Path | None) -> tuple[RenderableType, ...]:
+    return (rows_table({"report": str(report)}),) if report else ()
 
 
 def _in_bytes(settings: Settings) -> Settings:
     if not settings.is_in_bytes:
         raise InvalidBudgetError(
-            f"budget {settings.budget!r} is a share of a peak that grows with the sizes; give bytes, such as 6GiB"
+            f"budget {settings.budget!r} is a share of a peak that grows with the batch; give bytes, such as 6GiB"
         )
     return settings.within(parse_budget(settings.budget, 1))
 
@@ -133,8 +185,8 @@ def _rows(
     settings: Settings,
     largest: int,
     work: Work,
-) -> Iterator[tuple[FrontierRow, Device]]:
-    """Yield the row of each combination, and the device that it was planned for; fewer after Ctrl-C."""
+) -> Iterator[tuple[FrontierRow, Trial]]:
+    """Yield the row of each combination, with the plans that it was made from; fewer rows after Ctrl-C."""
     from memfit.workloads.batch_sizes import batch_size  # imports torch
 
     first = 0  # a row begins with the batch that the one before ended with
@@ -144,21 +196,13 @@ def _rows(
         chosen = dict(zip(over, values, strict=True))
         work.stage(f"building the step{''.join(f', {name} {value}' for name, value in chosen.items())}")
         trial = Trial(str(target), chosen, device_profile, settings, work, _step_of(target, chosen))
-        found = largest_fitting(trial.fits, min(first or batch_size(trial.step), largest), largest, work)
-        first = max(1, found)
-        points = sorted(trial.points.values(), key=lambda point: point.batch)
-        yield FrontierRow(options=chosen, largest_batch=found, points=points), trial.device
+        row = trial.row(first or batch_size(trial.step), largest)
+        first = max(1, row.largest_batch)
+        yield row, trial
 
 
 def _step_of(target: str | Callable[..., TrainingStep], chosen: Mapping[str, Any]) -> TrainingStep:
     if not isinstance(target, str):
         return target(**chosen)
-    refusal = f"{target} is a graph of one size; `memfit frontier` needs a workload or path/to/file.py:function"
+    refusal = f"{target} is a graph of one size; a batch is sought for a workload or path/to/file.py:function"
     return require_step(resolve(target, chosen), refusal)
-
-
-def _table(rows: Sequence[FrontierRow], names: Sequence[str]) -> Any:
-    titles = ("largest batch", "peak", "unplanned", "overhead", "samples a second", "fastest batch, its samples")
-    lines = [(*(str(row.options[name]) for name in names), *row.cells()) for row in rows]
-    width = len(names) + len(titles)
-    return columns_table((*names, *titles), [(*line, *[""] * (width - len(line))) for line in lines])

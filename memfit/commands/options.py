@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 import typer
 
 from memfit.errors import InvalidFileError, InvalidOptionError
-from memfit.options import FitOptions, help_texts
+from memfit.options import FitOptions, help_texts, settings_from
 from memfit.planners import PLANNERS, make_planner
-from memfit.planning import FIRM, Settings
-from memfit.system.budget import parse_budget, parse_host_budget
-from memfit.system.spill_file import parse_host_dir
+from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Settings
+from memfit.system.budget import parse_budget
 
 _ANY_PEAK_BYTES = 1 << 50  # the peak that a percentage is taken of while only its form is checked
 
 _HELP = {name: f"{text[:1].upper()}{text[1:]}." for name, text in help_texts(FitOptions).items()}
+
+
+def _of_record(name: str, *names: str, metavar: str | None = None) -> Any:
+    """Return an option of the command line with the help text that the option `name` has in Python."""
+    return typer.Option(*(names or (f"--{name.replace('_', '-')}",)), metavar=metavar, help=_HELP[name])
+
 
 _STEP = "A built-in workload (see `memfit workloads`), {}path/to/file.py:function that returns a memfit.TrainingStep{}."
 
@@ -32,46 +40,25 @@ Budget = Annotated[
         "--budget",
         "-b",
         metavar="BUDGET",
-        help="6GiB, 500MB, a whole number of bytes, or 60% of the unplanned peak. It covers parameters and inputs too.",
+        help="6GiB, 500MB, a whole number of bytes, or 60% of the peak of the step as it was written. It covers "
+        "parameters and inputs too.",
     ),
 ]
 OptionalBudget = Annotated[
     str | None, typer.Option("--budget", "-b", metavar="BUDGET", help="As for `memfit plan`; or give --plan.")
 ]
-HostBudget = Annotated[
-    str | None,
-    typer.Option(
-        "--host-budget",
-        metavar="SIZE",
-        help="Storages may leave the device, up to this size: from a GPU to pinned memory of the host, which nothing "
-        "else can use then, and from a CPU to a file on disk. None by default.",
-    ),
-]
-HostDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--host-dir",
-        metavar="DIR",
-        help=_HELP["host_dir"],
-    ),
-]
-BudgetIs = Annotated[
-    str,
-    typer.Option(
-        "--budget-is",
-        metavar="firm|soft",
-        help=_HELP["budget_is"],
-    ),
-]
-Hard = Annotated[bool, typer.Option("--hard", help=_HELP["hard"])]
-CudaGraph = Annotated[bool, typer.Option("--cuda-graph", help=_HELP["cuda_graph"])]
-Planner = Annotated[str, typer.Option("--planner", "-p", metavar="NAME", help="See `memfit planners`.")]
+HostBudget = Annotated[str | None, _of_record("host_budget", metavar="SIZE")]
+HostDir = Annotated[Path | None, _of_record("host_dir", metavar="DIR")]
+BudgetIs = Annotated[str, _of_record("budget_is", metavar="firm|soft")]
+Hard = Annotated[bool, _of_record("hard")]
+CudaGraph = Annotated[bool, _of_record("cuda_graph")]
+Planner = Annotated[str, _of_record("planner", "--planner", "-p", metavar="NAME")]
 PlannerOptions = Annotated[
     list[str] | None,
     typer.Option("--option", metavar="NAME=VALUE", help="An option of the planner; may be given several times."),
 ]
-TimeLimit = Annotated[float, typer.Option("--time-limit", "-t", metavar="SECONDS", help=_HELP["time_limit_seconds"])]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help=_HELP["seed"])]
+TimeLimit = Annotated[float, _of_record("time_limit_seconds", "--time-limit", "-t", metavar="SECONDS")]
+Seed = Annotated[int, _of_record("seed", metavar="N")]
 WorkloadOptions = Annotated[
     list[str] | None,
     typer.Option(
@@ -96,6 +83,7 @@ DeviceProfile = Annotated[
         help="Plan for this device instead of the one here (see `memfit devices`); times then come from a roofline.",
     ),
 ]
+LargestBatch = Annotated[int, typer.Option("--largest", metavar="N", min=1, help="No batch above this is tried.")]
 CurvePoints = Annotated[
     int, typer.Option("--curve", metavar="N", min=0, help="Points of the report's trade-off curve; 0 leaves it out.")
 ]
@@ -103,58 +91,64 @@ Repeats = Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Ste
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on standard output.")]
 
 
-def plan_settings(
-    budget: str | int,
-    planner: str,
-    option: list[str] | None,
-    time_limit: float,
-    seed: int,
-    *,
-    host_budget: str | None = None,
-    host_dir: Path | None = None,
-    no_cache: bool = False,
-    budget_is: str = FIRM,
-    hard: bool = False,
-    cuda_graph: bool = False,
-) -> Settings:
-    """Return the settings of a plan that the options of a command give, checked before any work is done.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """The options of a command that say how plans are searched, and what they may use.
 
-    >>> plan_settings("6GiB", "search", ["iterations=100"], 5.0, 0).options
+    >>> Search(planner="search", option=["iterations=100"]).settings("6GiB").options
     {'iterations': 100}
-
-    Args:
-        budget: text such as `6GiB` or `60%`, or bytes.
-        planner: a planner's name.
-        option: `NAME=VALUE` texts of the planner's options.
-        time_limit: seconds.
-        seed: a whole number from 0 on.
-        host_budget: text such as `64GiB`; None allows no offloading.
-        host_dir: on the disk that a CPU offloads to.
-        no_cache: whether kept plans are left unread.
-        budget_is: `firm` or `soft`.
-        hard: whether the process is capped while a step runs.
-        cuda_graph: whether the step is captured and replayed.
-
-    Raises:
-        InvalidBudgetError: a budget that cannot be read.
-        InvalidOptionError: no such planner, no such option, or a value that it cannot have.
     """
-    parse_budget(budget, unplanned_peak_bytes=_ANY_PEAK_BYTES)
-    settings = Settings(
-        budget=budget,
-        planner=planner,
-        options=typed_options("planner", planner, PLANNERS, read_settings(option, "--option")),
-        time_limit_seconds=require_time_limit(time_limit),
-        seed=seed,
-        host_budget_bytes=parse_host_budget(host_budget),
-        host_dir=parse_host_dir(host_dir),
-        reads_kept_plans=not no_cache,
-        budget_is=budget_is,
-        hard=hard,
-        cuda_graph=cuda_graph,
-    )
-    make_planner(planner, **settings.options)
-    return settings
+
+    host_budget: HostBudget = None
+    host_dir: HostDir = None
+    planner: Planner = DEFAULT_PLANNER
+    option: PlannerOptions = None
+    time_limit: TimeLimit = DEFAULT_TIME_LIMIT_SECONDS
+    seed: Seed = 0
+    no_cache: NoCache = False
+
+    def settings(self, budget: str | int, **of_run: Any) -> Settings:
+        """Return the settings of a plan, checked before any work is done.
+
+        Args:
+            budget: text such as `6GiB` or `60%`, or bytes.
+            of_run: more options of `memfit.fit`.
+
+        Raises:
+            InvalidBudgetError: a budget that cannot be read.
+            InvalidOptionError: no such planner, no such option, or a value that it cannot have.
+        """
+        parse_budget(budget, unplanned_peak_bytes=_ANY_PEAK_BYTES)
+        of_plan = {
+            "planner": self.planner,
+            "options": typed_options("planner", self.planner, PLANNERS, read_settings(self.option, "--option")),
+            "time_limit_seconds": require_time_limit(self.time_limit),
+            "seed": self.seed,
+            "host_budget": self.host_budget,
+            "host_dir": self.host_dir,
+        }
+        settings = settings_from(budget, {**of_plan, **of_run})
+        make_planner(settings.planner, **settings.options)
+        return replace(settings, reads_kept_plans=not self.no_cache, stops_on_interrupt=False)
+
+
+def with_each_option(command: Callable[..., int]) -> Callable[..., int]:
+    """Return a command as typer takes it: with each option of `Search` in the place of its parameter `search`."""
+    own = inspect.signature(Search, eval_str=True).parameters
+    taken: dict[str, inspect.Parameter] = {}
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        taken |= own if parameter.annotation is Search else {name: parameter}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    signature = inspect.Signature([parameter.replace(kind=keyword) for parameter in taken.values()])
+
+    @wraps(command)
+    def run(**given: Any) -> int:
+        chosen = {name: given.pop(name) for name in own} if taken.keys() >= own.keys() else {}
+        return command(**given, **({"search": Search(**chosen)} if chosen else {}))
+
+    vars(run).update(__signature__=signature)
+    run.__annotations__ = {name: parameter.annotation for name, parameter in taken.items()}
+    return run
 
 
 def read_settings(texts: Iterable[str] | None, option: str) -> dict[str, str]:

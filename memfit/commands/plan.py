@@ -17,7 +17,7 @@ from memfit.commands.plan_keys import bounds_of, counts_of, host_of
 from memfit.commands.targets import resolve
 from memfit.commands.work import working
 from memfit.plan import Plan
-from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, make_plan
+from memfit.planning import make_plan
 from memfit.report import text_summary
 from memfit.report.curve import CurvePoint
 from memfit.report.formatting import change_text, status_text
@@ -44,15 +44,9 @@ memfit plan resnet50 --budget 50% --frontier 10
 def plan(
     target: options.Target,
     budget: options.Budget,
-    host_budget: options.HostBudget = None,
-    host_dir: options.HostDir = None,
-    planner: options.Planner = DEFAULT_PLANNER,
-    option: options.PlannerOptions = None,
-    time_limit: options.TimeLimit = DEFAULT_TIME_LIMIT_SECONDS,
-    seed: options.Seed = 0,
+    search: options.Search,
     set_: options.WorkloadOptions = None,
     device_profile: options.DeviceProfile = None,
-    no_cache: options.NoCache = False,
     save: options.Save = None,
     report: options.Report = None,
     curve: options.CurvePoints = 10,
@@ -69,9 +63,7 @@ def plan(
 ) -> int:
     """Find a plan for TARGET within a budget, and show its cost. Nothing is run."""
     options.require_writable(save, report)
-    asked = options.plan_settings(
-        budget, planner, option, time_limit, seed, host_budget=host_budget, host_dir=host_dir, no_cache=no_cache
-    )
+    asked = search.settings(budget)
     of_workload = options.read_settings(set_, "--set")
     with working() as work:
         settings = work.follow(asked)
@@ -79,7 +71,7 @@ def plan(
         costed = graph_with_costs(resolved, device_profile, work, settings=settings)
         found = make_plan(costed.graph, costed.device, costed.with_shares(settings))
         work.keep(found, save)
-        points = trade_off(found, frontier, time_limit, settings, work) if not work.interrupted else []
+        points = trade_off(found, frontier, settings.time_limit_seconds, settings, work) if not work.interrupted else []
         if report and not work.interrupted:
             write_report(found, report, curve, settings, work)
     return deliver(_answer(target, found, points, save, report, work.exit_status), as_json=as_json)

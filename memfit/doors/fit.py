@@ -125,12 +125,9 @@ def fit_step(
         MemfitError: as `fit`.
     """
     given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
-    planned: PlannedStep | CheckpointedStep
     try:
         planned = PlannedStep(step, settings, given)
     except GraphBreakError as broken:
-        if settings.cuda_graph:
-            raise UnsupportedStepError(f"{broken}; cuda_graph=True: such a step is not one graph") from broken
         if given is not None or not step.has_backward:
             raise
         if step.across is not None:

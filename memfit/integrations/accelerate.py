@@ -40,8 +40,8 @@ def prepare(accelerator: Accelerator, *things: Any, budget: str | int, door: str
         door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, for a
             model that the compiler breaks into several graphs, and with a Dynamo backend, `memfit.checkpoint`.
             `compile`, `checkpoint`: that one.
-        options: of the door: `reserve`, `planner`, `options`, `time_limit_seconds`, `seed`, `host_budget`, `host_dir`
-            as in `memfit.compile`; `blocks`, `budget_is` as in `memfit.checkpoint`.
+        options: of the door: those of `memfit.options.CompileOptions`, such as `planner` and `kernels`, for
+            `memfit.compile`; `blocks`, `host_budget`, `budget_is` for `memfit.checkpoint`.
 
     Raises:
         InvalidTargetError: no model.
@@ -73,5 +73,5 @@ def prepare(accelerator: Accelerator, *things: Any, budget: str | int, door: str
         held.append(HeldModel(budget, door, options, _WHERE))
         held[-1].hold(model, why_not_compile=why)
         held[-1].follow(*theirs)
-    accelerator.memfit = held  # pyright: ignore[reportAttributeAccessIssue] # for what they tell
+    accelerator.memfit = held  # pyright: ignore[reportAttributeAccessIssue] # for their reports
     return prepared

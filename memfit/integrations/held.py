@@ -21,6 +21,26 @@ AUTO, COMPILE, CHECKPOINT, EAGER = "auto", "compile", "checkpoint", "eager"
 _OPTIONS = {CHECKPOINT: ("blocks", "budget_is", "host_budget"), EAGER: ("host_budget", "host_dir")}
 
 
+class Reporting:
+    """What a callback of a library's loop reports of the model that it holds."""
+
+    _held: HeldModel
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans in use of `memfit.compile`, one for each graph and tuple of sizes."""
+        return self._held.plans
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes on the device in any step that was measured: forward, loss, backward and update."""
+        return self._held.most_bytes
+
+    def report(self) -> Report | EagerReport | None:
+        """Return the report of `memfit.checkpoint` or `memfit.eager`; None if `memfit.compile` holds the model."""
+        return self._held.report()
+
+
 class HeldModel:
     """A model in a library's loop, held to a budget.
 

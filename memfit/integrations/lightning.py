@@ -7,11 +7,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from memfit.checkpointing.reporting import Report
-from memfit.eager_mode.eager import Report as EagerReport
 from memfit.errors import InvalidTargetError, UnsupportedStepError
-from memfit.integrations.held import AUTO, HeldModel
-from memfit.plan import Plan
+from memfit.integrations.held import AUTO, HeldModel, Reporting
 
 # The core alone, or the whole framework, whose core has another name.
 _is_core = "pytorch_lightning" in sys.modules or find_spec("lightning") is None
@@ -20,7 +17,7 @@ lightning: Any = import_module("pytorch_lightning" if _is_core else "lightning.p
 _WHERE = "memfit.integrations.lightning"
 
 
-class MemfitCallback(lightning.Callback):
+class MemfitCallback(Reporting, lightning.Callback):
     """Runs a module of a LightningModule inside a budget, in training and in evaluation.
 
         >>> from memfit.integrations.lightning import MemfitCallback
@@ -36,8 +33,8 @@ class MemfitCallback(lightning.Callback):
         door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, and for a
             module that the compiler breaks into several graphs, `memfit.checkpoint`. `compile`, `checkpoint`, `eager`:
             that one; the latter two are on from the beginning of a training to its end.
-        options: of the door: `planner`, `options`, `time_limit_seconds`, `seed`, `host_budget`, `host_dir` as in
-            `memfit.compile`; `blocks`, `budget_is` as in `memfit.checkpoint`.
+        options: of the door: those of `memfit.options.CompileOptions`, such as `planner` and `kernels`, for
+            `memfit.compile`; `blocks`, `host_budget`, `budget_is` for `memfit.checkpoint`.
 
     Raises:
         InvalidTargetError: there is no such module.
@@ -50,20 +47,6 @@ class MemfitCallback(lightning.Callback):
         self._held = HeldModel(budget, door, options, _WHERE)
         self._name = module
         self._ran = 0
-
-    @property
-    def plans(self) -> list[Plan]:
-        """The plans in use of `memfit.compile`, one for each graph and tuple of sizes."""
-        return self._held.plans
-
-    @property
-    def most_bytes(self) -> int:
-        """The most bytes on the device in any step that was measured: forward, loss, backward and update."""
-        return self._held.most_bytes
-
-    def report(self) -> Report | EagerReport | None:
-        """Return the report of `memfit.checkpoint` or `memfit.eager`; None if `memfit.compile` holds the module."""
-        return self._held.report()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Let the module's calls run planned."""

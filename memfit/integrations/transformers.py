@@ -10,17 +10,14 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DynamoBackend
 
 from memfit.checkpointing.blocks import find_blocks
-from memfit.checkpointing.reporting import Report
-from memfit.eager_mode.eager import Report as EagerReport
 from memfit.errors import UnsupportedStepError
-from memfit.integrations.held import AUTO, HeldModel
-from memfit.plan import Plan
+from memfit.integrations.held import AUTO, HeldModel, Reporting
 from memfit.torch_private.modules import is_compiled
 
 _WHERE = "memfit.integrations.transformers"
 
 
-class MemfitCallback(transformers.TrainerCallback):
+class MemfitCallback(Reporting, transformers.TrainerCallback):
     """Runs the model of a Trainer inside a budget, in training and in evaluation.
 
         >>> from memfit.integrations.transformers import MemfitCallback
@@ -35,8 +32,8 @@ class MemfitCallback(transformers.TrainerCallback):
         door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, for a
             model that the compiler breaks into several graphs, and with `torch_compile=True`, `memfit.checkpoint`.
             `compile`, `checkpoint`, `eager`: that one; `eager` is on from the beginning of a training to its end.
-        options: of the door: `planner`, `options`, `time_limit_seconds`, `seed`, `host_budget`, `host_dir` as in
-            `memfit.compile`; `blocks`, `budget_is` as in `memfit.checkpoint`.
+        options: of the door: those of `memfit.options.CompileOptions`, such as `planner` and `kernels`, for
+            `memfit.compile`; `blocks`, `host_budget`, `budget_is` for `memfit.checkpoint`.
 
     Raises:
         InvalidOptionError, InvalidBudgetError: when the Trainer is made; other errors as the door.
@@ -47,20 +44,6 @@ class MemfitCallback(transformers.TrainerCallback):
         self._held = HeldModel(budget, door, options, _WHERE)
         self._compiler: dict[str, Any] = {}  # arguments of `compile`, by the Trainer's
         self._compiles_blocks = False
-
-    @property
-    def plans(self) -> list[Plan]:
-        """The plans in use of `memfit.compile`, one for each graph and tuple of sizes."""
-        return self._held.plans
-
-    @property
-    def most_bytes(self) -> int:
-        """The most bytes on the device in any step that was measured: forward, loss, backward and update."""
-        return self._held.most_bytes
-
-    def report(self) -> Report | EagerReport | None:
-        """Return the report of `memfit.checkpoint` or `memfit.eager`; None if `memfit.compile` holds the model."""
-        return self._held.report()
 
     def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
         """Let the model's calls run planned."""
@@ -80,7 +63,7 @@ class MemfitCallback(transformers.TrainerCallback):
             )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
-        """Let go of the optimizer."""
+        """Stop following the optimizer."""
         self._held.end_training()
 
     def _hold(self, args: Any, model: Any, *, is_training: bool) -> None:

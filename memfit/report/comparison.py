@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from memfit.device import Device
 from memfit.graph import Graph
 from memfit.plan import Plan
 from memfit.report.formatting import count_text, module_text, printable, status_text
-from memfit.report.html_template import fill_template
+from memfit.report.html_template import make_page
 from memfit.report.live import play
 from memfit.report.storage_fates import Kind, fates
 from memfit.step.measured import Measured
@@ -67,15 +66,13 @@ def write_comparison(graph: Graph, device: Device, points: Sequence[ComparedPoin
     Guarantees: as `write_html`: no text of the graph can become markup or script, and the page loads nothing.
     """
     planners = list(dict.fromkeys(point.planner for point in points))
-    parts = {
-        "title": f"memfit compare: {escape(printable(graph.name))}",
-        "name": escape(printable(graph.name)),
-        "lead": escape(
-            f"{count_text(len(planners), 'planner')} on {count_text(len(graph.ops), 'op')}, "
-            f"{format_bytes(graph.resident_bytes)} resident, times of {printable(device.name)}."
-        ),
+    texts = {
+        "title": f"memfit compare: {graph.name}",
+        "name": graph.name,
+        "lead": f"{count_text(len(planners), 'planner')} on {count_text(len(graph.ops), 'op')}, "
+        f"{format_bytes(graph.resident_bytes)} resident, times of {device.name}.",
     }
-    page = fill_template("comparison.html", parts, _data(graph, device, points, planners))
+    page = make_page("comparison.html", texts, _data(graph, device, points, planners))
     write_atomically(Path(path), page.encode())
 
 
@@ -100,14 +97,10 @@ def _point(point: ComparedPoint, device: Device, managed: list[int]) -> dict[str
         of_storage = fates(play(point.plan.graph, point.plan.schedule, device))
         kinds = "".join(str(_KINDS.index(of_storage[storage].kind)) for storage in managed)
     measured = point.measured
+    shown = ("planner", "budget_bytes", "setting", "peak_bytes", "overhead", "plan_seconds")
     return {
-        "planner": point.planner,
-        "budget_bytes": point.budget_bytes,
-        "setting": point.setting,
+        **{name: getattr(point, name) for name in shown},
         "status": status_text(point.status),
-        "peak_bytes": point.peak_bytes,
-        "overhead": point.overhead,
-        "plan_seconds": point.plan_seconds,
         "measured_peak_bytes": measured.peak_bytes if measured else None,
         "measured_overhead": measured.overhead if measured else None,
         "same_bits": measured.bitwise_equal if measured else None,

@@ -1,20 +1,53 @@
-"""The HTML page of `memfit frontier`: for each combination of sizes, batches against their speed and their price."""
+"""The HTML page of `memfit batch` and `memfit frontier`: batches against their speed and their price."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from memfit.device import Device
-from memfit.report.batch_page import BatchPoint
-from memfit.report.formatting import change_text, printable
-from memfit.report.html_template import fill_template
+from memfit.report.formatting import change_text
+from memfit.report.html_template import make_page, table_row
 from memfit.system.budget import format_bytes
 from memfit.system.files import write_atomically
+
+
+class BatchPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One batch size: its plan's peak, overhead and speed, all predicted; None where there is no plan.
+
+    `least_bytes` is the proved least budget: no plan of this size fits less.
+    """
+
+    batch: int
+    least_bytes: int
+    unplanned_bytes: int | None = None
+    peak_bytes: int | None = None
+    overhead: float | None = None
+    samples_per_second: float | None = None
+
+    def keys(self) -> dict[str, Any]:
+        """The point as JSON."""
+        shown = ("batch", "peak_bytes", "overhead", "samples_per_second")
+        return {name: getattr(self, name) for name in shown}
+
+    def no_plan_text(self, budget_bytes: int) -> str:
+        """Return why there is no plan for this size: it is proved that none fits, or the planner found none."""
+        return "no plan fits" if self.least_bytes > budget_bytes else "no plan found"
+
+    def cells(self, budget_bytes: int) -> tuple[str, ...]:
+        """Return the point as texts: batch, peak, unplanned peak, overhead and speed; two texts without a plan."""
+        if self.overhead is None:
+            return f"{self.batch:,}", self.no_plan_text(budget_bytes)
+        return (
+            f"{self.batch:,}",
+            format_bytes(self.peak_bytes or 0),
+            format_bytes(self.unplanned_bytes or 0),
+            change_text(self.overhead),
+            f"{self.samples_per_second:,.1f}",
+        )
 
 
 class FrontierRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +64,16 @@ class FrontierRow(msgspec.Struct, frozen=True, kw_only=True):
     points: Sequence[BatchPoint]
 
     @property
+    def label(self) -> str:
+        """The combination in words."""
+        return ", ".join(f"{name} {value}" for name, value in self.options.items()) or "as it is"
+
+    @property
+    def planned(self) -> list[BatchPoint]:
+        """The points that have a plan."""
+        return [point for point in self.points if point.overhead is not None]
+
+    @property
     def largest(self) -> BatchPoint | None:
         """The plan of the largest batch."""
         return next((point for point in self.points if point.batch == self.largest_batch), None)
@@ -38,11 +81,10 @@ class FrontierRow(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fastest(self) -> BatchPoint | None:
         """The plan with the most samples a second; the smaller batch of two that are equal."""
-        planned = [point for point in self.points if point.samples_per_second is not None]
-        return max(planned, key=lambda point: (point.samples_per_second or 0.0, -point.batch), default=None)
+        return max(self.planned, key=lambda point: (point.samples_per_second or 0.0, -point.batch), default=None)
 
     def cells(self) -> tuple[str, ...]:
-        """The row as texts: largest batch, peak, unplanned peak, overhead, speed, and the fastest batch with its speed.
+        """The row as texts: those of the largest batch, and the fastest batch with its speed.
 
         Two texts where no batch fits.
         """
@@ -50,25 +92,21 @@ class FrontierRow(msgspec.Struct, frozen=True, kw_only=True):
         if best is None or fastest is None:
             least_bytes = min((point.least_bytes for point in self.points), default=0)
             return "0", f"a batch of 1 takes {format_bytes(least_bytes)} or more"
-        return (
-            f"{best.batch:,}",
-            format_bytes(best.peak_bytes or 0),
-            format_bytes(best.unplanned_bytes or 0),
-            change_text(best.overhead or 0.0),
-            f"{best.samples_per_second:,.1f}",
-            f"{fastest.batch:,}: {fastest.samples_per_second:,.1f}",
-        )
+        return *best.cells(0), f"{fastest.batch:,}: {fastest.samples_per_second:,.1f}"
 
     def keys(self) -> dict[str, Any]:
         """The row as JSON."""
-        planned = [point.keys() for point in self.points if point.overhead is not None]
-        return {"options": dict(self.options), "largest_batch": self.largest_batch, "points": planned}
+        points = [point.keys() for point in self.planned]
+        return {"options": dict(self.options), "largest_batch": self.largest_batch, "points": points}
 
 
-def write_frontier_page(name: str, budget_bytes: int, device: Device, rows: Sequence[FrontierRow], path: Path) -> None:
-    """Write one self-contained HTML file with a curve for each combination, and a table.
+def write_frontier_page(
+    command: str, name: str, budget_bytes: int, device: Device, rows: Sequence[FrontierRow], path: Path
+) -> None:
+    """Write one self-contained HTML file with a curve for each combination, and tables.
 
     Args:
+        command: that the page is of.
         name: of the step.
         budget_bytes: for all plans.
         device: whose times were used.
@@ -80,23 +118,34 @@ def write_frontier_page(name: str, budget_bytes: int, device: Device, rows: Sequ
 
     Guarantees: as `write_html`.
     """
-    title = f"{printable(name)} within {format_bytes(budget_bytes)}"
-    parts = {
-        "title": escape(f"memfit frontier: {title}"),
-        "name": escape(title),
-        "lead": f"All times are predicted, for {escape(printable(device.name))}.",
-        "rows": "".join(_html_row(row) for row in rows),
+    title = f"{name} within {format_bytes(budget_bytes)}"
+    texts = {
+        "title": f"{command}: {title}",
+        "command": command,
+        "name": title,
+        "lead": f"{_lead(rows[0]) if len(rows) == 1 else ''} All times are predicted, for {device.name}.",
     }
-    curves = [{"name": _label(row), "points": row.keys()["points"]} for row in rows]
-    write_atomically(path, fill_template("frontier.html", parts, {"curves": curves}).encode())
+    tables = {
+        "rows": "".join(table_row([row.label], row.cells(), columns=6) for row in rows),
+        "points": "".join(
+            table_row([row.label], point.cells(budget_bytes), columns=5) for row in rows for point in row.points
+        ),
+    }
+    page = make_page("frontier.html", texts, {"curves": [_curve(row) for row in rows]}, tables)
+    write_atomically(path, page.encode())
 
 
-def _label(row: FrontierRow) -> str:
-    return ", ".join(f"{name} {value}" for name, value in row.options.items()) or "as it is"
+def _curve(row: FrontierRow) -> dict[str, Any]:
+    missed = min((point.batch for point in row.points if point.overhead is None), default=None)
+    return {"name": row.label, "points": [point.keys() for point in row.planned], "missed": missed}
 
 
-def _html_row(row: FrontierRow) -> str:
-    head, cells = f"<tr><td>{escape(_label(row))}</td>", row.cells()
-    if row.largest is None:
-        return f'{head}<td class="number">{cells[0]}</td><td colspan="5">{cells[1]}</td></tr>'
-    return head + "".join(f'<td class="number">{cell}</td>' for cell in cells) + "</tr>"
+def _lead(row: FrontierRow) -> str:
+    """Return the answer in a sentence or two: the largest batch, and the fastest."""
+    largest, fastest = row.largest, row.fastest
+    if largest is None or fastest is None:
+        return "No plan was found for any batch size that was tried."
+    said = f"The largest batch that fits is {largest.batch:,}, at {largest.samples_per_second:,.1f} samples a second."
+    if fastest.batch == largest.batch:
+        return f"{said} None that was tried is faster."
+    return f"{said} The fastest is {fastest.batch:,}, at {fastest.samples_per_second:,.1f}."

@@ -6,9 +6,12 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from importlib import resources
 from typing import Any
+
+from memfit.report.formatting import printable
 
 _PLACE = re.compile(r"@@(\w+)@@")
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
@@ -24,7 +27,7 @@ _HEAD = """\
 """
 
 
-def fill_template(template: str, parts: Mapping[str, str], data: Any) -> str:
+def make_page(template: str, texts: Mapping[str, str], data: Any, html: Mapping[str, str] | None = None) -> str:
     """Return a page: a template of this folder with every place `@@name@@` replaced.
 
     All places are replaced in one pass, so that text like a place inside a part stays text. Every template has the
@@ -32,16 +35,39 @@ def fill_template(template: str, parts: Mapping[str, str], data: Any) -> str:
 
     Args:
         template: the name of a file.
-        parts: place -> HTML, escaped already.
+        texts: place -> plain text.
         data: read by the script of the page, as JSON.
+        html: place -> HTML, escaped already.
     """
     from plotly.offline import get_plotlyjs  # pyright: ignore  # it takes as long to import as all else together
 
     page = _read(template).replace("@@head@@\n", _HEAD)
     plotly: str = get_plotlyjs()
     scripts = [plotly if script == "@@plotly@@" else script for script in _SCRIPT.findall(page)]
-    filled = {**parts, "plotly": plotly, "policy": _policy(scripts), "style": _read("style.css"), "data": _inert(data)}
+    own = {"plotly": plotly, "policy": _policy(scripts), "style": _read("style.css"), "data": _inert(data)}
+    filled = {**{name: as_html(text) for name, text in texts.items()}, **(html or {}), **own}
     return _PLACE.sub(lambda place: filled[place[1]], page)
+
+
+def as_html(text: str) -> str:
+    """Return any text as HTML text: inert, and without control characters."""
+    return escape(printable(text))
+
+
+def table_row(names: Sequence[str], numbers: Sequence[str], *, columns: int) -> str:
+    """Return a row of an HTML table: names as plain text, then numbers, the last of which spans what is left.
+
+    Args:
+        names: of the first columns.
+        numbers: as text.
+        columns: of numbers.
+    """
+    *most, last = numbers
+    rest = columns - len(most)
+    cells = [f"<td>{as_html(name)}</td>" for name in names]
+    cells += [f'<td class="number">{as_html(number)}</td>' for number in most]
+    span = f'colspan="{rest}"' if rest > 1 else 'class="number"'
+    return f"<tr>{''.join(cells)}<td {span}>{as_html(last)}</td></tr>"
 
 
 def _read(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 
 from memfit.packing.blocks import Blocks, Layout, live_bytes
 from memfit.report.formatting import count_text, printable
-from memfit.report.html_template import fill_template
+from memfit.report.html_template import make_page
 from memfit.report.picture import write_screenshot
 from memfit.system.budget import format_bytes
 from memfit.system.files import write_atomically
@@ -68,14 +67,13 @@ def render_layout(blocks: Blocks, layout: Layout, *, name: str) -> str:
     proven = ", proven the lowest" if layout.proven else ""
     hidden = len(blocks) - len(shown)
     note = f"; the {len(shown):,} largest of {len(blocks):,} are drawn" if hidden else ""
-    lead = f"{count_text(len(blocks), 'block')} in {format_bytes(layout.height_bytes)}: {ratio}{proven}{note}"
-    parts = {
-        "title": html.escape(f"memfit: layout of {printable(name)}"),
-        "name": html.escape(printable(name)),
-        "lead": html.escape(lead),
-        "packer": html.escape(layout.packer),
+    texts = {
+        "title": f"memfit: layout of {name}",
+        "name": name,
+        "lead": f"{count_text(len(blocks), 'block')} in {format_bytes(layout.height_bytes)}: {ratio}{proven}{note}",
+        "packer": layout.packer,
     }
-    return fill_template("layout.html", parts, _data(blocks, layout, shown))
+    return make_page("layout.html", texts, _data(blocks, layout, shown))
 
 
 def largest(blocks: Blocks, most: int) -> NDArray[np.int64]:

@@ -11,11 +11,11 @@ from memfit.plan import Plan, Problem
 from memfit.planners.engine.results import unplanned_schedule
 from memfit.report import page_sections
 from memfit.report.chart_points import chart_points
-from memfit.report.copies import copies_section
+from memfit.report.copies import copies_spans
 from memfit.report.curve import Curve, CurvePoint
 from memfit.report.explanation import Explanation, explained
 from memfit.report.formatting import change_text, module_text, printable, seconds_text, status_text
-from memfit.report.html_template import fill_template
+from memfit.report.html_template import make_page
 from memfit.report.live import Layer, LiveRange, Run, play
 from memfit.report.storage_fates import Kind
 from memfit.step.measured import Measured
@@ -61,41 +61,29 @@ def render(
         InvalidOptionError: a malformed point of the curve.
     """
     explanation = explained(plan, curve)
-    of_storage = explanation.fates
     fits = plan.predicted.peak_bytes <= plan.budget_bytes
     verdict, verdict_class = ("fits the budget", "good") if fits else ("over the budget", "bad")
-    unplanned = play(plan.graph, unplanned_schedule(_problem(plan)), plan.device)
-    return fill_template(
-        "page.html",
-        {
-            "title": f"memfit: {page_sections.text(plan.graph.name)} in {format_bytes(plan.budget_bytes)}",
-            "name": page_sections.text(plan.graph.name),
-            "mode": "report" if picture_height_pixels is None else "picture",
-            "verdict": verdict,
-            "verdict_class": verdict_class,
-            "lead": page_sections.lead(plan, of_storage),
-            "key_figures": page_sections.key_figures(plan)
-            + page_sections.figures_table(plan, measured)
-            + page_sections.taken_section(plan)
-            + copies_section(plan, measured),
-            "picture_caption": _picture_caption(plan),
-            "live_label": (
-                f"Live bytes over the step: up to {format_bytes(plan.unplanned.peak_bytes)} unplanned, "
-                f"up to {format_bytes(plan.predicted.peak_bytes)} with the plan"
-            ),
-            "more": page_sections.more_section(explanation),
-            "least": page_sections.least_section(explanation),
-            "curve": page_sections.curve_section(bool(explanation.points)),
-            "fates": page_sections.fates_table(plan, of_storage),
-            "made": page_sections.made(plan),
-        },
-        _data(explanation, unplanned, picture_height_pixels),
-    )
-
-
-def _problem(plan: Plan) -> Problem:
-    return Problem(
+    problem = Problem(
         graph=plan.graph, device=plan.device, budget_bytes=plan.budget_bytes, bytes_outside=plan.bytes_outside
+    )
+    unplanned = play(plan.graph, unplanned_schedule(problem), plan.device)
+    texts = {
+        "title": f"memfit: {plan.graph.name} in {format_bytes(plan.budget_bytes)}",
+        "name": plan.graph.name,
+        "mode": "report" if picture_height_pixels is None else "picture",
+        "verdict": verdict,
+        "verdict_class": verdict_class,
+        "picture_caption": _picture_caption(plan),
+        "live_label": (
+            f"Live bytes over the step: up to {format_bytes(plan.unplanned.peak_bytes)} unplanned, "
+            f"up to {format_bytes(plan.predicted.peak_bytes)} with the plan"
+        ),
+    }
+    return make_page(
+        "page.html",
+        texts,
+        _data(explanation, unplanned, picture_height_pixels) | {"copies": copies_spans(plan, measured)},
+        page_sections.sections(explanation, measured),
     )
 
 

@@ -3,37 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
 from memfit.device import GENERIC
 from memfit.plan import Plan
+from memfit.report.copies import copies_text
 from memfit.report.explanation import Explanation
-from memfit.report.formatting import change_text, count_text, printable, seconds_text, share_text
+from memfit.report.formatting import change_text, count_text, seconds_text, share_text
+from memfit.report.html_template import as_html
 from memfit.report.sentences import least_lines, least_overhead, more_lines, status_meaning
 from memfit.report.storage_fates import MEANING, Fate, Kind, totals
-from memfit.report.taken import taken_of
+from memfit.report.taken import Taken, taken_of
 from memfit.step.measured import Measured
 from memfit.system.budget import format_bytes
 
 
-def text(content: str) -> str:
-    """Return any text as HTML text: inert, and without control characters."""
-    return escape(printable(content))
-
-
-def lead(plan: Plan, of_storage: Sequence[Fate]) -> str:
-    """Return the opening paragraphs: the budget, the plan, and how it fits.
+def sections(explanation: Explanation, measured: Measured | None) -> dict[str, str]:
+    """Return the HTML of each place of the page.
 
     Args:
-        plan: checked.
-        of_storage: the fate of each storage.
+        explanation: of the plan.
+        measured: figures of a run, or None.
     """
+    plan, of_storage = explanation.plan, explanation.fates
+    taken = taken_of(plan)
+    return {
+        "lead": _lead(plan, of_storage),
+        "key_figures": _key_figures(plan)
+        + _figures_table(plan, measured, taken)
+        + _taken_section(taken)
+        + _copies_section(plan, measured),
+        "more": _more_section(explanation),
+        "least": _least_section(explanation),
+        "curve": _curve_section(explanation),
+        "fates": _fates_rows(plan, of_storage),
+        "made": _made(plan),
+    }
+
+
+def _lead(plan: Plan, of_storage: Sequence[Fate]) -> str:
+    """Return the opening paragraphs: the budget, the plan, and how it fits."""
     planned, unplanned = plan.predicted, plan.unplanned
-    device = "" if plan.device == GENERIC else f" on <b>{text(plan.device.name)}</b>"
+    device = "" if plan.device == GENERIC else f" on <b>{as_html(plan.device.name)}</b>"
     took = f" and takes {seconds_text(unplanned.seconds)}" if unplanned.seconds else ""
     asked = (
-        f"One training step of <b>{text(plan.graph.name)}</b>{device} needs {_size(unplanned.peak_bytes)} of memory at "
-        f"its peak{took} when nothing is planned. It was asked to stay within <b>{_size(plan.budget_bytes)}</b>."
+        f"One training step of <b>{as_html(plan.graph.name)}</b>{device} needs {_size(unplanned.peak_bytes)} of memory "
+        f"at its peak{took} when nothing is planned. It was asked to stay within <b>{_size(plan.budget_bytes)}</b>."
     )
     share = f" ({share_text(planned.peak_bytes, unplanned.peak_bytes)} of the unplanned peak)"
     needs = f"<b>{_size(planned.peak_bytes)}</b>{share if planned != unplanned else ''}"
@@ -65,7 +79,7 @@ def _means(plan: Plan, of_storage: Sequence[Fate]) -> str:
     return f"How: {how}. The same operations run on the same values; only the times at which memory is held change."
 
 
-def key_figures(plan: Plan) -> str:
+def _key_figures(plan: Plan) -> str:
     """Return the tiles and the bar chart of sizes."""
     bounds = plan.bounds
     found = (
@@ -129,13 +143,8 @@ def _scale(plan: Plan) -> str:
     return f'<div class="scale">{bars}{mark}</div>'
 
 
-def figures_table(plan: Plan, measured: Measured | None) -> str:
-    """Return the table of predicted and measured figures, or a note that nothing was measured.
-
-    Args:
-        plan: gives the predictions.
-        measured: figures of a run, or None.
-    """
+def _figures_table(plan: Plan, measured: Measured | None, taken: Taken | None) -> str:
+    """Return the table of predicted and measured figures, or a note that nothing was measured."""
     if measured is None:
         return '<p class="note full">These are predictions of a simulation; nothing was run for this report.</p>'
     unplanned, predicted, is_timed = plan.unplanned, plan.predicted, plan.unplanned.seconds > 0
@@ -143,14 +152,14 @@ def figures_table(plan: Plan, measured: Measured | None) -> str:
     predicted_seconds = (seconds_text(p.seconds) if is_timed else "unknown" for p in (unplanned, predicted))
     measured_seconds = (seconds_text(s) for s in (measured.baseline_step_seconds, measured.step_seconds))
     extra = change_text(plan.overhead) if is_timed else "unknown"
-    reserved, taken = measured.reserved_bytes, taken_of(plan)
+    reserved = measured.reserved_bytes
     rows = [
         ("Peak memory", *map(_size, sizes)),
         *([("Reserved", "–", _size(taken.reserved_bytes) if taken else "–", "–", _size(reserved))] if reserved else []),
         ("Step time", *predicted_seconds, *measured_seconds),
         ("Extra time", "–", extra, "–", change_text(measured.overhead)),
     ]
-    machine = f", on {text(measured.machine)}" if measured.machine else ""
+    machine = f", on {as_html(measured.machine)}" if measured.machine else ""
     head = (
         '<tr class="group"><td></td><th colspan="2" scope="colgroup">predicted by simulation</th>'
         f'<th colspan="2" scope="colgroup" class="measured">measured{machine}</th></tr><tr><td></td>'
@@ -168,33 +177,21 @@ def figures_table(plan: Plan, measured: Measured | None) -> str:
         False: "<b>Outputs, gradients or buffers differed</b> from those of the unplanned step.",
         None: "The results were not compared bit by bit with the unplanned step's.",
     }[measured.bitwise_equal]
-    note = f'<p class="note">{text(measured.note)}</p>' if measured.note else ""
+    note = f'<p class="note">{as_html(measured.note)}</p>' if measured.note else ""
     title = "<h2>Predicted and measured</h2>"
     return f'<section class="full">{title}{table}<p class="note" id="bits">{bits}</p>{note}</section>'
 
 
-def fates_table(plan: Plan, of_storage: Sequence[Fate]) -> str:
-    """Return the table of fates: the count and bytes of the storages of each, and its meaning.
-
-    Args:
-        plan: checked.
-        of_storage: the fate of each storage.
-    """
-    rows = "".join(
+def _fates_rows(plan: Plan, of_storage: Sequence[Fate]) -> str:
+    """Return the rows of the table of fates: the count and bytes of the storages of each, and its meaning."""
+    return "".join(
         f'<tr><th scope="row">{total.kind}</th><td class="number">{total.count:,}</td><td class="number">'
         f'{_size(total.bytes)}</td><td class="why">{MEANING[total.kind]}</td></tr>'
         for total in totals(of_storage, plan.graph)
     )
-    head = (
-        '<th scope="col">fate</th><th class="number" scope="col">storages</th><th class="number" scope="col">size</th>'
-    )
-    return (
-        f'<div class="scroll"><table id="fates"><thead><tr>{head}<th scope="col">what that means</th></tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
-    )
 
 
-def more_section(explanation: Explanation) -> str:
+def _more_section(explanation: Explanation) -> str:
     """Return the section on the next GiB; empty where it buys nothing, or ops have no times."""
     more = explanation.more_memory
     if more is None:
@@ -204,9 +201,8 @@ def more_section(explanation: Explanation) -> str:
     return _section("more", f"What the next {step} buys", note, _list(more_lines(more)))
 
 
-def taken_section(plan: Plan) -> str:
+def _taken_section(taken: Taken | None) -> str:
     """Return the section on what the budget has to cover, by part; empty for a part of a step."""
-    taken = taken_of(plan)
     if taken is None:
         return ""
     where = ", where an arena serves it (memfit.fit's default on CUDA)" if taken.by_mode else ""
@@ -214,7 +210,7 @@ def taken_section(plan: Plan) -> str:
     return _section("taken", "What the budget covers", note, _list([f"{k}: {v}" for k, v in taken.rows().items()]))
 
 
-def least_section(explanation: Explanation) -> str:
+def _least_section(explanation: Explanation) -> str:
     """Return the section on the least budget: the ops that set it."""
     least = explanation.least_budget
     note = (
@@ -225,9 +221,15 @@ def least_section(explanation: Explanation) -> str:
     return _section("least", "Why no plan can go lower", note, _list(least_lines(explanation.plan, least)))
 
 
-def curve_section(present: bool) -> str:
+def _copies_section(plan: Plan, measured: Measured | None) -> str:
+    """Return the place in which the page draws when copies ran; empty for a plan that copies nothing."""
+    note = copies_text(plan, measured)
+    return _section("copies", "Copies", note, '<div class="chart" id="copies"></div>') if note else ""
+
+
+def _curve_section(explanation: Explanation) -> str:
     """Return the place in which the page draws the trade-off curve; empty where there is none."""
-    if not present:
+    if not explanation.points:
         return ""
     note = (
         "Each point is a budget: the less memory, the more time. A plan for one budget also fits every larger one, so "
@@ -242,28 +244,28 @@ def _section(name: str, title: str, note: str, body: str) -> str:
 
 
 def _list(lines: Sequence[str]) -> str:
-    return f'<ul class="said">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
+    return f'<ul class="said">{"".join(f"<li>{as_html(line)}</li>" for line in lines)}</ul>'
 
 
-def made(plan: Plan) -> str:
-    """Return how the plan was made, and the glossary of the report."""
+def _made(plan: Plan) -> str:
+    """Return how the plan was made, as definitions."""
     rows = [
-        ("planner", f"{text(plan.planner)}, seed {plan.seed}, {seconds_text(plan.plan_seconds)}"),
+        ("planner", f"{as_html(plan.planner)}, seed {plan.seed}, {seconds_text(plan.plan_seconds)}"),
         ("outcome", status_meaning(plan)),
         ("schedule", _counts(plan)),
         ("device", _sentences(plan.device.name, plan.device.source)),
         ("graph", _sentences(f"{plan.graph.name}, fingerprint {plan.fingerprint}", plan.graph.source)),
-        ("versions", text(", ".join(f"{name} {version}" for name, version in sorted(plan.versions.items())))),
+        ("versions", as_html(", ".join(f"{name} {version}" for name, version in sorted(plan.versions.items())))),
     ]
     if plan.graph.notes:
-        rows.append(("notes", text(plan.graph.notes)))
+        rows.append(("notes", as_html(plan.graph.notes)))
     if plan.bytes_outside:
         rows.append(("outside the graph", f"{_size(plan.bytes_outside)} that user code holds; the budget covers it"))
-    return f"{_definitions(rows)}<details><summary>The words of this report</summary>{_definitions(_WORDS)}</details>"
+    return "".join(f"<dt>{word}</dt><dd>{what}</dd>" for word, what in rows)
 
 
 def _sentences(*parts: str) -> str:
-    return ". ".join(text(part) for part in parts if part)
+    return ". ".join(as_html(part) for part in parts if part)
 
 
 def _counts(plan: Plan) -> str:
@@ -272,23 +274,6 @@ def _counts(plan: Plan) -> str:
         f"{count_text(len(plan.schedule), 'instruction')}: {count_text(computed, 'computation')} of "
         f"{count_text(len(plan.graph.ops), 'operation')}, {computed - len(plan.graph.ops):,} of them recomputations"
     )
-
-
-_WORDS = [
-    ("training step", "forward pass, loss, backward pass, and the optimizer's update where it is part of the graph"),
-    ("unplanned", "every operation once, in the original order, everything dropped after its last use"),
-    ("budget", "the bytes that the step may use on its device, everything included"),
-    ("peak", "the largest sum of live bytes at any moment of the step"),
-    ("live", "on the device at that moment"),
-    ("rematerialize", "recompute what was dropped; the same operation on the same inputs gives the same bits"),
-    ("offload", "copy to the host's memory, and back before it is needed"),
-    ("workspace", "memory that an operation needs only while it runs"),
-    ("second copy", "a result of a recomputed operation beside one that is still on the device"),
-]
-
-
-def _definitions(rows: Sequence[tuple[str, str]]) -> str:
-    return '<dl class="words">' + "".join(f"<dt>{word}</dt><dd>{what}</dd>" for word, what in rows) + "</dl>"
 
 
 def _size(size_bytes: int | None) -> str:

@@ -20,7 +20,7 @@ _BYTES_PER_UNIT = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
     _BYTES_PER_UNIT.update({f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power})
 _NUMBER = re.compile(r"(?P<number>-?[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*|%)")
-_FORMS = "write 6GiB, 500MB, a whole number of bytes, or 60% of the unplanned peak"
+_FORMS = "write 6GiB, 500MB, a whole number of bytes, or 60% of the step's peak"
 _MOST_BYTES = 1 << 62  # the limit of a storage in a graph file; larger numbers are typing errors
 _MOST_CHARACTERS = 64
 
