@@ -26,10 +26,11 @@ from memfit.errors import (
     InvalidOptionError,
     OverBudgetError,
 )
+from memfit.memory import hard_cap
 from memfit.memory.hard_cap import require_cap
 from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
-from memfit.step import first_step, hard_cap, prepare, program_maker
+from memfit.step import first_step, prepare, program_maker
 from memfit.step.step import PlannedStep
 from memfit.system.recorder import Usage
 

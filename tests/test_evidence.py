@@ -15,9 +15,10 @@ from memfit.capture import capture
 from memfit.capture.hidden_state import refuse_hidden_state
 from memfit.doors.fit import fit_step
 from memfit.errors import UnsupportedStepError, VerificationError
-from memfit.memory import saved_on_host, verify
+from memfit.memory import saved_on_host
 from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
+from memfit.step import verify
 from memfit.step.step import PlannedStep
 
 FAST = Settings(budget="100%", planner="none")
