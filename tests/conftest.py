@@ -150,6 +150,16 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 @pytest.fixture
+def workspace() -> Iterator[Any]:
+    """Return what the steps of `hungry_pair` take beside their ops: set its bytes once a step is planned."""
+    from workspace import WORKSPACE
+
+    yield WORKSPACE
+    WORKSPACE.bytes = 0
+    WORKSPACE.close()
+
+
+@pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """`golden("step.txt", text)` compares text with tests/golden/step.txt; `pytest --renew-golden` writes it."""
 
