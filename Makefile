@@ -23,6 +23,9 @@ APART := --ignore-glob "*/test_checkpoint*.py"
 COMPILE_LIBRARIES := from memfit.memory.arena.library import load_arena_library as load; \
 	from memfit.system.recorder import allocated_bytes; load('cuda'); allocated_bytes('cpu')
 
+# Compiled files of Python are kept, whatever the environment says: each process of the tests would compile for 10 s.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DELETE_ON_ERROR:
 .PHONY: demo picture test test-all test-ci durations test-cuda test-torch lint bench gpu gpu-rehearsal wheels docs clean
 

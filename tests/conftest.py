@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from hypothesis import HealthCheck, settings
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
 GRAPHS = HERE / "data" / "graphs"  # published by others; see the README there
+THAWED = ("test_eager_mode",)
 
 
 def _own_cache() -> tempfile.TemporaryDirectory[str]:
@@ -43,6 +43,7 @@ sys.path.insert(0, str(HERE))  # for `import reference` and `import strategies`:
 from browsing import CHROME, FLAGS, Visit  # noqa: E402
 from command_line import Run  # noqa: E402
 from durations import Durations, fixture_key  # noqa: E402
+from frozen import FROZEN  # noqa: E402
 
 # Deadlines measure the machine; the first example of a test may compile.
 settings.register_profile("memfit", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
@@ -118,14 +119,13 @@ def _has_cuda() -> bool:
 def _little_to_collect(request: pytest.FixtureRequest) -> None:
     """Keep what was imported out of garbage collections, which memfit asks for before it measures.
 
-    Eager mode does so itself where nobody else does, which its tests leave to it. What a first collection finalizes, as
-    torch.compile's caches, a second one frees: frozen, it would count as memory of the process to the end of the file.
+    What a first collection finalizes, as torch.compile's caches, a second one frees: frozen, it would count as memory
+    of the process. Eager mode freezes objects itself where nobody else does, which some of its tests leave to it.
     """
-    gc.unfreeze()
-    while gc.collect():
-        pass
-    if "test_eager" not in request.module.__name__:
-        gc.freeze()
+    if request.module.__name__ in THAWED:
+        FROZEN.thaw()
+    else:
+        FROZEN.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +147,16 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         return status, captured.out, captured.err
 
     return run_command
+
+
+@pytest.fixture
+def workspace() -> Iterator[Any]:
+    """Return what the steps of `hungry_pair` take beside their ops: set its bytes once a step is planned."""
+    from workspace import WORKSPACE
+
+    yield WORKSPACE
+    WORKSPACE.bytes = 0
+    WORKSPACE.close()
 
 
 @pytest.fixture

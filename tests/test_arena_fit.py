@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from steps import hungry
 from torch import nn
+from workspace import WORKSPACE, Workspace, open_workspace
 
 import memfit
 from memfit.errors import InvalidOptionError
@@ -19,7 +19,7 @@ def net() -> nn.Module:
 
 
 def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+    return nn.functional.cross_entropy(model(open_workspace(batch[0])), batch[1])
 
 
 def batch_of(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,6 +29,8 @@ def batch_of(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 def fitted(model: nn.Module, *, arena: bool, with_optimizer: bool, verify: bool = True) -> memfit.PlannedStep:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) if with_optimizer else None
+    if optimizer is not None:
+        optimizer.register_step_pre_hook(WORKSPACE.close)
     step = memfit.fit(
         model,
         loss,
@@ -84,12 +86,12 @@ def test_every_call_is_inside_the_budget() -> None:
 
 
 def test_a_step_that_takes_more_than_its_budget_is_planned_again_with_its_arena(
-    monkeypatch: pytest.MonkeyPatch,
+    workspace: Workspace,
 ) -> None:
     planned = fitted(net(), arena=True, with_optimizer=True, verify=False)  # whose planned step would be the first
     asked_bytes = int(planned.settings.budget)
     spare_bytes = asked_bytes - planned.plan.predicted.peak_bytes
-    monkeypatch.setattr(planned, "_run", hungry(planned._run, spare_bytes + (64 << 10)))
+    workspace.bytes = spare_bytes + (64 << 10)
     batch = batch_of(256)
     for _ in range(3):
         planned(batch)

@@ -6,11 +6,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from steps import conv_batch, hungry, make_pair
+from steps import conv_batch, make_pair
+from workspace import Workspace, hungry_pair
 
 from memfit import TrainingStep
 from memfit.capture import capture
@@ -30,7 +32,7 @@ from memfit.memory import hard_cap
 from memfit.memory.hard_cap import require_cap
 from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
-from memfit.step import prepare, programs, proof
+from memfit.step import proof
 from memfit.step.step import PlannedStep
 from memfit.system.recorder import Usage
 
@@ -48,7 +50,7 @@ def make_adam(parameters: Any) -> torch.optim.Optimizer:
 def planned_and_eager(
     make_optimizer: Callable[[Any], torch.optim.Optimizer], settings: Settings
 ) -> tuple[PlannedStep, TrainingStep]:
-    step, eager = make_pair("conv", make_optimizer)
+    step, eager = hungry_pair("conv", make_optimizer)
     planned = fit_step(step, settings)
     assert isinstance(planned, PlannedStep)
     return planned, eager
@@ -67,12 +69,12 @@ def assert_same(planned: PlannedStep, eager: TrainingStep) -> None:
 
 
 def test_a_step_that_no_plan_can_keep_to_a_soft_budget_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    workspace: Workspace, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = Settings(budget="100%", time_limit_seconds=0.5, budget_is="soft")
     planned, _ = planned_and_eager(make_sgd, settings)
     batch, plan = conv_batch(), planned.plan
-    monkeypatch.setattr(planned, "_run", hungry(planned._run, 64 << 20))
+    workspace.bytes = 64 << 20
     with caplog.at_level("WARNING"):
         for _ in range(4):
             planned(batch)
@@ -83,10 +85,10 @@ def test_a_step_that_no_plan_can_keep_to_a_soft_budget_is_said_once(
 
 
 def test_a_step_that_no_plan_can_keep_to_a_firm_budget_is_an_error_that_says_by_how_much(
-    monkeypatch: pytest.MonkeyPatch,
+    workspace: Workspace,
 ) -> None:
     planned, eager = planned_and_eager(make_sgd, Settings(budget="100%", time_limit_seconds=0.5))
-    monkeypatch.setattr(planned, "_run", hungry(planned._run, 64 << 20))
+    workspace.bytes = 64 << 20
     for seed in range(2):
         batch = conv_batch()
         with pytest.raises(
@@ -99,40 +101,40 @@ def test_a_step_that_no_plan_can_keep_to_a_firm_budget_is_an_error_that_says_by_
     assert_same(planned, eager)  # the steps were carried out
 
 
-def test_a_correction_measures_no_op_again_beside_all_that_a_step_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_correction_measures_no_op_again_beside_all_that_a_step_holds(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     planned, _ = planned_and_eager(make_adam, Settings(budget="100%", options=FEW_MOVES))
-    monkeypatch.setattr(planned, "_run", hungry(planned._run, 64 << 10))
-    monkeypatch.setattr(prepare, "finish", lambda _captured: pytest.fail("ops are measured again"))
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))  # where no op has been measured
+    workspace.bytes, runs = 64 << 10, workspace.runs
     planned(conv_batch())
     (correction,) = planned.corrections
     assert correction.aim_bytes is not None
+    assert workspace.runs == runs + 1, "by the step alone"
 
 
 def test_after_three_corrections_in_a_row_there_is_an_error_and_two_good_steps_start_anew(
-    monkeypatch: pytest.MonkeyPatch,
+    workspace: Workspace,
 ) -> None:
     planned, _ = planned_and_eager(make_sgd, Settings(budget="100%", options=FEW_MOVES))
-    more_bytes, run, program = [0], planned._run, planned._programs.first
-    monkeypatch.setattr(planned, "_run", lambda *given: hungry(run, more_bytes[0])(*given))
-    monkeypatch.setattr(programs, "make_step_program", lambda *_given, **_named: program)  # no correction ever helps
     batch = conv_batch()
 
-    def take(bytes_more: int, corrections: int) -> None:
-        more_bytes[0] = bytes_more
+    def take(more_bytes: int, corrections: int) -> None:
+        workspace.bytes = more_bytes
         planned(batch)
         assert len(planned.corrections) == corrections
 
-    take(64 << 10, 1)
-    take(64 << 10, 2)
+    take(32 << 10, 1)
+    take(64 << 10, 2)  # more than the first correction allows for
     take(0, 2)
-    take(64 << 10, 3)  # one good step is not two in a row
+    take(112 << 10, 3)  # one good step is not two in a row
     with pytest.raises(BudgetNotHeldError, match="so did 3 plans before it"):
-        take(64 << 10, 3)
+        take(200 << 10, 3)
     with pytest.raises(BudgetNotHeldError, match="so did 3 plans before it"):
-        take(64 << 10, 3)
+        take(200 << 10, 3)
     take(0, 4)
     take(0, 4)
-    take(64 << 10, 5)
+    take(160 << 10, 5)
     assert planned.corrections[3].aim_bytes is None
 
 
@@ -192,10 +194,10 @@ def test_a_hard_budget_caps_the_process_while_a_step_runs_and_puts_the_cap_back(
 
 
 def test_before_a_step_is_capped_it_has_kept_its_budget_twice_in_a_row_and_left_no_trace(
-    monkeypatch: pytest.MonkeyPatch,
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned, eager = planned_and_eager(make_adam, Settings(budget="100%", options=FEW_MOVES))
-    monkeypatch.setattr(planned, "_run", hungry(planned._run, 64 << 10))
+    workspace.bytes = 64 << 10
     caps: list[int] = []
 
     @contextmanager

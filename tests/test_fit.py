@@ -16,8 +16,9 @@ import pytest
 import torch
 from chains import counted
 from planned_steps import computed_ops, plan_at_least_memory
-from steps import MODELS, autocast_cross_entropy, conv_batch, cross_entropy, hungry, make_pair, unusual_batch
+from steps import MODELS, autocast_cross_entropy, conv_batch, cross_entropy, make_pair, unusual_batch
 from torch import nn
+from workspace import Workspace, hungry_pair
 
 import memfit
 from memfit import TrainingStep
@@ -76,6 +77,11 @@ def planned_and_eager(
     name: str, make_optimizer: MakeOptimizer | None = None, settings: Settings = TIGHT, **fields: Any
 ) -> tuple[PlannedStep, TrainingStep]:
     step, eager = make_pair(name, make_optimizer, **fields)
+    return fit_step(step, settings), eager
+
+
+def hungry_and_eager(make_optimizer: MakeOptimizer, settings: Settings) -> tuple[PlannedStep, TrainingStep]:
+    step, eager = hungry_pair("conv", make_optimizer)
     return fit_step(step, settings), eager
 
 
@@ -453,12 +459,12 @@ def test_a_step_that_looks_at_values_runs_under_checkpoints(caplog: pytest.LogCa
 
 
 def test_a_first_step_over_its_budget_is_planned_again_and_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    workspace: Workspace, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The step takes 64 KiB more than its ops were measured to take, as a library's workspace may."""
-    planned, eager = planned_and_eager("conv", make_sgd, Settings(budget="100%", options=FEW_MOVES))
+    planned, eager = hungry_and_eager(make_sgd, Settings(budget="100%", options=FEW_MOVES))
     asked_bytes = planned.plan.budget_bytes
-    monkeypatch.setattr(planned, "_run", hungry(planned._run, 64 << 10))
+    workspace.bytes = 64 << 10
     with caplog.at_level("WARNING"):
         step_both(planned, eager, conv_batch())
     assert "later steps run a plan made for" in caplog.text
@@ -478,14 +484,14 @@ def test_a_first_step_over_its_budget_is_planned_again_and_said(
 
 
 def test_a_step_over_the_budget_late_in_training_is_planned_again_and_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    workspace: Workspace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    planned, eager = planned_and_eager("conv", make_adam, Settings(budget="100%", time_limit_seconds=0.5))
+    planned, eager = hungry_and_eager(make_adam, Settings(budget="100%", time_limit_seconds=0.5))
     asked_bytes = planned.plan.budget_bytes
     for seed in range(3):
         step_both(planned, eager, conv_batch(), seed)
     assert planned.corrections == []
-    monkeypatch.setattr(planned, "_run", hungry(planned._run, 64 << 10))
+    workspace.bytes = 64 << 10
     with caplog.at_level("WARNING"):
         step_both(planned, eager, conv_batch())
     assert "a step took" in caplog.text
@@ -525,13 +531,14 @@ def test_what_another_thread_allocates_is_not_the_steps(caplog: pytest.LogCaptur
 
 
 def test_a_step_planned_again_after_it_has_left_gradients_still_starts_without_them(
-    monkeypatch: pytest.MonkeyPatch,
+    workspace: Workspace,
 ) -> None:
-    planned = fit_step(make_pair("conv")[0], Settings(budget="100%", options=FEW_MOVES))
+    planned = fit_step(hungry_pair("conv")[0], Settings(budget="100%", options=FEW_MOVES))
     assert isinstance(planned, PlannedStep)
-    monkeypatch.setattr(planned, "_run", hungry(planned._run, 64 << 10))
+    workspace.bytes = 64 << 10
     asked_bytes, batch = planned.plan.budget_bytes, conv_batch()
     planned(batch)
+    workspace.close()
     assert planned.plan.budget_bytes < asked_bytes
     planned.step.model.zero_grad(set_to_none=True)
     planned(batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -25,15 +26,15 @@ H100 = load_device("h100")
 
 def make(settings: Settings) -> Plan:
     """Plan a U-Net for an H100."""
-    return make_plan(GRAPH, H100, settings)
+    return make_plan(_graph(), H100, settings)
 
 
+@cache
 def _graph() -> Graph:
     captured = capture(build("unet", batch=4, size=256))
     return roofline(captured.graph, captured.binding, H100)
 
 
-GRAPH = _graph()
 SEARCHED = Settings(budget="60%", planner="search", options={"iterations": 300, "threads": 1}, reads_kept_plans=False)
 
 
