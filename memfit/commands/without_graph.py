@@ -57,10 +57,7 @@ def answer_without_graph(
 
     assert isinstance(planned, CheckpointedStep)
     if report is not None:
-        raise InvalidOptionError(
-            f"{planned.line}: the step depends on the value of a tensor, and is no graph, of which --report would draw "
-            "the plan; leave it out"
-        )
+        raise InvalidOptionError(f"{planned.why}: it is no graph, of which --report would draw the plan; leave it out")
     work.stage("verifying against eager, bit by bit")
     planned.verify()
     work.stage("measuring eager and planned steps")
@@ -79,6 +76,7 @@ def answer_without_graph(
         "resident_bytes": measured.resident_bytes,
         "planner": PLANNER,
         "status": Status.FEASIBLE,
+        "why": planned.why,
         "line": planned.line,
         "plan_seconds": planned.plan_seconds,
         "baseline": {"peak_bytes": measured.baseline_peak_bytes, "step_seconds": measured.baseline_step_seconds},
@@ -97,7 +95,7 @@ def answer_without_graph(
         "budget": f"{format_bytes(budget_bytes)}, {format_bytes(measured.resident_bytes)} of it resident",
         "same bits as eager": "loss, gradients, parameters, buffers, optimizer state, generators",
         "overhead": f"{change_text(measured.overhead)} (measured, against eager)",
-        "no graph": f"{planned.line} depends on the value of a tensor; the step runs under memfit.checkpoint",
+        "no graph": f"{planned.why}; the step runs under memfit.checkpoint",
         "kept": size.kinds_text(),
         **({"policy file": str(save)} if save else {}),
     }

@@ -14,7 +14,7 @@ from memfit.capture.step_check import check_step
 from memfit.checkpointing.step import CheckpointedStep
 from memfit.dynamo.inductor_step import InductorStep, refuse_with_inductor
 from memfit.dynamo.settings import EAGER, INDUCTOR, read_kernels
-from memfit.errors import GraphBreakError, UnsupportedStepError
+from memfit.errors import CaptureError, MemfitError, NoGraphError, UnsupportedStepError
 from memfit.options import FitOptions, require_options, settings_from
 from memfit.plan import Plan
 from memfit.planning import Settings
@@ -128,14 +128,14 @@ def fit_step(
     planned: PlannedStep | CheckpointedStep
     try:
         planned = PlannedStep(step, settings, given)
-    except GraphBreakError as broken:
+    except (CaptureError, NoGraphError) as broken:
         if settings.cuda_graph:
             raise UnsupportedStepError(f"{broken}; cuda_graph=True: such a step is not one graph") from broken
         if given is not None or not step.has_backward:
             raise
         if step.across is not None:
             raise UnsupportedStepError(f"{broken}; across ranks use memfit.checkpoint in the loop") from broken
-        planned = CheckpointedStep(step, settings, broken)
+        planned = _checkpointed(step, settings, broken)
     if verify:
         settings.on_stage("verifying against eager")
         planned.verify()
@@ -144,3 +144,13 @@ def fit_step(
         planned.prove()
     empty_cache(planned.device)  # of what capture and measuring left: it would count as taken by the first step
     return planned
+
+
+def _checkpointed(step: TrainingStep, settings: Settings, broken: CaptureError | NoGraphError) -> CheckpointedStep:
+    """Return a step that is no graph under checkpoints; what eager cannot run either is refused as it was captured."""
+    try:
+        return CheckpointedStep(step, settings, broken)
+    except MemfitError:
+        raise
+    except Exception as error:
+        raise broken from error

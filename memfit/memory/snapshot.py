@@ -16,6 +16,7 @@ from memfit.capture.generators import all_states, set_state
 from memfit.capture.reads import Reads
 from memfit.errors import UnsupportedStepError
 from memfit.memory.bits import same_bits, same_value
+from memfit.torch_private.modules import tables_of
 from memfit.torch_private.sharding import is_sharded, local, local_gradient, with_local
 from memfit.torch_private.tensors import is_freed, is_plain_dense, storage_key, tree_flatten
 
@@ -31,6 +32,7 @@ class StepState:
         gradients: `.grad` of each parameter, by the parameter's name.
         optimizer: the optimizer's state of each parameter, by the parameter's number in the optimizer's groups.
         devices: where the tensors of `optimizer` were, by the same number and the state's name.
+        tables: each module's tables of parameters, buffers, modules and hooks, with what is in them.
         sharded: which of them are sharded as their parameters; of these, as of parameters and gradients, this rank's
             parts are copied.
         scaler: the gradient scaler's state, if there is one.
@@ -48,6 +50,7 @@ class StepState:
     groups: tuple[dict[str, Any], ...] = ()
     devices: Mapping[tuple[int, str], torch.device] = field(default_factory=dict[tuple[int, str], torch.device])
     sharded: frozenset[tuple[int, str]] = frozenset()
+    tables: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = ()
 
     @staticmethod
     def take(step: TrainingStep, handed: Sequence[torch.Generator] = ()) -> StepState:
@@ -86,6 +89,7 @@ class StepState:
             generators=all_states(),
             handed=tuple((generator, generator.get_state()) for generator in handed),
             groups=tuple({key: _setting(value) for key, value in g.items() if key != "params"} for g in groups),
+            tables=tuple((table, dict(table)) for module in step.model.modules() for table in tables_of(module)[1:]),
         )
 
     def put_back(self, step: TrainingStep) -> None:
@@ -114,7 +118,11 @@ class StepState:
         self.put_back_generators()
 
     def put_back_tensors(self, step: TrainingStep) -> None:
-        """Write parameters and buffers back, and the leaves of a function's state."""
+        """Write parameters and buffers back, and the leaves of a function's state; what the step has made goes."""
+        for table, before in self.tables:
+            if _differs(table, before):
+                table.clear()
+                table.update(before)
         with torch.no_grad():
             for name, tensor in _tensors(step).items():
                 tensor.copy_(self.tensors[name])
@@ -128,12 +136,13 @@ class StepState:
 
     def first_difference(self, other: StepState) -> str | None:
         """Return the name of the first thing whose bits differ in `other`, or None."""
-        for name, tensor in self.tensors.items():
-            if not same_bits(tensor, other.tensors[name]):
+        for name in {**self.tensors, **other.tensors}:
+            if name not in self.tensors or name not in other.tensors:
+                return f"{name}, which one of them has made"
+            if not same_bits(self.tensors[name], other.tensors[name]):
                 return name
         for name, gradient in self.gradients.items():
-            theirs = other.gradients[name]
-            if not same_value(gradient, theirs):
+            if not same_value(gradient, other.gradients[name]):
                 return f"the gradient of {name}"
         for number in sorted(self.optimizer.keys() | other.optimizer.keys()):
             mine, theirs = self.optimizer.get(number, {}), other.optimizer.get(number, {})
@@ -156,6 +165,10 @@ class StepState:
             if not torch.equal(mine, theirs):
                 return f"the state of generator {number} that the step hands to torch"
         return None
+
+
+def _differs(table: dict[str, Any], before: dict[str, Any]) -> bool:
+    return len(table) != len(before) or any(table.get(key, before) is not value for key, value in before.items())
 
 
 class PythonState:
