@@ -60,7 +60,18 @@ class HostMemoryError(MemfitError, RuntimeError):
 
 
 class CaptureError(MemfitError, RuntimeError):
-    """A training step cannot be captured as a graph; the message names the user's line."""
+    """A training step cannot be captured as a graph; the message names the user's line.
+
+    Attributes:
+        why: no graph can be made of it, in words.
+        line: the user's, where it is known by itself.
+    """
+
+    line: str | None = None
+
+    @property
+    def why(self) -> str:
+        return str(self)
 
 
 def capture_error(text: str, raised: Exception) -> CaptureError:
@@ -95,6 +106,10 @@ class GraphBreakError(CaptureError):
         super().__init__(message)
         self.line = line
 
+    @property
+    def why(self) -> str:
+        return f"{self.line}: the step depends on the value of a tensor"
+
 
 class WrongFakesError(CaptureError):
     """Fake kernels returned other results than the real ones do; `corrections` has these, by the key of the call."""
@@ -106,6 +121,24 @@ class WrongFakesError(CaptureError):
 
 class UnsupportedStepError(MemfitError, RuntimeError):
     """The step contains something that memfit does not plan: DDP or FSDP, retain_graph, a second backward."""
+
+
+class NoGraphError(UnsupportedStepError):
+    """The step's Python code does what a graph cannot repeat; `memfit.fit` runs it under `memfit.checkpoint`.
+
+    Args:
+        why: no graph can be made of it.
+        advice: what to change, so that one can.
+    """
+
+    line: str | None = None
+
+    def __init__(self, why: str, advice: str) -> None:
+        super().__init__(f"{why}; {advice}")
+        self.why = why
+
+    def __reduce__(self) -> tuple[type[UnsupportedStepError], tuple[str]]:
+        return UnsupportedStepError, (str(self),)
 
 
 class NotOneGraphError(UnsupportedStepError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from memfit.errors import (
 )
 from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
+from memfit.torch_private.tensors import is_fake
 
 WIDTH = 24
 Loss = Callable[..., torch.Tensor]
@@ -151,6 +153,33 @@ class Resizing(nn.Module):
         return outputs
 
 
+class Registering(nn.Module):
+    """Registers a buffer when it is first called, for the longest batch so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+        self.register_buffer("mask", None, persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.mask is None or len(self.mask) < len(inputs):
+            self.register_buffer("mask", torch.arange(len(inputs))[:, None] / len(inputs), persistent=False)
+        return self.inner(inputs) * self.mask[: len(inputs)]
+
+
+class Growing(nn.Module):
+    """Makes its last layer when it is first called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network(WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "last"):
+            self.last = nn.Linear(WIDTH, 10)
+        return self.last(self.inner(inputs))
+
+
 class Scaled:
     """A loss with a parameter of its own, which is in no module."""
 
@@ -180,29 +209,65 @@ def test_hooks_of_parameters_change_the_gradients() -> None:
     assert run_both(hooked, nn.CrossEntropyLoss(), batches())[1] is None
 
 
-def test_a_hook_on_gradients_that_are_there_is_refused() -> None:
-    model = network()
-    model[0].weight.register_post_accumulate_grad_hook(lambda _parameter: None)
-    error = refused(model)
-    assert isinstance(error, UnsupportedStepError)
-    assert "parameter '0.weight' has a hook" in str(error)
-
-
 def test_a_buffer_that_is_replaced_goes_from_step_to_step() -> None:
     model, difference = run_both(Averaging, nn.CrossEntropyLoss(), batches())
     assert difference is None
     assert model.get_buffer("mean").abs().max() > 0
 
 
-def test_a_buffer_that_grows_is_refused() -> None:
-    assert "replaces 'seen', of shape (1, 10)" in str(refused(Resizing()))
+def hooked_when_gradients_are_there() -> nn.Module:
+    model = network()
+
+    def shrink(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    model[0].weight.register_post_accumulate_grad_hook(shrink)
+    return model
 
 
-@pytest.mark.parametrize(("kind", "name"), [(Remembering, "hidden"), (Counting, "calls")])
-def test_what_python_would_carry_from_step_to_step_is_refused(kind: Callable[[], nn.Module], name: str) -> None:
-    error = refused(kind())
-    assert isinstance(error, UnsupportedStepError)
-    assert f"sets '{name}' in its model and reads it in the next step" in str(error)
+def seeded(draw: Callable[[], float]) -> nn.Module:
+    random.seed(3)
+    np.random.seed(3)
+    return Drawing(draw)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (Remembering, "sets 'hidden' in its model and reads it in the next step"),
+        (Counting, "sets 'calls' in its model and reads it in the next step"),
+        (Resizing, "replaces 'seen', of shape (1, 10)"),
+        (Registering, "makes 'mask' of shape (64, 1), which the model had not before"),
+        (Growing, "makes 'last.weight' of shape (10, 24), which the model had not before"),
+        (partial(seeded, random.random), "the step draws from Python's `random`"),
+        (partial(seeded, np.random.rand), "the step draws from `numpy.random`"),
+        (hooked_when_gradients_are_there, "parameter '0.weight' has a hook"),
+    ],
+)
+def test_what_a_graph_cannot_repeat_runs_under_checkpoints(
+    make: Callable[[], nn.Module], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        model, difference = run_both(make, nn.CrossEntropyLoss(), batches())
+    assert difference is None
+    assert why in caplog.text
+    assert "it is no graph, and runs under memfit.checkpoint" in caplog.text
+    assert not any(is_fake(tensor) for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_a_step_that_is_no_graph_leaves_its_model_as_it_was_before_it_is_called() -> None:
+    random.seed(3)
+    np.random.seed(3)
+    states = random.getstate(), np.random.get_state()[1].copy()
+    for model in (Remembering(), Counting(), Resizing(), Registering(), Growing(), Drawing(random.random)):
+        before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+        tensors = dict(model.state_dict(keep_vars=True))
+        memfit.fit(model, nn.CrossEntropyLoss(), batches()[0], budget="100%").close()
+        assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
+        assert all(tensor is tensors[name] for name, tensor in model.state_dict(keep_vars=True).items())
+    assert random.getstate() == states[0]
+    assert np.array_equal(np.random.get_state()[1], states[1])
 
 
 def test_what_a_step_leaves_in_its_model_and_never_reads_is_put_back_or_refused_when_read() -> None:
@@ -212,20 +277,17 @@ def test_what_a_step_leaves_in_its_model_and_never_reads_is_put_back_or_refused_
     assert "do not compute" in repr(model.features)
 
 
-@pytest.mark.parametrize(("draw", "name"), [(random.random, "Python's `random`"), (np.random.rand, "`numpy.random`")])
-def test_a_number_drawn_outside_of_torch_is_refused(draw: Callable[[], float], name: str) -> None:
-    states = random.getstate(), np.random.get_state()[1].copy()
-    assert f"the step draws from {name}" in str(refused(Drawing(draw)))
-    assert random.getstate() == states[0]
-    assert np.array_equal(np.random.get_state()[1], states[1])
-
-
-def test_a_parameter_that_is_not_the_models_is_refused() -> None:
+def test_a_parameter_that_is_not_the_models_is_refused_in_the_optimizer_and_gets_a_gradient_without() -> None:
     model, loss = network(), Scaled()
-    assert "tensor of shape (10,) that is no parameter of the model" in str(refused(model, loss))
-    assert loss.scale.grad is None
     optimizer = torch.optim.SGD([*model.parameters(), loss.scale], lr=0.1)
     assert "parameter 6 of the optimizer's group 0" in str(refused(model, loss, optimizer=optimizer))
+    assert loss.scale.grad is None
+    step = memfit.fit(model, loss, batches()[0], budget="100%")
+    assert loss.scale.grad is None
+    step(batches()[0])
+    planned, loss.scale.grad = loss.scale.grad, None
+    loss(model, batches()[0]).backward()
+    assert planned is not None and torch.equal(planned, loss.scale.grad)
 
 
 def test_a_teacher_is_a_constant() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from memfit.errors import UnsupportedStepError
+from memfit.errors import NoGraphError
 from memfit.system.alive import alive_objects
 
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
@@ -100,7 +100,7 @@ def host_draws_refused(run_again: Callable[[], Any]) -> Iterator[None]:
         run_again: runs the same code once more, where it must be told which thread has drawn.
 
     Raises:
-        UnsupportedStepError: names the generator, whose state is restored.
+        NoGraphError: names the generator, whose state is restored.
     """
     generators = HostGenerators()
     changed: list[int] = []
@@ -112,9 +112,9 @@ def host_draws_refused(run_again: Callable[[], Any]) -> Iterator[None]:
             changed = generators.drawn_by_this_thread(run_again, changed)
             generators.put_back(changed)
     if changed:
-        raise UnsupportedStepError(
-            f"the step draws from {generators.names(changed)}, whose numbers a planned step would never draw again; "
-            "draw from torch's generators (torch.rand), or draw outside of the step and hand it in with the batch"
+        raise NoGraphError(
+            f"the step draws from {generators.names(changed)}, whose numbers a planned step would never draw again",
+            "draw from torch's generators (torch.rand), or draw outside of the step and pass it in the batch",
         )
 
 
@@ -127,10 +127,10 @@ class _Seedless:
 
     def __getattr__(self, name: str) -> Any:
         if name in _SETTERS and threading.get_ident() == self._thread:
-            raise UnsupportedStepError(
+            raise NoGraphError(
                 f"the step calls `{name}` of torch's generator (as torch.manual_seed, torch.set_rng_state and "
-                "torch.random.fork_rng do), which a planned step would not: seed outside of the step, or pass a "
-                "tensor that was drawn outside"
+                "torch.random.fork_rng do), which a planned step would not",
+                "seed outside of the step, or pass a tensor that was drawn outside",
             )
         return getattr(self._generator, name)
 
@@ -140,7 +140,7 @@ def seeding_refused() -> Iterator[None]:
     """Refuse a step that seeds torch's default generators, or sets their states, inside the block on this thread.
 
     Raises:
-        UnsupportedStepError: from the line that does it.
+        NoGraphError: from the line that does it.
     """
     thread = threading.get_ident()
     cpu, cuda = torch.random.default_generator, torch.cuda.default_generators

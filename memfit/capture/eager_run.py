@@ -25,7 +25,7 @@ from memfit.capture.stream import Difference, Dispatched, Stream, tensors_of
 from memfit.capture.trace import mutated_tensors
 from memfit.capture.training_step import TrainingStep
 from memfit.cost.views import lazy_view, on_its_own
-from memfit.errors import MemfitError, UnsupportedStepError
+from memfit.errors import MemfitError, NoGraphError
 from memfit.system.budget import format_bytes
 from memfit.torch_private.autograd import (
     TorchDispatchMode,
@@ -193,9 +193,10 @@ class _Watch(TorchDispatchMode):
             return
         self.unused.discard(generator)
         if not torch.equal(generator.get_state(), _mark(generator)):
-            raise UnsupportedStepError(
+            raise NoGraphError(
                 f"{self.stream.here()}: the step sets the seed or the state of a torch.Generator that it draws from, "
-                "and a planned step would not: seed it outside of the step"
+                "and a planned step would not",
+                "seed it outside of the step",
             )
 
 

@@ -15,7 +15,8 @@ import torch
 from memfit.capture.gradient_use import GradientUse
 from memfit.capture.side_effects import Place
 from memfit.capture.trace import Trace
-from memfit.errors import UnsupportedStepError
+from memfit.errors import NoGraphError
+from memfit.torch_private.modules import module_tables
 from memfit.torch_private.tensors import is_fake, storage_key
 
 
@@ -36,7 +37,7 @@ def write_replaced(
         gradients: tells which parameters were updated before.
 
     Raises:
-        UnsupportedStepError: the values cannot be written there, or the step lets two tensors share memory.
+        NoGraphError: the values cannot be written there, or the step lets two tensors share memory.
     """
     with torch.no_grad():
         for fake, values in _values_of_replaced(places, fakes):
@@ -45,18 +46,43 @@ def write_replaced(
         for place in _with_replaced_memory(places, fakes, memory):
             fake, own = fakes[place.tensor], memory[place.tensor]
             if storage_key(fake) in shared or trace.storages[trace.value(fake).storage].resident:
-                raise UnsupportedStepError(
+                raise NoGraphError(
                     f"the step lets {place.path!r} share memory with another tensor (`.data = ...`), which a planned "
-                    "step would not: copy the values (`.data.copy_(...)`), or do it between steps"
+                    "step would not",
+                    "copy the values (`.data.copy_(...)`), or do it between steps",
                 )
             if gradients.is_updated_early(fake):
-                raise UnsupportedStepError(
+                raise NoGraphError(
                     f"the step replaces the values of {place.path!r} in backward (`.data = ...`), and a planned step "
-                    "may have updated it by then: replace them in forward, or after the step"
+                    "may have updated it by then",
+                    "replace them in forward, or after the step",
                 )
             own.copy_(fake)
             shared.add(storage_key(fake))
             fake.data = own
+
+
+def require_none_made(model: torch.nn.Module, places: list[Place]) -> None:
+    """Refuse a step that gives the model a parameter or a buffer that it had not: later steps would find none.
+
+    Args:
+        model: with what the step has put into it.
+        places: as `swapped` gives them, inside its block.
+
+    Raises:
+        NoGraphError: names the parameter or buffer.
+    """
+    known = {(id(place.table), place.name) for place in places}
+    for module_name, module in model.named_modules():
+        for table in module_tables(module):
+            for name, tensor in table.items():
+                if tensor is not None and is_fake(tensor) and (id(table), name) not in known:
+                    path = f"{module_name}.{name}" if module_name else name
+                    raise NoGraphError(
+                        f"the step makes {path!r} of shape {tuple(tensor.shape)}, which the model had not before, and "
+                        "a planned step runs no Python",
+                        "register it before memfit.fit, at its largest size, or run one eager forward first",
+                    )
 
 
 def _replaced(places: list[Place], fakes: Mapping[torch.Tensor, torch.Tensor]) -> list[tuple[Place, torch.Tensor]]:
@@ -67,7 +93,7 @@ def _replaced(places: list[Place], fakes: Mapping[torch.Tensor, torch.Tensor]) -
         fakes: as `swapped` was given them.
 
     Raises:
-        UnsupportedStepError: the new tensor cannot be written into the old one.
+        NoGraphError: the new tensor cannot be written into the old one.
     """
     found: list[tuple[Place, torch.Tensor]] = []
     for place in places:
@@ -77,10 +103,10 @@ def _replaced(places: list[Place], fakes: Mapping[torch.Tensor, torch.Tensor]) -
         like_before = after is not None and after.shape == before.shape and after.dtype == before.dtype
         if not like_before or isinstance(place.tensor, torch.nn.Parameter):
             now = "nothing" if after is None else f"a tensor of shape {tuple(after.shape)} and {after.dtype}"
-            raise UnsupportedStepError(
-                f"the step replaces {place.path!r}, of shape {tuple(before.shape)} and {before.dtype}, by {now}; "
-                "a planned step keeps parameters, and the sizes of buffers: write into it in place, or replace it "
-                "between steps"
+            raise NoGraphError(
+                f"the step replaces {place.path!r}, of shape {tuple(before.shape)} and {before.dtype}, by {now}, and "
+                "a planned step keeps parameters, and the sizes of buffers",
+                "write into it in place, or replace it between steps",
             )
         assert after is not None
         found.append((place, after))
@@ -96,7 +122,7 @@ def _values_of_replaced(
         places, fakes: as `_replaced` takes them.
 
     Raises:
-        UnsupportedStepError: the new tensor cannot be written into the old one, or is a tensor of the model that
+        NoGraphError: the new tensor cannot be written into the old one, or is a tensor of the model that
             stays in its place.
     """
     found = _replaced(places, fakes)
@@ -104,9 +130,9 @@ def _values_of_replaced(
     for place, after in found:
         for other in places:
             if other.table.get(other.name) is fakes[other.tensor] and fakes[other.tensor] is after:
-                raise UnsupportedStepError(
-                    f"the step lets {place.path!r} be the tensor {other.path!r}, and a planned step would keep two: "
-                    "assign a clone, or do it between steps"
+                raise NoGraphError(
+                    f"the step lets {place.path!r} be the tensor {other.path!r}, and a planned step would keep two",
+                    "assign a clone, or do it between steps",
                 )
     return [(fakes[place.tensor], after.clone() if storage_key(after) in written else after) for place, after in found]
 
@@ -122,7 +148,7 @@ def _with_replaced_memory(
         memory: of each fake's memory as it was before the step, by the fake's tensor.
 
     Raises:
-        UnsupportedStepError: the new values cannot be written into the old memory.
+        NoGraphError: the new values cannot be written into the old memory.
     """
     found: dict[torch.Tensor, Place] = {}
     for place in places:
@@ -131,10 +157,11 @@ def _with_replaced_memory(
             continue
         is_alike = (after.shape, after.stride(), after.dtype) == (before.shape, before.stride(), before.dtype)
         if storage_key(after) == storage_key(before) or not is_alike:
-            raise UnsupportedStepError(
+            raise NoGraphError(
                 f"the step changes the shape, strides, dtype or place in memory of {place.path!r} (`.data = ...`) from "
                 f"{tuple(before.shape)} and {before.dtype} to {tuple(after.shape)} and {after.dtype}, which a planned "
-                "step would not: do it between steps"
+                "step would not",
+                "do it between steps",
             )
         found.setdefault(place.tensor, place)
     return list(found.values())
@@ -145,16 +172,16 @@ def memory_kept_real() -> Iterator[None]:
     """Refuse `.data = ...` inside the block where a real tensor would be given a fake's memory, which ends its own.
 
     Raises:
-        UnsupportedStepError: gives the tensor's shape.
+        NoGraphError: gives the tensor's shape.
     """
     own: Any = torch.Tensor.data
 
     def replace(tensor: torch.Tensor, values: torch.Tensor) -> None:
         if is_fake(values) and not is_fake(tensor):
-            raise UnsupportedStepError(
+            raise NoGraphError(
                 f"the step replaces the values of a tensor of shape {tuple(tensor.shape)} that is no parameter or "
-                "buffer of the model (`.data = ...`), and a planned step would not: write in place "
-                "(`.data.copy_(...)`), or put it into a module that holds the model too"
+                "buffer of the model (`.data = ...`), and a planned step would not",
+                "write in place (`.data.copy_(...)`), or put it into a module that holds the model too",
             )
         own.__set__(tensor, values)
 

@@ -39,7 +39,7 @@ from memfit.capture.functionalize import (
 from memfit.capture.hidden_state import refuse_hidden_state
 from memfit.capture.lines import calling_line
 from memfit.cost.observations import Corrections, RealResult, call_key
-from memfit.errors import CaptureError, UnsupportedStepError
+from memfit.errors import CaptureError, NoGraphError, UnsupportedStepError
 from memfit.graph import Phase, Role
 from memfit.torch_private.tensors import draws, is_fake, is_view, storage_key, tensors_in, tree_flatten, tree_map
 
@@ -541,14 +541,15 @@ class Trace:
         """Note the running statistics that a call reads, and hide those that are buffers which no call has written.
 
         Raises:
-            UnsupportedStepError: the kernel would read them through another argument, too, while it writes them.
+            NoGraphError: the kernel would read them through another argument, too, while it writes them.
         """
         others = [arg for position, arg in enumerate(entry.args) if position not in positions]
         entry.statistics = tuple(entry.args[position].storage for position in positions)
         if not {value.storage for value in values_in(others)}.isdisjoint(entry.statistics):
-            raise UnsupportedStepError(
+            raise NoGraphError(
                 f"{self.scope()[1] or 'the step'} calls {entry.func} with running statistics that share memory with "
-                "another argument (its weight, say): give it a clone of them there"
+                "another argument (its weight, say)",
+                "give it a clone of them there",
             )
         entry.hidden = {s for s in entry.statistics if self.storages[s].resident and not self._is_mutated(s)}
 

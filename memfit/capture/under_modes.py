@@ -15,7 +15,7 @@ import torch
 
 from memfit.binding import values_in
 from memfit.capture.trace import TracedCall
-from memfit.errors import UnsupportedStepError
+from memfit.errors import NoGraphError
 from memfit.torch_private.autograd import TorchDispatchMode
 
 _aten = torch.ops.aten
@@ -51,13 +51,14 @@ class UnderModes:
             line: that calls it.
 
         Raises:
-            UnsupportedStepError: its gradient is computed in another way than in eager.
+            NoGraphError: its gradient is computed in another way than in eager.
         """
         wants_gradient = torch.is_grad_enabled() and args[0].requires_grad
         if func._overloadpacket in gradients_that_differ() and wants_gradient:
-            raise UnsupportedStepError(
+            raise NoGraphError(
                 f"{line}: PyTorch computes the gradient of torch.{func._overloadpacket.__name__} otherwise while a "
-                f"step is recorded; {_ADVICE[func._overloadpacket]}"
+                "step is recorded",
+                _ADVICE[func._overloadpacket],
             )
         if func._overloadpacket in _DECOMPOSITIONS and not wants_gradient and args[2:] != (False,):
             self.decomposed.append((line, func, place))
@@ -70,7 +71,7 @@ class UnderModes:
             kept: storages that the user gets.
 
         Raises:
-            UnsupportedStepError: names the line.
+            NoGraphError: names the line.
         """
         read = {storage for call in calls for storage in (*call.reads, *call.mutates)} | set(kept)
         for line, func, place in self.decomposed:
@@ -80,10 +81,11 @@ class UnderModes:
                 for value in values_in([call.results[n] for n in _DECOMPOSITIONS[call.target._overloadpacket]])
             }
             if read.isdisjoint(vectors):
-                raise UnsupportedStepError(
+                raise NoGraphError(
                     f"{line}: PyTorch computes singular values and eigenvalues of a tensor without gradient otherwise "
-                    "while a step is recorded (svdvals, eigvalsh, cond, matrix norms): compute them outside of the "
-                    "step and hand them in with the batch, or of a tensor that requires a gradient"
+                    "while a step is recorded (svdvals, eigvalsh, cond, matrix norms)",
+                    "compute them outside of the step and pass them in the batch, or of a tensor that requires a "
+                    "gradient",
                 )
 
 

@@ -29,7 +29,7 @@ from memfit.capture.module_scopes import ModuleScopes
 from memfit.capture.optimizer import require_supported
 from memfit.capture.placement import step_device
 from memfit.capture.reads import Reads
-from memfit.capture.replaced import memory_kept_real, write_replaced
+from memfit.capture.replaced import memory_kept_real, require_none_made, write_replaced
 from memfit.capture.shards import Shards
 from memfit.capture.side_effects import swapped, with_a_momentum
 from memfit.capture.step_check import check_not_distributed, require_training_context
@@ -45,7 +45,7 @@ from memfit.errors import (
     GraphBreakError,
     InvalidOptionError,
     MemfitError,
-    UnsupportedStepError,
+    NoGraphError,
     capture_error,
 )
 from memfit.graph import Role
@@ -82,6 +82,7 @@ def capture_whole_step(step: TrainingStep, batch: Any = None, corrections: Corre
         GraphBreakError: the step depends on a tensor's value; names the user's line.
         CaptureError: the step's code raises; names the user's line.
         InvalidDeviceError: the batch is on another device than the model.
+        NoGraphError: the step's Python code does what a graph cannot repeat.
         UnsupportedStepError: LBFGS, collectives.
     """
     batch = step.batch if batch is None else batch
@@ -94,7 +95,7 @@ def capture_whole_step(step: TrainingStep, batch: Any = None, corrections: Corre
                 captured = first.run()
             _require_unread(step, batch, first.trace, reads)
         left = reads.left()
-    except GraphBreakError:  # it will be run, from the state before
+    except (CaptureError, NoGraphError):  # it will be run, from the state before
         reads.put_numbers_back()
         raise
     finally:
@@ -148,7 +149,7 @@ def _require_unread(step: TrainingStep, batch: Any, trace: Trace, reads: Reads) 
     calls and leaves the same values.
 
     Raises:
-        UnsupportedStepError: names what the step sets.
+        NoGraphError: names what the step sets.
     """
     carried = reads.carried()
     if not carried:
@@ -170,11 +171,11 @@ def _require_unread(step: TrainingStep, batch: Any, trace: Trace, reads: Reads) 
         return
     names = sorted(name.removeprefix("model.") for name in (moving if same else carried))
     where = " in its model" if all(name.startswith("model.") for name in carried) else ""
-    raise UnsupportedStepError(
+    raise NoGraphError(
         f"the step sets {', '.join(map(repr, names[:3]))}{' and more' if len(names) > 3 else ''}{where} and "
-        "reads it in the next step, but a planned step runs no Python: keep what later steps read in a "
-        "buffer (register_buffer before memfit.fit) or in the batch; if it is made only "
-        "once, run one eager forward first"
+        "reads it in the next step, but a planned step runs no Python",
+        "keep what later steps read in a buffer (register_buffer before memfit.fit) or in the batch; if it is made "
+        "only once, run one eager forward first",
     )
 
 
@@ -297,6 +298,7 @@ class _WholeStepCapture:
                         self._next_state(fake_batch)
                     recorder.records_stream = False
                     self._require_gradients_found()
+                    require_none_made(step.model, places)
                     write_replaced(places, self._own, self._memory, self.trace, self._gradients)
                 self._gradients.collect(self.outputs)
                 self._under_modes.require_read(self.trace.calls, {value.storage for value in self.outputs.values()})
@@ -358,10 +360,11 @@ class _WholeStepCapture:
     def _make_fakes(self) -> None:
         for tensor in (*self.step.model.parameters(), *self.step.model.buffers()):
             if has_accumulation_hooks(tensor):
-                raise UnsupportedStepError(
+                raise NoGraphError(
                     f"parameter {self._names.get(tensor, '')!r} has a hook that runs when its gradient is there "
-                    "(register_post_accumulate_grad_hook), which a planned step would not run: remove it; memfit "
-                    "itself updates each parameter as soon as its gradient is there, where it is given the optimizer"
+                    "(register_post_accumulate_grad_hook), which a planned step would not run",
+                    "remove it; memfit itself updates each parameter as soon as its gradient is there, where it is "
+                    "given the optimizer",
                 )
             if self._shards is not None and tensor in self._shards.fakes:
                 self._fakes[tensor] = self._shards.fakes[tensor]
@@ -420,14 +423,14 @@ class _WholeStepCapture:
         """Refuse a gradient of a tensor that is not the model's: the planned step would not compute it.
 
         Raises:
-            UnsupportedStepError: gives the tensor's shape.
+            NoGraphError: gives the tensor's shape.
         """
         constants = [resident.constant for resident in self.trace.residents]
         for tensor in (*constants, *self._names):
             if isinstance(tensor, torch.Tensor) and tensor.is_leaf and is_fake(tensor.grad):
                 tensor.grad = None
-                raise UnsupportedStepError(
+                raise NoGraphError(
                     f"the loss has a gradient for a tensor of shape {tuple(tensor.shape)} that is no parameter of the "
-                    "model, or that the step does not take from the model, so that a planned step would not train it; "
-                    "make it one (of a module that holds model and loss, say), or set requires_grad_(False) on it"
+                    "model, or that the step does not take from the model, so that a planned step would not train it",
+                    "make it one (of a module that holds model and loss, say), or set requires_grad_(False) on it",
                 )

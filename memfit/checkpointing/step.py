@@ -21,9 +21,10 @@ from memfit.checkpointing.loop import Loop
 from memfit.checkpointing.reporting import Report
 from memfit.errors import (
     BudgetNotHeldError,
-    GraphBreakError,
+    CaptureError,
     InfeasibleBudgetError,
     InvalidOptionError,
+    NoGraphError,
     UnsupportedStepError,
 )
 from memfit.memory.contract import FIRM, Contract
@@ -49,7 +50,7 @@ _OF_GRAPHS = ("plan", "plans", "captured", "source", "bounds")
 
 
 class CheckpointedStep(Uncopied, MeasurableStep):
-    """A training step whose Python code depends on a tensor's value; called like a `PlannedStep`.
+    """A training step that is no graph, as its Python code depends on a tensor's value, say; called as a `PlannedStep`.
 
     All of it runs as eager does, under `memfit.checkpoint`: whole blocks or parts of them are computed again. Each
     parameter is updated as soon as its gradient is there, where that gives eager's bits. Checkpoints are there in calls
@@ -58,12 +59,13 @@ class CheckpointedStep(Uncopied, MeasurableStep):
     Args:
         step: the training step.
         settings: a budget, of which a percentage is a share of the measured peak of an eager step.
-        broken: the error that names the line.
+        broken: why it is no graph.
 
     Attributes:
         step: the TrainingStep that is carried out.
         settings: the budget, in bytes.
-        line: the user's line that depends on a tensor's value.
+        why: it is no graph.
+        line: the user's line that depends on a tensor's value, if that is why.
         device: the device that the step runs on.
         plan_seconds: that the first plans took, with the steps that they were made from.
 
@@ -73,8 +75,8 @@ class CheckpointedStep(Uncopied, MeasurableStep):
         UnsupportedStepError: the loss calls parts of the model by themselves.
     """
 
-    def __init__(self, step: TrainingStep, settings: Settings, broken: GraphBreakError) -> None:
-        self.step, self.line = step, broken.line
+    def __init__(self, step: TrainingStep, settings: Settings, broken: CaptureError | NoGraphError) -> None:
+        self.step, self.why, self.line = step, broken.why, broken.line
         self.device = step_device(step.model, step.batch)
         self._refuse_for_graphs(settings)
         eager_bytes = 0 if settings.is_in_bytes else measured_eager_peak(step, self.device)
@@ -106,9 +108,9 @@ class CheckpointedStep(Uncopied, MeasurableStep):
             raise
         self.plan_seconds = time.perf_counter() - began
         _log.warning(
-            "memfit: %s: the step depends on the value of a tensor, and is no graph; it runs under memfit.checkpoint, "
-            "which computes blocks again: step.report() says which",
-            self.line,
+            "memfit: %s: it is no graph, and runs under memfit.checkpoint, which computes blocks again: step.report() "
+            "says which",
+            self.why,
         )
 
     def _refuse_for_graphs(self, settings: Settings) -> None:
@@ -121,15 +123,14 @@ class CheckpointedStep(Uncopied, MeasurableStep):
         for text, is_given in given.items():
             if is_given:
                 raise InvalidOptionError(
-                    f"{self.line}: the step depends on the value of a tensor, so that it is no graph and runs under "
-                    f"memfit.checkpoint, and {text} is for graphs; leave it out, or move that line out of the model"
+                    f"{self.why}: it is no graph and runs under memfit.checkpoint, and {text} is for graphs; leave it "
+                    "out, or move that out of the model"
                 )
 
     def __getattr__(self, name: str) -> NoReturn:
-        what = " is no graph, and has no plan of its storages; use step.report(), step.explain()"
+        what = " the step is no graph, and has no plan of its storages; use step.report(), step.explain()"
         raise AttributeError(
-            f"{type(self).__name__} has no attribute {name!r}"
-            + (f": the step depends on the value of a tensor ({self.line}),{what}" if name in _OF_GRAPHS else "")
+            f"{type(self).__name__} has no attribute {name!r}" + (f": {self.why}:{what}" if name in _OF_GRAPHS else "")
         )
 
     def _settle(self) -> None:
@@ -151,8 +152,8 @@ class CheckpointedStep(Uncopied, MeasurableStep):
                 least_bytes = self.budget_bytes + error.over_bytes
                 without = "" if self._loop.plans.blocks else f"; {NO_BLOCKS}"
                 raise InfeasibleBudgetError(
-                    f"{self.line}: the step depends on the value of a tensor, and runs under memfit.checkpoint, which "
-                    f"needs at least {format_bytes(least_bytes)} ({least_bytes} bytes), more than the budget of "
+                    f"{self.why}: it is no graph, and runs under memfit.checkpoint, which needs at least "
+                    f"{format_bytes(least_bytes)} ({least_bytes} bytes), more than the budget of "
                     f"{format_bytes(self.budget_bytes)}: raise the budget to {least_bytes} bytes, or make the batch "
                     f"smaller{without}",
                     least_budget_found_bytes=least_bytes,
@@ -163,8 +164,8 @@ class CheckpointedStep(Uncopied, MeasurableStep):
             self._most_state_bytes = self._state_bytes()
         if not self._loop.history.count:
             raise UnsupportedStepError(
-                f"{self.line}: the step depends on the value of a tensor, and the loss does not call the model itself, "
-                "so that memfit.checkpoint does not see where a step begins; call model(...) in the loss, or use "
+                f"{self.why}: it is no graph, and the loss does not call the model itself, so that memfit.checkpoint "
+                "does not see where a step begins; call model(...) in the loss, or use "
                 "memfit.eager"
             )
 
@@ -183,12 +184,12 @@ class CheckpointedStep(Uncopied, MeasurableStep):
                 return
             eager_difference = difference_of_eager(self, self.step.batch)
         except torch.OutOfMemoryError:
-            _log.warning("memfit: %s: the step is not compared with eager: there is no room for it", self.line)
+            _log.warning("memfit: %s: the step is not compared with eager: there is no room for it", self.why)
             return
         if eager_difference is None:
             raise UnsupportedStepError(
-                f"{self.line}: the step depends on the value of a tensor, and computing its blocks again gives other "
-                f"bits than eager, first in {difference}; use memfit.eager"
+                f"{self.why}: it is no graph, and computing its blocks again gives other bits than eager, first in "
+                f"{difference}; use memfit.eager"
             )
         _log.warning("memfit: two eager steps differ in %s, so that nothing can be compared", eager_difference)
 

@@ -80,8 +80,7 @@ def fit(
         planned = fit_step(step, settings, plan=given)
         if report and not _is_of_graph(planned):
             raise InvalidOptionError(
-                f"{planned.line}: the step depends on the value of a tensor, and is no graph, of which --report would "
-                "draw the plan; leave it out"
+                f"{planned.why}: it is no graph, of which --report would draw the plan; leave it out"
             )
         _keep(planned, save, work)
         work.stop_if_interrupted()
@@ -202,6 +201,7 @@ def _of_checkpoints(planned: CheckpointedStep, measured: Measured) -> Facts:
             "planner": "checkpoint",
             "status": Status.FEASIBLE,
             "plan_seconds": planned.plan_seconds,
+            "why": planned.why,
             "line": planned.line,
             "policy": planned.policy(),
             "bounds": {
@@ -211,7 +211,7 @@ def _of_checkpoints(planned: CheckpointedStep, measured: Measured) -> Facts:
             },
         },
         rows={
-            "no graph": f"{planned.line} depends on the value of a tensor; the step runs under memfit.checkpoint",
+            "no graph": f"{planned.why}; the step runs under memfit.checkpoint",
             "kept": size.kinds_text(),
         },
     )

@@ -14,7 +14,7 @@ from memfit.capture.step_check import check_step
 from memfit.checkpointing.step import CheckpointedStep
 from memfit.dynamo.inductor_step import InductorStep, refuse_with_inductor
 from memfit.dynamo.settings import EAGER, INDUCTOR, read_kernels
-from memfit.errors import GraphBreakError, UnsupportedStepError
+from memfit.errors import CaptureError, MemfitError, NoGraphError, UnsupportedStepError
 from memfit.options import FitOptions, require_options, settings_from
 from memfit.plan import Plan
 from memfit.planning import Settings
@@ -91,8 +91,8 @@ def fit(
         MemfitError: any other bad input; each message says what to do.
 
     Guarantees: outputs, gradients, buffers and random streams are those of the unplanned step, wherever kernels are
-    deterministic. A step whose Python code depends on a tensor's value is no graph: it runs under `memfit.checkpoint`,
-    and a warning names the line. With an optimizer every `.grad` is None after the step; without one gradients are
+    deterministic. A step whose Python code does what a graph cannot repeat (it depends on a tensor's value, draws from
+    Python's generators, counts) runs under `memfit.checkpoint`, and a warning says why. With an optimizer every `.grad` is None after the step; without one gradients are
     added to `.grad`.
     """
     require_options(options, FitOptions, "memfit.fit")
@@ -127,12 +127,12 @@ def fit_step(
     given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
     try:
         planned = PlannedStep(step, settings, given)
-    except GraphBreakError as broken:
+    except (CaptureError, NoGraphError) as broken:
         if given is not None or not step.has_backward:
             raise
         if step.across is not None:
             raise UnsupportedStepError(f"{broken}; across ranks use memfit.checkpoint in the loop") from broken
-        planned = CheckpointedStep(step, settings, broken)
+        planned = _checkpointed(step, settings, broken)
     if verify:
         settings.on_stage("verifying against eager")
         planned.verify()
@@ -141,3 +141,13 @@ def fit_step(
         planned.prove()
     empty_cache(planned.device)  # of what capture and measuring left: it would count as taken by the first step
     return planned
+
+
+def _checkpointed(step: TrainingStep, settings: Settings, broken: CaptureError | NoGraphError) -> CheckpointedStep:
+    """Return a step that is no graph under checkpoints; what eager cannot run either is refused as it was captured."""
+    try:
+        return CheckpointedStep(step, settings, broken)
+    except MemfitError:
+        raise
+    except Exception as error:
+        raise broken from error

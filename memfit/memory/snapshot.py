@@ -18,6 +18,7 @@ from memfit.capture.reads import Reads
 from memfit.errors import UnsupportedStepError
 from memfit.memory.bits import same_value
 from memfit.memory.places import Place, of_generator, places_of
+from memfit.torch_private.modules import tables_of
 from memfit.torch_private.sharding import is_sharded, local, local_gradient, with_local
 from memfit.torch_private.tensors import is_freed, is_plain_dense, storage_key, tree_flatten
 
@@ -81,6 +82,7 @@ class StepState:
         devices: where the tensors of `optimizer` were, by the same number and the state's name.
         sharded: which of them are sharded as their parameters; of these, as of parameters and gradients, this rank's
             parts are copied.
+        tables: each module's tables of parameters, buffers, modules and hooks, with what is in them.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -92,6 +94,7 @@ class StepState:
     groups: tuple[dict[str, Any], ...] = ()
     devices: dict[tuple[int, str], torch.device] = field(default_factory=dict[tuple[int, str], torch.device])
     sharded: frozenset[tuple[int, str]] = frozenset()
+    tables: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = ()
 
     @staticmethod
     def take(step: TrainingStep, handed: Sequence[torch.Generator] = ()) -> StepState:
@@ -119,10 +122,15 @@ class StepState:
             generators=all_states(),
             handed=tuple((generator, generator.get_state()) for generator in handed),
             groups=tuple({key: _setting(value) for key, value in g.items() if key != "params"} for g in groups),
+            tables=tuple((table, dict(table)) for module in step.model.modules() for table in tables_of(module)[1:]),
         )
 
     def put_back(self, step: TrainingStep) -> None:
-        """Write the copies back into the step's own tensors."""
+        """Write the copies back into the step's own tensors; what the step has made goes."""
+        for table, before in self.tables:
+            if _differs(table, before):
+                table.clear()
+                table.update(before)
         with torch.no_grad():
             for name, tensor in _tensors(step).items():
                 tensor.copy_(self.tensors[name])
@@ -176,6 +184,10 @@ class StepState:
             yield f"the state of the random generator of {device}", self.generators[device]
         for number, (_, state) in enumerate(self.handed):
             yield f"the state of generator {number} that the step hands to torch", state
+
+
+def _differs(table: dict[str, Any], before: dict[str, Any]) -> bool:
+    return len(table) != len(before) or any(table.get(key, before) is not value for key, value in before.items())
 
 
 class _Reached:
