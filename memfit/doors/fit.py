@@ -92,8 +92,8 @@ def fit(
 
     Guarantees: outputs, gradients, buffers and random streams are those of the unplanned step, wherever kernels are
     deterministic. A step whose Python code does what a graph cannot repeat (it depends on a tensor's value, draws from
-    Python's generators, counts) runs under `memfit.checkpoint`, and a warning says why. With an optimizer every `.grad` is None after the step; without one gradients are
-    added to `.grad`.
+    Python's generators, counts) runs under `memfit.checkpoint`, and a warning says why. With an optimizer every `.grad`
+    is None after the step; without one gradients are added to `.grad`.
     """
     require_options(options, FitOptions, "memfit.fit")
     settings = settings_from(budget, options)
