@@ -15,7 +15,6 @@ from memfit.plan import Problem, Result
 from memfit.planners.engine.offloading.absences import SCORES, SINGLE_WEIGHTS, Absences
 from memfit.planners.engine.offloading.intervals import find_offload_intervals, with_offloads
 from memfit.planners.engine.results import keeping_schedule
-from memfit.planners.offload import has_link
 from memfit.schedule import Schedule
 
 
@@ -81,7 +80,7 @@ class AutoSwap:
 
     def _schedules(self, problem: Problem, weights: Point | None) -> Iterator[Schedule]:
         schedule = keeping_schedule(problem)
-        if not has_link(problem):
+        if not problem.may_copy:
             yield schedule
             return
         absences = Absences(problem, find_offload_intervals(problem, schedule), self.threshold)

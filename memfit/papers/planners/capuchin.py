@@ -20,7 +20,6 @@ from memfit.planners.engine.results import kept_schedule
 from memfit.planners.engine.retention.decisions import drop_at, keep_everything
 from memfit.planners.engine.retention.instance import KEPT, build_instance
 from memfit.planners.engine.tables import Flags
-from memfit.planners.offload import has_link
 from memfit.schedule import Schedule
 
 _EARLIER = 0.05  # of its transfer: how much earlier a late swap-in is triggered in the next iteration
@@ -146,7 +145,7 @@ class _Policy:
         """Return the intervals in which tensors are swapped, and those in which they are recomputed."""
         rows, live = self.found.intervals, self.found.stops["held_bytes"].copy()
         room = HostRoom(self.found, self.problem.host_budget_bytes)
-        may_swap = np.full(len(rows), has_link(self.problem))
+        may_swap = np.full(len(rows), self.problem.may_copy)
         may_recompute = self.instance.tables.intervals["rule"][self.retained] != KEPT
         seconds = RecomputeSeconds(self.instance)
         swapped, recomputed = list[int](), list[int]()

@@ -21,7 +21,6 @@ from memfit.planners.engine.retention.decisions import Retention, drop_at, evalu
 from memfit.planners.engine.retention.emit import emit
 from memfit.planners.engine.retention.instance import FREE, Instance, build_instance
 from memfit.planners.engine.tables import Flags
-from memfit.planners.offload import has_link
 from memfit.schedule import Schedule
 
 _MODES = ("swap", "recompute", "both")
@@ -71,7 +70,7 @@ class SuperNeurons:
 
     def _schedules(self, problem: Problem) -> Iterator[Schedule]:
         schedule = keeping_schedule(problem) if self.mode == "swap" else _recomputing(problem)
-        if self.mode == "recompute" or not has_link(problem):
+        if self.mode == "recompute" or not problem.may_copy:
             yield schedule
             return
         yield _Cache(problem, find_offload_intervals(problem, schedule), problem.budget_bytes).schedule()

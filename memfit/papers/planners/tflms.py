@@ -18,7 +18,6 @@ from memfit.planners.engine.offloading.absences import HostRoom, load
 from memfit.planners.engine.offloading.intervals import find_offload_intervals, with_offloads
 from memfit.planners.engine.results import keeping_schedule
 from memfit.planners.engine.tables import Integers
-from memfit.planners.offload import has_link
 from memfit.schedule import Schedule
 
 _DIRECT_ORDER, _CHAIN_RULE = "direct_order", "chain_rule"
@@ -68,7 +67,7 @@ class TFLMS:
         self._check()
         started_seconds = problem.clock()
         schedule = keeping_schedule(problem)
-        if has_link(problem):
+        if problem.may_copy:
             schedule = _Rewriting(self, problem, schedule).schedule()
         return answer(problem, self.name, started_seconds, [schedule])
 

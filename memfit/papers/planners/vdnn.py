@@ -15,7 +15,6 @@ from memfit.papers.planners.layers import is_convolution, layer_of_backward
 from memfit.plan import Problem, Result
 from memfit.planners.engine.offloading.intervals import OffloadIntervals, find_offload_intervals, with_offloads
 from memfit.planners.engine.results import keeping_schedule
-from memfit.planners.offload import has_link
 from memfit.schedule import Schedule
 
 _POLICIES: dict[str, tuple[Callable[[Op], bool], ...]] = {
@@ -71,7 +70,7 @@ class VDNN:
 
     def _schedules(self, problem: Problem) -> Iterator[Schedule]:
         schedule = keeping_schedule(problem)
-        if not has_link(problem):
+        if not problem.may_copy:
             yield schedule
             return
         for offloads in _POLICIES[self.policy]:

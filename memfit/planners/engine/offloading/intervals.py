@@ -73,8 +73,7 @@ def find_offload_intervals(problem: Problem, schedule: Schedule) -> OffloadInter
     position = np.flatnonzero(np.isin(schedule.codes, (Code.COMPUTE, Code.BOUNDARY)))
     live_at_end = [stay.storage for stay in found.ranges if stay.last == len(schedule)]
     stops = np.zeros(len(position) + 1, _STOP)
-    outside_bytes = 0 if graph.boundaries else problem.bytes_outside
-    stops["held_bytes"][:-1] = simulate(graph, schedule, device).device_bytes[position] + outside_bytes
+    stops["held_bytes"][:-1] = simulate(graph, schedule, device).device_bytes[position] + problem.always_outside_bytes
     stops["held_bytes"][-1] = problem.bytes_outside + sum(device.aligned(graph.storages[s].bytes) for s in live_at_end)
     is_op = schedule.codes[position] == Code.COMPUTE
     ops: list[int] = schedule.operands[position[is_op]].tolist()
