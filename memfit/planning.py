@@ -23,8 +23,7 @@ from memfit.plan_cache import plan_or_kept
 from memfit.planners import make_planner
 from memfit.planners.auto import AutoPlanner
 from memfit.planners.engine.results import unplanned_peak_bytes
-from memfit.planners.engine.retention.decisions import Retention
-from memfit.planners.protocols import Planner, WarmStarts
+from memfit.planners.protocols import Planner, SearchOptions
 from memfit.system.budget import format_bytes, parse_budget
 from memfit.system.spill_file import require_host_budget
 
@@ -248,9 +247,8 @@ class TradeOff:
         >>> TradeOff(problem, KeepEverything()).reach([4096, 8192]).results  # doctest: +SKIP
         {4096: Result(status=..., plan=None, ...), 8192: Result(status=..., plan=Plan(...), ...)}
 
-    A planner that starts warm starts each budget from what it found at the next smaller one. A plan for a smaller
-    budget is also a plan for a larger one: where it is faster, it takes the other's place, so that a larger budget
-    never gives a slower plan. The results of other planners stay as they are.
+    A plan for a smaller budget is also a plan for a larger one: where a planner searches, a faster one takes the
+    other's place, so that a larger budget never gives a slower plan. The results of other planners stay as they are.
 
     Args:
         problem: what is planned; its own budget does not count, and its time limit holds for each budget.
@@ -261,18 +259,11 @@ class TradeOff:
         self._problem = problem
         self._planner = planner
         self._found: dict[int, Result] = {}
-        self._retention: dict[int, Retention] = {}
 
     def reach(self, budgets: Iterable[int]) -> TradeOff:
         """Plan at these budgets (bytes), from the smallest to the largest; return self."""
         for budget in sorted(set(budgets) - set(self._found)):
-            problem = replace(self._problem, budget_bytes=budget)
-            if not isinstance(self._planner, WarmStarts):
-                self._found[budget] = self._planner.plan(problem)
-                continue
-            smaller = [known for known in self._retention if known < budget]
-            searched = self._planner.plan_from(problem, [self._retention[max(smaller)]] if smaller else [])
-            self._found[budget], self._retention[budget] = searched.result, searched.retention
+            self._found[budget] = self._planner.plan(replace(self._problem, budget_bytes=budget))
         return self
 
     def reach_least(self) -> TradeOff:
@@ -306,7 +297,7 @@ class TradeOff:
     @property
     def results(self) -> dict[int, Result]:
         """Budget -> result, from the smallest budget to the largest."""
-        if not isinstance(self._planner, WarmStarts):
+        if not isinstance(self._planner, SearchOptions):
             return dict(sorted(self._found.items()))
         results: dict[int, Result] = {}
         fastest: Plan | None = None

@@ -8,7 +8,6 @@ KeepEverything()
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,11 +27,9 @@ from memfit.papers.planners.tflms import TFLMS
 from memfit.papers.planners.vdnn import VDNN
 from memfit.plan import Problem, Result
 from memfit.planners.auto import AutoPlanner
-from memfit.planners.engine.results import Searched
-from memfit.planners.engine.retention.decisions import Retention
 from memfit.planners.none import KeepEverything
 from memfit.planners.offload import OffloadPlanner
-from memfit.planners.protocols import Planner, UsesHost, WarmStarts
+from memfit.planners.protocols import Planner
 from memfit.planners.search import SearchPlanner
 
 PLANNERS: dict[str, type[Planner]] = {
@@ -81,28 +78,6 @@ class Marked:
         return self.planner.plan(with_mirrors(problem, self.mirrors))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MarkedWarm(Marked):
-    """A marked planner that starts warm, as the planner under it does."""
-
-    planner: WarmStarts
-
-    def plan_from(self, problem: Problem, warm: Sequence[Retention] = ()) -> Searched:
-        """Return the planner's answer with these marks as constraints, and its retention.
-
-        Args:
-            problem: what to plan.
-            warm: retention of the same graph to start from as well.
-        """
-        return self.planner.plan_from(with_mirrors(problem, self.mirrors), warm)
-
-
-def uses_host(planner: Planner) -> bool:
-    """Return whether a planner may copy storages to the host."""
-    under = planner.planner if isinstance(planner, Marked) else planner
-    return isinstance(under, UsesHost) and under.uses_host
-
-
 def uses_files(planner: Planner) -> bool:
     """Return whether a planner reads or writes files of its own, so that no kept plan may take its place."""
     under = planner.planner if isinstance(planner, Marked) else planner
@@ -120,10 +95,7 @@ def make_planner(name: str, **options: object) -> Planner:
     kind = PLANNERS[name]
     if MIRROR_OPTION in options:
         mirrors = read_mirrors(options.pop(MIRROR_OPTION))
-        planner = make_planner(name, **options)
-        if isinstance(planner, WarmStarts):
-            return MarkedWarm(planner=planner, mirrors=mirrors)
-        return Marked(planner=planner, mirrors=mirrors)
+        return Marked(planner=make_planner(name, **options), mirrors=mirrors)
     known = options_of(kind)
     for option in options:
         if option not in known:

@@ -46,7 +46,6 @@ class DqnPlanner:
     """
 
     name: ClassVar[str] = "dqn"
-    uses_host: ClassVar[bool] = True
     source: ClassVar[str] = "GPU memory management using deep Q-network 2020, section 4"
 
     episodes: int | None = field(

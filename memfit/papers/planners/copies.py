@@ -29,7 +29,6 @@ class CopyPlanner(ABC):
 
     __slots__ = ()
     name: ClassVar[str]
-    uses_host: ClassVar[bool] = True
 
     @abstractmethod
     def schedules(self, problem: Problem) -> Iterator[Schedule]:
