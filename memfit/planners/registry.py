@@ -7,11 +7,9 @@ KeepEverything()
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from memfit.errors import InvalidOptionError
 from memfit.papers.dqn.planner import DqnPlanner
 from memfit.papers.planners.autoswap import AutoSwap
 from memfit.papers.planners.capuchin import Capuchin
@@ -31,6 +29,7 @@ from memfit.planners.none import KeepEverything
 from memfit.planners.offload import OffloadPlanner
 from memfit.planners.protocols import Planner
 from memfit.planners.search import SearchPlanner
+from memfit.system.registered import make_registered, options_of
 
 PLANNERS: dict[str, type[Planner]] = {
     kind.name: kind
@@ -54,6 +53,8 @@ PLANNERS: dict[str, type[Planner]] = {
         AutoPlanner,
     )
 }
+
+__all__ = ["MIRROR_OPTION", "PLANNERS", "Marked", "make_planner", "options_of", "uses_files"]
 
 MIRROR_OPTION = "mirror"
 """The option that every planner takes beside its own: what `memfit.mirror` returns (see there)."""
@@ -90,21 +91,8 @@ def make_planner(name: str, **options: object) -> Planner:
     Raises:
         InvalidOptionError: no such planner, or it has no such option; the message lists those that exist.
     """
-    if name not in PLANNERS:
-        raise InvalidOptionError(f"no planner is called {name!r}; there are {', '.join(sorted(PLANNERS))}")
-    kind = PLANNERS[name]
-    if MIRROR_OPTION in options:
-        mirrors = read_mirrors(options.pop(MIRROR_OPTION))
-        return Marked(planner=make_planner(name, **options), mirrors=mirrors)
-    known = options_of(kind)
-    for option in options:
-        if option not in known:
-            there = ", ".join(known) if known else "none"
-            raise InvalidOptionError(f"planner {name!r} has no option {option!r}; its options: {there}")
-    return kind(**options)
-
-
-def options_of(kind: type[Planner]) -> dict[str, str]:
-    """Return option -> what it does, for `memfit planners`."""
-    fields = dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
-    return {field.name: field.metadata.get("help", "") for field in fields}
+    own = {option: value for option, value in options.items() if option != MIRROR_OPTION}
+    planner = make_registered("planner", PLANNERS, name, own)
+    if MIRROR_OPTION not in options:
+        return planner
+    return Marked(planner=planner, mirrors=read_mirrors(options[MIRROR_OPTION]))
