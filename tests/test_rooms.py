@@ -45,7 +45,7 @@ ORDER = (
     ("checker",),
     ("schedule",),
     ("device",),
-    ("graph",),
+    ("graph", "graph_rules"),
     ("binding",),
     ("torch_private",),
     ("memory",),
@@ -54,7 +54,7 @@ ORDER = (
 )
 # The same within a room that has rooms or files of its own; files of one level do not import one another.
 INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
-    "papers": (("dqn", "packers", "planners"),),
+    "papers": (("dqn", "packers", "planners"), ("options",)),
     "planners": (
         ("auto",),
         ("offload",),

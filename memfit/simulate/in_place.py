@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from memfit.graph import Graph, Op
 from memfit.schedule import Code, Compute, Drop, Instruction, Schedule
-from memfit.simulate import arrays_of
-from memfit.simulate.loop import GraphArrays
+from memfit.simulate.arrays import GraphArrays, arrays_of
 from memfit.system.compiled import compiled, entry_point
 
 _COMPUTE, _DROP, _PREFETCH, _BOUNDARY = (int(code) for code in (Code.COMPUTE, Code.DROP, Code.PREFETCH, Code.BOUNDARY))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from memfit.errors import InvalidScheduleError
 from memfit.plan import Prediction, Problem, Result
@@ -60,20 +60,6 @@ def predicted_seconds(problem: Problem, schedule: Schedule) -> float | None:
     """
     found = _carried(problem, schedule)
     return found[1].seconds if found is not None and problem.fits(found[1]) else None
-
-
-def nearest_first(sizes_bytes: Sequence[int], size_bytes: int) -> list[int]:
-    """Return the places of sizes, those from `size_bytes` on first, each kind from the nearest to the farthest.
-
-    >>> nearest_first([100, 400, 300, 200], 250)
-    [2, 1, 3, 0]
-
-    Args:
-        sizes_bytes: of graphs whose plans are known.
-        size_bytes: of the graph to plan. The plan of a larger graph fits; the plan of a smaller one may not.
-    """
-    places = range(len(sizes_bytes))
-    return sorted(places, key=lambda p: (sizes_bytes[p] < size_bytes, abs(sizes_bytes[p] - size_bytes), p))
 
 
 def _carried(problem: Problem, schedule: Schedule) -> tuple[Schedule, Prediction] | None:
