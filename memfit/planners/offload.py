@@ -9,6 +9,7 @@ intervals of the resulting schedule. Beside all that, planner `search` runs for 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from memfit.plan import Problem, Progress, Result
+from memfit.plan import Problem, Progress
 from memfit.planners.engine.bounds.bounds import Proofs, least_budget_bound, least_recompute_seconds
 from memfit.planners.engine.offloading.rounds import (
     SLICE_MOVES,
@@ -58,13 +59,16 @@ class OffloadPlanner(SearchOptions):
 
     rematerialize: bool = field(default=True, metadata={"help": "false: offload storages and recompute nothing"})
 
-    def plan(self, problem: Problem) -> Result:
-        """Return the best plan found.
+    def plan_from(self, problem: Problem, warm: Sequence[Retention] = ()) -> Searched:
+        """Return the best plan found, and its retention.
 
-        Raises:
-            InvalidOptionError: a pin that cannot be honoured, or a name in `without` that is no part's.
+        Args:
+            problem: what to plan.
+            warm: retention of the same graph to start from as well.
         """
-        return _Run(self, problem).result() if problem.may_copy else _search(self, 1.0).plan(problem)
+        if not problem.may_copy:
+            return _search(self, 1.0).plan_from(problem, warm)
+        return _Run(self, problem, warm).result()
 
 
 def _ignore(_: Progress) -> None:
@@ -79,9 +83,9 @@ def _search(options: OffloadPlanner, share: float) -> SearchPlanner:
 class _Run:
     """One planning: the best candidate so far, and the share of the moves or of the time limit that is used up."""
 
-    def __init__(self, options: OffloadPlanner, problem: Problem) -> None:
+    def __init__(self, options: OffloadPlanner, problem: Problem, warm: Sequence[Retention]) -> None:
         self.options, self.problem, self.parts = options, problem, Parts.without(options.without)
-        self.warm: tuple[Retention, ...] = ()  # found at the last level
+        self.warm = self.given = warm if self.parts.warm_starts else ()
         self.threads = options.threads if options.iterations is not None else max(1, options.threads - 1)
         self.started_seconds = problem.clock()
         self.task = Offloading(
@@ -99,7 +103,7 @@ class _Run:
         self.kept = self.best  # everything kept, with the best offload intervals
         self.least_bytes: int | None = None
 
-    def result(self) -> Result:
+    def result(self) -> Searched:
         with ThreadPoolExecutor(1) as beside:
             try:
                 self._plan(beside)
@@ -117,7 +121,7 @@ class _Run:
             ),
             stats={"moves": float(self.moves)},
         )
-        return make_result(self.problem, ending)
+        return Searched(result=make_result(self.problem, ending), retention=self.best.retention)
 
     def _plan(self, beside: ThreadPoolExecutor) -> None:
         everything = self.best.retention
@@ -142,7 +146,7 @@ class _Run:
 
         options = self.options if self.task.counts_moves else replace(self.options, threads=1)
         problem = replace(self.problem, host_budget_bytes=0, progress=stop_if_asked)
-        return _search(options, 1.0).plan_from(problem)
+        return _search(options, 1.0).plan_from(problem, self.given)
 
     def _try_levels(self) -> None:
         """Search at budgets between the problem's and the unplanned peak: first in the middle, then beside the best."""

@@ -76,7 +76,11 @@ class Marked:
         Raises:
             InvalidOptionError: a mark that names nothing, or that cannot be honoured.
         """
-        return self.planner.plan(with_mirrors(problem, self.mirrors))
+        return self.planner.plan(self.constrained(problem))
+
+    def constrained(self, problem: Problem) -> Problem:
+        """Return the problem with these marks as constraints."""
+        return with_mirrors(problem, self.mirrors)
 
 
 def uses_files(planner: Planner) -> bool:

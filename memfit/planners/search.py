@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from memfit.plan import PROVED_TO, Problem, Progress, Result
+from memfit.plan import PROVED_TO, Problem, Progress
 from memfit.planners.engine.annealing.run import AnnealRun, warm_up
 from memfit.planners.engine.bounds.bounds import Proofs, least_budget_bound, least_recompute_seconds
 from memfit.planners.engine.bounds.minimum_cuts import NO_BOUND
@@ -65,14 +65,6 @@ class SearchPlanner(SearchOptions):
     name: ClassVar[str] = "search"
     source: ClassVar[str] = "simulated annealing over retention intervals, from minimum cuts"
 
-    def plan(self, problem: Problem) -> Result:
-        """Return the best plan found.
-
-        Raises:
-            InvalidOptionError: a pin that cannot be honoured, or a name in `without` that is no part's.
-        """
-        return self.plan_from(problem).result
-
     def plan_from(self, problem: Problem, warm: Sequence[Retention] = ()) -> Searched:
         """Return the best plan found, and its retention.
 
@@ -86,6 +78,7 @@ class SearchPlanner(SearchOptions):
             schedule = kept_schedule(instance)
             if predict(problem, schedule).peak_bytes <= problem.budget_bytes:
                 return _without_search(problem, instance, schedule, started_seconds, parts)
+        warm = warm if parts.warm_starts else ()
         if not any(op.is_gather for op in problem.graph.ops):
             ending, retention = _Search(self, problem, instance, warm, parts).run()
         else:
