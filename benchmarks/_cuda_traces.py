@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from memfit.simulate.cuda_allocator import AllocatorSettings, Event, EventKind
+from memfit.simulate.allocator_trace import Event, EventKind
+from memfit.simulate.cuda_allocator import AllocatorSettings
 
 KIB, MIB = 1 << 10, 1 << 20
 CAPACITY_BYTES = 64 << 30  # a power of two: the cap is a fraction of it

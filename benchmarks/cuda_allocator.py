@@ -23,7 +23,8 @@ from _record import FOLDER, store
 from cuda_build import TORCH, Build, made
 
 from memfit.plan import Plan
-from memfit.simulate.cuda_allocator import AllocatorSettings, replay
+from memfit.simulate.allocator_trace import replay
+from memfit.simulate.cuda_allocator import AllocatorSettings
 from memfit.simulate.reserved import STEPS, schedule_events
 from memfit.system.files import write_atomically
 

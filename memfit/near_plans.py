@@ -18,7 +18,7 @@ from memfit.graph import Graph
 from memfit.plan import Plan, Problem
 from memfit.plan_cache import kept_near, read_near
 from memfit.planners import make_planner
-from memfit.planners.engine.carried import CARRIED, carry_over, nearest_first
+from memfit.planners.engine.carried import CARRIED, carry_over
 from memfit.planners.protocols import Planner
 from memfit.planning import Settings, make_plan, make_problem
 
@@ -82,9 +82,8 @@ def _nearest(problem: Problem, planner: Planner, known: Sequence[Plan]) -> list[
     """Return the plans of the nearest sizes, the next larger one first."""
     sources: dict[int, Plan | Path] = {**kept_near(problem, planner)}
     sources |= {plan.graph.all_bytes: plan for plan in known}
-    sizes, wanted = list(sources), problem.graph.all_bytes
-    order = [sizes[place] for place in nearest_first(sizes, wanted)]
-    larger, smaller = [size for size in order if size >= wanted], [size for size in order if size < wanted]
+    larger = sorted(size for size in sources if size >= problem.graph.all_bytes)
+    smaller = sorted((size for size in sources if size < problem.graph.all_bytes), reverse=True)
     near = [sources[size] for size in (*larger[:_LARGER], *smaller[:_SMALLER])]
     plans = [read_near(source) if isinstance(source, Path) else source for source in near]
     return [plan for plan in plans if plan is not None]

@@ -115,6 +115,24 @@ class Problem:
     clock: Callable[[], float] = time.monotonic
     progress: Callable[[Progress], None] = _report_nothing
 
+    @property
+    def may_copy(self) -> bool:
+        """Whether storages may go to the host and come back."""
+        return self.host_budget_bytes > 0 and self.device.has_link
+
+    @property
+    def always_outside_bytes(self) -> int:
+        """The bytes outside that are there from start to end; those from a boundary on are its schedule's."""
+        return 0 if self.graph.boundaries else self.bytes_outside
+
+    def fits(self, predicted: Prediction) -> bool:
+        """Return whether a schedule with this prediction fits both budgets."""
+        return self.fits_host(predicted) and predicted.peak_bytes <= self.budget_bytes
+
+    def fits_host(self, predicted: Prediction) -> bool:
+        """Return whether a schedule with this prediction fits the host's budget."""
+        return predicted.host_peak_bytes <= self.host_budget_bytes
+
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The simulator's peak and seconds of a schedule."""

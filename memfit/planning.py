@@ -20,11 +20,11 @@ from memfit.graph import Graph
 from memfit.memory.contract import FIRM, SOFT
 from memfit.plan import Bounds, Plan, Problem, Progress, Result, Status
 from memfit.plan_cache import plan_or_kept
-from memfit.planners import make_planner
+from memfit.planners import Marked, make_planner
 from memfit.planners.auto import AutoPlanner
 from memfit.planners.engine.results import unplanned_peak_bytes
 from memfit.planners.engine.retention.decisions import Retention
-from memfit.planners.protocols import Planner, WarmStarts
+from memfit.planners.protocols import Planner, SearchOptions
 from memfit.system.budget import format_bytes, parse_budget
 from memfit.system.spill_file import require_host_budget
 
@@ -248,7 +248,7 @@ class TradeOff:
         >>> TradeOff(problem, KeepEverything()).reach([4096, 8192]).results  # doctest: +SKIP
         {4096: Result(status=..., plan=None, ...), 8192: Result(status=..., plan=Plan(...), ...)}
 
-    A planner that starts warm starts each budget from what it found at the next smaller one. A plan for a smaller
+    A planner that searches starts each budget from what it found at the next smaller one. A plan for a smaller
     budget is also a plan for a larger one: where it is faster, it takes the other's place, so that a larger budget
     never gives a slower plan. The results of other planners stay as they are.
 
@@ -258,6 +258,8 @@ class TradeOff:
     """
 
     def __init__(self, problem: Problem, planner: Planner) -> None:
+        if isinstance(planner, Marked):
+            problem, planner = planner.constrained(problem), planner.planner
         self._problem = problem
         self._planner = planner
         self._found: dict[int, Result] = {}
@@ -267,7 +269,7 @@ class TradeOff:
         """Plan at these budgets (bytes), from the smallest to the largest; return self."""
         for budget in sorted(set(budgets) - set(self._found)):
             problem = replace(self._problem, budget_bytes=budget)
-            if not isinstance(self._planner, WarmStarts):
+            if not isinstance(self._planner, SearchOptions):
                 self._found[budget] = self._planner.plan(problem)
                 continue
             smaller = [known for known in self._retention if known < budget]
@@ -306,7 +308,7 @@ class TradeOff:
     @property
     def results(self) -> dict[int, Result]:
         """Budget -> result, from the smallest budget to the largest."""
-        if not isinstance(self._planner, WarmStarts):
+        if not isinstance(self._planner, SearchOptions):
             return dict(sorted(self._found.items()))
         results: dict[int, Result] = {}
         fastest: Plan | None = None

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.simulate.cuda_allocator import AllocatorSettings, CachingAllocator, Event, EventKind, replay
+from memfit.simulate.allocator_trace import Event, EventKind, replay
+from memfit.simulate.cuda_allocator import AllocatorSettings, CachingAllocator
 from memfit.system.files import read_bytes
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -14,10 +14,10 @@ from memfit.checker import check
 from memfit.cli import main
 from memfit.device import GENERIC
 from memfit.graph import Graph, Op, Phase, Role, Storage
-from memfit.packing.strategies import apart, strategy_bytes
+from memfit.packing.strategies import strategy_bytes
 from memfit.schedule import Schedule
 from memfit.simulate import simulate
-from memfit.simulate.in_place import in_place
+from memfit.simulate.in_place import apart, in_place
 
 SIZE = 100
 

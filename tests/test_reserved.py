@@ -11,7 +11,8 @@ from strategies import graphs, legal_schedules
 from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.schedule import Schedule
 from memfit.simulate import simulate
-from memfit.simulate.cuda_allocator import AllocatorSettings, EventKind, replay
+from memfit.simulate.allocator_trace import EventKind, replay
+from memfit.simulate.cuda_allocator import AllocatorSettings
 from memfit.simulate.reserved import reserved, schedule_events
 
 MIB = 1 << 20

@@ -46,7 +46,7 @@ ORDER = (
     ("checker",),
     ("schedule",),
     ("device",),
-    ("graph",),
+    ("graph", "graph_rules"),
     ("binding",),
     ("torch_private",),
     ("memory",),
@@ -55,7 +55,7 @@ ORDER = (
 )
 # The same within a room that has rooms or files of its own; files of one level do not import one another.
 INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
-    "papers": (("dqn", "packers", "planners"),),
+    "papers": (("dqn", "packers", "planners"), ("options",)),
     "planners": (
         ("auto",),
         ("offload",),

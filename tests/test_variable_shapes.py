@@ -21,7 +21,7 @@ from torch import nn
 
 import memfit
 from memfit.near_plans import PROVISIONAL
-from memfit.planners.engine.carried import CARRIED, nearest_first
+from memfit.planners.engine.carried import CARRIED
 from memfit.planning import SEARCHING
 from memfit.step.behind import Behind
 from memfit.step.measure import resident_bytes
@@ -415,8 +415,3 @@ print("began to end at", time.monotonic())
     assert run.returncode == 0, run.stderr
     assert "Traceback" not in run.stderr
     assert ended - float(run.stdout.split()[-1]) < 20
-
-
-def test_nearest_sizes() -> None:
-    assert nearest_first([100, 400, 300, 200], 250) == [2, 1, 3, 0]
-    assert nearest_first([], 250) == []

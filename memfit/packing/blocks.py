@@ -112,6 +112,15 @@ class Blocks:
     def __repr__(self) -> str:
         return f"Blocks({len(self)} blocks, {self.alignment_bytes} bytes of alignment)"
 
+    def part(self, chosen: NDArray[np.integer]) -> Blocks:
+        """Return some of the blocks, by place, with their sizes as they are rounded up."""
+        return Blocks(
+            ids=self.ids[chosen],
+            sizes_bytes=self.sizes_bytes[chosen],
+            starts=self.starts[chosen],
+            ends=self.ends[chosen],
+        )
+
     @cached_property
     def lower_bound_bytes(self) -> int:
         """The most bytes live in one step: no layout is lower."""

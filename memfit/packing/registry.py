@@ -9,10 +9,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar, Protocol
 
-from memfit.errors import InvalidOptionError
 from memfit.packing.best_fit import BestFit
 from memfit.packing.blocks import Blocks, Layout, PackingProblem
 from memfit.packing.check import check_layout
@@ -24,6 +22,9 @@ from memfit.packing.portfolio import Portfolio
 from memfit.papers.packers.colouring import Colouring
 from memfit.papers.packers.mip import Mip
 from memfit.papers.packers.tags import Tags
+from memfit.system.registered import make_registered, options_of
+
+__all__ = ["PACKERS", "Packer", "make_packer", "options_of", "pack"]
 
 
 class Packer(Protocol):
@@ -66,17 +67,4 @@ def make_packer(name: str, **options: object) -> Packer:
     Raises:
         InvalidOptionError: no such packer, or it has no such option; the message lists those that exist.
     """
-    if name not in PACKERS:
-        raise InvalidOptionError(f"no packer is called {name!r}; there are {', '.join(sorted(PACKERS))}")
-    known = options_of(PACKERS[name])
-    for option in options:
-        if option not in known:
-            there = ", ".join(known) if known else "none"
-            raise InvalidOptionError(f"packer {name!r} has no option {option!r}; its options: {there}")
-    return PACKERS[name](**options)
-
-
-def options_of(kind: type[Packer]) -> dict[str, str]:
-    """Return option -> its help, for `memfit packers`."""
-    fields = dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
-    return {field.name: field.metadata.get("help", "") for field in fields}
+    return make_registered("packer", PACKERS, name, options)

@@ -13,8 +13,8 @@ from memfit.packing.check_parallel import check_parallel
 from memfit.packing.from_schedule import blocks_of
 from memfit.packing.parallel import WAYS, pack_parallel, users_of
 from memfit.packing.portfolio import Portfolio
-from memfit.schedule import Compute, Drop, Instruction, Schedule
-from memfit.simulate.in_place import in_place
+from memfit.schedule import Schedule
+from memfit.simulate.in_place import apart, in_place
 
 STRATEGIES = ("none", "inplace", "sharing")
 
@@ -87,14 +87,3 @@ def parallel_bytes(graph: Graph, device: Device, *, seconds: float = 1.0) -> Par
         needed[way] = always + layout.height_bytes
         dependences += len(layout.dependences)
     return ParallelBytes(needed_bytes=needed, series_dependences=dependences)
-
-
-def apart(schedule: Schedule) -> Schedule:
-    """Return the schedule without in-place reuse: an input that would be written over is dropped right after."""
-    rows: list[Instruction] = []
-    for instruction in schedule:
-        if isinstance(instruction, Compute) and instruction.in_place_of is not None:
-            rows += [Compute(op=instruction.op), Drop(storage=instruction.in_place_of)]
-        else:
-            rows.append(instruction)
-    return Schedule.of(rows)

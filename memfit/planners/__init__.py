@@ -5,29 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memfit.planners.protocols import Planner, UsesHost, WarmStarts
-    from memfit.planners.registry import (
-        MIRROR_OPTION,
-        PLANNERS,
-        Marked,
-        make_planner,
-        options_of,
-        uses_files,
-        uses_host,
-    )
+    from memfit.planners.registry import PLANNERS, Marked, make_planner, options_of, uses_files
 
-__all__ = [
-    "MIRROR_OPTION",
-    "PLANNERS",
-    "Marked",
-    "Planner",
-    "UsesHost",
-    "WarmStarts",
-    "make_planner",
-    "options_of",
-    "uses_files",
-    "uses_host",
-]
+__all__ = ["PLANNERS", "Marked", "make_planner", "options_of", "uses_files"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from memfit.planners.engine.cpsat.prove import MOST_PROVABLE_OPS, prove_further
 from memfit.planners.engine.parts import Parts
 from memfit.planners.engine.results import Searched
 from memfit.planners.engine.retention.decisions import Retention
-from memfit.planners.offload import OffloadPlanner, has_link
+from memfit.planners.offload import OffloadPlanner
 from memfit.planners.protocols import SearchOptions
 
 _SEARCHING = 0.15  # of the time, where a proof follows: a few dozen ops need no more
@@ -36,7 +36,6 @@ class AutoPlanner(SearchOptions):
     """
 
     name: ClassVar[str] = "auto"
-    uses_host: ClassVar[bool] = True
     source: ClassVar[str] = "annealing from minimum cuts, with copies to the host; proofs by CP-SAT up to 64 ops"
 
     def plan_from(self, problem: Problem, warm: Sequence[Retention] = ()) -> Searched:
@@ -52,7 +51,7 @@ class AutoPlanner(SearchOptions):
         if not is_provable:
             searched = planner.plan_from(problem, warm)
             return replace(searched, result=_renamed(searched.result))
-        searching = _SEARCHING_COPIES if has_link(problem) else _SEARCHING
+        searching = _SEARCHING_COPIES if problem.may_copy else _SEARCHING
         share = replace(problem, time_limit_seconds=searching * problem.time_limit_seconds)
         searched = planner.plan_from(share, warm)
         found = searched.result

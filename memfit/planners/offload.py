@@ -55,7 +55,6 @@ class OffloadPlanner(SearchOptions):
     """
 
     name: ClassVar[str] = "offload"
-    uses_host: ClassVar[bool] = True
     source: ClassVar[str] = "annealing over retention intervals and offload intervals, on the simulated time"
 
     rematerialize: bool = field(default=True, metadata={"help": "false: offload storages and recompute nothing"})
@@ -67,14 +66,9 @@ class OffloadPlanner(SearchOptions):
             problem: what to plan.
             warm: retention of the same graph to start from as well.
         """
-        if not has_link(problem):
+        if not problem.may_copy:
             return _search(self, 1.0).plan_from(problem, warm)
         return _Run(self, problem, warm).result()
-
-
-def has_link(problem: Problem) -> bool:
-    """Return whether anything may be copied to the host and back."""
-    return problem.host_budget_bytes > 0 and problem.device.has_link
 
 
 def _ignore(_: Progress) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol
 
 from memfit.plan import Problem, Result
 from memfit.planners.engine.parts import WITHOUT_HELP
@@ -24,30 +24,9 @@ class Planner(Protocol):
         ...
 
 
-@runtime_checkable
-class WarmStarts(Planner, Protocol):
-    """A planner that can start from the retention of a neighbouring budget, and so plan many budgets fast."""
-
-    def plan_from(self, problem: Problem, warm: Sequence[Retention] = ()) -> Searched:
-        """Return the best plan found, and its retention.
-
-        Args:
-            problem: what to plan.
-            warm: retention of the same graph to start from as well.
-        """
-        ...
-
-
-@runtime_checkable
-class UsesHost(Planner, Protocol):
-    """A planner that copies storages to the host, where the problem has a host budget and the device a link."""
-
-    uses_host: ClassVar[bool]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions(ABC):
-    """The options of the planners that search, which all start warm."""
+    """The options of the planners that search; all can start from the retention of a neighbouring budget."""
 
     iterations: int | None = field(
         default=None, metadata={"help": "moves to try in all, in place of the time limit: the same plan on any machine"}

@@ -7,12 +7,9 @@ KeepEverything()
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from memfit.errors import InvalidOptionError
 from memfit.papers.dqn.planner import DqnPlanner
 from memfit.papers.planners.autoswap import AutoSwap
 from memfit.papers.planners.capuchin import Capuchin
@@ -28,12 +25,11 @@ from memfit.papers.planners.tflms import TFLMS
 from memfit.papers.planners.vdnn import VDNN
 from memfit.plan import Problem, Result
 from memfit.planners.auto import AutoPlanner
-from memfit.planners.engine.results import Searched
-from memfit.planners.engine.retention.decisions import Retention
 from memfit.planners.none import KeepEverything
 from memfit.planners.offload import OffloadPlanner
-from memfit.planners.protocols import Planner, UsesHost, WarmStarts
+from memfit.planners.protocols import Planner
 from memfit.planners.search import SearchPlanner
+from memfit.system.registered import make_registered, options_of
 
 PLANNERS: dict[str, type[Planner]] = {
     kind.name: kind
@@ -58,6 +54,8 @@ PLANNERS: dict[str, type[Planner]] = {
     )
 }
 
+__all__ = ["MIRROR_OPTION", "PLANNERS", "Marked", "make_planner", "options_of", "uses_files"]
+
 MIRROR_OPTION = "mirror"
 """The option that every planner takes beside its own: what `memfit.mirror` returns (see there)."""
 
@@ -78,29 +76,11 @@ class Marked:
         Raises:
             InvalidOptionError: a mark that names nothing, or that cannot be honoured.
         """
-        return self.planner.plan(with_mirrors(problem, self.mirrors))
+        return self.planner.plan(self.constrained(problem))
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MarkedWarm(Marked):
-    """A marked planner that starts warm, as the planner under it does."""
-
-    planner: WarmStarts
-
-    def plan_from(self, problem: Problem, warm: Sequence[Retention] = ()) -> Searched:
-        """Return the planner's answer with these marks as constraints, and its retention.
-
-        Args:
-            problem: what to plan.
-            warm: retention of the same graph to start from as well.
-        """
-        return self.planner.plan_from(with_mirrors(problem, self.mirrors), warm)
-
-
-def uses_host(planner: Planner) -> bool:
-    """Return whether a planner may copy storages to the host."""
-    under = planner.planner if isinstance(planner, Marked) else planner
-    return isinstance(under, UsesHost) and under.uses_host
+    def constrained(self, problem: Problem) -> Problem:
+        """Return the problem with these marks as constraints."""
+        return with_mirrors(problem, self.mirrors)
 
 
 def uses_files(planner: Planner) -> bool:
@@ -115,24 +95,8 @@ def make_planner(name: str, **options: object) -> Planner:
     Raises:
         InvalidOptionError: no such planner, or it has no such option; the message lists those that exist.
     """
-    if name not in PLANNERS:
-        raise InvalidOptionError(f"no planner is called {name!r}; there are {', '.join(sorted(PLANNERS))}")
-    kind = PLANNERS[name]
-    if MIRROR_OPTION in options:
-        mirrors = read_mirrors(options.pop(MIRROR_OPTION))
-        planner = make_planner(name, **options)
-        if isinstance(planner, WarmStarts):
-            return MarkedWarm(planner=planner, mirrors=mirrors)
-        return Marked(planner=planner, mirrors=mirrors)
-    known = options_of(kind)
-    for option in options:
-        if option not in known:
-            there = ", ".join(known) if known else "none"
-            raise InvalidOptionError(f"planner {name!r} has no option {option!r}; its options: {there}")
-    return kind(**options)
-
-
-def options_of(kind: type[Planner]) -> dict[str, str]:
-    """Return option -> what it does, for `memfit planners`."""
-    fields = dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
-    return {field.name: field.metadata.get("help", "") for field in fields}
+    own = {option: value for option, value in options.items() if option != MIRROR_OPTION}
+    planner = make_registered("planner", PLANNERS, name, own)
+    if MIRROR_OPTION not in options:
+        return planner
+    return Marked(planner=planner, mirrors=read_mirrors(options[MIRROR_OPTION]))

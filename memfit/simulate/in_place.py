@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.graph import Graph, Op
-from memfit.schedule import Code, Schedule
-from memfit.simulate import arrays_of
-from memfit.simulate.loop import GraphArrays
+from memfit.schedule import Code, Compute, Drop, Instruction, Schedule
+from memfit.simulate.arrays import GraphArrays, arrays_of
 from memfit.system.compiled import compiled, entry_point
 
 _COMPUTE, _DROP, _PREFETCH, _BOUNDARY = (int(code) for code in (Code.COMPUTE, Code.DROP, Code.PREFETCH, Code.BOUNDARY))
@@ -52,6 +51,17 @@ def in_place(graph: Graph, schedule: Schedule) -> Schedule:
     dying = np.empty(len(schedule), np.int32)
     count = _reuse_in_place(before, arrays, takers, there, dying, after)
     return Schedule(*(column[:count] for column in after))
+
+
+def apart(schedule: Schedule) -> Schedule:
+    """Return the schedule without in-place reuse: an input that would be written over is dropped right after."""
+    rows: list[Instruction] = []
+    for instruction in schedule:
+        if isinstance(instruction, Compute) and instruction.in_place_of is not None:
+            rows += [Compute(op=instruction.op), Drop(storage=instruction.in_place_of)]
+        else:
+            rows.append(instruction)
+    return Schedule.of(rows)
 
 
 def may_reuse_in_place(op: Op) -> bool:

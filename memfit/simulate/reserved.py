@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from memfit.graph import Graph
 from memfit.schedule import Code, Schedule
-from memfit.simulate.cuda_allocator import AllocatorSettings, Event, EventKind, Replay, replay
+from memfit.simulate.allocator_trace import Event, EventKind, Replay, replay
+from memfit.simulate.cuda_allocator import AllocatorSettings
 from memfit.simulate.live_ranges import LiveRange, live_ranges
 
 ARENA, EXPANDABLE, DEFAULT = "arena", "expandable segments", "torch's allocator"

@@ -13,15 +13,14 @@ Drop frees, a Prefetch allocates. Time runs on streams that overlap, each serial
 While both directions copy, each has the rate that the device says it then has; and copies may slow compute down, where
 the processor itself makes them, as on a CPU with a disk.
 
-The hot loop is compiled by numba. It refuses instructions on storages that are not where they must be, and never reads
-out of bounds; it assumes the other rules, which `memfit.checker.check` verifies.
+The two passes, over bytes and over seconds, are compiled by numba. The first refuses instructions on storages that are
+not where they must be; neither reads out of bounds. They assume the other rules, which `memfit.checker.check` verifies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn, cast
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +29,9 @@ from memfit.device import GENERIC, Device
 from memfit.errors import InvalidDeviceError, InvalidScheduleError
 from memfit.graph import Graph
 from memfit.schedule import Code, Schedule, format_instruction
-from memfit.simulate.loop import GraphArrays, Link, trace
-
-_MOST_LOAD = 0.45  # of each direction's copies on compute: it never stands still for both
+from memfit.simulate.arrays import arrays_of, link_of
+from memfit.simulate.bytes_pass import trace_memory
+from memfit.simulate.seconds_pass import trace_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +93,10 @@ def simulate(graph: Graph, schedule: Schedule, device: Device = GENERIC) -> Time
     arrays = arrays_of(graph, device.alignment_bytes)
     count = len(schedule)
     in_bytes, in_seconds = (np.empty(count, np.int64), np.empty(count, np.int64)), (np.empty(count), np.empty(count))
-    link = link_of(device)
-    memory, seconds = trace(schedule.codes, schedule.operands, schedule.extras, arrays, link, in_bytes, in_seconds)
+    memory = trace_memory(schedule.codes, schedule.operands, schedule.extras, arrays, *in_bytes)
     if memory.failed_at >= 0:
         _fail_instruction(graph, schedule, memory.failed_at)
+    seconds = trace_seconds(schedule.codes, schedule.operands, arrays, link_of(device), *in_seconds)
     if seconds.failed_at >= 0:
         _fail_link(device, schedule, seconds.failed_at)
     busy_seconds = {"compute": seconds.compute, "to_host": seconds.to_host, "to_device": seconds.to_device}
@@ -127,66 +126,6 @@ def on_compute(graph: Graph, schedule: Schedule) -> NDArray[np.bool_]:
     ops = np.where(schedule.codes == Code.COMPUTE, schedule.operands, 0)
     collective = (schedule.codes == Code.COMPUTE) & (arrays_of(graph).collective[ops] > 0)
     return np.isin(schedule.codes, (Code.OFFLOAD, Code.PREFETCH), invert=True) & ~collective
-
-
-def link_of(device: Device) -> Link:
-    """Return a device's link as the simulator's loop takes it."""
-    rates = (device.to_host_bytes_per_second or 0.0, device.to_device_bytes_per_second or 0.0)
-    shared = device.to_host_shared_bytes_per_second, device.to_device_shared_bytes_per_second
-    to_host, to_device = (max(1.0, alone / (both or alone or 1.0)) for alone, both in zip(rates, shared, strict=True))
-    loads = [min(rate * device.copy_compute_seconds_per_byte, _MOST_LOAD) for rate in rates]
-    return Link(
-        rates=rates,
-        slower=(to_host, to_device),
-        latency_seconds=device.copy_latency_seconds,
-        loads=(loads[0], loads[1]),
-    )
-
-
-def arrays_of(graph: Graph, alignment_bytes: int = 1) -> GraphArrays:
-    """Return the graph as arrays, storages rounded up to `alignment_bytes`; made once for each graph and alignment.
-
-    Args:
-        graph: the step.
-        alignment_bytes: of the device's allocations.
-
-    Raises:
-        InvalidGraphError: the graph was not made by `Graph.build`, and breaks a rule.
-    """
-    kept = cast("dict[int, GraphArrays]", vars(graph).setdefault("_arrays", {}))
-    if alignment_bytes not in kept:
-        kept[alignment_bytes] = _to_arrays(graph.verify(), alignment_bytes)
-    return kept[alignment_bytes]
-
-
-def _to_arrays(graph: Graph, alignment_bytes: int) -> GraphArrays:
-    sizes = np.array([storage.bytes for storage in graph.storages], np.int64)
-    lists: dict[str, list[Sequence[int]]] = {
-        "read": [[storage for storage, _ in needs] for needs in graph.read_versions],
-        "write": [op.writes for op in graph.ops],
-        "reuse": [[storage for pair in op.reuses for storage in pair] for op in graph.ops],
-        "arrival": [boundary.arrivals for boundary in graph.boundaries],
-        "departure": [boundary.departures for boundary in graph.boundaries],
-    }
-    rows: dict[str, NDArray[np.uint32]] = {}
-    for name, entries in lists.items():
-        rows[f"{name}_starts"], rows[f"{name}s"] = _rows(entries)
-    return GraphArrays(
-        device_bytes=-(-sizes // alignment_bytes) * alignment_bytes,
-        host_bytes=sizes,
-        resident=np.array([storage.resident for storage in graph.storages], np.uint8),
-        seconds=np.array([op.seconds for op in graph.ops], np.float64),
-        collective=np.array([op.group is not None for op in graph.ops], np.uint8),
-        workspace_bytes=np.array([op.workspace_bytes or 0 for op in graph.ops], np.int64),
-        **rows,
-    )
-
-
-def _rows(rows: Sequence[Sequence[int]]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Return (starts, entries): where each list begins, and the lists end to end."""
-    starts = np.zeros(len(rows) + 1, np.uint32)
-    np.cumsum([len(row) for row in rows], out=starts[1:])
-    return starts, np.array([entry for row in rows for entry in row], np.uint32)
 
 
 def _fail_instruction(graph: Graph, schedule: Schedule, position: int) -> NoReturn:

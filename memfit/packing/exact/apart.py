@@ -44,18 +44,7 @@ def steps_apart(
         steps_of: returns the search of a part, which offers its layouts to the part's best; its first step offers one.
     """
     blocks = problem.blocks
-    problems = [
-        replace(
-            problem,
-            blocks=Blocks(
-                ids=blocks.ids[part],
-                sizes_bytes=blocks.sizes_bytes[part],
-                starts=blocks.starts[part],
-                ends=blocks.ends[part],
-            ),
-        )
-        for part in parts
-    ]
+    problems = [replace(problem, blocks=blocks.part(part)) for part in parts]
     bests = [Best(each) for each in problems]
     searches = [steps_of(each, mine) for each, mine in zip(problems, bests, strict=True)]
     offsets = np.zeros(len(blocks), np.int64)

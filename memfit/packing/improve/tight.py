@@ -40,7 +40,7 @@ def tight_steps(problem: PackingProblem, sections: Sections, best: Best) -> Step
     tight = np.flatnonzero(most_live_bytes(blocks, sections) > _TIGHT_SHARE * blocks.lower_bound_bytes)
     if len(tight) > _MOST_TIGHT * len(blocks):
         return  # a search over all of them does the same
-    part = dataclasses.replace(problem, blocks=_part_of(blocks, tight))
+    part = dataclasses.replace(problem, blocks=blocks.part(tight))
     tight_best = Best(part)
     search = _search(part, tight_best)
     order = first_order(blocks, sections, before=tight)
@@ -62,12 +62,6 @@ def tight_steps(problem: PackingProblem, sections: Sections, best: Best) -> Step
                     offsets = best.offsets_bytes if best.height_bytes <= cap else offsets
         if tight_best.proven:
             return
-
-
-def _part_of(blocks: Blocks, chosen: Offsets) -> Blocks:
-    return Blocks(
-        ids=chosen, sizes_bytes=blocks.sizes_bytes[chosen], starts=blocks.starts[chosen], ends=blocks.ends[chosen]
-    )
 
 
 def _search(problem: PackingProblem, best: Best) -> Steps:

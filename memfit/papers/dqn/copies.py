@@ -20,17 +20,23 @@ Where the paper is silent:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from memfit.graph import Graph
-from memfit.planners.engine.offloading.intervals import OffloadIntervals
+from memfit.planners.engine.offloading.intervals import (
+    AHEAD,
+    BEHIND,
+    LEAVE,
+    RELEASE,
+    RETURN,
+    OffloadIntervals,
+    merged,
+)
 from memfit.planners.engine.tables import Integers
 from memfit.schedule import Code, Drop, DropHost, Instruction, Offload, Prefetch, Schedule, Wait
-
-_LEAVE, _RETURN, _AHEAD, _RELEASE, _AFTER = range(5)  # where instructions are added: three before a stop, two behind it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -230,14 +236,14 @@ def with_trips(graph: Graph, found: OffloadIntervals, choices: Sequence[Choice],
         walk = Walk(held_bytes=found.stops["held_bytes"].copy(), seconds=seconds, budget_bytes=budget_bytes)
         late = walk.run(trips)
         if not late:
-            schedule = Schedule.of(_merged(found, trips)) if trips else found.schedule
+            schedule = _with_copies(found, trips) if trips else found.schedule
             return Carried(schedule=schedule, trips=trips, held_bytes=walk.held_bytes)
         for trip in late:
             trips.remove(trip)
 
 
-def _merged(found: OffloadIntervals, trips: Sequence[Trip]) -> Iterator[Instruction]:
-    """Yield the instructions of the schedule without copies, with those of the trips."""
+def _with_copies(found: OffloadIntervals, trips: Sequence[Trip]) -> Schedule:
+    """Return the schedule without copies, with those of the trips."""
     added: defaultdict[tuple[int, int], list[Instruction]] = defaultdict(list)
     last: dict[int, int] = {}
     for trip in trips:
@@ -245,24 +251,12 @@ def _merged(found: OffloadIntervals, trips: Sequence[Trip]) -> Iterator[Instruct
     for trip in trips:
         assert trip.left is not None, "a trip that does not leave was dropped as late"
         if trip.copied:
-            added[_AHEAD if trip.ahead else _AFTER, trip.begin].append(Offload(storage=trip.storage))
-            added[_LEAVE, trip.left].append(Wait(storage=trip.storage))
-        added[_LEAVE, trip.left].append(Drop(storage=trip.storage))
+            added[AHEAD if trip.ahead else BEHIND, trip.begin].append(Offload(storage=trip.storage))
+            added[LEAVE, trip.left].append(Wait(storage=trip.storage))
+        added[LEAVE, trip.left].append(Drop(storage=trip.storage))
         if last[trip.host_copy] == trip.end:
-            added[_RELEASE, trip.end].append(DropHost(storage=trip.storage))
+            added[RELEASE, trip.end].append(DropHost(storage=trip.storage))
     for trip in sorted(trips, key=lambda each: each.back_seconds):
         assert trip.returned is not None, "every trip ends at a use"
-        added[_RETURN, trip.returned].append(Prefetch(storage=trip.storage))
-    stop, at = 0, found.position.tolist()
-    for number, instruction in enumerate(found.schedule.instructions):
-        if number < at[stop]:
-            yield instruction
-            continue
-        for place in (_LEAVE, _RETURN, _AHEAD):
-            yield from added.get((place, stop), ())
-        yield instruction
-        for place in (_RELEASE, _AFTER):
-            yield from added.get((place, stop), ())
-        stop += 1
-    for place in (_LEAVE, _RETURN):
-        yield from added.get((place, stop), ())
+        added[RETURN, trip.returned].append(Prefetch(storage=trip.storage))
+    return Schedule.of(merged(found, added))

@@ -257,12 +257,11 @@ class Environment:
         timeline = simulate(graph, schedule, device)
         stops = np.flatnonzero(np.isin(schedule.codes, (Code.COMPUTE, Code.BOUNDARY)))
         begins = np.append(timeline.start_seconds[stops], timeline.makespan_seconds)
-        outside = 0 if graph.boundaries else self.problem.bytes_outside
         return Outcome(
             schedule=schedule,
             carried=carried,
             seconds=timeline.makespan_seconds,
-            peak_bytes=timeline.peak_bytes + outside,
+            peak_bytes=timeline.peak_bytes + self.problem.always_outside_bytes,
             host_peak_bytes=timeline.host_peak_bytes,
             begins=begins,
             waits=begins - np.concatenate([[0.0], timeline.end_seconds[stops]]),

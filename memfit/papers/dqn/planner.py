@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from memfit.errors import InvalidOptionError
 from memfit.papers.dqn.environment import Environment, Outcome
+from memfit.papers.options import refuse
 from memfit.plan import Problem, Progress, Result
 from memfit.planners.engine.bounds.bounds import Proofs, least_budget_bound
 from memfit.planners.engine.results import Ending, make_result
@@ -45,7 +46,6 @@ class DqnPlanner:
     """
 
     name: ClassVar[str] = "dqn"
-    uses_host: ClassVar[bool] = True
     source: ClassVar[str] = "GPU memory management using deep Q-network 2020, section 4"
 
     episodes: int | None = field(
@@ -71,25 +71,20 @@ class DqnPlanner:
         for option in ("episodes", "hidden", "batch", "replay", "threads"):
             value = getattr(self, option)
             if value is not None and value < 1:
-                self._refuse(option, "a whole number of 1 or more")
+                refuse(self, option, "a whole number of 1 or more")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            self._refuse("learning_rate", "a number above 0")
+            refuse(self, "learning_rate", "a number above 0")
         if not 0 <= self.gamma <= 1:
-            self._refuse("gamma", "a number from 0 to 1")
+            refuse(self, "gamma", "a number from 0 to 1")
         if self.uses_files and importlib.util.find_spec("safetensors") is None:
             raise InvalidOptionError(
                 f"planner {self.name!r}: options start_from and save_to need the package safetensors; install it "
                 f"(pip install 'memfit[dqn]'), or leave them out"
             )
         if self.start_from and not Path(self.start_from).is_file():
-            self._refuse("start_from", "a file that save_to wrote")
+            refuse(self, "start_from", "a file that save_to wrote")
         if self.save_to and (Path(self.save_to).is_dir() or not Path(self.save_to).parent.is_dir()):
-            self._refuse("save_to", "a file in a folder that exists")
-
-    def _refuse(self, option: str, expected: str) -> None:
-        raise InvalidOptionError(
-            f"planner {self.name!r}: option {option} is {getattr(self, option)!r}, expected {expected}"
-        )
+            refuse(self, "save_to", "a file in a folder that exists")
 
     @property
     def uses_files(self) -> bool:

@@ -165,7 +165,7 @@ def _actions(
     gap_at = {(int(g["storage"]), int(g["start"])): number for number, g in enumerate(tables.intervals)}
     last = tables.positions["last_rematerialization"][tables.storages["writer"]]
     crosses = instance.crosses & (tables.intervals["rule"] == FREE)
-    links = instance.problem.host_budget_bytes > 0 and instance.problem.device.has_link
+    links = instance.problem.may_copy
     removed_in = {int(tables.intervals[n]["storage"]): int(n) for n in np.flatnonzero(crosses & offered)}
     for row in range(count):
         owner = int(storage[row])

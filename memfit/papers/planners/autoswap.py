@@ -8,19 +8,18 @@ from typing import ClassVar
 
 import numpy as np
 
-from memfit.errors import InvalidOptionError
-from memfit.papers.planners.copies import answer
+from memfit.papers.options import refuse
+from memfit.papers.planners.copies import CopyPlanner
 from memfit.papers.planners.gaussian_process import Point, minimize
-from memfit.plan import Problem, Result
+from memfit.plan import Problem
 from memfit.planners.engine.offloading.absences import SCORES, SINGLE_WEIGHTS, Absences
 from memfit.planners.engine.offloading.intervals import find_offload_intervals, with_offloads
 from memfit.planners.engine.results import keeping_schedule
-from memfit.planners.offload import has_link
 from memfit.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AutoSwap:
+class AutoSwap(CopyPlanner):
     """Swap the variables of the highest priority that are absent across the peak, until the load fits the budget.
 
     A variable is absent between two accesses. Its duration of absence (DOA) is the time between them less its two
@@ -43,7 +42,6 @@ class AutoSwap:
     """
 
     name: ClassVar[str] = "autoswap"
-    uses_host: ClassVar[bool] = True
     source: ClassVar[str] = "Zhang et al. 2019"
 
     threshold: int = field(default=0, metadata={"help": "swap only variables of more bytes than this"})
@@ -52,36 +50,14 @@ class AutoSwap:
     )
     evaluations: int = field(default=20, metadata={"help": "weights to try, if none are given"})
 
-    def plan(self, problem: Problem) -> Result:
-        """Return the plan of the weights; without a host or a link, the one that keeps everything.
-
-        Raises:
-            InvalidOptionError: an option out of range, a pin that cannot be honoured.
-        """
-        given = self._given_weights()
+    def schedules(self, problem: Problem) -> Iterator[Schedule]:
+        """Yield the schedule of the weights; without a host or a link, the one that keeps everything."""
+        weights = self._given_weights()
         for option, least in (("threshold", 0), ("evaluations", 1)):
             if getattr(self, option) < least:
-                raise InvalidOptionError(
-                    f"planner 'autoswap': option {option} is {getattr(self, option)}, expected {least} or more"
-                )
-        started_seconds = problem.clock()
-        return answer(problem, self.name, started_seconds, self._schedules(problem, given))
-
-    def _given_weights(self) -> Point | None:
-        try:
-            weights = np.array([float(text) for text in self.weights.split(",") if text.strip()])
-        except ValueError:
-            weights = np.array([np.nan])
-        if self.weights and (len(weights) != len(SCORES) or not (np.isfinite(weights) & (weights >= 0)).all()):
-            raise InvalidOptionError(
-                f"planner 'autoswap': option weights is {self.weights!r}, expected four numbers of 0 or more, "
-                f"such as 1,0,0,0.5"
-            )
-        return weights if self.weights else None
-
-    def _schedules(self, problem: Problem, weights: Point | None) -> Iterator[Schedule]:
+                refuse(self, option, f"{least} or more")
         schedule = keeping_schedule(problem)
-        if not has_link(problem):
+        if not problem.may_copy:
             yield schedule
             return
         absences = Absences(problem, find_offload_intervals(problem, schedule), self.threshold)
@@ -91,3 +67,12 @@ class AutoSwap:
         yield with_offloads(absences.found)
         absences.choose(np.ones(len(SCORES)), 0)
         yield with_offloads(absences.found)
+
+    def _given_weights(self) -> Point | None:
+        try:
+            weights = np.array([float(text) for text in self.weights.split(",") if text.strip()])
+        except ValueError:
+            weights = np.array([np.nan])
+        if self.weights and (len(weights) != len(SCORES) or not (np.isfinite(weights) & (weights >= 0)).all()):
+            refuse(self, "weights", "four numbers of 0 or more, such as 1,0,0,0.5")
+        return weights if self.weights else None

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from memfit.errors import InvalidOptionError
-from memfit.papers.planners.copies import answer, choose, place_copies
+from memfit.papers.options import refuse
+from memfit.papers.planners.copies import CopyPlanner, choose, place_copies
 from memfit.papers.planners.recompute_seconds import RecomputeSeconds
-from memfit.plan import Problem, Result
+from memfit.plan import Problem
 from memfit.planners.engine.offloading.absences import HostRoom, load
 from memfit.planners.engine.offloading.host_stays import Draft, make_draft
 from memfit.planners.engine.offloading.intervals import find_offload_intervals, with_offloads
@@ -20,7 +21,6 @@ from memfit.planners.engine.results import kept_schedule
 from memfit.planners.engine.retention.decisions import drop_at, keep_everything
 from memfit.planners.engine.retention.instance import KEPT, build_instance
 from memfit.planners.engine.tables import Flags
-from memfit.planners.offload import has_link
 from memfit.schedule import Schedule
 
 _EARLIER = 0.05  # of its transfer: how much earlier a late swap-in is triggered in the next iteration
@@ -29,7 +29,7 @@ _LEVELS = 16  # of fixed targets tried then, down to 0, at which everything is c
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Capuchin:
+class Capuchin(CopyPlanner):
     """Swap or recompute tensors between two accesses across the peak, whatever costs the step less time.
 
     The free time (FT) of two accesses is the time between them less both transfers. Tensors whose FT is not negative
@@ -53,23 +53,15 @@ class Capuchin:
     """
 
     name: ClassVar[str] = "capuchin"
-    uses_host: ClassVar[bool] = True
     source: ClassVar[str] = "Peng et al. 2020"
 
     feedback: int = field(default=20, metadata={"help": "iterations of feedback at most; 0 leaves the first triggers"})
 
-    def plan(self, problem: Problem) -> Result:
-        """Return the plan after the feedback.
-
-        Raises:
-            InvalidOptionError: a negative option, a pin that cannot be honoured.
-        """
+    def schedules(self, problem: Problem) -> Iterator[Schedule]:
+        """Yield the schedule after the feedback."""
         if self.feedback < 0:
-            raise InvalidOptionError(
-                f"planner 'capuchin': option feedback is {self.feedback}, expected a number of 0 or more"
-            )
-        started_seconds = problem.clock()
-        return answer(problem, self.name, started_seconds, [self._fed_back(problem, _fitting_draft(problem))])
+            refuse(self, "feedback", "a number of 0 or more")
+        yield self._fed_back(problem, _fitting_draft(problem))
 
     def _fed_back(self, problem: Problem, draft: Draft) -> Schedule:
         """Return the schedule of a draft with its copies, triggered earlier until none is late."""
@@ -146,7 +138,7 @@ class _Policy:
         """Return the intervals in which tensors are swapped, and those in which they are recomputed."""
         rows, live = self.found.intervals, self.found.stops["held_bytes"].copy()
         room = HostRoom(self.found, self.problem.host_budget_bytes)
-        may_swap = np.full(len(rows), has_link(self.problem))
+        may_swap = np.full(len(rows), self.problem.may_copy)
         may_recompute = self.instance.tables.intervals["rule"][self.retained] != KEPT
         seconds = RecomputeSeconds(self.instance)
         swapped, recomputed = list[int](), list[int]()

@@ -9,7 +9,9 @@ end before its reader is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,32 +24,51 @@ from memfit.planners.engine.tables import Flags, Integers
 from memfit.schedule import Code, Schedule
 
 
-def answer(problem: Problem, planner: str, started_seconds: float, schedules: Iterable[Schedule]) -> Result:
-    """Return the result of the first of these schedules that fits, or of the one with the least peak.
+class CopyPlanner(ABC):
+    """A planner that makes schedules with copies; its answer is the first that fits, or the one of the least peak."""
 
-    Args:
-        problem: what to plan.
-        planner: the planner's name.
-        started_seconds: the problem's clock when it began.
-        schedules: at least one, within the host's budget; made only until one fits.
-    """
-    best: tuple[int, Schedule] | None = None
-    for schedule in schedules:
-        peak_bytes = predict(problem, schedule).peak_bytes
-        if best is None or peak_bytes < best[0]:
-            best = peak_bytes, schedule
-        if peak_bytes <= problem.budget_bytes:
-            best = best[0], schedule
-            break
-    assert best is not None, "a planner makes a schedule"
-    ending = Ending(
-        planner=planner,
-        started_seconds=started_seconds,
-        schedule=best[1],
-        least_found_bytes=best[0],
-        tried_all=True,
-    )
-    return make_result(problem, ending)
+    __slots__ = ()
+    name: ClassVar[str]
+
+    @abstractmethod
+    def schedules(self, problem: Problem) -> Iterator[Schedule]:
+        """Yield at least one schedule within the host's budget; no more are made once one fits.
+
+        Args:
+            problem: what to plan. Without a host or a link, nothing is copied.
+
+        Raises:
+            InvalidOptionError: an option out of range, a pin that cannot be honoured.
+        """
+        ...
+
+    def plan(self, problem: Problem) -> Result:
+        """Return the plan of the first schedule that fits, or that of the least peak as the leanest.
+
+        Args:
+            problem: what to plan.
+
+        Raises:
+            InvalidOptionError: an option out of range, a pin that cannot be honoured.
+        """
+        started_seconds = problem.clock()
+        best: tuple[int, Schedule] | None = None
+        for schedule in self.schedules(problem):
+            peak_bytes = predict(problem, schedule).peak_bytes
+            if best is None or peak_bytes < best[0]:
+                best = peak_bytes, schedule
+            if peak_bytes <= problem.budget_bytes:
+                best = best[0], schedule
+                break
+        assert best is not None, "a planner makes a schedule"
+        ending = Ending(
+            planner=self.name,
+            started_seconds=started_seconds,
+            schedule=best[1],
+            least_found_bytes=best[0],
+            tried_all=True,
+        )
+        return make_result(problem, ending)
 
 
 def op_at_stops(found: OffloadIntervals) -> list[int | None]:

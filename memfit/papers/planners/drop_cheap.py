@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from memfit.errors import InvalidOptionError
+from memfit.papers.options import refuse
 from memfit.papers.planners.recompute_counts import CountPlanner, Counts
 from memfit.planners.engine.retention.instance import Instance
 
@@ -42,9 +42,7 @@ class DropCheap(CountPlanner):
             InvalidOptionError: a threshold that is negative or no number.
         """
         if self.threshold is not None and not self.threshold >= 0:
-            raise InvalidOptionError(
-                f"planner 'drop_cheap': option threshold is {self.threshold}, expected a number of 0 or more"
-            )
+            refuse(self, "threshold", "a number of 0 or more")
         thresholds = tried_thresholds(instance) if self.threshold is None else [self.threshold * mean_price(instance)]
         return [cheap_counts(instance, threshold) for threshold in thresholds]
 

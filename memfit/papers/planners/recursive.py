@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from memfit.errors import InvalidOptionError
+from memfit.papers.options import refuse
 from memfit.papers.planners.recompute_counts import CountPlanner, Counts, counts_of
 from memfit.planners.engine.retention.instance import Instance
 from memfit.planners.engine.starts.forward_part import ForwardPart
@@ -43,7 +43,7 @@ class Recursive(CountPlanner):
         """
         for option, value in (("stored", self.stored), ("levels", self.levels)):
             if value is not None and value < 1:
-                raise InvalidOptionError(f"planner 'recursive': option {option} is {value}, expected 1 or more")
+                refuse(self, option, "1 or more")
         tried = _TRIED_STORED if self.stored is None else (self.stored,)
         return [recursive_counts(instance, each, self.levels) for each in tried]
 

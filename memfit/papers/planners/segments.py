@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from memfit.errors import InvalidOptionError
 from memfit.graph import Graph
+from memfit.papers.options import refuse
 from memfit.papers.planners.recompute_counts import CountPlanner, Counts, counts_keeping
 from memfit.planners.engine.retention.instance import Instance
 from memfit.planners.engine.starts.forward_part import ForwardPart, divide
@@ -45,8 +46,10 @@ class Segments(CountPlanner):
         if self.ends:
             places = given_places(instance.graph, forward_part, self.ends)
         else:
-            count = round(math.sqrt(len(forward_part.ops))) if self.count is None else self.count
-            places = equal_places(forward_part, max(1, count) if self.count is None else count)
+            if self.count is not None and self.count < 1:
+                refuse(self, "count", "1 or more")
+            count = self.count or max(1, round(math.sqrt(len(forward_part.ops))))
+            places = equal_places(forward_part, count)
         return [counts_keeping(instance, forward_part.crossing(places))]
 
 
@@ -56,12 +59,7 @@ def equal_places(forward_part: ForwardPart, count: int) -> list[int]:
     Args:
         forward_part: the forward part.
         count: 1 or more.
-
-    Raises:
-        InvalidOptionError: a count below 1.
     """
-    if count < 1:
-        raise InvalidOptionError(f"planner 'segments': option count is {count}, expected 1 or more")
     candidates = [place for place, may in enumerate(forward_part.is_candidate) if may]
     return divide(candidates, 0, len(forward_part.ops), count - 1)
 

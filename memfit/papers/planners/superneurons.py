@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from memfit.errors import InvalidOptionError
 from memfit.graph import Op, Phase
-from memfit.papers.planners.copies import answer, mark_copied, op_at_stops
+from memfit.papers.options import refuse
+from memfit.papers.planners.copies import CopyPlanner, mark_copied, op_at_stops
 from memfit.papers.planners.layers import is_convolution, is_fully_connected, layer_of_backward
-from memfit.plan import Problem, Result
+from memfit.plan import Problem
 from memfit.planners.engine.offloading.absences import HostRoom
 from memfit.planners.engine.offloading.intervals import OffloadIntervals, find_offload_intervals, with_offloads
 from memfit.planners.engine.order import original_order
@@ -21,14 +21,13 @@ from memfit.planners.engine.retention.decisions import Retention, drop_at, evalu
 from memfit.planners.engine.retention.emit import emit
 from memfit.planners.engine.retention.instance import FREE, Instance, build_instance
 from memfit.planners.engine.tables import Flags
-from memfit.planners.offload import has_link
 from memfit.schedule import Schedule
 
 _MODES = ("swap", "recompute", "both")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SuperNeurons:
+class SuperNeurons(CopyPlanner):
     """Keep outputs of convolutions in a cache over the host, recompute what lies between checkpoints, or both.
 
     Mode `swap`: if an op does not fit the budget, the least recently used outputs of convolutions that it does not read
@@ -51,27 +50,16 @@ class SuperNeurons:
     """
 
     name: ClassVar[str] = "superneurons"
-    uses_host: ClassVar[bool] = True
     source: ClassVar[str] = "Wang et al. 2018"
 
     mode: str = field(default="both", metadata={"help": "swap, recompute, or both"})
 
-    def plan(self, problem: Problem) -> Result:
-        """Return the plan of the mode; without a host or a link, nothing is swapped.
-
-        Raises:
-            InvalidOptionError: an unknown mode, a pin that cannot be honoured.
-        """
+    def schedules(self, problem: Problem) -> Iterator[Schedule]:
+        """Yield the schedules of the mode; without a host or a link, nothing is swapped."""
         if self.mode not in _MODES:
-            raise InvalidOptionError(
-                f"planner 'superneurons': option mode is {self.mode!r}, expected one of {', '.join(_MODES)}"
-            )
-        started_seconds = problem.clock()
-        return answer(problem, self.name, started_seconds, self._schedules(problem))
-
-    def _schedules(self, problem: Problem) -> Iterator[Schedule]:
+            refuse(self, "mode", f"one of {', '.join(_MODES)}")
         schedule = keeping_schedule(problem) if self.mode == "swap" else _recomputing(problem)
-        if self.mode == "recompute" or not has_link(problem):
+        if self.mode == "recompute" or not problem.may_copy:
             yield schedule
             return
         yield _Cache(problem, find_offload_intervals(problem, schedule), problem.budget_bytes).schedule()

@@ -9,23 +9,22 @@ from typing import ClassVar
 
 import numpy as np
 
-from memfit.errors import InvalidOptionError
 from memfit.graph import Graph, Phase
-from memfit.papers.planners.copies import answer, backward_start, op_at_stops, place_copies
+from memfit.papers.options import refuse
+from memfit.papers.planners.copies import CopyPlanner, backward_start, op_at_stops, place_copies
 from memfit.papers.planners.layers import layer_of_backward
-from memfit.plan import Problem, Result
+from memfit.plan import Problem
 from memfit.planners.engine.offloading.absences import HostRoom, load
 from memfit.planners.engine.offloading.intervals import find_offload_intervals, with_offloads
 from memfit.planners.engine.results import keeping_schedule
 from memfit.planners.engine.tables import Integers
-from memfit.planners.offload import has_link
 from memfit.schedule import Schedule
 
 _DIRECT_ORDER, _CHAIN_RULE = "direct_order", "chain_rule"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TFLMS:
+class TFLMS(CopyPlanner):
     """Swap tensors out after their producer, and in before a backward op that is far from it.
 
     The level of an op is one more than that of the ops it depends on. An edge from a forward op to a backward op whose
@@ -48,7 +47,6 @@ class TFLMS:
     """
 
     name: ClassVar[str] = "tflms"
-    uses_host: ClassVar[bool] = True
     source: ClassVar[str] = "Le et al. 2018"
 
     n_tensors: int | None = field(
@@ -59,31 +57,20 @@ class TFLMS:
     upper_bound: int = field(default=10_000, metadata={"help": "greatest distance of a swap-in's trigger"})
     trigger: str = field(default=_DIRECT_ORDER, metadata={"help": "how triggers are found: direct_order or chain_rule"})
 
-    def plan(self, problem: Problem) -> Result:
-        """Return the plan of the rewritten graph; without a host or a link, the one that keeps everything.
-
-        Raises:
-            InvalidOptionError: an option out of range, a pin that cannot be honoured.
-        """
+    def schedules(self, problem: Problem) -> Iterator[Schedule]:
+        """Yield the schedule of the rewritten graph; without a host or a link, the one that keeps everything."""
         self._check()
-        started_seconds = problem.clock()
         schedule = keeping_schedule(problem)
-        if has_link(problem):
-            schedule = _Rewriting(self, problem, schedule).schedule()
-        return answer(problem, self.name, started_seconds, [schedule])
+        yield _Rewriting(self, problem, schedule).schedule() if problem.may_copy else schedule
 
     def _check(self) -> None:
         least_of = {"n_tensors": 0, "threshold": 0, "lower_bound": 1, "upper_bound": self.lower_bound}
         for option, least in least_of.items():
             value = getattr(self, option)
             if value is not None and value < least:
-                raise InvalidOptionError(
-                    f"planner 'tflms': option {option} is {value}, expected a number of {least} or more"
-                )
+                refuse(self, option, f"a number of {least} or more")
         if self.trigger not in (_DIRECT_ORDER, _CHAIN_RULE):
-            raise InvalidOptionError(
-                f"planner 'tflms': option trigger is {self.trigger!r}, expected {_DIRECT_ORDER} or {_CHAIN_RULE}"
-            )
+            refuse(self, "trigger", f"{_DIRECT_ORDER} or {_CHAIN_RULE}")
 
 
 class _Rewriting:

@@ -8,14 +8,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from memfit.errors import InvalidOptionError
 from memfit.graph import Op
-from memfit.papers.planners.copies import answer, backward_start, choose, mark_copied, op_at_stops
+from memfit.papers.options import refuse
+from memfit.papers.planners.copies import CopyPlanner, backward_start, choose, mark_copied, op_at_stops
 from memfit.papers.planners.layers import is_convolution, layer_of_backward
-from memfit.plan import Problem, Result
+from memfit.plan import Problem
 from memfit.planners.engine.offloading.intervals import OffloadIntervals, find_offload_intervals, with_offloads
 from memfit.planners.engine.results import keeping_schedule
-from memfit.planners.offload import has_link
 from memfit.schedule import Schedule
 
 _POLICIES: dict[str, tuple[Callable[[Op], bool], ...]] = {
@@ -26,7 +25,7 @@ _POLICIES: dict[str, tuple[Callable[[Op], bool], ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VDNN:
+class VDNN(CopyPlanner):
     """Copy the input X of each layer to the host while the layer's forward runs, and fetch it ahead in backward.
 
     Compute waits for the copy before the next layer, and X is released there. While the backward of layer n runs, the X
@@ -49,29 +48,18 @@ class VDNN:
     """
 
     name: ClassVar[str] = "vdnn"
-    uses_host: ClassVar[bool] = True
     source: ClassVar[str] = "Rhu et al. 2016"
 
     policy: str = field(
         default="dyn", metadata={"help": "all: every layer's input; conv: of convolutions; dyn: the first that fits"}
     )
 
-    def plan(self, problem: Problem) -> Result:
-        """Return the plan of the policy; without a host or a link, the one that keeps everything.
-
-        Raises:
-            InvalidOptionError: an unknown policy, a pin that cannot be honoured.
-        """
+    def schedules(self, problem: Problem) -> Iterator[Schedule]:
+        """Yield the schedules of the policy; without a host or a link, the one that keeps everything."""
         if self.policy not in _POLICIES:
-            raise InvalidOptionError(
-                f"planner 'vdnn': option policy is {self.policy!r}, expected one of {', '.join(_POLICIES)}"
-            )
-        started_seconds = problem.clock()
-        return answer(problem, self.name, started_seconds, self._schedules(problem))
-
-    def _schedules(self, problem: Problem) -> Iterator[Schedule]:
+            refuse(self, "policy", f"one of {', '.join(_POLICIES)}")
         schedule = keeping_schedule(problem)
-        if not has_link(problem):
+        if not problem.may_copy:
             yield schedule
             return
         for offloads in _POLICIES[self.policy]:

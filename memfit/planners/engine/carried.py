@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 
 from memfit.errors import InvalidScheduleError
 from memfit.plan import Prediction, Problem, Result
 from memfit.planners.engine.bounds.bounds import Proofs
 from memfit.planners.engine.bounds.minimum_cuts import NO_BOUND
 from memfit.planners.engine.results import Ending, make_result, predict, unplanned_schedule
-from memfit.schedule import Compute, Drop, Instruction, Schedule
-from memfit.simulate.in_place import in_place
+from memfit.schedule import Schedule
+from memfit.simulate.in_place import apart, in_place
 
 CARRIED = "carried over"
 """The planner of a plan whose schedule was made for a graph of other sizes."""
@@ -30,16 +30,15 @@ def carry_over(problem: Problem, schedules: Iterable[Schedule], started_seconds:
     """
     unplanned = unplanned_schedule(problem)
     predicted = predict(problem, unplanned)
-    best = unplanned if _fits(problem, predicted) else None
+    best = unplanned if problem.fits(predicted) else None
     least_bytes, least_seconds = predicted.peak_bytes, predicted.seconds
     for schedule in schedules if best is None else ():
-        try:
-            moved = in_place(problem.graph, _without_reuses(schedule))
-            prediction = predict(problem, moved)
-        except InvalidScheduleError:
+        found = _carried(problem, schedule)
+        if found is None:
             continue
+        moved, prediction = found
         least_bytes = min(least_bytes, prediction.peak_bytes)
-        if _fits(problem, prediction) and (best is None or prediction.seconds < least_seconds):
+        if problem.fits(prediction) and (best is None or prediction.seconds < least_seconds):
             best, least_seconds = moved, prediction.seconds
     ending = Ending(
         planner=CARRIED,
@@ -59,40 +58,14 @@ def predicted_seconds(problem: Problem, schedule: Schedule) -> float | None:
         problem: what to plan.
         schedule: legal on a graph of the same structure.
     """
+    found = _carried(problem, schedule)
+    return found[1].seconds if found is not None and problem.fits(found[1]) else None
+
+
+def _carried(problem: Problem, schedule: Schedule) -> tuple[Schedule, Prediction] | None:
+    """Return a schedule with in-place reuses of the problem's graph, and its prediction; None if it is not legal."""
+    moved = in_place(problem.graph, apart(schedule))
     try:
-        prediction = predict(problem, in_place(problem.graph, _without_reuses(schedule)))
+        return moved, predict(problem, moved)
     except InvalidScheduleError:
         return None
-    return prediction.seconds if _fits(problem, prediction) else None
-
-
-def nearest_first(sizes_bytes: Sequence[int], size_bytes: int) -> list[int]:
-    """Return the places of sizes, those from `size_bytes` on first, each kind from the nearest to the farthest.
-
-    >>> nearest_first([100, 400, 300, 200], 250)
-    [2, 1, 3, 0]
-
-    Args:
-        sizes_bytes: of graphs whose plans are known.
-        size_bytes: of the graph to plan. The plan of a larger graph fits; the plan of a smaller one may not.
-    """
-    places = range(len(sizes_bytes))
-    return sorted(places, key=lambda p: (sizes_bytes[p] < size_bytes, abs(sizes_bytes[p] - size_bytes), p))
-
-
-def _without_reuses(schedule: Schedule) -> Schedule:
-    return Schedule.of(_each_without_reuses(schedule))
-
-
-def _each_without_reuses(schedule: Schedule) -> Iterator[Instruction]:
-    for instruction in schedule:
-        if isinstance(instruction, Compute) and instruction.in_place_of is not None:
-            yield Compute(op=instruction.op)
-            yield Drop(storage=instruction.in_place_of)
-        else:
-            yield instruction
-
-
-def _fits(problem: Problem, prediction: Prediction) -> bool:
-    is_within_host = prediction.host_peak_bytes <= problem.host_budget_bytes
-    return is_within_host and prediction.peak_bytes <= problem.budget_bytes

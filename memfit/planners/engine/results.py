@@ -71,12 +71,6 @@ class _Checked:
     def of(problem: Problem, schedule: Schedule) -> _Checked:
         return _Checked(schedule=schedule, predicted=predict(problem, schedule))
 
-    def fits(self, problem: Problem) -> bool:
-        return self.fits_host(problem) and self.predicted.peak_bytes <= problem.budget_bytes
-
-    def fits_host(self, problem: Problem) -> bool:
-        return self.predicted.host_peak_bytes <= problem.host_budget_bytes
-
 
 def unplanned_schedule(problem: Problem) -> Schedule:
     """Return the schedule that keeps every storage to its last use, in the original order, whatever the pins.
@@ -115,8 +109,7 @@ def overlapped(problem: Problem, schedule: Schedule) -> Schedule:
         problem: of the schedule.
         schedule: legal on its graph.
     """
-    outside = 0 if problem.graph.boundaries else problem.bytes_outside
-    return with_overlap(problem.graph, problem.device, schedule, problem.budget_bytes - outside)
+    return with_overlap(problem.graph, problem.device, schedule, problem.budget_bytes - problem.always_outside_bytes)
 
 
 def predict(problem: Problem, schedule: Schedule) -> Prediction:
@@ -133,9 +126,8 @@ def predict(problem: Problem, schedule: Schedule) -> Prediction:
     """
     check(problem.graph, schedule)
     timeline = simulate(problem.graph, schedule, problem.device)
-    outside = 0 if problem.graph.boundaries else problem.bytes_outside
     return Prediction(
-        peak_bytes=timeline.peak_bytes + outside,
+        peak_bytes=timeline.peak_bytes + problem.always_outside_bytes,
         seconds=timeline.makespan_seconds,
         host_peak_bytes=timeline.host_peak_bytes,
     )
@@ -174,7 +166,7 @@ def make_result(problem: Problem, ending: Ending) -> Result:
     bounds = prove_bounds(
         problem, ending.proofs, least_found_bytes=least_found_bytes, unplanned_seconds=unplanned.seconds
     )
-    fitting = [each for each in candidates if each.fits(problem)]
+    fitting = [each for each in candidates if problem.fits(each.predicted)]
     plan = _plan(problem, ending, fitting[0], unplanned, bounds) if fitting else None
     proved = Status.INFEASIBLE if problem.budget_bytes < bounds.least_budget_bound_bytes else Status.TIMED_OUT
     return Result(
@@ -191,9 +183,9 @@ def make_result(problem: Problem, ending: Ending) -> Result:
 def _candidates(problem: Problem, ending: Ending, unplanned: Prediction) -> list[_Checked]:
     """Return the planner's schedule; if it does not fit, also the one that keeps everything, if that may fit."""
     candidates = [] if ending.schedule is None else [_Checked.of(problem, overlapped(problem, ending.schedule))]
-    if unplanned.peak_bytes <= problem.budget_bytes and not any(each.fits(problem) for each in candidates):
+    if unplanned.peak_bytes <= problem.budget_bytes and not any(problem.fits(each.predicted) for each in candidates):
         candidates.append(_Checked.of(problem, overlapped(problem, keeping_schedule(problem))))
-        if not candidates[-1].fits(problem) and all(problem.pinned.values()):
+        if not problem.fits(candidates[-1].predicted) and all(problem.pinned.values()):
             candidates.append(_Checked.of(problem, unplanned_schedule(problem)))  # whose overlap takes less
     return candidates
 
@@ -225,7 +217,7 @@ def _leanest(
 
     Bounds on the overhead hold for smaller budgets only, and are left out.
     """
-    legal = [each for each in candidates if each.fits_host(problem)]
+    legal = [each for each in candidates if problem.fits_host(each.predicted)]
     if not legal:
         return None
     least = min(legal, key=lambda each: each.predicted.peak_bytes)

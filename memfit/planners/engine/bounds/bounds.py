@@ -112,7 +112,7 @@ def least_recompute_seconds(problem: Problem, *, until_seconds: float = math.inf
     candidates = _over_budget(problem)
     if len(candidates) == 0:
         return NO_BOUND
-    copies = may_copy(problem)
+    copies = problem.may_copy
     alignment_bytes = 1 if copies else problem.device.alignment_bytes
     cuts = Cuts(problem.graph, msgspec.structs.replace(problem.device, alignment_bytes=alignment_bytes))
     bounds: dict[int, float] = {}
@@ -164,12 +164,6 @@ def _near_boundary(graph: Graph, candidates: Integers) -> list[int]:
     crossing = next((op.id for op in graph.ops if op.phase != Phase.FORWARD), len(graph.ops))
     count = max(_NEAR_BOUNDARY, min(_MOST_NEAR_BOUNDARY, _GRID_WORK // len(graph.ops) // 2))
     return deep[np.argsort(np.abs(candidates[deep] - crossing), kind="stable")][:count].tolist()
-
-
-def may_copy(problem: Problem) -> bool:
-    """Return whether storages may go to the host and come back."""
-    rates = problem.device.to_host_bytes_per_second, problem.device.to_device_bytes_per_second
-    return problem.host_budget_bytes > 0 and None not in rates
 
 
 def _most_host_bytes(problem: Problem, at_op: OpCuts, more_seconds: float, recompute_seconds: float) -> int:

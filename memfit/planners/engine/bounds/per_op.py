@@ -18,8 +18,7 @@ import numpy as np
 from memfit.plan import Problem
 from memfit.planners.engine.bounds.bounds import op_room_bytes
 from memfit.planners.engine.bounds.minimum_cuts import Bound, Cuts
-from memfit.planners.engine.solver import make_solver
-from memfit.system.interruptible import run_aside
+from memfit.planners.engine.solver import make_model, solve
 
 _UNITS = float(1 << 30)  # the seconds of all ops once; those of each op are rounded down
 _MOST_OPS = 4000  # of a step for which the program of one op is solved; it is built in half a second
@@ -85,9 +84,7 @@ class _Model:
     """The integer program of one op: its ancestors that are recomputed, and the storages kept while it runs."""
 
     def __init__(self, cuts: Cuts, op: int) -> None:
-        from ortools.sat.python import cp_model  # importing it takes longer than importing memfit
-
-        self.model: Any = cp_model.CpModel()
+        self.model, self.weighted_sum = make_model()
         self.before, after = cuts.ancestors(op), cuts.descendants(op)
         self.cuts, self.own = cuts, {*cuts.reads[op], *cuts.writes[op]}
         self.recomputed = {
@@ -121,13 +118,11 @@ def _seconds_at(cuts: Cuts, op: int, room_bytes: int, limit_seconds: float = mat
     sizes = [int(cuts.sizes[storage]) for storage in built.kept]
     if sum(sizes) <= room_bytes:
         return 0.0
-    expression: Any = cp_model.LinearExpr
     units_per_second = _UNITS / max(float(cuts.seconds.sum()), 1e-12)
-    built.model.add(expression.weighted_sum(list(built.kept.values()), sizes) <= room_bytes)
+    built.model.add(built.weighted_sum(list(built.kept.values()), sizes) <= room_bytes)
     units = [int(cuts.seconds[each] * units_per_second) for each in built.recomputed]
-    built.model.minimize(expression.weighted_sum(list(built.recomputed.values()), units))
-    solver = make_solver(limit_seconds=limit_seconds, limit_work=_WORK)
-    status = run_aside(lambda: solver.solve(built.model), solver.stop_search)
+    built.model.minimize(built.weighted_sum(list(built.recomputed.values()), units))
+    solver, status = solve(built.model, limit_seconds=limit_seconds, limit_work=_WORK)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
         return 0.0
     return max(0.0, solver.best_objective_bound) / units_per_second

@@ -31,6 +31,7 @@ from typing import Any
 
 from memfit.planners.engine.cpsat.stages import Stages
 from memfit.planners.engine.retention.instance import DROPPED, Instance
+from memfit.planners.engine.solver import make_model
 
 Literal = Any  # ortools leaves its types out
 Term = tuple[Literal, int]
@@ -48,12 +49,8 @@ class RetentionModel:
     """
 
     def __init__(self, instance: Instance, stages: Stages, units_per_second: float) -> None:
-        from ortools.sat.python import cp_model  # importing it takes longer than importing memfit
-
         self.instance, self.stages = instance, stages
-        self.model: Any = cp_model.CpModel()
-        expression: Any = cp_model.LinearExpr
-        self.weighted_sum = expression.weighted_sum
+        self.model, self.weighted_sum = make_model()
         tables = instance.tables
         self.sizes: list[int] = tables.storages["size_bytes"].tolist()
         self.writer: list[int] = tables.storages["writer"].tolist()

@@ -47,10 +47,9 @@ import numpy as np
 from memfit.plan import Problem
 from memfit.planners.engine.bounds.bounds import op_room_bytes
 from memfit.planners.engine.bounds.minimum_cuts import Cuts
-from memfit.planners.engine.solver import make_solver
+from memfit.planners.engine.solver import make_model, solve
 from memfit.planners.engine.tables import Flags
-from memfit.simulate.simulator import link_of
-from memfit.system.interruptible import run_aside
+from memfit.simulate.arrays import link_of
 
 _UNITS = float(1 << 34)  # the seconds of all ops once; each term loses up to one unit by rounding
 _MOST_UNITS = 1 << 40  # a copy of 64 steps takes long enough
@@ -76,9 +75,7 @@ def least_seconds_with_copies(
     most_units = int(min((once_seconds + enough_seconds) * program.units_per_second, _MOST_UNITS << 10))
     # Whether a schedule is faster is easier to decide than how much faster the fastest is.
     program.model.add(program.end <= most_units - 1)
-    solver = make_solver(limit_seconds=limit_seconds, limit_work=limit_work)
-    solver.parameters.random_seed = problem.seed % (1 << 31)
-    status = run_aside(lambda: solver.solve(program.model), solver.stop_search)
+    solver, status = solve(program.model, limit_seconds=limit_seconds, limit_work=limit_work, seed=problem.seed)
     assert status != cp_model.MODEL_INVALID, program.model.validate()
     units = most_units if status == cp_model.INFEASIBLE else min(most_units, solver.best_objective_bound)
     return max(0.0, units / program.units_per_second - once_seconds)
@@ -94,8 +91,6 @@ class _Program:
     """
 
     def __init__(self, problem: Problem) -> None:
-        from ortools.sat.python import cp_model  # importing it takes longer than importing memfit
-
         self.problem, self.graph = problem, problem.graph
         self.cuts = cuts = Cuts(problem.graph, problem.device)
         self.seconds = cuts.seconds
@@ -111,9 +106,7 @@ class _Program:
         self.lost = [
             [self._units(load * each) for each in direction] for load, direction in zip(link.loads, alone, strict=True)
         ]
-        self.model: Any = cp_model.CpModel()
-        expression: Any = cp_model.LinearExpr
-        self.weighted_sum = expression.weighted_sum
+        self.model, self.weighted_sum = make_model()
         ops = range(len(self.graph.ops))
         self.at = [self.model.new_int_var(0, _MOST_UNITS << 10, f"at {op}") for op in ops]
         self.end: Any = self.model.new_int_var(0, _MOST_UNITS << 10, "end")

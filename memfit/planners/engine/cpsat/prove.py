@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from memfit.plan import PROVED_TO, Problem, Progress, Result
-from memfit.planners.engine.bounds.bounds import Proofs, may_copy
+from memfit.planners.engine.bounds.bounds import Proofs
 from memfit.planners.engine.bounds.minimum_cuts import Bound
 from memfit.planners.engine.bounds.per_op import least_recompute_seconds_at
 from memfit.planners.engine.cpsat.moments import least_seconds_with_copies
@@ -51,7 +51,7 @@ def prove_further(
     at: dict[int, float] = {}
     with_copies_seconds = 0.0
     try:
-        if may_copy(problem) and found.plan:
+        if problem.may_copy and found.plan:
             with_copies_seconds = least_seconds_with_copies(
                 problem,
                 enough_seconds=recompute_seconds - PROVED_TO / 2 * once_seconds,
@@ -65,7 +65,7 @@ def prove_further(
     recompute_bound = max([0.0, found.bounds.overhead * once_seconds, with_copies_seconds, *at.values()])
     instance = build_instance(problem, search_order(problem.graph, problem.device, parts))
     proof = Proof(sequence=None, recompute_seconds=recompute_bound, interrupted=False)
-    if recompute_seconds > recompute_bound + PROVED_TO * once_seconds and not may_copy(problem):
+    if recompute_seconds > recompute_bound + PROVED_TO * once_seconds and not problem.may_copy:
         proof = prove(
             instance,
             known=found.plan.schedule if found.plan else None,
@@ -113,7 +113,7 @@ def _with_proof(
     once_seconds = problem.graph.compute_seconds
     most_seconds = predict(problem, schedule).seconds - once_seconds + PROVED_TO * once_seconds
     # A plan faster than the bound for this order has another order, for which that bound proves nothing.
-    is_in_order = proof.recompute_seconds <= most_seconds and not may_copy(problem)
+    is_in_order = proof.recompute_seconds <= most_seconds and not problem.may_copy
     in_order = proof.recompute_seconds if is_in_order else None
     ending = Ending(
         planner=planner,

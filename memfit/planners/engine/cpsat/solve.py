@@ -15,7 +15,6 @@ from memfit.planners.engine.solver import make_solver
 from memfit.schedule import Code, Schedule
 
 _UNITS = float(1 << 30)  # of all ops once; rounding loses up to one unit for each computation
-_SEED_MODULUS = 1 << 31
 _REPORT_SECONDS = 0.1  # between two reports
 
 Report = Callable[[float | None, float], None]
@@ -77,8 +76,7 @@ def prove(
         built.model.add(built.recompute_units <= _recompute_units(built, start))
     elif known is not None:
         built.model.add(built.recompute_units <= int(known_recompute_seconds * units_per_second))
-    solver = make_solver(limit_seconds=limit_seconds, limit_work=limit_work)
-    solver.parameters.random_seed = instance.problem.seed % _SEED_MODULUS
+    solver = make_solver(limit_seconds=limit_seconds, limit_work=limit_work, seed=instance.problem.seed)
     status, interrupted = _solve(solver, built.model, report, units_per_second)
     if status == cp_model.INFEASIBLE:
         return Proof(sequence=None, recompute_seconds=float("inf"), interrupted=interrupted)

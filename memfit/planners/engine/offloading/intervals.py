@@ -32,7 +32,8 @@ _INTERVAL = record(
     flags="chosen copied",
 )
 _HOST_COPY = record("last", flags="is_made")
-_LEAVE, _RETURN, _RELEASE, _OFFLOAD = range(4)  # where instructions are added: two before a stop, two behind it
+LEAVE, RETURN, AHEAD, RELEASE, BEHIND = range(5)
+"""Where instructions are added, in this order: three places before a stop, two behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +74,7 @@ def find_offload_intervals(problem: Problem, schedule: Schedule) -> OffloadInter
     position = np.flatnonzero(np.isin(schedule.codes, (Code.COMPUTE, Code.BOUNDARY)))
     live_at_end = [stay.storage for stay in found.ranges if stay.last == len(schedule)]
     stops = np.zeros(len(position) + 1, _STOP)
-    outside_bytes = 0 if graph.boundaries else problem.bytes_outside
-    stops["held_bytes"][:-1] = simulate(graph, schedule, device).device_bytes[position] + outside_bytes
+    stops["held_bytes"][:-1] = simulate(graph, schedule, device).device_bytes[position] + problem.always_outside_bytes
     stops["held_bytes"][-1] = problem.bytes_outside + sum(device.aligned(graph.storages[s].bytes) for s in live_at_end)
     is_op = schedule.codes[position] == Code.COMPUTE
     ops: list[int] = schedule.operands[position[is_op]].tolist()
@@ -143,19 +143,24 @@ def with_offloads(found: OffloadIntervals, begun: Integers | None = None) -> Sch
     for number, interval in chosen:
         storage, left, end = int(interval["storage"]), int(interval["left"]), int(interval["end"])
         if interval["copied"]:
-            added[_OFFLOAD, int(begins[number])].append(Offload(storage=storage))
-            added[_LEAVE, left].append(Wait(storage=storage))
-        added[_LEAVE, left].append(Drop(storage=storage))
+            added[BEHIND, int(begins[number])].append(Offload(storage=storage))
+            added[LEAVE, left].append(Wait(storage=storage))
+        added[LEAVE, left].append(Drop(storage=storage))
         if last[int(interval["host_copy"])] == end:
-            added[_RELEASE, end].append(DropHost(storage=storage))
+            added[RELEASE, end].append(DropHost(storage=storage))
     for interval in found.intervals[found.by_end]:
         if interval["chosen"]:
-            added[_RETURN, int(interval["returned"])].append(Prefetch(storage=int(interval["storage"])))
-    return Schedule.of(_merged(found, added))
+            added[RETURN, int(interval["returned"])].append(Prefetch(storage=int(interval["storage"])))
+    return Schedule.of(merged(found, added))
 
 
-def _merged(found: OffloadIntervals, added: Mapping[tuple[int, int], list[Instruction]]) -> Iterator[Instruction]:
-    """Yield the instructions of the schedule, with those added at its stops."""
+def merged(found: OffloadIntervals, added: Mapping[tuple[int, int], list[Instruction]]) -> Iterator[Instruction]:
+    """Yield the instructions of the schedule, with those added at its stops.
+
+    Args:
+        found: the intervals of the schedule without copies.
+        added: (place, stop) -> instructions.
+    """
 
     def at(stop: int, *places: int) -> Iterator[Instruction]:
         return itertools.chain.from_iterable(added.get((place, stop), ()) for place in places)
@@ -165,8 +170,8 @@ def _merged(found: OffloadIntervals, added: Mapping[tuple[int, int], list[Instru
         if number < found.position[stop]:
             yield instruction
             continue
-        yield from at(stop, _LEAVE, _RETURN)
+        yield from at(stop, LEAVE, RETURN, AHEAD)
         yield instruction
-        yield from at(stop, _RELEASE, _OFFLOAD)
+        yield from at(stop, RELEASE, BEHIND)
         stop += 1
-    yield from at(stop, _LEAVE, _RETURN)
+    yield from at(stop, LEAVE, RETURN, AHEAD)

@@ -19,9 +19,8 @@ import numpy as np
 
 from memfit.planners.engine.retention.decisions import Retention, held_bytes, keep_everything, keep_only, simulated
 from memfit.planners.engine.retention.instance import FREE, KEPT, Instance
-from memfit.planners.engine.solver import make_solver
+from memfit.planners.engine.solver import make_model, solve
 from memfit.planners.engine.tables import Flags, Integers
-from memfit.system.interruptible import run_aside
 
 _MOST_ROUNDS = 16  # of solving and simulating; most graphs need five
 _MOST_NEW = 4  # stages that one round adds, the fullest of each run of stages above the budget
@@ -189,12 +188,8 @@ class _Rows:
     """The integer program: kept storages, recomputed positions, and a row for each full stage."""
 
     def __init__(self, family: _Family) -> None:
-        from ortools.sat.python import cp_model  # importing it takes longer than importing memfit
-
         self.family = family
-        self.model: Any = cp_model.CpModel()
-        expression: Any = cp_model.LinearExpr
-        self.sum: Any = expression.weighted_sum
+        self.model, self.sum = make_model()
         self.rows: dict[int, tuple[list[Any], list[int]]] = {}
         positions, start = family.instance.tables.positions, family.instance.backward_start
         self.kept: dict[int, Any] = {}
@@ -225,8 +220,7 @@ class _Rows:
         """Return bool[managed storages]: the kept ones; None if nothing was found."""
         from ortools.sat.python import cp_model
 
-        solver = make_solver(limit_seconds=limit_seconds, limit_work=_WORK)
-        status = run_aside(lambda: solver.solve(self.model), solver.stop_search)
+        solver, status = solve(self.model, limit_seconds=limit_seconds, limit_work=_WORK)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None
         kept = np.zeros(len(self.family.writer), np.bool_)
