@@ -16,6 +16,7 @@ from memfit.capture.gradient_use import GradientUse
 from memfit.capture.side_effects import Place
 from memfit.capture.trace import Trace
 from memfit.errors import UnsupportedStepError
+from memfit.torch_private.patching import replaced
 from memfit.torch_private.tensors import is_fake, storage_key
 
 
@@ -158,11 +159,8 @@ def memory_kept_real() -> Iterator[None]:
             )
         own.__set__(tensor, values)
 
-    torch.Tensor.data = property(own.__get__, replace)  # pyright: ignore[reportAttributeAccessIssue]
-    try:
+    with replaced(torch.Tensor, "data", property(own.__get__, replace)):
         yield
-    finally:
-        del torch.Tensor.data
 
 
 @contextmanager

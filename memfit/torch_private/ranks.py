@@ -12,9 +12,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch._guards
-import torch._subclasses
-import torch.utils.checkpoint
 
 
 def runs_under_ddp() -> bool:

@@ -8,9 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._guards
-import torch._subclasses
-import torch.utils.checkpoint
 from torch._functorch.aot_autograd import make_boxed_func as make_boxed_func
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
