@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from memfit.binding import Origin, Resident, Value, map_values
-from memfit.capture.trace import Trace, TracedCall
+from memfit.capture.trace import Trace
+from memfit.capture.traced import TracedCall
 from memfit.cost.views import at_offset_zero, view_of
 from memfit.torch_private.tensors import is_fake, real_tensors, tree_flatten
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from memfit.capture.code_reads import is_own, is_users
-from memfit.capture.copies import ATOMS, BUFFERS, MISSING, Items, Slots, Table, each_of, entries_of, entry_of, is_same
+from memfit.capture.copies import ATOMS, BUFFERS, MISSING, Items, Table, each_of, entries_of, entry_of, is_same
 from memfit.capture.discovery import MODULE_NAMES, Discovery
 from memfit.capture.draws import GENERATORS, HostGenerators, differ, place_of
 from memfit.capture.iterators import Position
@@ -58,7 +58,6 @@ class _Found(Discovery):
         of_parameters = {id(vars(each)) for _, each in self.tensors.values() if not vars(each)}
         others |= of_parameters | {id(vars(each)["_non_persistent_buffers_set"]) for _, each in self.modules}
         found = [_of_table(table) for table in self.tables.values() if id(table.table) not in others]
-        found += [_of_slots(slots) for slots in self.slots]
         found += [_of_items(each) for each in self.items if id(each.items) not in others and _is_small(each)]
         found += [ReachedPlace(each.read, each.write, is_same) for each in self.cells]
         found += [ReachedPlace(each.read, each.write, _is_equal) for each in self.positions if each.may_be_set]
@@ -333,21 +332,6 @@ def _of_table(table: Table) -> ReachedPlace:
 def _of_items(items: Items) -> ReachedPlace:
     is_list = type(items.items) is list
     return ReachedPlace(items.items.copy if is_list else items.read, items.write, _same_items, items.items)
-
-
-def _of_slots(slots: Slots) -> ReachedPlace:
-    names = list(slots.before)
-    slots.before = dict.fromkeys(names)
-
-    def put(values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if not is_same(value, getattr(slots.owner, name, MISSING)):
-                if value is MISSING:
-                    object.__delattr__(slots.owner, name)
-                else:
-                    object.__setattr__(slots.owner, name, value)
-
-    return ReachedPlace(lambda: {name: getattr(slots.owner, name, MISSING) for name in names}, put, _same_entries)
 
 
 def _is_small(items: Items) -> bool:

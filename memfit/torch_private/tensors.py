@@ -150,6 +150,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, in elements."""
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
 def storage_users(storage: torch.UntypedStorage) -> int:
     """Return how many tensors and other holders share a storage, the caller's own reference included."""
     return torch._C._storage_Use_Count(storage._cdata)
