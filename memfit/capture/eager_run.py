@@ -25,7 +25,7 @@ from memfit.capture.stand_ins import stand_ins_shown
 from memfit.capture.stream import Difference, Dispatched, Stream, tensors_of
 from memfit.capture.traced import mutated_tensors
 from memfit.capture.training_step import TrainingStep
-from memfit.cost.views import lazy_view, on_its_own, reach_bytes, value_of, view_of
+from memfit.cost.views import bytes_of, lazy_view, on_its_own, reach_bytes, value_of, view_of
 from memfit.errors import MemfitError, UnsupportedStepError
 from memfit.system.budget import format_bytes
 from memfit.torch_private.autograd import (
@@ -116,7 +116,7 @@ class _Kept:
 
     def storage(self, tensor: torch.Tensor) -> None:
         with real_tensors():
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            whole = bytes_of(tensor)
             self.storages[storage_key(tensor)] = whole, whole.clone()
 
     def __enter__(self) -> None:

@@ -24,7 +24,7 @@ from memfit.capture.build import Captured
 from memfit.capture.renumber import Renumbering
 from memfit.capture.row_wise import arguments_by_rows, is_by_rows, is_row_wise, map_arguments
 from memfit.cost.op_inputs import InputMaker
-from memfit.cost.views import lazy_view
+from memfit.cost.views import bytes_of, lazy_view
 from memfit.graph import Graph, Op, Phase
 from memfit.rebuild import rebuilt
 from memfit.torch_private.tensors import tensors_in, tree_flatten
@@ -364,10 +364,6 @@ def _gives_same_bits(captured: Captured, call: Call) -> bool:
     except (RuntimeError, IndexError, ValueError, TypeError):  # it is no chain of rows after all
         return False
     return all(
-        torch.equal(_bits(one), _bits(other))
+        torch.equal(bytes_of(one), bytes_of(other))
         for one, other in zip(tensors_in(at_once), tensors_in(in_chunks), strict=True)
     )
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

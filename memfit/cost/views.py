@@ -41,6 +41,11 @@ def reach_bytes(value: Value) -> int:
     return (last + 1) * value.dtype.itemsize
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole storage of a tensor as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
 def reinterpret(
     base: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor:
