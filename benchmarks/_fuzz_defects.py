@@ -15,7 +15,7 @@ from unittest import mock
 
 from _fuzz_worlds import Case
 
-from memfit.capture import call_recorder, generators, trace, whole_step
+from memfit.capture import call_recorder, generators, special_calls, step_recording, whole_step
 from memfit.capture.compare import Comparisons
 from memfit.capture.guards import Guards
 from memfit.step import programs
@@ -106,12 +106,12 @@ DEFECTS: Mapping[str, Defect] = {
         concerns=_changes("autocast"),
     ),
     "libraries see that tensors are fake": Defect(
-        patches=((whole_step, "answered_as_eager", nullcontext), *_UNCOMPARED),
+        patches=((step_recording, "answered_as_eager", nullcontext), *_UNCOMPARED),
         concerns=_blocks("asks"),
     ),
     "a constant is frozen with what the step wrote into it": Defect(
         patches=(
-            (trace._SPECIAL_CASES, call_recorder._aten.lift_fresh, trace.Trace._functionalize),
+            (special_calls.SPECIAL_CASES, call_recorder._aten.lift_fresh, special_calls.functionalize),
             *_UNCOMPARED,
         ),
         concerns=_blocks("written_constant"),
@@ -129,11 +129,14 @@ DEFECTS: Mapping[str, Defect] = {
         concerns=lambda case: case.loss == "distribution",
     ),
     "kernels that autocast casts inside": Defect(
-        patches=(*((trace._SPECIAL_CASES, kernel, lambda *_: None) for kernel in trace.CAST_INSIDE), *_UNCOMPARED),
+        patches=(
+            *((special_calls.SPECIAL_CASES, kernel, lambda *_: None) for kernel in special_calls.CAST_INSIDE),
+            *_UNCOMPARED,
+        ),
         concerns=lambda case: case.loss == "autocast" and "bilinear" in case.blocks,
     ),
     "a batch normalization counts no steps": Defect(
-        patches=((whole_step, "with_a_momentum", lambda _model: nullcontext({})),),
+        patches=((step_recording, "with_a_momentum", lambda _model: nullcontext({})),),
         concerns=_blocks("cumulative_batch_norm"),
     ),
 }

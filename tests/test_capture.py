@@ -13,7 +13,8 @@ from torch import nn
 from memfit import TrainingStep, check
 from memfit.binding import Origin
 from memfit.capture import capture
-from memfit.capture.functionalize import BATCH_NORMS, corrected, functional_variant
+from memfit.capture.batch_norms import BATCH_NORMS
+from memfit.capture.functionalize import corrected, functional_variant
 from memfit.device import GENERIC
 from memfit.errors import CaptureError, InvalidDeviceError, InvalidOptionError, UnsupportedStepError
 from memfit.graph import Phase, Role

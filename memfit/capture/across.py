@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 
-class Across(Protocol):
+class Across(ABC):
     """The ranks of a step: see `memfit.capture.data_parallel` and `memfit.capture.fully_sharded`.
+
+    Args:
+        group: of the ranks.
 
     Attributes:
         group: of the ranks.
@@ -19,43 +22,41 @@ class Across(Protocol):
         size: how many ranks there are.
     """
 
-    group: dist.ProcessGroup
-    rank: int
-    size: int
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
 
     @property
+    @abstractmethod
     def reduces(self) -> bool:
         """Whether steps reduce their gradients now."""
-        ...
 
+    @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a block in which steps add to this rank's gradients only.
 
         Raises:
             UnsupportedStepError: the ranks cannot do that.
         """
-        ...
 
-    def begin(self, model: torch.nn.Module) -> None:
+    def begin(self, model: torch.nn.Module) -> None:  # noqa: B027 (nothing to do by default)
         """Give all ranks the same model, where each has all of it.
 
         Args:
             model: the bare model.
         """
-        ...
 
-    def share_buffers(self, model: torch.nn.Module) -> None:
+    def share_buffers(self, model: torch.nn.Module) -> None:  # noqa: B027
         """Give all ranks rank 0's buffers before a forward pass, where the ranks do that.
 
         Args:
             model: the bare model.
         """
-        ...
 
-    def average(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def average(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:  # noqa: B027
         """Average the gradients in `.grad` over all ranks after an eager backward pass, where that is left to do.
 
         Args:
             parameters: the model's, by name.
         """
-        ...

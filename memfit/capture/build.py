@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
 
-from memfit.binding import Binding, Call, InPlaceForm, Value, map_values
+from memfit.binding import Binding, Call, InPlaceForm, Value
 from memfit.capture.fuse import fuse_in_place_writes
 from memfit.capture.generators import STATE_BYTES, SaveGeneratorState
 from memfit.capture.guards import Guards
 from memfit.capture.looks import Look
+from memfit.capture.renumber import Renumbering
 from memfit.capture.reuse import in_place_form
 from memfit.capture.stream import Stream
-from memfit.capture.trace import Trace, TracedCall, TracedStorage
+from memfit.capture.trace import Trace
+from memfit.capture.traced import TracedCall, TracedStorage
 from memfit.cost.observations import Observation
 from memfit.graph import Boundary, Graph, Op, Role, Storage
 from memfit.torch_private.tensors import tree_flatten
@@ -106,7 +107,7 @@ def build(
     )
     return Captured(
         graph=graph,
-        binding=_binding(trace, calls, forms, renumbered, outputs),
+        binding=Renumbering(renumbered).binding(trace.device, map(_call, calls, forms), trace.residents, outputs),
         sources=tuple(call.sources for call in calls),
     )
 
@@ -149,15 +150,11 @@ def _with_generator_states(
         storages.append(TracedStorage(name="generator_state", bytes=size, role=Role.ACTIVATION))
         value = Value(storage=storage, dtype=torch.uint8, shape=(size,), stride=(1,))
         extended.append(
-            TracedCall(
-                name="generator_state",
-                target=SaveGeneratorState(device=call.random),
-                args=(),
-                kwargs={},
-                results=(value,),
-                reads=(),
-                writes=(storage,),
-                mutates=(),
+            TracedCall.of(
+                "generator_state",
+                SaveGeneratorState(device=call.random),
+                (),
+                made=[value],
                 phase=call.phase,
                 module=call.module,
                 random=call.random,
@@ -254,36 +251,13 @@ def _storages(
     ]
 
 
-def _binding(
-    trace: Trace,
-    calls: Sequence[TracedCall],
-    forms: Sequence[Mapping[int, InPlaceForm]],
-    renumbered: dict[int, int],
-    outputs: Mapping[str, Value],
-) -> Binding:
-    @cache  # most Values are those of several calls
-    def renumbered_value(value: Value) -> Value:
-        return replace(value, storage=renumbered[value.storage])
-
-    def renumber(tree: Any) -> Any:
-        return map_values(tree, renumbered_value)
-
-    return Binding(
-        device=trace.device,
-        calls=tuple(
-            Call(
-                op=index,
-                target=call.target,
-                args=renumber(call.args),
-                kwargs=renumber(call.kwargs),
-                results=renumber(call.results),
-                generator_state=None if call.generator_state is None else renumbered[call.generator_state],
-                in_place_forms={
-                    renumbered[read]: replace(form, extra=renumber(form.extra)) for read, form in forms[index].items()
-                },
-            )
-            for index, call in enumerate(calls)
-        ),
-        residents=tuple(replace(resident, value=renumber(resident.value)) for resident in trace.residents),
-        outputs=renumber(outputs),
+def _call(call: TracedCall, in_place_forms: Mapping[int, InPlaceForm]) -> Call:
+    return Call(
+        op=0,
+        target=call.target,
+        args=call.args,
+        kwargs=call.kwargs,
+        results=call.results,
+        generator_state=call.generator_state,
+        in_place_forms=in_place_forms,
     )

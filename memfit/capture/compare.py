@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from memfit.capture.eager_run import NotComparableError, leaves_are_real, run_as_eager
+from memfit.capture.generators import states_kept
 from memfit.capture.placement import step_device
 from memfit.capture.stream import Difference, Stream
 from memfit.capture.stream_structure import structure_of
@@ -70,36 +71,30 @@ def require_as_eager(
     """
     if captured is None or not leaves_are_real(step, batch):
         return False
-    handed = [(generator, generator.get_state()) for generator in captured.generators()]
     try:
-        difference = run_as_eager(step, batch, expected=captured, limit_bytes=limit_bytes)[1]
-        if difference is None:
-            return True
-        first = run_as_eager(step, batch)[0]
-        own = run_as_eager(step, batch, expected=first)[1]
+        with states_kept(captured.generators()):
+            difference = run_as_eager(step, batch, expected=captured, limit_bytes=limit_bytes)[1]
+            if difference is None:
+                return True
+            first = run_as_eager(step, batch)[0]
+            own = run_as_eager(step, batch, expected=first)[1]
     except NotComparableError as error:
         _log.warning("memfit: the captured step was not compared with eager's: %s", error)
         return False
-    finally:
-        for generator, state in handed:
-            generator.set_state(state)
     if own is not None and not own.is_autograds:
         raise UnsupportedStepError(
-            f"{_place(own)}: two eager runs of the step from the same state differ: {_calls(own, 'first', 'then')}; "
+            f"{own.lines[1]}: two eager runs of the step from the same state differ: {_calls(own, 'first', 'then')}; "
             "the step draws from a generator, counts, or reads a clock where memfit does not see it: do that outside "
             "of the step, and hand it in with the batch"
         )
+    where, calls = difference.lines[1], _calls(difference, "captured", "eager")
     if _is_torchs(step, batch, difference):
-        _log.warning(
-            "memfit: %s: %s; a planned step has the bits of the captured call, and the rest of it was not compared",
-            _place(difference),
-            _calls(difference, "captured", "eager"),
-        )
+        outcome = "a planned step has the bits of the captured call, and the rest of it was not compared"
+        _log.warning("memfit: %s: %s; %s", where, calls, outcome)
         return True
     raise CaptureError(
-        f"{_place(difference)}: the captured step is not the one that eager runs: "
-        f"{_calls(difference, 'captured', 'eager')}; the code there asks what kind of tensor it is given: report this, "
-        "with the code"
+        f"{where}: the captured step is not the one that eager runs: {calls}; the code there asks what kind of tensor "
+        "it is given: report this, with the code"
     )
 
 
@@ -107,10 +102,6 @@ def _is_torchs(step: TrainingStep, batch: Any, difference: Difference) -> bool:
     """Return whether torch, and no code of the user's, made the choice: in backward, or of a kernel on a GPU."""
     same_line = len(set(difference.lines)) == 1
     return difference.is_autograds or (same_line and step_device(step.model, batch).type != "cpu")
-
-
-def _place(difference: Difference) -> str:
-    return difference.lines[1]
 
 
 def _calls(difference: Difference, one: str, other: str) -> str:

@@ -132,7 +132,7 @@ class Globals(Table):
 
 
 class Place:
-    """A single place that holds a value: what a weak reference refers to, a context variable.
+    """A single place that holds a value: a slot of an object, what a weak reference refers to, a context variable.
 
     Args:
         path: names it in messages.
@@ -276,22 +276,6 @@ def each_of(values: Any) -> Iterator[Any]:
 def _own_kind(values: Any) -> Any:
     """Return the container of Python's own that a container is, or is derived from."""
     return next(kind for kind in _KINDS if isinstance(values, kind))
-
-
-class Slots:
-    """The values of an object's `__slots__`, or of other attributes that are in no dictionary."""
-
-    def __init__(self, path: str, owner: Any, names: list[str]) -> None:
-        self.path = path
-        self.owner = owner
-        self.before = {name: getattr(owner, name, MISSING) for name in names}
-
-    def changed(self) -> list[str]:
-        return [name for name, value in self.before.items() if not is_same(value, getattr(self.owner, name, MISSING))]
-
-    def put_back(self) -> None:
-        for name in self.changed():
-            object.__setattr__(self.owner, name, self.before[name])
 
 
 def function_of(raw: Any) -> Any:

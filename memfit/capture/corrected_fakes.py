@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from memfit.binding import Call, Value
-from memfit.capture.functionalize import BATCH_NORM_GRADIENTS, without_idle_statistics
-from memfit.cost.observations import Corrections, call_key
+from memfit.binding import Call
+from memfit.capture.batch_norms import BATCH_NORM_GRADIENTS, without_idle_statistics
+from memfit.cost.observations import Corrections, RealResult, call_key
+from memfit.cost.views import value_of
 from memfit.torch_private.tensors import fakes_corrected, is_fake, storage_key, tree_map
 
 
@@ -30,28 +33,31 @@ def corrected_fakes(corrections: Corrections) -> AbstractContextManager[None]:
         if func.overloadpacket in BATCH_NORM_GRADIENTS:
             args = without_idle_statistics(func, args)
         real = corrections.get(call_key(Call(op=0, target=func, args=args, kwargs=kwargs)) or "", {})
-        places = iter(range(1 << 30))
-
-        def as_real(leaf: Any) -> Any:
-            kind = real.get(next(places))
-            if kind is None or not is_fake(leaf):
-                return leaf
-            return leaf.new_empty_strided(leaf.shape, kind.stride, dtype=getattr(torch, kind.dtype))
-
-        return tree_map(as_real, returned) if real else returned
+        tensors = {place: kind for place, kind in real.items() if kind is not None}
+        return as_corrected(returned, tensors, lambda leaf: not is_fake(leaf))
 
     return fakes_corrected(corrected)
 
 
+def as_corrected(returned: Any, real: Mapping[int, RealResult | None], is_kept: Callable[[Any], bool]) -> Any:
+    """Return the fakes that a call returned with those of other dtypes and strides in the places of wrong ones.
+
+    Args:
+        returned: nested as the call returns it.
+        real: by position what the real kernel returns; None is no tensor.
+        is_kept: whether a leaf is right anyhow.
+    """
+    places = itertools.count()
+
+    def corrected(leaf: Any) -> Any:
+        place = next(places)
+        if place not in real or is_kept(leaf):
+            return leaf
+        kind = real[place]
+        return kind and leaf.new_empty_strided(leaf.shape, kind.stride, dtype=getattr(torch, kind.dtype))
+
+    return tree_map(corrected, returned) if real else returned
+
+
 def _described(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return Value(
-        storage=storage_key(leaf),
-        dtype=leaf.dtype,
-        shape=tuple(leaf.shape),
-        stride=tuple(leaf.stride()),
-        offset=int(leaf.storage_offset()),
-        conjugated=leaf.is_conj(),
-        negated=leaf.is_neg(),
-    )
+    return value_of(leaf, storage_key(leaf)) if isinstance(leaf, torch.Tensor) else leaf

@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from memfit.capture.across import Across
+from memfit.cost.views import fills_memory
 from memfit.errors import InvalidOptionError, UnsupportedStepError
 from memfit.torch_private.ranks import ddp_facts, first_bucket_bytes, gradient_buckets, start_sum, wait_for_sum
+from memfit.torch_private.tensors import contiguous_strides
 
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's bucket_cap_mb
 
@@ -45,7 +48,7 @@ class Bucket:
     places: tuple[Place, ...]
 
 
-class DataParallel:
+class DataParallel(Across):
     """How a step averages its gradients over the ranks of a process group.
 
     Args:
@@ -55,9 +58,6 @@ class DataParallel:
         ddp: the DistributedDataParallel that was taken apart; inside its `no_sync` nothing is reduced.
 
     Attributes:
-        group: of the ranks.
-        rank: of this process in the group.
-        size: how many ranks there are.
         broadcasts_buffers: see above.
     """
 
@@ -69,9 +69,7 @@ class DataParallel:
         broadcasts_buffers: bool = True,
         ddp: torch.nn.parallel.DistributedDataParallel | None = None,
     ) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        super().__init__(group)
         if self.rank < 0:
             raise InvalidOptionError(f"this process is not in the process group; its rank is {dist.get_rank()}")
         self.broadcasts_buffers = broadcasts_buffers
@@ -230,18 +228,8 @@ def _bucket(parameters: Sequence[tuple[str, torch.Tensor]]) -> Bucket:
         if parameter.is_complex():
             raise UnsupportedStepError(f"parameter {name!r} is complex; memfit reduces gradients of real numbers only")
         shape = tuple(parameter.shape)
-        stride = parameter.stride() if _is_dense(parameter) else torch.empty(shape, device="meta").stride()
+        stride = parameter.stride() if fills_memory(parameter) else contiguous_strides(shape)
         places.append(Place(name, shape, tuple(stride), offset))
         offset += parameter.numel()
     first = parameters[0][1]
     return Bucket(dtype=first.dtype, device=first.device, size=offset, places=tuple(places))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements fill one piece of memory, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True

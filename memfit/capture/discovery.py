@@ -46,7 +46,6 @@ from memfit.capture.copies import (
     Globals,
     Items,
     Place,
-    Slots,
     Table,
     each_of,
     entries_of,
@@ -62,8 +61,8 @@ from memfit.torch_private.tracing import stood_for
 
 MODULE_NAMES = frozenset(vars(torch.nn.Module()))
 _OF_CHECKPOINTS = "memfit.checkpointing."  # hooks on the model, and stand-ins for `forward`
-_FUNCTIONS = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
-_FUNCTIONS += (MemberDescriptorType, GetSetDescriptorType)
+_SLOTS = (MemberDescriptorType, GetSetDescriptorType)
+_FUNCTIONS = (FunctionType, staticmethod, classmethod, property, functools.cached_property, *_SLOTS)
 _VIEWS = (MappingProxyType, *map(type, ({}.keys(), {}.values(), {}.items())), BuiltinMethodType, MethodWrapperType)
 
 
@@ -71,7 +70,7 @@ class Discovery:
     """Copies of what can be reached from a step's model and loss.
 
     Attributes:
-        tables, cells, items, slots, positions: copies of all that the step can reach, made before it does.
+        tables, cells, items, positions: copies of all that the step can reach, made before it does.
         functions: (path, function, its parts) of the user's functions.
         modules: (path, module) of the model's modules, and of those that the loss reaches beside it.
         tensors: (path, tensor) of what these hold, by the tensor's id.
@@ -83,7 +82,7 @@ class Discovery:
         self.tables: dict[int, Table] = {}
         self.cells: list[Place] = []
         self.items: list[Items] = []
-        self.slots: list[Slots] = []
+        self._known_cells: dict[int, Cell] = {}
         self.positions: list[Position] = []
         self.functions: list[tuple[str, FunctionType, tuple[Any, ...]]] = []
         self.modules: list[tuple[str, torch.nn.Module]] = []
@@ -180,12 +179,11 @@ class Discovery:
     def _discover_held(self, value: Any, path: str) -> None:
         """Copy what an object of one of Python's own types holds beside its attributes."""
         if isinstance(value, dict):
-            entries = cast("dict[Any, Any]", value)
-            known = self.tables.get(id(entries))
+            known = self.tables.get(id(value))
             if known is not None and known.is_whole:  # an object's attributes, copied before the step could set any
                 table, known.names = known, None
             else:
-                table = self.tables[id(entries)] = Table(path, entries, entries_of(entries), None)
+                table = self.tables[id(value)] = Table(path, value, entries_of(value), None)
             for key, inner in table.before.items():
                 self._discover(inner, table.name(key))
             if isinstance(value, defaultdict):
@@ -200,10 +198,9 @@ class Discovery:
             self._discover(value.__self__, path)
             self._discover(value.__func__, path)
         elif isinstance(value, functools.partial):
-            part = cast("functools.partial[Any]", value)
-            for number, inner in enumerate((part.func, *part.args)):
+            for number, inner in enumerate((value.func, *value.args)):
                 self._discover(inner, f"{path} (partial, {number})")
-            self._discover(part.keywords, path)
+            self._discover(value.keywords, path)
         elif isinstance(value, functools._lru_cache_wrapper):
             self._discover(value.__wrapped__, path)
         elif isinstance(value, _VIEWS):
@@ -245,12 +242,9 @@ class Discovery:
             self._discover(call, path)
 
     def _add_slots(self, path: str, owner: Any, names: list[str]) -> None:
-        if not names:
-            return
-        held = Slots(path, owner, names)
-        self.slots.append(held)
-        for name, inner in held.before.items():
-            self._discover(inner, f"{path}.{name}")
+        for name in names:
+            read, write = functools.partial(getattr, owner, name, MISSING), functools.partial(_set_slot, owner, name)
+            self._add_place(f"{path}.{name}", read, write)
 
     def _add_object(self, value: Any, attributes: dict[str, Any], path: str) -> None:
         ours = (object, torch.nn.Module, *self._patched)
@@ -291,10 +285,9 @@ class Discovery:
             for hooks in module_hooks(module):
                 for hook in hooks.values():
                     self._discover(hook, f"a hook of {inner}")
-        for name, parameter in root.named_parameters():
-            for hook in gradient_hooks(parameter).values():
-                self._discover(hook, f"a hook of {path}.{name}")
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            for hook in gradient_hooks(tensor).values():
+                self._discover(hook, f"a hook of {path}.{name}")
             self._discover_tensor(tensor, f"{path}.{name}")
 
     def _discover_tensor(self, tensor: torch.Tensor, path: str) -> None:
@@ -341,12 +334,13 @@ class Discovery:
             return
         self.functions.append((path, function, function_parts(function)))
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            known = next((held for held in self.cells if isinstance(held, Cell) and held.cell is cell), None)
+            known = self._known_cells.get(id(cell))
             if known is not None:
                 known.codes.append(code)
             elif name != "__class__":
-                self.cells.append(Cell(name, cell, code))
-                self._discover(self.cells[-1].before, name)
+                known = self._known_cells[id(cell)] = Cell(name, cell, code)
+                self.cells.append(known)
+                self._discover(known.before, name)
         self._discover(function.__defaults__ or (), f"the defaults of {path}")
         self._discover(function.__kwdefaults__ or (), f"the defaults of {path}")
         if function.__dict__:
@@ -392,6 +386,13 @@ class Discovery:
         if not isinstance(found, Globals):
             found = self.tables[id(names)] = Globals(str(names.get("__name__", "the globals")), names)
         return found
+
+
+def _set_slot(owner: Any, name: str, value: Any) -> None:
+    if value is MISSING:
+        object.__delattr__(owner, name)
+    else:
+        object.__setattr__(owner, name, value)
 
 
 def _set_variable(variable: ContextVar[Any], value: Any) -> None:

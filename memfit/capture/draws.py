@@ -22,6 +22,7 @@ import torch
 
 from memfit.errors import NoGraphError
 from memfit.system.alive import alive_objects
+from memfit.torch_private.patching import replaced
 
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _SETTERS = frozenset(["manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state"])
@@ -144,13 +145,12 @@ def seeding_refused() -> Iterator[None]:
     """
     thread = threading.get_ident()
     cpu, cuda = torch.random.default_generator, torch.cuda.default_generators
-    torch.random.default_generator = _Seedless(cpu, thread)  # pyright: ignore[reportAttributeAccessIssue]
-    torch.cuda.default_generators = tuple(_Seedless(generator, thread) for generator in cuda)
-    try:
+    seedless = tuple(_Seedless(generator, thread) for generator in cuda)
+    with (
+        replaced(torch.random, "default_generator", _Seedless(cpu, thread)),
+        replaced(torch.cuda, "default_generators", seedless),
+    ):
         yield
-    finally:
-        torch.random.default_generator = cpu
-        torch.cuda.default_generators = cuda
 
 
 def place_of(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

@@ -14,17 +14,18 @@ from typing import Any
 
 import torch
 
-from memfit.capture.functionalize import BATCH_NORMS
-from memfit.capture.generators import all_states, set_state
+from memfit.binding import Value
+from memfit.capture.batch_norms import BATCH_NORMS
+from memfit.capture.generators import states_kept
 from memfit.capture.optimizer import LiveBytes
 from memfit.capture.reads import Reads
 from memfit.capture.replaced import memory_put_back
 from memfit.capture.side_effects import swapped, with_a_momentum
 from memfit.capture.stand_ins import stand_ins_shown
 from memfit.capture.stream import Difference, Dispatched, Stream, tensors_of
-from memfit.capture.trace import mutated_tensors
+from memfit.capture.traced import mutated_tensors
 from memfit.capture.training_step import TrainingStep
-from memfit.cost.views import lazy_view, on_its_own
+from memfit.cost.views import bytes_of, lazy_view, on_its_own, reach_bytes, value_of, view_of
 from memfit.errors import MemfitError, NoGraphError
 from memfit.system.budget import format_bytes
 from memfit.torch_private.autograd import (
@@ -92,18 +93,12 @@ def run_as_eager(
     return _EagerRun(step, batch, expected, limit_bytes, replaces_saved=False).run()
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Saved:
-    """Metadata of a tensor that autograd saves."""
+    """Metadata of a tensor that autograd saves; its Value has the key of its storage."""
 
-    key: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
+    value: Value
     device: torch.device
-    conjugated: bool
-    negated: bool
 
 
 @dataclass
@@ -121,10 +116,14 @@ class _Kept:
 
     def storage(self, tensor: torch.Tensor) -> None:
         with real_tensors():
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            whole = bytes_of(tensor)
             self.storages[storage_key(tensor)] = whole, whole.clone()
 
-    def put_back(self) -> None:
+    def __enter__(self) -> None:
+        """Do nothing: storages are copied before they are written to."""
+
+    def __exit__(self, *_error: object) -> None:
+        """Write the copies back."""
         with real_tensors():
             for whole, copy in reversed(self.storages.values()):  # two may be of the same memory
                 whole.copy_(copy)
@@ -226,13 +225,12 @@ class _EagerRun:
         self.watch = _Watch(self.stream, expected, self.kept, limit_bytes)
 
     def run(self) -> tuple[Stream, Difference | None]:
-        difference = None
-        states, reads = all_states(), Reads(self.step)
-        handed = [(generator, generator.get_state()) for generator in self.watch.unused]
-        for generator in self.watch.unused:
-            generator.set_state(_mark(generator))
+        difference, reads = None, Reads(self.step)
         try:
             with (
+                states_kept(self.watch.unused),
+                self.kept,
+                reads,
                 reads.tracked(),
                 self._gradients_put_back(),
                 _tables_put_back(self.step.model),
@@ -241,6 +239,8 @@ class _EagerRun:
                 with_a_momentum(self.step.model),  # as capture does: the count of steps is a number of no call then
                 checkpoints_inlined(),
             ):
+                for generator in self.watch.unused:
+                    generator.set_state(_mark(generator))
                 self._forward_and_backward()
                 place = len(self.stream.calls)
                 if self.expected is not None and place < len(self.expected.calls):
@@ -256,13 +256,6 @@ class _EagerRun:
             raise
         except Exception as error:  # the user's code runs here, and may raise anything
             raise NotComparableError(f"eager's run raised {type(error).__name__}: {error}") from error
-        finally:
-            reads.put_back()
-            self.kept.put_back()
-            for device, state in states.items():
-                set_state(device, state)
-            for generator, state in handed:
-                generator.set_state(state)
         return self.stream, difference
 
     def _forward_and_backward(self) -> None:
@@ -309,26 +302,15 @@ class _EagerRun:
     def _pack(self, tensor: torch.Tensor) -> Any:
         if is_fake(tensor):
             return tensor
-        return _Saved(
-            key=self.stream.key(tensor),
-            shape=tuple(tensor.shape),
-            stride=tuple(tensor.stride()),
-            offset=int(tensor.storage_offset()),
-            dtype=tensor.dtype,
-            device=tensor.device,
-            conjugated=tensor.is_conj(),
-            negated=tensor.is_neg(),
-        )
+        return _Saved(value_of(tensor, self.stream.key(tensor)), tensor.device)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Saved):
             return saved
         with only_mode(self.mode):
-            last = sum((size - 1) * stride for size, stride in zip(saved.shape, saved.stride, strict=True))
-            whole = torch.empty(saved.offset + max(0, last) + 1, dtype=saved.dtype, device=saved.device)
-            fake = whole.as_strided(saved.shape, saved.stride, saved.offset)
-            fake = lazy_view(fake, conjugated=saved.conjugated, negated=saved.negated)
-        self.stream.stand_for(fake, saved.key)
+            whole = torch.empty(reach_bytes(saved.value), dtype=torch.uint8, device=saved.device)
+            fake = view_of(whole, saved.value)
+        self.stream.stand_for(fake, saved.value.storage)
         return fake
 
     @contextmanager

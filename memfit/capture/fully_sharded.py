@@ -7,7 +7,6 @@ graph, which a plan may repeat, and their gradients are reduced by others, in th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -48,7 +47,7 @@ class ShardedGroup:
         return self.facts.parameters
 
 
-class FullySharded:
+class FullySharded(Across):
     """A model's groups, and the ranks that its parameters are sharded over.
 
     Args:
@@ -56,9 +55,6 @@ class FullySharded:
         groups: of it; all have the same process group.
 
     Attributes:
-        group: the ranks.
-        rank: of this process in the group.
-        size: how many ranks there are.
         groups: see above.
     """
 
@@ -68,9 +64,7 @@ class FullySharded:
             ShardedGroup(facts=facts, names=tuple(names[id(each.parameter)] for each in facts.parameters))
             for facts in groups
         )
-        self.group: dist.ProcessGroup = groups[0].process_group
-        self.rank = dist.get_rank(self.group)
-        self.size = dist.get_world_size(self.group)
+        super().__init__(groups[0].process_group)
 
     @property
     def reduces(self) -> bool:
@@ -96,15 +90,6 @@ class FullySharded:
             "no_sync is not for sharded models, whose gradients are reduced in each call: leave it out, they add up "
             "in `.grad` all the same"
         )
-
-    def begin(self, model: torch.nn.Module) -> None:
-        """Do nothing: each rank has a part of its own."""
-
-    def share_buffers(self, model: torch.nn.Module) -> None:
-        """Do nothing: `fully_shard` leaves buffers to each rank."""
-
-    def average(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Do nothing: the hooks of `fully_shard` have done it."""
 
     def divisions(self, group: ShardedGroup, dtype: torch.dtype) -> tuple[float | None, float | None, str]:
         """Return by what gradients are divided before their sum and after it, and the name of the sum.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memfit.cost.views import reinterpret
+from memfit.cost.views import fills_memory, reinterpret
 from memfit.errors import UnsupportedStepError
 from memfit.torch_private.tensors import fake_mode_of, real_tensors, tensors_in, tree_map
 
@@ -33,32 +33,7 @@ _OVERWRITING = frozenset(
     ]
 )
 
-# Batch normalizations by kernel: the positions of running_mean, running_var, and of `training` (None: always training).
-# native_, cudnn_ and miopen_batch_norm mutate their running statistics, which their schemas do not say.
 _aten = torch.ops.aten
-BATCH_NORMS: dict[Any, tuple[int, int, int | None]] = {
-    _aten.native_batch_norm: (3, 4, 5),
-    _aten._native_batch_norm_legit: (3, 4, 5),
-    _aten.cudnn_batch_norm: (3, 4, 5),
-    _aten.miopen_batch_norm: (3, 4, 5),
-    _aten._batch_norm_with_update: (3, 4, None),
-}
-
-# Their functional forms, used by AOTAutograd: these return the statistics.
-FUNCTIONAL_BATCH_NORMS: dict[Any, tuple[int, int, int | None]] = {
-    _aten._native_batch_norm_legit_functional: (3, 4, 5),
-    _aten._batch_norm_with_update_functional: (3, 4, None),
-}
-
-# Their gradients: the positions of running_mean, running_var and of `train` (None: always training). In training the
-# statistics are not used; left out, they make no backward pass depend on buffers that a second forward pass changes.
-BATCH_NORM_GRADIENTS: dict[Any, tuple[int, int, int | None]] = {
-    _aten.native_batch_norm_backward: (3, 4, 7),
-    _aten.batch_norm_backward: (3, 4, 7),
-    _aten.cudnn_batch_norm_backward: (3, 4, None),
-    _aten.miopen_batch_norm_backward: (3, 4, None),
-}
-
 
 # Kernels without a cast of their own that call operators which autocast casts. Autocast stays on in them, as no other
 # operator's cast came before; a recorded call runs outside of it. (Found by running all of torch's OpInfo both ways.)
@@ -255,67 +230,6 @@ class UnderAutocast:
             return self.func(*args, **kwargs)
 
 
-def without_idle_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a batch normalization's gradient, without running statistics that it does not use.
-
-    Args:
-        func: an operator of `BATCH_NORM_GRADIENTS`.
-        args: all that it is called with.
-    """
-    mean, variance, training = BATCH_NORM_GRADIENTS[func._overloadpacket]
-    if training is not None and not args[training]:
-        return args
-    return tuple(None if position in (mean, variance) else arg for position, arg in enumerate(args))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchNorm:
-    """Training batch normalization that returns its results, then updated copies of its running statistics.
-
-    Attributes:
-        func: the operator overload that mutates.
-        mean_position, variance_position: of the running statistics among its arguments.
-        momentum_position: of the weight of the new statistics among its arguments.
-        is_cumulative: whether the count of steps is its last argument, and one by that count the weight, as in a module
-            with momentum=None.
-    """
-
-    func: Any
-    mean_position: int
-    variance_position: int
-    momentum_position: int
-    is_cumulative: bool = False
-
-    @property
-    def __name__(self) -> str:
-        return str(self.func)
-
-    @staticmethod
-    def of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchNorm | None:
-        """Return the functional form of a call, or None if it updates no running statistics.
-
-        Args:
-            func: an overload of one of `BATCH_NORMS`.
-            args, kwargs: its arguments.
-        """
-        mean, variance, training = BATCH_NORMS[func._overloadpacket]
-        if kwargs or len(args) <= variance or not all(isinstance(args[at], torch.Tensor) for at in (mean, variance)):
-            return None  # without statistics, or of an overload that has none
-        if training is not None and not args[training]:
-            return None
-        momentum = (variance if training is None else training) + 1
-        return BatchNorm(func=func, mean_position=mean, variance_position=variance, momentum_position=momentum)
-
-    def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
-        own = list(args)
-        if self.is_cumulative:
-            count = float(own.pop())
-            own[self.momentum_position] = 1.0 / count if count else 0.0
-        own[self.mean_position] = args[self.mean_position].clone()
-        own[self.variance_position] = args[self.variance_position].clone()
-        return (*self.func(*own), own[self.mean_position], own[self.variance_position])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overwrite:
     """An in-place call on a new tensor: `Overwrite(copy_)(source)` returns a copy.
@@ -428,12 +342,7 @@ def _covers_its_storage(tensor: torch.Tensor) -> bool:
         return False
     if tensor.is_conj() or tensor.is_neg():
         return False
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    return fills_memory(tensor)
 
 
 def _storage_bytes(tensor: torch.Tensor) -> int:

@@ -8,50 +8,26 @@ writes are fused to one call with one result, which can be rematerialized.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from memfit.binding import Call, Value
-from memfit.capture.trace import TracedCall
-from memfit.cost.views import lazy_view
-from memfit.torch_private.tensors import tree_map
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """Placeholder for an argument of the fused call."""
-
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """Placeholder for a view of result `result` of the first call."""
-
-    result: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    conjugated: bool
-    negated: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    target: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+from memfit.binding import Call, Value, map_values
+from memfit.capture.traced import TracedCall
+from memfit.cost.views import view_of
 
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A call, and the in-place calls on its results: `Fused(parts)(*tensors)` returns what the first part returns."""
+    """A call, and the in-place calls on its results: `Fused(parts)(*tensors)` returns what the first part returns.
 
-    parts: tuple[_Part, ...]
+    Attributes:
+        parts: the calls. A Value on storage -1 - n stands for argument n, one on storage n for a view of result n.
+    """
+
+    parts: tuple[Call, ...]
 
     @property
     def __name__(self) -> str:
@@ -60,11 +36,14 @@ class Fused:
         return f"{names}#{digest}"
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        first, *rest = self.parts
-        returned = first.target(*_filled(first.args, tensors, ()), **_filled(first.kwargs, tensors, ()))
-        results = [returned] if isinstance(returned, torch.Tensor) else list(returned)
-        for part in rest:
-            part.target(*_filled(part.args, tensors, results), **_filled(part.kwargs, tensors, results))
+        results: list[torch.Tensor] = []
+
+        def tensor(value: Value) -> torch.Tensor:
+            return tensors[-1 - value.storage] if value.storage < 0 else view_of(results[value.storage], value)
+
+        for part in self.parts:
+            returned = part.target(*map_values(part.args, tensor), **map_values(part.kwargs, tensor))
+            results = results or ([returned] if isinstance(returned, torch.Tensor) else list(returned))
         return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -75,41 +54,18 @@ def calls_of(call: Call) -> list[Call]:
         call: its target is a `Fused`.
     """
 
-    def filled(leaf: Any) -> Any:
-        if isinstance(leaf, _Given):
-            return call.args[leaf.position]
-        if not isinstance(leaf, _Made):
-            return leaf
-        result = call.results[leaf.result]
+    def original(value: Value) -> Value:
+        if value.storage < 0:
+            return call.args[-1 - value.storage]
+        result = call.results[value.storage]
         assert result is not None
-        return replace(
-            result,
-            dtype=leaf.dtype,
-            shape=leaf.shape,
-            stride=leaf.stride,
-            offset=leaf.offset,
-            conjugated=leaf.conjugated,
-            negated=leaf.negated,
-        )
+        return replace(value, storage=result.storage)
 
-    first, *rest = (
-        replace(call, target=part.target, args=tree_map(filled, part.args), kwargs=tree_map(filled, part.kwargs))
-        for part in call.target.parts
-    )
-    return [first, *(replace(each, results=()) for each in rest)]
-
-
-def _filled(tree: Any, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Any:
-    if isinstance(tree, _Given):
-        return tensors[tree.position]
-    if isinstance(tree, _Made):
-        made = results[tree.result].as_strided(tree.shape, tree.stride, tree.offset)
-        return lazy_view(made, conjugated=tree.conjugated, negated=tree.negated)
-    if isinstance(tree, dict):
-        return {key: _filled(value, tensors, results) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_filled(item, tensors, results) for item in tree)
-    return tree
+    parts = [
+        replace(call, target=p.target, args=map_values(p.args, original), kwargs=map_values(p.kwargs, original))
+        for p in call.target.parts
+    ]
+    return [parts[0], *(replace(part, results=()) for part in parts[1:])]
 
 
 def fuse_in_place_writes(calls: Sequence[TracedCall], residents: set[int]) -> list[TracedCall | None]:
@@ -180,16 +136,14 @@ def _fuse(together: Sequence[TracedCall]) -> TracedCall:
     results = {value.storage: number for number, value in enumerate(first.results) if value is not None}
     given: dict[Value, int] = {}
 
-    def template(leaf: Any) -> Any:
-        if not isinstance(leaf, Value):
-            return leaf
-        if leaf.storage in results:
-            view = (leaf.dtype, leaf.shape, leaf.stride, leaf.offset, leaf.conjugated, leaf.negated)
-            return _Made(results[leaf.storage], *view)
-        return _Given(given.setdefault(leaf, len(given)))
+    def local(value: Value) -> Value:
+        if value.storage in results:
+            return replace(value, storage=results[value.storage])
+        return replace(value, storage=-1 - given.setdefault(value, len(given)))
 
     parts = tuple(
-        _Part(call.target, tree_map(template, call.args), tree_map(template, call.kwargs)) for call in together
+        Call(op=0, target=c.target, args=map_values(c.args, local), kwargs=map_values(c.kwargs, local))
+        for c in together
     )
     reads = [storage for call in together for storage in call.reads if storage not in results]
     sources = tuple(source for call in together for source in call.sources)

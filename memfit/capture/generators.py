@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -103,3 +103,16 @@ def all_states() -> dict[str, torch.Tensor]:
     """Return the states of the default generators of all devices in use, by device."""
     names = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
     return {device: get_state(device) for device in ("cpu", *names)}
+
+
+@contextmanager
+def states_kept(handed: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Leave the default generators of all devices in use where they are, and those that are handed to a step's ops."""
+    states, own = all_states(), [(generator, generator.get_state()) for generator in handed]
+    try:
+        yield
+    finally:
+        for device, state in states.items():
+            set_state(device, state)
+        for generator, state in own:
+            generator.set_state(state)

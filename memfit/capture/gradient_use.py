@@ -23,7 +23,8 @@ from memfit.capture.optimizer import (
 from memfit.capture.reductions import Reductions
 from memfit.capture.shard_reductions import ShardReductions
 from memfit.capture.shards import Shards
-from memfit.capture.trace import Trace, TracedCall
+from memfit.capture.trace import Trace
+from memfit.capture.traced import TracedCall
 from memfit.capture.training_step import TrainingStep
 from memfit.graph import Phase, Role
 from memfit.torch_private.tensors import FakeTensorMode, storage_key
@@ -215,10 +216,7 @@ class GradientUse:
             name=_UPDATE,
             target=target,
             args=gradients,
-            kwargs={},
-            results=(None,),
             reads=tuple(storage for storage in read if storage not in resident),
-            writes=(),
             mutates=tuple(dict.fromkeys([*parameters, *states, *resident])),
             phase=Phase.UPDATE,
             module=names.pop() if len(names) == 1 else "",

@@ -9,14 +9,14 @@ tensors by Dynamo's guards, so that a step in which nothing changed pays 0.2 us 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, cast
 
 import torch
 
-from memfit.capture.copies import MISSING, Cell, Items, Slots, entries_of, entry_of, function_parts, is_same
+from memfit.capture.copies import MISSING, Place, entries_of, entry_of, function_parts, is_same
 from memfit.capture.discovery import MODULE_NAMES
 from memfit.capture.reads import Reads
 from memfit.capture.training_step import TrainingStep
@@ -62,7 +62,6 @@ class _GuardedTable:
         values: the values, by key; MISSING for a key that has to be absent.
         accepted: further values that give the same step.
         is_whole: whether there must be no other keys, and the order counts.
-        is_fixed: whether its tensors must be the same objects: the parameters of the model.
         numbers: the positions of its tensors among all that are guarded, by key.
     """
 
@@ -71,7 +70,6 @@ class _GuardedTable:
     values: dict[Any, Any]
     accepted: dict[Any, Any] = field(default_factory=dict[Any, Any])
     is_whole: bool = False
-    is_fixed: bool = False
     numbers: dict[Any, int] = field(default_factory=dict[Any, int])
 
     def is_untouched(self) -> bool:
@@ -116,18 +114,17 @@ class Guards:
         self._paths: list[str] = []
         self._tables: list[_GuardedTable] = []
         self._empty: list[tuple[str, dict[Any, Any]]] = []
-        self._cells: list[tuple[Cell, Any]] = [(c, c.before) for c in reads.cells if not (c.is_log or c.only_counts())]
-        self._items: list[Items] = [items for items in reads.items if not items.is_log]
-        self._slots: list[Slots] = reads.slots
+        self._cells: list[tuple[Place, Any]] = [(c, c.before) for c in reads.cells if not (c.is_log or c.only_counts())]
+        self._items = [items for items in reads.items if not items.is_log]
         self._functions = reads.functions
         self._optimizer = step.optimizer
         self._state = GlobalState()
-        self._parameters = tuple(p for p in step.model.parameters() if is_plain_dense(p))
         self.parameters = dict(step.model.named_parameters())
+        self._parameters = tuple(p for p in self.parameters.values() if is_plain_dense(p))
         self._sharded = tuple((name, p) for name, p in self.parameters.items() if is_sharded(p))
-        names = {parameter: name for name, parameter in self.parameters.items()}
-        for parameter in self._parameters:
-            self._add_tensor(parameter, f"model.{names[parameter]}")
+        for name, parameter in self.parameters.items():
+            if is_plain_dense(parameter):
+                self._add_tensor(parameter, f"model.{name}")
         self._add_modules(step, reads)
         first_read = len(self._tables)
         self._add_reads(reads)
@@ -195,7 +192,7 @@ class Guards:
 
     def _state_difference(self) -> Difference | None:
         what = self._state.difference()
-        return None if what is None else Difference(what=f"torch's setting {what}")
+        return what and Difference(what=f"torch's setting {what}")
 
     def _table_difference(self) -> Difference | None:
         volatile = list(map(dict_version, self._volatile))
@@ -254,17 +251,10 @@ class Guards:
         for path, function, parts in self._functions:
             if not all(map(is_same, parts, function_parts(function))):
                 return Difference(what=f"the function {path}")
-        for items in self._items:
-            if items.is_changed:
-                return Difference(what=items.path)
-        for held in self._slots:
-            for name in held.changed():
-                return Difference(what=f"{held.path}.{name}")
-        return None
+        changed = next((items.path for items in self._items if items.is_changed), None)
+        return None if changed is None else Difference(what=changed)
 
     def _group_difference(self) -> Difference | None:
-        if self._optimizer is None:
-            return None
         sizes, members = self._groups
         now_sizes, now = _groups(self._optimizer)
         if now_sizes == sizes and all(map(is_, members, now)):
@@ -300,9 +290,8 @@ class Guards:
         found: list[tuple[Any, ...]] = []
         for number, (_, parameter) in enumerate(self._sharded):
             part, gradient = local(parameter), local_gradient(parameter)
-            place = None
-            if gradient is not None:
-                place = int(gradient.storage_offset()), first.setdefault(storage_key(gradient), number)
+            offset = None if gradient is None else int(gradient.storage_offset())
+            place = offset, None if gradient is None else first.setdefault(storage_key(gradient), number)
             found.append((tuple(part.shape), part.dtype, part.device, parameter.requires_grad, place))
         return found
 
@@ -321,19 +310,13 @@ class Guards:
     def _hooks(self) -> list[int]:
         return [id(hooks) for parameter in self._parameters for hooks in leaf_hooks(parameter)]
 
-    def _present_gradients(self) -> tuple[torch.Tensor, ...]:
-        return tuple(
-            cast("torch.Tensor", p.grad)
-            for p, absent in zip(self._parameters, self._gradients, strict=True)
-            if not absent
-        )
-
     def _present_ties(self) -> list[tuple[int, int]]:
         """Return for each tensor its offset, and the position of the first tensor on the same storage."""
         first: dict[int, int] = {}
+        gradients = (p.grad for p, absent in zip(self._parameters, self._gradients, strict=True) if not absent)
         return [
             (int(tensor.storage_offset()), first.setdefault(storage_key(tensor), number))
-            for number, tensor in enumerate((*self._tuple, *self._present_gradients()))
+            for number, tensor in enumerate((*self._tuple, *cast("Iterator[torch.Tensor]", gradients)))
         ]
 
     def _add_tensor(self, tensor: torch.Tensor, path: str) -> int:
@@ -364,15 +347,13 @@ class Guards:
         if not table:
             self._empty.append((path, table))
             return
-        guarded = _GuardedTable(path=path, table=table, values=entries_of(table), is_whole=True, is_fixed=is_fixed)
-        self._number_tensors(guarded)
+        whole = _GuardedTable(path=path, table=table, values=entries_of(table), is_whole=True)
+        self._number_tensors(whole, is_fixed=is_fixed)
 
-    def _number_tensors(self, guarded: _GuardedTable) -> None:
+    def _number_tensors(self, guarded: _GuardedTable, *, is_fixed: bool = False) -> None:
         self._tables.append(guarded)
-        if guarded.is_fixed:  # the model's parameters, which are numbered already
-            return
         for key, value in guarded.values.items():
-            if is_plain_dense(value):
+            if is_plain_dense(value) and not is_fixed:  # the model's parameters are numbered already
                 guarded.numbers[key] = self._add_tensor(value, _named(guarded.path, key))
 
     def _add_reads(self, reads: Reads) -> None:

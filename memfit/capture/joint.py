@@ -18,7 +18,8 @@ from torch.fx import GraphModule, Node
 
 from memfit.binding import Origin, Value
 from memfit.capture.build import Captured, TracedBoundary, build
-from memfit.capture.trace import Trace, TracedCall
+from memfit.capture.trace import Trace
+from memfit.capture.traced import TracedCall
 from memfit.cost.observations import Corrections
 from memfit.errors import UnsupportedStepError
 from memfit.graph import Phase, Role

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from memfit.binding import Origin, Resident, Value, map_values
-from memfit.capture.trace import Trace, TracedCall
-from memfit.cost.views import at_offset_zero, view_of
+from memfit.capture.trace import Trace
+from memfit.capture.traced import TracedCall
+from memfit.cost.views import at_offset_zero, bytes_of, view_of
 from memfit.torch_private.tensors import is_fake, real_tensors, tree_flatten
 
 
@@ -45,8 +46,7 @@ class Look:
                 tensor = at_offset_zero(leaves[int(resident.key)]) if is_input else resident.constant
                 made.setdefault(resident.value.storage, tensor)
             for storage in mutated & made.keys():
-                whole = torch.empty(0, dtype=torch.uint8, device=made[storage].device)
-                made[storage] = whole.set_(made[storage].untyped_storage()).clone()
+                made[storage] = bytes_of(made[storage]).clone()
 
             def tensor_of(value: Value) -> torch.Tensor:
                 return view_of(made[value.storage], value)

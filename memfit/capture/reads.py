@@ -32,13 +32,19 @@ _CLASSES_OF_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: classes that Python code made,
 
 
 class Reads(Discovery):
-    """Follows what one capture of a step reads from Python."""
+    """Follows what one capture of a step reads from Python; at the end of a `with` block all is reset."""
 
     def __init__(self, step: TrainingStep) -> None:
         super().__init__()
         self._is_tracking = False
         self._discover(step.model, "model")
         self._discover(step.loss, "loss")
+
+    def __enter__(self) -> Reads:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.put_back()
 
     @contextmanager
     def tracked(self) -> Iterator[None]:
@@ -69,7 +75,7 @@ class Reads(Discovery):
 
     def put_back(self) -> None:
         """Reset all that was copied."""
-        for held in (*self.tables.values(), *self.slots):
+        for held in self.tables.values():
             held.put_back()
         for held in (*self.cells, *self.items):
             if held.is_changed:
@@ -114,8 +120,6 @@ class Reads(Discovery):
                     found[table.name(key)] = entry_of(table.table, key)
             if table.is_reordered:
                 found[table.path] = table.table
-        for held in self.slots:
-            found |= {f"{held.path}.{name}": getattr(held.owner, name, MISSING) for name in held.changed()}
         found |= {cell.path: cell.read() for cell in self.cells if cell.is_changed and not cell.only_counts()}
         return found | {items.path: items.items for items in self.items if items.is_changed}
 

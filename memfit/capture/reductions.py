@@ -8,14 +8,15 @@ parameters are updated then, if each may be updated by itself, and the bucket is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from memfit.binding import Value
-from memfit.capture.data_parallel import Bucket, DataParallel, Place
-from memfit.capture.trace import Trace, TracedCall
+from memfit.capture.data_parallel import Bucket, Place
+from memfit.capture.trace import Trace
+from memfit.capture.traced import TracedCall
 from memfit.errors import UnsupportedStepError
 from memfit.graph import Phase, Role
 from memfit.torch_private.ranks import start_sum, wait_for_sum
@@ -35,25 +36,10 @@ class Ready(NamedTuple):
     fake: torch.Tensor
     gradient: Value
 
-
-def ready_gradient(trace: Trace, name: str, fake: torch.Tensor) -> Ready:
-    """Return the gradient of a parameter, which is complete now.
-
-    Args:
-        trace: of the step.
-        name: of the parameter.
-        fake: the parameter's, with its gradient in `.grad`.
-
-    Raises:
-        UnsupportedStepError: a sparse gradient.
-    """
-    assert fake.grad is not None
-    gradient = trace.gradient(fake.grad)
-    if not isinstance(gradient, Value):
-        raise UnsupportedStepError(
-            f"the gradient of {name!r} is sparse; memfit reduces dense gradients only: make it with sparse=False"
-        )
-    return Ready(len(trace.calls), name, fake, gradient)
+    @property
+    def module(self) -> str:
+        """The module of the parameter."""
+        return self.name.rpartition(".")[0]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,10 +60,8 @@ class Reductions:
         across: the ranks, and their buckets.
     """
 
-    def __init__(self, trace: Trace, mode: FakeTensorMode, across: DataParallel) -> None:
-        self._trace = trace
-        self._mode = mode
-        self._across = across
+    def __init__(self, trace: Trace, mode: FakeTensorMode, across: Any) -> None:
+        self._trace, self._mode, self._across = trace, mode, across
         self._ready: list[Ready] = []
 
     def takes(self, _fake: torch.Tensor) -> bool:
@@ -94,7 +78,13 @@ class Reductions:
         Raises:
             UnsupportedStepError: a sparse gradient.
         """
-        self._ready.append(ready_gradient(self._trace, name, fake))
+        assert fake.grad is not None
+        gradient = self._trace.gradient(fake.grad)
+        if not isinstance(gradient, Value):
+            raise UnsupportedStepError(
+                f"the gradient of {name!r} is sparse; memfit reduces dense gradients only: make it with sparse=False"
+            )
+        self._ready.append(Ready(len(self._trace.calls), name, fake, gradient))
 
     def enter(self, update: UpdateCall, *, is_at_once: bool) -> dict[torch.Tensor, Value]:
         """Enter the calls; return the averaged gradient of each parameter's fake that `update` has not used.
@@ -130,27 +120,24 @@ class Reductions:
         self._trace.insert(calls)
         return averaged
 
+    def _storage(self, name: str, size: int, dtype: torch.dtype) -> Value:
+        """Enter a storage of `size` elements on the step's device."""
+        with self._mode:
+            made = torch.empty(size, dtype=dtype, device=self._trace.device)
+        return self._trace.add_storage(made, name=name, role=Role.GRADIENT)
+
     def _fill(self, opened: _Open, place: Place, ready: Ready) -> Iterator[TracedCall]:
         """Yield the call that scales a gradient into its bucket; the bucket's first one makes it before."""
-        module = ready.name.rpartition(".")[0]
+        module = ready.module
         if opened.flat is None:
             size, options = opened.bucket.size, {"dtype": opened.bucket.dtype, "device": opened.bucket.device}
-            with self._mode:
-                opened.flat = self._trace.add_storage(torch.empty(size, **options), name="bucket", role=Role.GRADIENT)
+            opened.flat = self._storage("bucket", size, opened.bucket.dtype)
             make = torch.ops.aten.empty.memory_format
-            yield backward_call("bucket", make, ([size],), module, kwargs=options, made=opened.flat)
-        view = Value(
-            storage=opened.flat.storage,
-            dtype=opened.bucket.dtype,
-            shape=place.shape,
-            stride=place.stride,
-            offset=place.offset,
-        )
+            yield backward_call("bucket", make, ([size],), module, kwargs=options, made=[opened.flat])
+        view = replace(opened.flat, shape=place.shape, stride=place.stride, offset=place.offset)
         opened.filled.append((ready, view))
         scaled, kwargs = (ready.gradient, 1.0 / self._across.size), {"out": view}
-        yield backward_call(
-            "into_bucket", torch.ops.aten.mul.out, scaled, module, kwargs=kwargs, mutated=view, read=scaled[0]
-        )
+        yield backward_call("into_bucket", torch.ops.aten.mul.out, scaled, module, kwargs=kwargs, mutated=view)
 
     def _start(self, opened: _Open) -> TracedCall:
         assert opened.flat is not None
@@ -168,55 +155,29 @@ class Reductions:
             gradient = view
             if self._trace.storages[ready.gradient.storage].resident:
                 gradient, copy = ready.gradient, torch.ops.aten.copy_.default
-                yield backward_call(
-                    "copy_", copy, (gradient, view), ready.name.rpartition(".")[0], mutated=gradient, read=view
-                )
-            call = update(ready.fake, gradient)
-            if call is None:
-                averaged[ready.fake] = gradient
-            else:
-                yield call
-                ready.fake.grad = None
+                yield backward_call("copy_", copy, (gradient, view), ready.module, mutated=gradient)
+            yield from self._use(ready, gradient, update, averaged)
+
+    def _use(
+        self, ready: Ready, gradient: Value, update: UpdateCall, averaged: dict[torch.Tensor, Value]
+    ) -> Iterator[TracedCall]:
+        """Yield the update of a parameter, or put its gradient into `averaged` where another call uses it."""
+        call = update(ready.fake, gradient)
+        if call is None:
+            averaged[ready.fake] = gradient
+        else:
+            yield call
+            ready.fake.grad = None
 
 
-def backward_call(
-    name: str,
-    target: Any,
-    args: tuple[Any, ...],
-    module: str,
-    *,
-    kwargs: dict[str, Any] | None = None,
-    made: Value | None = None,
-    mutated: Value | None = None,
-    read: Value | None = None,
-    group: str | None = None,
-    recomputable: bool = True,
-) -> TracedCall:
-    """Return a call of the backward pass that reads, makes or mutates one value each.
+def backward_call(name: str, target: Any, args: tuple[Any, ...], module: str, **others: Any) -> TracedCall:
+    """Return a call of the backward pass.
 
     Args:
         name: of the op.
         target: a function or an operator.
         args: its arguments.
         module: that it works for.
-        kwargs: further arguments.
-        made: its result.
-        mutated: what it writes to.
-        read: what else it reads.
-        group: the ranks that it runs between.
-        recomputable: whether it may run again.
+        others: as for `TracedCall.of`.
     """
-    return TracedCall(
-        name=name,
-        target=target,
-        args=args,
-        kwargs=kwargs or {},
-        results=(made,),
-        reads=() if read is None else (read.storage,),
-        writes=() if made is None else (made.storage,),
-        mutates=() if mutated is None else (mutated.storage,),
-        phase=Phase.BACKWARD,
-        module=module,
-        group=group,
-        recomputable=recomputable,
-    )
+    return TracedCall.of(name, target, args, phase=Phase.BACKWARD, module=module, **others)

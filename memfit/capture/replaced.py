@@ -17,6 +17,7 @@ from memfit.capture.side_effects import Place
 from memfit.capture.trace import Trace
 from memfit.errors import NoGraphError
 from memfit.torch_private.modules import module_tables
+from memfit.torch_private.patching import replaced
 from memfit.torch_private.tensors import is_fake, storage_key
 
 
@@ -185,11 +186,8 @@ def memory_kept_real() -> Iterator[None]:
             )
         own.__set__(tensor, values)
 
-    torch.Tensor.data = property(own.__get__, replace)  # pyright: ignore[reportAttributeAccessIssue]
-    try:
+    with replaced(torch.Tensor, "data", property(own.__get__, replace)):
         yield
-    finally:
-        del torch.Tensor.data
 
 
 @contextmanager

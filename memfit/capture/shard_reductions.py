@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from memfit.binding import Value
 from memfit.capture.fully_sharded import FullySharded, ShardedGroup
-from memfit.capture.reductions import Ready, UpdateCall, backward_call, ready_gradient
+from memfit.capture.reductions import Ready, Reductions, UpdateCall, backward_call
 from memfit.capture.shards import COLLECTIVES, Shards
-from memfit.capture.trace import Trace, TracedCall
-from memfit.graph import Role
+from memfit.capture.trace import Trace
+from memfit.capture.traced import TracedCall
 from memfit.torch_private.ranks import finish_scatter, start_scatter
 from memfit.torch_private.sharding import ShardedFacts
-from memfit.torch_private.tensors import FakeTensorMode
+from memfit.torch_private.tensors import FakeTensorMode, contiguous_strides
 
 _aten = torch.ops.aten
 
@@ -47,7 +46,7 @@ class _Open:
         return len(self.filled) == len(self.places)
 
 
-class ShardReductions:
+class ShardReductions(Reductions):
     """Collects the gradients of one capture of a sharded model, and enters the calls that reduce them.
 
     Args:
@@ -58,16 +57,12 @@ class ShardReductions:
     """
 
     def __init__(self, trace: Trace, mode: FakeTensorMode, sharded: FullySharded, shards: Shards) -> None:
-        self._trace, self._mode, self._sharded, self._shards = trace, mode, sharded, shards
-        self._ready: list[Ready] = []
+        super().__init__(trace, mode, sharded)
+        self._sharded, self._shards = sharded, shards
 
     def takes(self, fake: torch.Tensor) -> bool:
         """Return whether the gradient of a parameter's fake is reduced: that of a sharded one."""
         return fake in self._shards.parts
-
-    def add(self, name: str, fake: torch.Tensor) -> None:
-        """Note that the gradient of a parameter is complete: as `Reductions.add`."""
-        self._ready.append(ready_gradient(self._trace, name, fake))
 
     def enter(self, update: UpdateCall, *, is_at_once: bool) -> dict[torch.Tensor, Value]:  # noqa: ARG002
         """Enter the calls: as `Reductions.enter`, but each part is waited for at once."""
@@ -100,22 +95,21 @@ class ShardReductions:
     def _fill(self, opened: _Open, ready: Ready) -> Iterator[TracedCall]:
         """Yield the calls that copy a gradient's rows; the group's first one makes the storage before."""
         each, start = opened.places[ready.name]
-        module = ready.name.rpartition(".")[0]
+        module = ready.module
         if opened.whole is None:
             yield self._make(opened, module)
         assert opened.whole is not None
         for mine, theirs in _rows(opened.whole, opened.length, start, each, ready.gradient):
-            yield backward_call("into_shards", _aten.copy_.default, (mine, theirs), module, mutated=mine, read=theirs)
+            yield backward_call("into_shards", _aten.copy_.default, (mine, theirs), module, mutated=mine)
         opened.filled.append(ready)
 
     def _make(self, opened: _Open, module: str) -> TracedCall:
         is_padded = any(each.padded[0] * self._sharded.size != each.shape[0] for each, _ in opened.places.values())
         size = self._sharded.size * opened.length
-        options = {"dtype": opened.dtype, "device": self._device}
-        with self._mode:
-            opened.whole = self._trace.add_storage(torch.empty(size, **options), name="shards", role=Role.GRADIENT)
+        options = {"dtype": opened.dtype, "device": self._trace.device}
+        opened.whole = self._storage("shards", size, opened.dtype)
         make = _aten.zeros.default if is_padded else _aten.empty.memory_format
-        return backward_call("shards", make, ([size],), module, kwargs=options, made=opened.whole)
+        return backward_call("shards", make, ([size],), module, kwargs=options, made=[opened.whole])
 
     def _start(self, opened: _Open) -> Iterator[TracedCall]:
         whole, module = opened.whole, opened.group.facts.name
@@ -123,57 +117,33 @@ class ShardReductions:
         before, _, operation = self._sharded.divisions(opened.group, opened.dtype)
         if before not in (None, 1):
             yield backward_call("div_", _aten.div_.Scalar, (whole, before), module, mutated=whole)
-        with self._mode:
-            part = torch.empty(opened.length, dtype=opened.dtype, device=self._device)
-        opened.part = self._trace.add_storage(part, name="part", role=Role.GRADIENT)
-        args = (whole, operation, self._sharded.group.group_name)
-        call = backward_call("scatter", start_scatter, args, module, mutated=whole, made=opened.part)
-        call.group, call.recomputable = COLLECTIVES, False
-        yield call
+        opened.part = self._storage("part", opened.length, opened.dtype)
+        args, facts = (whole, operation, self._sharded.group.group_name), {"group": COLLECTIVES, "recomputable": False}
+        yield backward_call("scatter", start_scatter, args, module, mutated=whole, made=[opened.part], **facts)
 
     def _finish(self, opened: _Open, update: UpdateCall, reduced: dict[torch.Tensor, Value]) -> Iterator[TracedCall]:
         """Yield the call that waits for a group, and those that use its gradients, or put these into `reduced`."""
         whole, part, module = opened.whole, opened.part, opened.group.facts.name
         assert whole is not None and part is not None
         args = (part, whole, self._sharded.rank)
-        call = backward_call("scattered", finish_scatter, args, module, mutated=part, read=whole)
-        call.recomputable = False
-        yield call
+        yield backward_call("scattered", finish_scatter, args, module, mutated=part, recomputable=False)
         _, after, _ = self._sharded.divisions(opened.group, opened.dtype)
         if after not in (None, 1):
             yield backward_call("div_", _aten.div_.Scalar, (part, after), module, mutated=part)
         own_dtype = next(each.parameter.dtype for each, _ in opened.places.values())
         if own_dtype != opened.dtype:
-            with self._mode:
-                made = torch.empty(opened.length, dtype=own_dtype, device=self._device)
-            cast = self._trace.add_storage(made, name="part", role=Role.GRADIENT)
+            cast = self._storage("part", opened.length, own_dtype)
             options = {"dtype": own_dtype}
-            yield backward_call(
-                "to_copy", _aten._to_copy.default, (part,), module, kwargs=options, made=cast, read=part
-            )
+            yield backward_call("to_copy", _aten._to_copy.default, (part,), module, kwargs=options, made=[cast])
             part = cast
         for ready in opened.filled:
             each, start = opened.places[ready.name]
-            view = _view(part, each.size, _strides(each.size), start)
-            yield from self._use(ready, view, update, reduced)
-
-    def _use(
-        self, ready: Ready, view: Value, update: UpdateCall, reduced: dict[torch.Tensor, Value]
-    ) -> Iterator[TracedCall]:
-        gradient, module = view, ready.name.rpartition(".")[0]
-        if ready.fake in self._shards.gradients:
-            gradient = self._trace.value(self._shards.gradients[ready.fake])
-            yield backward_call("add_", _aten.add_.Tensor, (gradient, view), module, mutated=gradient, read=view)
-        call = update(ready.fake, gradient)
-        if call is None:
-            reduced[ready.fake] = gradient
-        else:
-            yield call
-            ready.fake.grad = None
-
-    @property
-    def _device(self) -> torch.device:
-        return self._trace.device
+            view = _view(part, each.size, contiguous_strides(each.size), start)
+            gradient = view
+            if ready.fake in self._shards.gradients:
+                gradient = self._trace.value(self._shards.gradients[ready.fake])
+                yield backward_call("add_", _aten.add_.Tensor, (gradient, view), ready.module, mutated=gradient)
+            yield from self._use(ready, gradient, update, reduced)
 
 
 def _rows(whole: Value, length: int, start: int, each: ShardedFacts, gradient: Value) -> Iterator[tuple[Value, Value]]:
@@ -187,7 +157,7 @@ def _rows(whole: Value, length: int, start: int, each: ShardedFacts, gradient: V
         gradient: of the whole parameter, with any strides.
     """
     rows, rest = each.padded[0], each.padded[1:]
-    inner, row = (math.prod(rest), *_strides(rest)), gradient.stride[0]
+    inner, row = (math.prod(rest), *contiguous_strides(rest)), gradient.stride[0]
     full, left = divmod(each.shape[0], rows)
     if full:
         yield (
@@ -202,16 +172,4 @@ def _rows(whole: Value, length: int, start: int, each: ShardedFacts, gradient: V
 
 
 def _view(value: Value, shape: Sequence[int], stride: Sequence[int], offset: int) -> Value:
-    return Value(
-        storage=value.storage,
-        dtype=value.dtype,
-        shape=tuple(shape),
-        stride=tuple(stride),
-        offset=offset,
-        conjugated=value.conjugated,
-        negated=value.negated,
-    )
-
-
-def _strides(shape: Sequence[int]) -> tuple[Any, ...]:
-    return torch.empty(tuple(shape), device="meta").stride()
+    return replace(value, shape=tuple(shape), stride=tuple(stride), offset=offset)

@@ -14,7 +14,8 @@ import torch
 
 from memfit.binding import Origin
 from memfit.capture.fully_sharded import FullySharded, ShardedGroup
-from memfit.capture.trace import Trace, TracedCall
+from memfit.capture.trace import Trace
+from memfit.capture.traced import TracedCall
 from memfit.graph import Phase, Role
 from memfit.torch_private.autograd import only_mode
 from memfit.torch_private.ranks import finish_gather, start_gather
@@ -66,13 +67,9 @@ class Shards:
         return groups_shown([group.facts for group in self._sharded.groups], self._show, self._hide)
 
     def _make_fakes(self, each: ShardedFacts) -> None:
-        device = each.parameter.device
         with self._mode:
-            flat = torch.empty(self._sharded.size * math.prod(each.padded), dtype=each.dtype, device=device)
-            fake = torch.empty(0, dtype=each.dtype, device=device).set_(
-                flat.untyped_storage(), 0, each.shape, _strides(each.shape)
-            )
-            self.parts[fake] = torch.empty(each.padded, dtype=each.parameter.dtype, device=device)
+            fake = each.gathered(self._sharded.size)
+            self.parts[fake] = torch.empty(each.padded, dtype=each.parameter.dtype, device=fake.device)
         gradient = local_gradient(each.parameter)
         if gradient is not None:
             self.gradients[fake] = self._fake_gradient(gradient.detach(), each)
@@ -114,29 +111,8 @@ class Shards:
         ]
         places = [(length, each.shape) for length, each in zip(lengths, group.parameters, strict=True)]
         name = self._sharded.group.group_name
-        start = self._call("gather", start_gather, (parts, dtype, name), group)
-        start.reads, start.writes, start.results = tuple(v.storage for v in parts), (gathered.storage,), (gathered,)
-        start.group = COLLECTIVES
-        finish = self._call("gathered", finish_gather, (gathered, self._sharded.size, places), group)
-        finish.reads, finish.results = (gathered.storage,), tuple(results)
-        finish.writes = tuple(value.storage for value in results)
-        trace.calls += [start, finish]
-
-    def _call(self, name: str, target: object, args: tuple[object, ...], group: ShardedGroup) -> TracedCall:
-        assert callable(target)
-        return TracedCall(
-            name=name,
-            target=target,
-            args=args,
-            kwargs={},
-            results=(),
-            reads=(),
-            writes=(),
-            mutates=(),
-            phase=self._phase(),
-            module=group.facts.name,
-        )
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
+        given = {"phase": self._phase(), "module": group.facts.name}
+        trace.calls += [
+            TracedCall.of("gather", start_gather, (parts, dtype, name), made=[gathered], group=COLLECTIVES, **given),
+            TracedCall.of("gathered", finish_gather, (gathered, self._sharded.size, places), made=results, **given),
+        ]

@@ -5,7 +5,6 @@ No rank waits for another in such a run: each repeats its own part in the place 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -52,10 +51,7 @@ def stand_ins_shown(across: Across | None, made: Callable[[torch.Tensor], None])
 
 def _stand_in(each: ShardedFacts, size: int) -> torch.Tensor:
     with real_tensors():
-        flat = torch.empty(size * math.prod(each.padded), dtype=each.dtype, device=each.parameter.device)
-        whole = torch.empty(0, dtype=each.dtype, device=flat.device)
-        whole.set_(flat.untyped_storage(), 0, each.shape, torch.empty(each.shape, device="meta").stride())
-    return whole.requires_grad_(each.parameter.requires_grad)
+        return each.gathered(size).requires_grad_(each.parameter.requires_grad)
 
 
 def _fill(stand_in: torch.Tensor, each: ShardedFacts, size: int) -> None:

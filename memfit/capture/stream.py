@@ -13,12 +13,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import permutations
-from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 
+from memfit.capture.lines import OWN, is_users_file
+from memfit.cost.views import bytes_of
 from memfit.torch_private.autograd import backward_node
 from memfit.torch_private.tensors import (
     READS_A_NUMBER,
@@ -32,7 +33,6 @@ from memfit.torch_private.tensors import (
 
 _MOST_FRAMES = 200
 _CONTENT_BYTES = 1 << 20  # of a tensor from outside of the step: a draw is smaller, a teacher's weights are larger
-_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
 _LIFT = torch.ops.aten.lift_fresh.default  # of a tensor made from numbers: its result is new, its argument is not
 
@@ -192,7 +192,7 @@ class Stream:
 
     def here(self) -> str:
         """Return `file:line` of the innermost frame of the user's that is being run."""
-        frames = _users(_frames())
+        frames = users_frames(_frames())
         return _line(frames[-1]) if frames else "the training step"
 
     def _described_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -237,12 +237,12 @@ class Difference:
     def is_autograds(self) -> bool:
         """Return whether both calls are made by autograd's own formulas, in no function of the user's."""
         calls = (self.expected, self.found)
-        return all(call is not None and call.in_backward and not _users(call.frames) for call in calls)
+        return all(call is not None and call.in_backward and not users_frames(call.frames) for call in calls)
 
     @property
     def lines(self) -> tuple[str, str]:
         """The lines of user or library code where the two runs part: (expected, found), equal if only values differ."""
-        expected, found = (_users(call.frames if call else ()) for call in (self.expected, self.found))
+        expected, found = (users_frames(call.frames if call else ()) for call in (self.expected, self.found))
         mine, theirs = (_place_without_lines(call) for call in (self.expected, self.found))
         for mine_frame, theirs_frame in zip(expected, found, strict=False):
             mine, theirs = _line(mine_frame), _line(theirs_frame)
@@ -302,8 +302,7 @@ def _words(argument: Any) -> str:
 def _digest(tensor: torch.Tensor) -> str:
     """Return a digest of the first bytes of a tensor's storage."""
     with real_tensors():
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        return hashlib.blake2b(whole[:_CONTENT_BYTES].cpu().numpy().tobytes(), digest_size=16).hexdigest()
+        return hashlib.blake2b(bytes_of(tensor)[:_CONTENT_BYTES].cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def _frames() -> Frames:
@@ -316,10 +315,10 @@ def _frames() -> Frames:
     return tuple(frames)
 
 
-def _users(frames: Frames) -> list[tuple[CodeType, int]]:
-    own = [index for index, (code, _) in enumerate(frames) if code.co_filename.startswith(_OWN[1])]
-    inner = frames[own[0] if own else 0 :]  # without the user's line that calls memfit
-    return [(code, line) for code, line in inner if not code.co_filename.startswith((*_OWN, "<"))]
+def users_frames(frames: Frames) -> list[tuple[CodeType, int]]:
+    """Return the frames that are neither torch's nor memfit's, below memfit's first one."""
+    own = next((place for place, (code, _) in enumerate(frames) if code.co_filename.startswith(OWN)), 0)
+    return [(code, line) for code, line in frames[own:] if is_users_file(code.co_filename)]
 
 
 def _line(frame: tuple[CodeType, int]) -> str:

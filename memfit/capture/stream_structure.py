@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
 
-from memfit.capture.stream import Described, Dispatched, Frames, Stream
+from memfit.capture.stream import Described, Dispatched, Stream, users_frames
 
-_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
 _SMALL = 8  # whole numbers below it are told apart: dimensions, counts of heads or groups
 _RANGES = "aten.arange."
 
@@ -29,20 +26,20 @@ def structure_of(stream: Stream) -> str:
     Args:
         stream: of a capture.
     """
-    users: dict[int, str] = {}
     digest = hashlib.blake2b(digest_size=16)
     for call in stream.calls:
-        digest.update(repr(_described(call, users)).encode())
+        digest.update(repr(_described(call)).encode())
     return digest.hexdigest()
 
 
-def _described(call: Dispatched, users: dict[int, str]) -> Any:
+def _described(call: Dispatched) -> Any:
     positional, named = call.arguments
     sizes = _sizes_of(call.target)
     arguments = [_described_tree(tree, place in sizes) for place, tree in enumerate(positional)]
     options = [(name, _described_tree(tree, name in sizes)) for name, tree in named.items()]
     results = _described_tree(call.results, False)
-    return call.target, call.in_backward, _lines(call.frames, users), arguments, options, results
+    lines = tuple((code.co_filename, line) for code, line in users_frames(call.frames))
+    return call.target, call.in_backward, lines, arguments, options, results
 
 
 @cache
@@ -63,21 +60,6 @@ def _sizes_of(target: str) -> frozenset[int | str]:
         if any(kind in str(argument.type) for kind in kinds):
             sizes |= {place, argument.name}
     return frozenset(sizes)
-
-
-def _lines(frames: Frames, users: dict[int, str]) -> tuple[tuple[str, int], ...]:
-    """Return file and line of each frame that is neither torch's nor memfit's, below memfit's first one."""
-    own = next((place for place, (code, _) in enumerate(frames) if code.co_filename.startswith(_OWN[1])), 0)
-    named = ((_user_file(code, users), line) for code, line in frames[own:])
-    return tuple((name, line) for name, line in named if name)
-
-
-def _user_file(code: CodeType, users: dict[int, str]) -> str:
-    """Return the file of the user's code, and an empty text for torch's and memfit's."""
-    name = users.get(id(code))
-    if name is None:
-        name = users[id(code)] = "" if code.co_filename.startswith(_OWN) else code.co_filename
-    return name
 
 
 def _described_tree(tree: Any, is_size: bool) -> Any:

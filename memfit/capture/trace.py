@@ -6,104 +6,28 @@ into a Graph and a Binding. Three things are done here alone:
 - Aliasing is removed: a tensor becomes a `Value`, a view of a storage. A call that only makes views is not entered.
 - In-place calls are functionalized: `relu_` over the whole of a storage becomes `relu` into a new one, so that it can
   be rematerialized. A write to a part of a storage, or to a resident, stays a mutation, which is computed once.
-- Training batch normalization updates its running statistics, though some of its schemas do not say so. It is made to
-  return them as new storages, which are copied back once. Its other results do not depend on the statistics, so it does
-  not count as reading them while they are buffers. It may therefore be rematerialized after the copy, unless another op
-  reads the new statistics: then it counts as reading the buffers, whose old content these depend on.
+- Some operators are entered in another way than their schemas say: see `memfit.capture.special_calls`, and
+  `memfit.capture.batch_norms` for the running statistics.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from memfit.binding import Call, Origin, Resident, Value, values_in
-from memfit.capture.functionalize import (
-    BATCH_NORM_GRADIENTS,
-    BATCH_NORMS,
-    CAST_INSIDE,
-    FUNCTIONAL_BATCH_NORMS,
-    SCATTERS,
-    BatchNorm,
-    Counts,
-    PartOverwritten,
-    UnderAutocast,
-    WithGradients,
-    functional_variant,
-    overwrite_like,
-    without_idle_statistics,
-)
+from memfit.capture.corrected_fakes import as_corrected
 from memfit.capture.hidden_state import refuse_hidden_state
-from memfit.capture.lines import calling_line
+from memfit.capture.special_calls import SPECIAL_CASES, functionalize
+from memfit.capture.traced import Entry, TracedCall, TracedStorage, mutated_tensors, short_name
 from memfit.cost.observations import Corrections, RealResult, call_key
-from memfit.errors import CaptureError, NoGraphError, UnsupportedStepError
+from memfit.cost.views import value_of
+from memfit.errors import CaptureError, UnsupportedStepError
 from memfit.graph import Phase, Role
 from memfit.torch_private.tensors import draws, is_fake, is_view, storage_key, tensors_in, tree_flatten, tree_map
-
-
-@dataclass(slots=True, kw_only=True)
-class TracedStorage:
-    """A storage while it is traced; `bytes` are those on the step's device, 0 for a storage that lives elsewhere."""
-
-    name: str
-    bytes: int
-    role: Role
-    resident: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class TracedCall:
-    """A call while it is traced: the fields of `Call`, and what `Op` needs beside them.
-
-    A check returns nothing and writes nothing: it is there for the error that it may raise. `sources` are what the call
-    was traced from, where that is known: nodes of a joint graph.
-    """
-
-    name: str
-    target: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    results: tuple[Value | None, ...]
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    mutates: tuple[int, ...]
-    phase: Phase
-    module: str
-    random: str | None = None
-    group: str | None = None
-    recomputable: bool = True
-    is_check: bool = False
-    workspace_bytes: int | None = None
-    generator_state: int | None = None
-    sources: tuple[Any, ...] = ()
-
-
-@dataclass(slots=True, kw_only=True)
-class _Entry:
-    """An operator call that is about to be entered; special cases change all but `func` and `given`.
-
-    Attributes:
-        func: the operator overload that ran.
-        given: its positional arguments, with tensors.
-        target, args, kwargs: the call that computes the op, with Values.
-        outputs: the returned leaves.
-        mutated: the tensors that the call writes to.
-        hidden: storages among the arguments that it does not count as reading.
-        statistics: storages that it reads as running statistics, mean and variance; its last results are new ones.
-    """
-
-    func: Any
-    given: tuple[Any, ...]
-    target: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: list[Any]
-    mutated: list[torch.Tensor]
-    hidden: set[int] = field(default_factory=set[int])
-    statistics: tuple[int, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -138,7 +62,7 @@ class Trace:
     _storage_of: dict[int, int] = field(default_factory=dict[int, int])
     _kept_alive: list[Any] = field(default_factory=list[Any])  # a storage's key is good only while the storage lives
     _sparse: dict[int, tuple[Value, Value]] = field(default_factory=dict[int, tuple[Value, Value]])
-    _write_backs: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict[int, tuple[torch.Tensor, int]])
+    write_backs: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict[int, tuple[torch.Tensor, int]])
     # new running statistics -> the call that returns them, and the buffer that it does not count as reading
     _statistics: dict[int, tuple[TracedCall, int]] = field(default_factory=dict[int, tuple[TracedCall, int]])
 
@@ -194,15 +118,7 @@ class Trace:
             return self.add_resident(
                 tensor, role=Role.CONSTANT, origin=Origin.CONSTANT, key=name, name=name, constant=real
             )
-        return Value(
-            storage=self._storage_of[key],
-            dtype=tensor.dtype,
-            shape=tuple(tensor.shape),
-            stride=tuple(tensor.stride()),
-            offset=tensor.storage_offset(),
-            conjugated=tensor.is_conj(),
-            negated=tensor.is_neg(),
-        )
+        return value_of(tensor, self._storage_of[key])
 
     def maker_of(self, tensor: torch.Tensor) -> TracedCall | None:
         """Return the call that wrote a tensor last, or None for one from outside of the step."""
@@ -244,7 +160,7 @@ class Trace:
 
         Backward passes are not compared: whether autograd copies a gradient depends on its other references.
         """
-        ours, theirs = ([_described(call) for call in t.calls if call.phase is Phase.FORWARD] for t in (self, other))
+        ours, theirs = ([call.described() for call in t.calls if call.phase is Phase.FORWARD] for t in (self, other))
         return ours == theirs
 
     def add_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
@@ -267,24 +183,20 @@ class Trace:
         refuse_hidden_state(func, args, kwargs)
         if self._makes_or_opens_sparse(func, args, returned):
             return returned
-        if "c10d" in func.namespace:
-            raise UnsupportedStepError(
-                f"{self.scope()[1] or 'the step'} runs the collective {func}; a planned step runs no "
-                "collectives but its own: see process_group of memfit.fit"
-            )
+        self._refuse_collective(func)
         outputs = [returned] if isinstance(returned, torch.Tensor) else tree_flatten(returned)[0]
         mutated = mutated_tensors(func, args, kwargs)
         if not mutated and func._schema.returns and all(self._is_alias(output) for output in outputs):
             return returned
-        traced_args, traced_kwargs = self._values_of((args, kwargs))
-        if args and is_fake(args[0]) and is_view(func) and func._overloadpacket not in _SPECIAL_CASES:
+        traced_args, traced_kwargs = tree_map(self._traced, (args, kwargs))
+        if args and is_fake(args[0]) and is_view(func) and func._overloadpacket not in SPECIAL_CASES:
             if all(self._is_alias(output) for output in outputs):  # of a constant that came with this call
                 return returned
             raise CaptureError(
                 f"{self.scope()[1] or 'the step'} calls {func}, and the result shares no memory with what it is a view "
                 "of: the call's fake kernel is wrong, or the graph was changed"
             )
-        entry = _Entry(
+        entry = Entry(
             func=func,
             given=args,
             target=func,
@@ -293,33 +205,30 @@ class Trace:
             outputs=outputs,
             mutated=mutated,
         )
-        enter = _SPECIAL_CASES.get(func._overloadpacket, Trace._functionalize)
+        enter = SPECIAL_CASES.get(func._overloadpacket, functionalize)
         enter(self, entry, kwargs)
         returned = self._corrected(entry, returned)
         self._append(entry)
         return returned
 
-    def _corrected(self, entry: _Entry, returned: Any) -> Any:
+    def _refuse_collective(self, func: Any) -> None:
+        if "c10d" in func.namespace:
+            raise UnsupportedStepError(
+                f"{self.scope()[1] or 'the step'} runs the collective {func}; a planned step runs no "
+                "collectives but its own: see process_group of memfit.fit"
+            )
+
+    def _corrected(self, entry: Entry, returned: Any) -> Any:
         """Return `returned` as the real kernel returns it; the outputs of the entry are corrected too."""
         if not self.corrections:
             return returned
         call = Call(op=0, target=entry.target, args=entry.args, kwargs=entry.kwargs)
         real = self.corrections.get(call_key(call) or "", {})
-        places = iter(range(len(entry.outputs)))
-
-        def corrected(leaf: Any) -> Any:
-            place = next(places)
-            if place not in real or self._is_alias(leaf):
-                return leaf
-            as_real = real[place]
-            entry.outputs[place] = (
-                None
-                if as_real is None
-                else leaf.new_empty_strided(leaf.shape, as_real.stride, dtype=getattr(torch, as_real.dtype))
-            )
-            return entry.outputs[place]
-
-        return tree_map(corrected, returned) if real else returned
+        if real:
+            returned = as_corrected(returned, real, self._is_alias)
+            leaves = tree_flatten(returned)[0]
+            entry.outputs[: len(leaves)] = leaves
+        return returned
 
     def add_storage(self, tensor: torch.Tensor, *, name: str, role: Role) -> Value:
         """Enter a storage for calls that are not dispatched, and return the tensor's Value.
@@ -355,45 +264,21 @@ class Trace:
         """
         phase, module = self.scope()
         self.calls.append(
-            TracedCall(
-                name=name,
-                target=target,
-                args=tuple(values),
-                kwargs={},
-                results=(None,),
-                reads=tuple(dict.fromkeys(value.storage for value in values)),
-                writes=(),
-                mutates=(),
-                phase=phase,
-                module=module,
-                recomputable=False,
-                is_check=True,
-            )
+            TracedCall.of(name, target, tuple(values), phase=phase, module=module, recomputable=False, is_check=True)
         )
 
     def write_back(self) -> None:
         """Enter the copies of the running statistics to their buffers: once a step, after the forward pass."""
-        for key, (tensor, resident) in self._write_backs.items():
+        for key, (tensor, resident) in self.write_backs.items():
             newest = self.value(tensor)
             self._storage_of[key] = resident
             buffer = self.value(tensor)
-            self.calls.append(
-                TracedCall(
-                    name="copy_",
-                    target=torch.ops.aten.copy_.default,
-                    args=(buffer, newest),
-                    kwargs={},
-                    results=(None,),
-                    reads=(newest.storage,),
-                    writes=(),
-                    mutates=(resident,),
-                    phase=Phase.FORWARD,
-                    module=self.storages[resident].name.rpartition(".")[0],
-                )
-            )
-        self._write_backs.clear()
+            module, copy = self.storages[resident].name.rpartition(".")[0], torch.ops.aten.copy_.default
+            args = buffer, newest
+            self.calls.append(TracedCall.of("copy_", copy, args, mutated=buffer, phase=Phase.FORWARD, module=module))
+        self.write_backs.clear()
 
-    def _append(self, entry: _Entry) -> None:
+    def _append(self, entry: Entry) -> None:
         phase, module = self.scope()
         mutates = tuple(dict.fromkeys(self.value(tensor).storage for tensor in entry.mutated))
         used = (v.storage for v in values_in((entry.args, entry.kwargs)))
@@ -402,7 +287,7 @@ class Trace:
         is_check = not mutates and not entry.func._schema.returns
         random = _generator_name(entry.func, entry.args, entry.kwargs, self.device)
         call = TracedCall(
-            name=_short_name(entry.func),
+            name=short_name(entry.func),
             target=entry.target,
             args=entry.args,
             kwargs=entry.kwargs,
@@ -421,14 +306,14 @@ class Trace:
         self._follow_statistics(call, entry)
         self.calls.append(call)
 
-    def _follow_statistics(self, call: TracedCall, entry: _Entry) -> None:
+    def _follow_statistics(self, call: TracedCall, entry: Entry) -> None:
         """Let a batch normalization count as reading the buffers if a call uses the new statistics that it returns.
 
         The first update of the buffer does not count, nor does another normalization that makes newer ones of them.
         """
         for storage in {*call.reads, *call.mutates} & self._statistics.keys():
             maker, buffer = self._statistics[storage]
-            is_update = buffer in call.mutates and not self._is_mutated(buffer)
+            is_update = buffer in call.mutates and not self.is_mutated(buffer)
             if not is_update and storage not in entry.statistics and buffer not in maker.reads:
                 maker.reads = (*maker.reads, buffer)
         for result, before in zip(call.results[-len(entry.statistics) :], entry.statistics, strict=False):
@@ -436,10 +321,11 @@ class Trace:
             if result is not None and (before in entry.hidden or before in self._statistics):
                 self._statistics[result.storage] = call, buffer
 
-    def _is_mutated(self, storage: int) -> bool:
+    def is_mutated(self, storage: int) -> bool:
+        """Return whether a call has written to a storage so far."""
         return any(storage in call.mutates for call in self.calls)
 
-    def _results(self, entry: _Entry, aliased: set[int], phase: Phase) -> tuple[Value | None, ...]:
+    def _results(self, entry: Entry, aliased: set[int], phase: Phase) -> tuple[Value | None, ...]:
         """Return the Values of the outputs, None for one that is no tensor or is on a storage in `aliased`."""
         results: list[Value | None] = []
         for output in entry.outputs:
@@ -448,115 +334,15 @@ class Trace:
                 continue
             if storage_key(output) not in self._storage_of:
                 suffix = f".{len(results)}" if len(entry.outputs) > 1 else ""
-                self._new_storage(output, name=_short_name(entry.func) + suffix, role=_result_role(phase))
+                self._new_storage(output, name=short_name(entry.func) + suffix, role=_result_role(phase))
             value = self.value(output)
             results.append(None if value.storage in aliased else value)
         return tuple(results)
 
-    def _functionalize(self, entry: _Entry, kwargs: dict[str, Any]) -> None:
-        """Replace an in-place call over the whole of a storage that is not resident by its functional form."""
-        if len(entry.mutated) != 1:
-            return
-        (tensor,) = entry.mutated
-        if self.storages[self.value(tensor).storage].resident:
-            return
-        variant = functional_variant(entry.func, entry.given, kwargs, tensor)
-        if variant is None:
-            return
-        entry.target, keeps_input = variant
-        if not keeps_input:
-            entry.args = entry.args[1:]
-        self._rename(tensor, entry.func)
-        entry.outputs, entry.mutated = [tensor], []
-
-    def _copy(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
-        """Write into a new tensor: the real kernel keeps its first argument's place in a larger storage, the fake one
-        does not.
-        """
-        entry.target = overwrite_like(entry.outputs[0], torch.ops.aten.copy_.default)
-        entry.args = entry.args[1:]
-
-    def _scatter(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
-        """Give the result its place where the real kernel would give it that of its first argument in a storage."""
-        (result,) = entry.outputs
-        if result.storage_offset() != entry.given[0].storage_offset():
-            entry.target = PartOverwritten(
-                view=SCATTERS[entry.func._overloadpacket],
-                shape=tuple(result.shape),
-                stride=tuple(result.stride()),
-                offset=result.storage_offset(),
-                length=result.untyped_storage().nbytes() // result.itemsize,
-            )
-
-    def _lift(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
-        """Copy a tensor that the step makes of numbers: each step makes it anew, and may write to it."""
-        entry.target = overwrite_like(entry.outputs[0], torch.ops.aten.copy_.default)
-
-    def _recurrent_layer(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
-        """Run the kernel with gradients enabled if it ran so in the step."""
-        if torch.is_grad_enabled():
-            entry.target = WithGradients(entry.func)
-
-    def _counts(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
-        """Check that the result has the size that it was recorded with."""
-        entry.target = Counts(func=entry.func, line=calling_line(), length=entry.outputs[0].shape[0])
-
-    def _cast_inside(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
-        """Run the kernel inside autocast if it ran there in the step."""
-        device_type = self.device.type
-        if self.has_autocast(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-            entry.target = UnderAutocast(func=entry.func, device_type=device_type, dtype=dtype)
-
-    def _batch_norm_gradient(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
-        """Leave out the running statistics that the gradient does not use."""
-        entry.args = without_idle_statistics(entry.func, entry.args)
-
-    def _batch_norm(self, entry: _Entry, kwargs: dict[str, Any]) -> None:
-        """Let training batch normalization return new running statistics in place of mutating them."""
-        norm = BatchNorm.of(entry.func, entry.given, kwargs)
-        if norm is None:
-            return
-        positions = (norm.mean_position, norm.variance_position)
-        self._hide_statistics(entry, positions)
-        entry.target = norm
-        count = self.step_count()
-        if count is not None:
-            entry.target = replace(norm, is_cumulative=True)
-            entry.args = (*entry.args, self.value(count))
-        statistics = [entry.given[position] for position in positions]
-        for tensor, storage in [(tensor, self.value(tensor).storage) for tensor in statistics]:
-            if self.storages[storage].resident:
-                self._write_backs[storage_key(tensor)] = (tensor, storage)
-            self._rename(tensor, entry.func)
-        entry.outputs, entry.mutated = [*entry.outputs, *statistics], []
-
-    def _functional_batch_norm(self, entry: _Entry, _kwargs: dict[str, Any]) -> None:
-        """Training batch normalization does not count as reading its running statistics while they are buffers."""
-        mean, variance, training = FUNCTIONAL_BATCH_NORMS[entry.func._overloadpacket]
-        if training is None or entry.given[training]:
-            self._hide_statistics(entry, (mean, variance))
-
-    def _hide_statistics(self, entry: _Entry, positions: tuple[int, int]) -> None:
-        """Note the running statistics that a call reads, and hide those that are buffers which no call has written.
-
-        Raises:
-            NoGraphError: the kernel would read them through another argument, too, while it writes them.
-        """
-        others = [arg for position, arg in enumerate(entry.args) if position not in positions]
-        entry.statistics = tuple(entry.args[position].storage for position in positions)
-        if not {value.storage for value in values_in(others)}.isdisjoint(entry.statistics):
-            raise NoGraphError(
-                f"{self.scope()[1] or 'the step'} calls {entry.func} with running statistics that share memory with "
-                "another argument (its weight, say)",
-                "give it a clone of them there",
-            )
-        entry.hidden = {s for s in entry.statistics if self.storages[s].resident and not self._is_mutated(s)}
-
-    def _rename(self, tensor: torch.Tensor, func: Any) -> None:
+    def rename(self, tensor: torch.Tensor, func: Any) -> None:
         """Enter a new storage of the graph, of the same bytes, for what the tensor's storage holds from now on."""
         phase, _ = self.scope()
-        self._new_storage(tensor, name=_short_name(func), role=_result_role(phase))
+        self._new_storage(tensor, name=short_name(func), role=_result_role(phase))
 
     def _new_storage(self, tensor: torch.Tensor, *, name: str, role: Role, resident: bool = False) -> int:
         check_dense(tensor)
@@ -575,8 +361,8 @@ class Trace:
         check_dense(output)
         return storage_key(output) in self._storage_of
 
-    def _values_of(self, tree: Any) -> Any:
-        return tree_map(lambda leaf: self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    def _traced(self, leaf: Any) -> Any:
+        return self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 _aten = torch.ops.aten
@@ -584,26 +370,9 @@ _SPARSE_MAKERS = (_aten._sparse_coo_tensor_with_dims_and_tensors, _aten._sparse_
 _SPARSE_VIEWS = (_aten.detach, _aten.alias, _aten.clone)
 _SPARSE_OPENERS = (_aten._indices, _aten._values)
 
-# What is entered in another way than its schema says, by operator; all others are made functional where they can be.
-_SPECIAL_CASES: dict[Any, Callable[[Trace, _Entry, dict[str, Any]], None]] = {
-    torch.ops.aten.copy: Trace._copy,
-    torch.ops.aten.lift_fresh: Trace._lift,
-    torch.ops.aten.mkldnn_rnn_layer: Trace._recurrent_layer,
-    torch.ops.aten.bincount: Trace._counts,
-    **dict.fromkeys(SCATTERS, Trace._scatter),
-    **dict.fromkeys(CAST_INSIDE, Trace._cast_inside),
-    **dict.fromkeys(BATCH_NORM_GRADIENTS, Trace._batch_norm_gradient),
-    **dict.fromkeys(BATCH_NORMS, Trace._batch_norm),
-    **dict.fromkeys(FUNCTIONAL_BATCH_NORMS, Trace._functional_batch_norm),
-}
-
 
 def _result_role(phase: Phase) -> Role:
     return Role.ACTIVATION if phase is Phase.FORWARD else Role.GRADIENT
-
-
-def _described(call: TracedCall) -> tuple[Any, ...]:
-    return call.name, str(getattr(call.target, "__name__", call.target)), call.args, call.kwargs, call.mutates
 
 
 def check_dense(tensor: torch.Tensor) -> None:
@@ -620,22 +389,6 @@ def check_dense(tensor: torch.Tensor) -> None:
         )
 
 
-def mutated_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that the operator writes to by its schema.
-
-    Args:
-        func: an operator overload.
-        args: its positional arguments.
-        kwargs: its named ones.
-    """
-    mutated: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            mutated += tensors_in(given)
-    return mutated
-
-
 def _generator_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> str | None:
     """Return the generator that a call draws from, or None."""
     if not draws(func, args, kwargs):
@@ -643,7 +396,3 @@ def _generator_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], de
     if kwargs.get("generator") is not None:
         return "the user's"
     return "cpu" if device.type == "cpu" else str(device)
-
-
-def _short_name(func: Any) -> str:
-    return func._schema.name.split("::")[-1].rstrip("_")

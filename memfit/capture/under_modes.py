@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from memfit.binding import values_in
-from memfit.capture.trace import TracedCall
+from memfit.capture.traced import TracedCall
 from memfit.errors import NoGraphError
 from memfit.torch_private.autograd import TorchDispatchMode
 

@@ -46,7 +46,7 @@ class _Found(Discovery):
         found += [of_generator(each) for each in self._seen.values() if isinstance(each, GENERATORS)]
         for table in self.tables.values():
             table.before = {}
-        for each in (*self.items, *self.cells, *self.slots):
+        for each in (*self.items, *self.cells):
             each.before = None  # pyright: ignore[reportAttributeAccessIssue]
         return found
 

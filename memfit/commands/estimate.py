@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 from rich.console import RenderableType
 from rich.text import Text
@@ -16,10 +15,11 @@ from memfit.commands.graph_with_costs import Costed, graph_with_costs
 from memfit.commands.targets import resolve
 from memfit.commands.work import Work, working
 from memfit.errors import InvalidBudgetError, InvalidOptionError, InvalidTargetError
-from memfit.graph import Graph, Op, Phase, Role, Storage
+from memfit.graph import Graph, Phase, Role, Storage
 from memfit.packing.strategies import STRATEGIES, ParallelBytes, parallel_bytes, strategy_bytes
 from memfit.plan import Problem
 from memfit.planners.engine.results import unplanned_peak_bytes, unplanned_schedule
+from memfit.rebuild import rebuilt
 from memfit.report.formatting import count_text, printable, share_text
 from memfit.report.live import Run, play
 from memfit.system.budget import format_bytes, parse_budget
@@ -156,29 +156,8 @@ def forward_part(graph: Graph) -> Graph:
     if not ops:
         raise InvalidTargetError(f"graph {graph.name!r} has no op of phase 'forward'; leave out --forward-only")
     touched = {storage for op in ops for storage in (*op.reads, *op.mutates, *op.writes)}
-    kept = [s for s in graph.storages if s.id in touched or (s.resident and s.role is Role.PARAMETER)]
-    number = {storage.id: index for index, storage in enumerate(kept)}
-    return Graph.build(
-        name=f"{graph.name}, forward only",
-        storages=[msgspec.structs.replace(storage, id=number[storage.id]) for storage in kept],
-        ops=[_renumbered(op, index, number) for index, op in enumerate(ops)],
-        device=graph.device,
-        source=graph.source,
-    )
-
-
-def _renumbered(op: Op, index: int, number: dict[int, int]) -> Op:
-    def renumber(ids: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(number[storage] for storage in ids)
-
-    return msgspec.structs.replace(
-        op,
-        id=index,
-        reads=renumber(op.reads),
-        writes=renumber(op.writes),
-        mutates=renumber(op.mutates),
-        reuses=tuple((number[read], number[written]) for read, written in op.reuses),
-    )
+    kept = [s.id for s in graph.storages if s.id in touched or (s.resident and s.role is Role.PARAMETER)]
+    return rebuilt(graph, ops, kept, name=f"{graph.name}, forward only")
 
 
 def _answer(

@@ -10,6 +10,7 @@ import torch
 
 from memfit.binding import Call, values_in
 from memfit.cost.op_inputs import InputMaker
+from memfit.cost.views import bytes_of
 from memfit.graph import Storage
 from memfit.torch_private.tensors import tensors_in
 
@@ -51,15 +52,7 @@ def gives_same_bits(call: Call, read: int, inputs: InputMaker, storages: tuple[S
             return False
         if returned.untyped_storage().data_ptr() != over.untyped_storage().data_ptr():
             return False
-        if not _same_bytes(returned.untyped_storage(), expected.untyped_storage()):
+        if not torch.equal(bytes_of(returned), bytes_of(expected)):
             return False
         del args, kwargs, over, returned
     return True
-
-
-def _same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
-    if one.nbytes() != other.nbytes():
-        return False
-    dtype = torch.uint8 if one.nbytes() % 8 else torch.int64  # eight bytes are compared as fast as one
-    mine, theirs = (torch.empty(0, dtype=dtype, device=each.device).set_(each) for each in (one, other))
-    return torch.equal(mine, theirs)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memfit.binding import Call, Value, map_values, values_in
-from memfit.cost.views import view_of
+from memfit.cost.views import reach_bytes, view_of
 from memfit.graph import Storage
 
 # Positive, below 1 and away from both ends: valid for variances, probabilities, logarithms and arc functions alike.
@@ -59,7 +59,7 @@ class InputMaker:
             values: all views of the storage.
             size_bytes: of the storage in the graph.
         """
-        needed_bytes = max(_reach_bytes(value) for value in values)
+        needed_bytes = max(reach_bytes(value) for value in values)
         # a graph counts the bytes of its own device: a storage of 0 bytes that has elements lives on the host
         device = self._device if size_bytes >= needed_bytes else torch.device("cpu")
         raw = torch.empty(max(size_bytes, needed_bytes), dtype=torch.uint8, device=device)
@@ -110,11 +110,3 @@ def _storages_on_host(call: Call) -> set[int]:
     positional = zip((argument.name for argument in schema.arguments), call.args, strict=False)
     named = {**dict(positional), **call.kwargs}
     return {value.storage for value in values_in([named.get(name) for name in _READ_ON_HOST])}
-
-
-def _reach_bytes(value: Value) -> int:
-    """Return the bytes from the start of the storage to the end of the last element of the view."""
-    if 0 in value.shape:
-        return 0
-    last = value.offset + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride, strict=True))
-    return (last + 1) * value.dtype.itemsize

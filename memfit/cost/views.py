@@ -20,6 +20,32 @@ def view_of(storage: torch.Tensor, value: Value) -> torch.Tensor:
     return lazy_view(tensor, conjugated=value.conjugated, negated=value.negated)
 
 
+def value_of(tensor: torch.Tensor, storage: int) -> Value:
+    """Return the Value that describes a tensor, as a view of the storage with this id."""
+    return Value(
+        storage=storage,
+        dtype=tensor.dtype,
+        shape=tuple(tensor.shape),
+        stride=tuple(tensor.stride()),
+        offset=tensor.storage_offset(),
+        conjugated=tensor.is_conj(),
+        negated=tensor.is_neg(),
+    )
+
+
+def reach_bytes(value: Value) -> int:
+    """Return the bytes from the start of the storage to the end of the last element of the view."""
+    if 0 in value.shape:
+        return 0
+    last = value.offset + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride, strict=True))
+    return (last + 1) * value.dtype.itemsize
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole storage of a tensor as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
 def reinterpret(
     base: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor:
@@ -73,6 +99,16 @@ def on_its_own(tensor: torch.Tensor) -> torch.Tensor:
     own.set_(storage[start:end], 0, tensor.shape, tensor.stride())
     own = lazy_view(own, conjugated=tensor.is_conj(), negated=tensor.is_neg())
     return own.requires_grad_(tensor.requires_grad)
+
+
+def fills_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements fill one piece of memory, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def span_bytes(tensor: torch.Tensor) -> tuple[int, int]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from memfit.capture.functionalize import BATCH_NORMS
+from memfit.capture.batch_norms import BATCH_NORMS
 from memfit.capture.lines import calling_line
-from memfit.capture.trace import mutated_tensors
+from memfit.capture.traced import mutated_tensors
 from memfit.capture.under_modes import UnderModes, is_looked_at
 from memfit.eager_mode.needs import Need, key_of
 from memfit.eager_mode.sources import tensors_given

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memfit.capture.functionalize import BATCH_NORMS
+from memfit.capture.batch_norms import BATCH_NORMS
 from memfit.cost.views import lazy_view, reinterpret
 from memfit.eager_mode.host import OnHost
 

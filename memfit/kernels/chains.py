@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from memfit.graph import Graph, Op
+from memfit.rebuild import rebuilt
 
 _SMALL = 16  # times fewer bytes than a result: seeds, biases, statistics; a mask of bytes has a quarter of its floats
 _DRAWS = "inductor_random"  # takes as long as it computes, wherever its memory goes
@@ -27,31 +28,14 @@ def with_chains(graph: Graph, fusible: Sequence[bool]) -> tuple[Graph, tuple[tup
     members = _chains(graph, fusible)
     inside = _storages_inside(graph, members)
     left = [storage.id for storage in graph.storages if storage.id not in inside]
-    renumbered = {old: new for new, old in enumerate(left)}
     position_of = {chain[0]: new for new, chain in enumerate(members)}
 
     def new_position(position: int) -> int:
         return next((position_of[op] for op in range(position, len(graph.ops)) if op in position_of), len(members))
 
-    return (
-        Graph.build(
-            name=graph.name,
-            storages=[msgspec.structs.replace(graph.storages[old], id=new) for new, old in enumerate(left)],
-            ops=[_as_one(graph, number, chain, renumbered) for number, chain in enumerate(members)],
-            boundaries=[
-                msgspec.structs.replace(
-                    boundary,
-                    position=new_position(boundary.position),
-                    arrivals=tuple(renumbered[s] for s in boundary.arrivals if s in renumbered),
-                    departures=tuple(renumbered[s] for s in boundary.departures),
-                )
-                for boundary in graph.boundaries
-            ],
-            device=graph.device,
-            source=graph.source,
-        ),
-        members,
-    )
+    ops = [_as_one(graph, chain, inside) for chain in members]
+    boundaries = [msgspec.structs.replace(each, position=new_position(each.position)) for each in graph.boundaries]
+    return rebuilt(graph, ops, left, boundaries=boundaries), members
 
 
 def _chains(graph: Graph, fusible: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
@@ -123,32 +107,24 @@ def _storages_inside(graph: Graph, members: Sequence[Sequence[int]]) -> set[int]
     return inside | {s for s in read & written - _needed(graph) if len(users[s]) == 1}
 
 
-def _as_one(graph: Graph, number: int, chain: Sequence[int], renumbered: dict[int, int]) -> Op:
+def _as_one(graph: Graph, chain: Sequence[int], inside: Collection[int]) -> Op:
+    """Return the op of a chain, with the numbers of the graph's storages."""
     ops = [graph.ops[op] for op in chain]
     if len(ops) == 1:
-        (op,) = ops
-        return msgspec.structs.replace(
-            op,
-            id=number,
-            reads=tuple(renumbered[s] for s in op.reads if s in renumbered),
-            writes=tuple(renumbered[s] for s in op.writes if s in renumbered),
-            mutates=tuple(renumbered[s] for s in op.mutates),
-            reuses=(),
-        )
+        return msgspec.structs.replace(ops[0], reuses=())
     written = {s for op in ops for s in op.writes}
-    reads = dict.fromkeys(s for op in ops for s in op.reads if s in renumbered and s not in written)
-    writes = [s for op in ops for s in op.writes if s in renumbered]
+    reads = dict.fromkeys(s for op in ops for s in op.reads if s not in inside and s not in written)
+    writes = [s for op in ops for s in op.writes if s not in inside]
     all_bytes = sum(graph.storages[s].bytes for op in ops for s in (*op.reads, *op.writes))
     own_bytes = sum(graph.storages[s].bytes for s in (*reads, *writes))
     drawing_seconds = sum(op.seconds for op in ops if op.target.endswith(_DRAWS))
     moving_seconds = sum(op.seconds for op in ops) - drawing_seconds
     return msgspec.structs.replace(
         ops[0],
-        id=number,
         name=f"{ops[0].name} to {ops[-1].name}",
         target="+".join(op.target for op in ops),
-        reads=tuple(renumbered[s] for s in reads),
-        writes=tuple(renumbered[s] for s in writes),
+        reads=tuple(reads),
+        writes=tuple(writes),
         mutates=(),
         seconds=moving_seconds * own_bytes / max(all_bytes, 1) + drawing_seconds,
         workspace_bytes=max(op.workspace_bytes or 0 for op in ops),

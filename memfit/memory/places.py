@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from memfit.capture.copies import BUFFERS, MISSING, Items, Slots, Table, each_of, entries_of, entry_of, is_same
+from memfit.capture.copies import BUFFERS, MISSING, Items, Table, each_of, entries_of, entry_of, is_same
 from memfit.capture.discovery import Discovery
 from memfit.capture.draws import differ, place_of
 
@@ -53,7 +53,6 @@ def places_of(found: Discovery, without: Iterable[int] = ()) -> list[Place]:
     """
     others = set(without)
     places = [_of_table(table) for key, table in found.tables.items() if key not in others and not _is_unread(table)]
-    places += [_of_slots(slots) for slots in found.slots]
     places += [_of_items(each) for each in found.items if id(each.items) not in others]
     return places + [Place(each.read, each.write, is_same) for each in found.cells]
 
@@ -95,20 +94,6 @@ def _put_all(table: Table, entries: dict[Any, Any]) -> None:
                 table.write(key, MISSING)
             table.write(key, entries[key])
     _put(table, entries)
-
-
-def _of_slots(slots: Slots) -> Place:
-    owner, names = slots.owner, list(slots.before)
-
-    def write(values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if not is_same(value, getattr(owner, name, MISSING)):
-                if value is MISSING:
-                    object.__delattr__(owner, name)
-                else:
-                    object.__setattr__(owner, name, value)
-
-    return Place(lambda: {name: getattr(owner, name, MISSING) for name in names}, write, _same_entries)
 
 
 def _of_items(items: Items) -> Place:

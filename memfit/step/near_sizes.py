@@ -11,6 +11,7 @@ import torch
 
 from memfit.capture import Captured
 from memfit.capture.finish import finish_near
+from memfit.capture.generators import states_kept
 from memfit.cost.measurement import measure
 from memfit.cost.samples import Samples
 from memfit.device import Device
@@ -23,7 +24,7 @@ from memfit.plan import Plan, Problem, Progress
 from memfit.planners.engine.carried import carry_over, predicted_seconds
 from memfit.planning import Settings, ignored, make_plan
 from memfit.step.behind import Behind
-from memfit.step.prepare import ANEW, Planning, Prepared, generators_kept
+from memfit.step.prepare import ANEW, Planning, Prepared
 
 _LEAST_GAIN = 0.01  # of a step's seconds: for less, no plan is searched and no program is made anew
 _NEAR = 16  # a size is not searched if one was that is larger by at most this part of its bytes
@@ -59,7 +60,7 @@ class _Near(Planning):
         first, samples = self._structure.first, self._structure.samples
         if samples is None:
             samples = self._structure.samples = Samples.of(first.graph, first.binding, first.observed)
-        with generators_kept():
+        with states_kept():
             captured = finish_near(captured, first, samples)
             return replace(captured, graph=measure(captured.graph, captured.binding, captured.observed))
 

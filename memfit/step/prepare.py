@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from memfit.binding import Value
 from memfit.capture import Captured, finish
-from memfit.capture.generators import all_states, set_state
+from memfit.capture.generators import states_kept
 from memfit.cost.calibration import linked_device
 from memfit.cost.measurement import measure
 from memfit.device import Device
@@ -129,20 +128,9 @@ def with_costs(captured: Captured, settings: Settings) -> Captured:
         WrongFakesError, CaptureError: see `memfit.capture.finish`.
     """
     settings.on_stage("measuring each op")
-    with generators_kept():
+    with states_kept():  # a step may be planned in the middle of training
         captured = finish(captured)
         return replace(captured, graph=measure(captured.graph, captured.binding, captured.observed))
-
-
-@contextmanager
-def generators_kept() -> Generator[None]:
-    """Leave the generators where they are: a step may be planned in the middle of training."""
-    states = all_states()
-    try:
-        yield
-    finally:
-        for name, state in states.items():
-            set_state(name, state)
 
 
 def _require_usable(plan: Plan, captured: Captured, host_budget_bytes: int) -> None:

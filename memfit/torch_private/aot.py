@@ -7,9 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._guards
-import torch._subclasses
-import torch.utils.checkpoint
 from torch._functorch.aot_autograd import aot_module_simplified
 
 

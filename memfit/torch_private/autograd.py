@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch._guards
-import torch._subclasses
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+from memfit.torch_private.patching import Inside, replaced
 
 
 def in_backward() -> bool:
@@ -74,50 +73,34 @@ def saved_with(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torc
         yield
 
 
-@contextmanager
-def hooks_aside_in_transforms() -> Iterator[None]:
+def hooks_aside_in_transforms() -> AbstractContextManager[None]:
     """Take the hooks of saved tensors of memfit and of checkpoints off inside of each transformation of torch.func.
 
     Most of them allow no such hooks: with the user's own ones they still raise. What is saved there stays as it is.
     """
-    with _ASIDE.lock:
-        _ASIDE.users += 1
-        if _ASIDE.users == 1:
-            _ASIDE.original = torch.autograd.graph.disable_saved_tensors_hooks
-            torch.autograd.graph.disable_saved_tensors_hooks = _disabled_without_ours
-    try:
-        yield
-    finally:
-        with _ASIDE.lock:
-            _ASIDE.users -= 1
-            if not _ASIDE.users:
-                torch.autograd.graph.disable_saved_tensors_hooks = _ASIDE.original
+    return _hooks_aside
 
 
-class _Aside:
-    """The blocks of all threads in which transformations take hooks off."""
+def _take_hooks_off(patches: ExitStack) -> None:
+    disable = torch.autograd.graph.disable_saved_tensors_hooks
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.users = 0
-        self.original = torch.autograd.graph.disable_saved_tensors_hooks
+    @contextmanager
+    def disabled_without_ours(error_message: str) -> Iterator[None]:
+        taken: list[tuple[Any, Any]] = []
+        while (hooks := default_saved_hooks()) is not None and _is_ours(hooks[0]):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            taken.append(hooks)
+        try:
+            with disable(error_message):
+                yield
+        finally:
+            for hooks in reversed(taken):
+                torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+    patches.enter_context(replaced(torch.autograd.graph, "disable_saved_tensors_hooks", disabled_without_ours))
 
 
-_ASIDE = _Aside()
-
-
-@contextmanager
-def _disabled_without_ours(error_message: str) -> Iterator[None]:
-    taken: list[tuple[Any, Any]] = []
-    while (hooks := default_saved_hooks()) is not None and _is_ours(hooks[0]):
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        taken.append(hooks)
-    try:
-        with _ASIDE.original(error_message):
-            yield
-    finally:
-        for hooks in reversed(taken):
-            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+_hooks_aside = Inside(_take_hooks_off)
 
 
 def _is_ours(pack: Any) -> bool:
@@ -131,19 +114,13 @@ def saved_leaves_themselves() -> Iterator[None]:
     Inside of such hooks torch makes a new tensor of what is unpacked, without the leaf's attributes and its `.grad`.
     """
     function: Any = torch.autograd.function.BackwardCFunction
-    before, original = vars(function).get("saved_tensors"), function.saved_tensors
+    original = function.saved_tensors
 
     def saved_tensors(context: Any) -> tuple[Any, ...]:
         return tuple(map(_leaf_itself, original.__get__(context)))
 
-    function.saved_tensors = property(saved_tensors)
-    try:
+    with replaced(function, "saved_tensors", property(saved_tensors)):
         yield
-    finally:
-        if before is None:
-            del function.saved_tensors
-        else:
-            function.saved_tensors = before
 
 
 def _leaf_itself(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -202,11 +179,8 @@ def autocast_watched() -> Iterator[Callable[[str], bool]]:
         set_enabled(*args)
         device_type, enabled[device_type] = args if len(args) > 1 else ("cuda", args[0])
 
-    torch.set_autocast_enabled = watched
-    try:
+    with replaced(torch, "set_autocast_enabled", watched):
         yield lambda device_type: enabled.get(device_type, False)
-    finally:
-        torch.set_autocast_enabled = set_enabled
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -7,9 +7,6 @@ import os
 import threading
 
 import torch
-import torch._guards
-import torch._subclasses
-import torch.utils.checkpoint
 
 from memfit.system.recorder import empty_cache
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import CodeType, FunctionType
@@ -12,39 +11,13 @@ from typing import Any
 
 import torch
 import torch._guards
-import torch._subclasses
-import torch.utils.checkpoint
 from torch._functorch._activation_checkpointing.knapsack import dp_knapsack as dp_knapsack
 from torch._functorch._activation_checkpointing.knapsack import greedy_knapsack as greedy_knapsack
 from torch._functorch._activation_checkpointing.knapsack import ilp_knapsack as ilp_knapsack
 
 from memfit.torch_private.aot import boxed
 from memfit.torch_private.modules import hooks_on_all_modules
-from memfit.torch_private.patching import replaced
-
-
-class _Inside:
-    """A context of any number of threads: the first to come patches, the last to go puts back.
-
-    Args:
-        patch: is given where to enter the patches.
-    """
-
-    def __init__(self, patch: Callable[[ExitStack], None]) -> None:
-        self._patch = patch
-        self._lock, self._patches, self._count = threading.Lock(), ExitStack(), 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._count:
-                self._patch(self._patches)
-            self._count += 1
-
-    def __exit__(self, *_error: object) -> None:
-        with self._lock:
-            self._count -= 1
-            if not self._count:
-                self._patches.close()
+from memfit.torch_private.patching import Inside, replaced
 
 
 def _note_questions(patches: ExitStack) -> None:
@@ -86,7 +59,7 @@ def _name_questions(named: set[CodeType]) -> None:
         )
 
 
-_questions_noted = _Inside(_note_questions)
+_questions_noted = Inside(_note_questions)
 
 
 def compiled_calls(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import torch._guards
-import torch._subclasses
-import torch.utils.checkpoint
 
 from memfit.system.addresses import returns_same
 
@@ -17,18 +15,7 @@ dict_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_ver
 """Returns a number that is another one after each change of a dictionary; but see ATTRIBUTES_HAVE_VERSIONS."""
 
 
-def _attributes_have_versions() -> bool:
-    class Holder:
-        value = 0
-
-    holder = Holder()
-    holder.value = 1
-    before = dict_version(holder.__dict__)
-    holder.value = 2
-    return dict_version(holder.__dict__) != before
-
-
-ATTRIBUTES_HAVE_VERSIONS = _attributes_have_versions()
+ATTRIBUTES_HAVE_VERSIONS = sys.version_info < (3, 13)
 """Whether an attribute that is set changes the version of its object's `__dict__`: no longer from Python 3.13 on."""
 
 
@@ -41,30 +28,29 @@ class GlobalState:
 
     def __init__(self) -> None:
         self._guard = torch._C._dynamo.guards.GlobalStateGuard()
-        self._switches = _switches()
+        self._switches = _present_switches()
 
     def difference(self) -> str | None:
         """Return the names of the settings that are others now, or None."""
         if not self._guard.check():
             return self._guard.reason().strip()
-        now = _switches()
-        if now == self._switches:
-            return None
-        return ", ".join(name for name, a, b in zip(_SWITCHES, now, self._switches, strict=True) if a != b)
+        pairs = zip(_SWITCHES, _present_switches(), self._switches, strict=True)
+        return ", ".join(name for name, now, before in pairs if now != before) or None
 
 
-_SWITCHES = ("torch function modes", "flash attention", "efficient attention", "math attention", "mkldnn", "cudnn")
+_C = torch._C
+_SWITCHES: dict[str, Callable[[], Any]] = {
+    "torch function modes": _C._len_torch_function_stack,
+    "flash attention": _C._get_flash_sdp_enabled,
+    "efficient attention": _C._get_mem_efficient_sdp_enabled,
+    "math attention": _C._get_math_sdp_enabled,
+    "mkldnn": _C._get_mkldnn_enabled,
+    "cudnn": _C._get_cudnn_enabled,
+}
 
 
-def _switches() -> tuple[Any, ...]:
-    return (
-        torch._C._len_torch_function_stack(),
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_mkldnn_enabled(),
-        torch._C._get_cudnn_enabled(),
-    )
+def _present_switches() -> list[Any]:
+    return [read() for read in _SWITCHES.values()]
 
 
 class DictVersions:

@@ -11,8 +11,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch._guards
-import torch._subclasses
 import torch.utils.checkpoint
 
 from memfit.torch_private.aot import boxed

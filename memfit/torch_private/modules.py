@@ -6,9 +6,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch._guards
-import torch._subclasses
-import torch.utils.checkpoint
 
 
 def module_tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -12,9 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch._guards
-import torch._subclasses
-import torch.utils.checkpoint
+
+from memfit.torch_private.tensors import contiguous_strides
 
 
 def runs_under_ddp() -> bool:
@@ -91,7 +90,9 @@ def finish_gather(whole: torch.Tensor, size: int, places: Sequence[Sequence[Any]
     lengths = [length for length, _ in places]
     flat = [torch.empty(size * length, dtype=whole.dtype, device=whole.device) for length in lengths]
     torch.split_with_sizes_copy(whole.view(size, -1), lengths, dim=1, out=[each.view(size, -1) for each in flat])
-    tensors = tuple(each.as_strided(shape, _strides(shape)) for each, (_, shape) in zip(flat, places, strict=True))
+    tensors = tuple(
+        each.as_strided(shape, contiguous_strides(shape)) for each, (_, shape) in zip(flat, places, strict=True)
+    )
     return tensors[0] if len(tensors) == 1 else tensors
 
 
@@ -149,10 +150,6 @@ def groups_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors
 
 def _group(name: str) -> Any:
     return torch._C._distributed_c10d._resolve_process_group(name)
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return torch.empty(tuple(shape), device="meta").stride()
 
 
 class _Lent:

@@ -5,12 +5,15 @@ torch 2.11 has one group of parameters a module, later versions a list of groups
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from memfit.torch_private.tensors import contiguous_strides
 
 _IDLE = ("unshard", "reshard", "pre_backward", "post_backward", "finalize_backward")
 _OURS = ("pre_forward", "post_forward", "wait_for_unshard")
@@ -71,6 +74,12 @@ class ShardedFacts:
     dtype: torch.dtype
     refused: tuple[str, ...]
     show: Callable[[Any], None]
+
+    def gathered(self, ranks: int) -> torch.Tensor:
+        """Return a tensor without content of the whole parameter, on a storage that has the padding of all ranks."""
+        flat = torch.empty(ranks * math.prod(self.padded), dtype=self.dtype, device=self.parameter.device)
+        whole = torch.empty(0, dtype=self.dtype, device=flat.device)
+        return whole.set_(flat.untyped_storage(), 0, self.shape, contiguous_strides(self.shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,8 @@ from importlib import import_module
 from typing import Any
 
 import torch
-import torch._guards
-import torch._subclasses
-import torch.utils.checkpoint
+
+from memfit.torch_private.patching import replaced
 
 
 def make_size_environment() -> Any:
@@ -54,11 +53,8 @@ def guesses_noted(environment: Any) -> Iterator[None]:
     def decided(self: Any, file: str, line: int) -> bool:
         return self.guard_bool(file, line) if self.shape_env is environment else known(self, file, line)
 
-    SymNode.statically_known_true = decided
-    try:
+    with replaced(SymNode, "statically_known_true", decided):
         yield
-    finally:
-        SymNode.statically_known_true = known
 
 
 def symbolic_kernels() -> AbstractContextManager[None]:

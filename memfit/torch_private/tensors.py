@@ -8,9 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._guards
-import torch._subclasses
-import torch.utils.checkpoint
 from torch._functorch.aot_autograd import make_boxed_func as make_boxed_func
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -151,6 +148,11 @@ def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a number that two tensors share exactly if they share their storage, as long as both are alive."""
     return tensor.untyped_storage()._cdata
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, in elements."""
+    return torch.empty(tuple(shape), device="meta").stride()
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:

@@ -14,18 +14,7 @@ import torch._subclasses
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor
 
-
-class _Inlined:
-    """Replaces `CheckpointFunction` during capture: calls the region, checkpoints nothing.
-
-    As there, the results have no gradient if none of the arguments has one, whatever parameters the region uses.
-    """
-
-    @staticmethod
-    def apply(function: Any, _preserve: bool, *args: Any) -> Any:
-        trained = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
-            return function(*args)
+from memfit.torch_private.patching import replaced
 
 
 @contextmanager
@@ -34,10 +23,9 @@ def checkpoints_inlined() -> Iterator[Callable[[], int]]:
 
     The block is given a function that returns how many regions have run so far.
     """
-    module = vars(torch.utils.checkpoint)
+    module = torch.utils.checkpoint
     name = "_checkpoint_without_reentrant_generator"
-    name = f"{name}_impl" if f"{name}_impl" in module else name  # from torch 2.15 on
-    kept = module[name], module["CheckpointFunction"]
+    name = f"{name}_impl" if hasattr(module, f"{name}_impl") else name  # from torch 2.15 on
     count = 0
 
     def region(*_args: Any, **_kwargs: Any) -> Iterator[None]:
@@ -45,18 +33,22 @@ def checkpoints_inlined() -> Iterator[Callable[[], int]]:
         count += 1
         yield
 
-    class Counted(_Inlined):
+    class Inlined:
+        """Takes the place of `CheckpointFunction`: calls the region, checkpoints nothing.
+
+        As there, the results have no gradient if none of the arguments has one, whatever parameters the region uses.
+        """
+
         @staticmethod
         def apply(function: Any, _preserve: bool, *args: Any) -> Any:
             nonlocal count
             count += 1
-            return _Inlined.apply(function, _preserve, *args)
+            trained = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
+                return function(*args)
 
-    module.update({name: region, "CheckpointFunction": Counted})
-    try:
+    with replaced(module, name, region), replaced(module, "CheckpointFunction", Inlined):
         yield lambda: count
-    finally:
-        module[name], module["CheckpointFunction"] = kept
 
 
 def _asked_by_torch() -> bool:
@@ -137,15 +129,15 @@ def answered_as_eager(one_hot: Callable[..., torch.Tensor]) -> Iterator[None]:
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in ("torch", "memfit") and isinstance(module, ModuleType):
             tables.append(vars(module))
-    replaced = [(t, name, value) for t in tables for name, value in list(t.items()) if id(value) in stand_ins]
-    replaced += [(vars(torch._subclasses), "fake_tensor", fake_tensor), (vars(torch), "_guards", guards)]
-    replaced += [(sys.modules, module.__name__, module) for module in (fake_tensor, guards)]  # imports in functions
-    for table, name, value in replaced:
+    stood_in = [(t, name, value) for t in tables for name, value in list(t.items()) if id(value) in stand_ins]
+    stood_in += [(vars(torch._subclasses), "fake_tensor", fake_tensor), (vars(torch), "_guards", guards)]
+    stood_in += [(sys.modules, module.__name__, module) for module in (fake_tensor, guards)]  # imports in functions
+    for table, name, value in stood_in:
         table[name] = stand_ins.get(id(value)) or _Facade(value, stand_ins)
     try:
         yield
     finally:
-        for table, name, value in replaced:
+        for table, name, value in stood_in:
             table[name] = value
 
 

@@ -1,0 +1,134 @@
+"""Calls and storages of a step while it is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memfit.binding import Value, values_in
+from memfit.graph import Phase, Role
+from memfit.torch_private.tensors import tensors_in
+
+
+@dataclass(slots=True, kw_only=True)
+class TracedStorage:
+    """A storage while it is traced; `bytes` are those on the step's device, 0 for a storage that lives elsewhere."""
+
+    name: str
+    bytes: int
+    role: Role
+    resident: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class TracedCall:
+    """A call while it is traced: the fields of `Call`, and what `Op` needs beside them.
+
+    A check returns nothing and writes nothing: it is there for the error that it may raise. `sources` are what the call
+    was traced from, where that is known: nodes of a joint graph.
+    """
+
+    name: str
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    results: tuple[Value | None, ...] = (None,)
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    mutates: tuple[int, ...] = ()
+    phase: Phase
+    module: str
+    random: str | None = None
+    group: str | None = None
+    recomputable: bool = True
+    is_check: bool = False
+    workspace_bytes: int | None = None
+    generator_state: int | None = None
+    sources: tuple[Any, ...] = ()
+
+    def described(self) -> tuple[Any, ...]:
+        """Return what two calls share that do the same to the same Values; closures are compared by name."""
+        return self.name, str(getattr(self.target, "__name__", self.target)), self.args, self.kwargs, self.mutates
+
+    @staticmethod
+    def of(
+        name: str,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        made: Sequence[Value] = (),
+        mutated: Value | None = None,
+        kwargs: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> TracedCall:
+        """Return a call that is not dispatched: it reads the Values among its arguments, but for one that it writes to.
+
+        Args:
+            name: of the op.
+            target: a function or an operator.
+            args, kwargs: its arguments.
+            made: its results.
+            mutated: what it writes to.
+            others: further fields.
+        """
+        mutates = () if mutated is None else (mutated.storage,)
+        used = dict.fromkeys(value.storage for value in values_in((args, kwargs or {})))
+        return TracedCall(
+            name=name,
+            target=target,
+            args=args,
+            kwargs=kwargs or {},
+            results=tuple(made) or (None,),
+            reads=tuple(storage for storage in used if storage not in mutates),
+            writes=tuple(value.storage for value in made),
+            mutates=mutates,
+            **others,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """An operator call that is about to be entered; special cases change all but `func` and `given`.
+
+    Attributes:
+        func: the operator overload that ran.
+        given: its positional arguments, with tensors.
+        target, args, kwargs: the call that computes the op, with Values.
+        outputs: the returned leaves.
+        mutated: the tensors that the call writes to.
+        hidden: storages among the arguments that it does not count as reading.
+        statistics: storages that it reads as running statistics, mean and variance; its last results are new ones.
+    """
+
+    func: Any
+    given: tuple[Any, ...]
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[Any]
+    mutated: list[torch.Tensor]
+    hidden: set[int] = field(default_factory=set[int])
+    statistics: tuple[int, ...] = ()
+
+
+def mutated_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that the operator writes to by its schema.
+
+    Args:
+        func: an operator overload.
+        args: its positional arguments.
+        kwargs: its named ones.
+    """
+    mutated: list[torch.Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            mutated += tensors_in(given)
+    return mutated
+
+
+def short_name(func: Any) -> str:
+    return func._schema.name.split("::")[-1].rstrip("_")
