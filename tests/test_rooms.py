@@ -116,10 +116,11 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("lowering",),
         ("chains", "direct_calls", "joint_graphs", "node_halves", "race", "rehearse"),
     ),
-    "memory/host": (("layout", "store"), ("disk", "pinned"), ("form",)),
+    "memory/host": (("layout", "room"), ("store",), ("slab",)),
     "memory/arena": (
         ("arena",),
-        ("devices", "probing", "spilling"),
+        ("planned_memory", "probing", "spilling"),
+        ("devices",),
         ("cuda",),
         ("library",),
         ("forwarding", "places"),
@@ -128,12 +129,12 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     "eager_mode": (
         ("eager",),
         ("mode",),
-        ("contents", "passes"),
-        ("again", "copies", "policy"),
+        ("contents",),
+        ("again", "passes", "releasing"),
         ("kept", "operators"),
         ("needs",),
         ("sources",),
-        ("call_times", "host"),
+        ("call_times",),
     ),
     "dynamo": (
         ("inductor_step",),
@@ -145,7 +146,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("occupancy", "updates"),
     ),
     "doors": (("compile", "function"), ("checkpoint", "fit")),
-    "memory": (("contract", "fit_by"),),  # the files above `capture` stand in ORDER
+    "memory": (("contract", "fit_by", "place"),),  # the files above `capture` stand in ORDER
     "checkpointing": (
         ("step",),
         ("handle",),
@@ -156,7 +157,6 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("blocks", "explaining", "reporting", "steering"),
         ("passes",),
         ("chain", "policy", "recording", "uncounted"),
-        ("hosted",),
         ("contexts", "planning", "snapshots"),
         ("reached",),
         ("calls", "groups", "knapsack"),
@@ -200,7 +200,7 @@ TORCH_ROOMS = {
     "torch_private",
     "workloads",
 }
-TORCH_FILES = {"system/recorder.py", "papers/dqn/network.py", "papers/dqn/training.py"}
+TORCH_FILES = {"memory/place.py", "system/recorder.py", "papers/dqn/network.py", "papers/dqn/training.py"}
 TORCH_LATE = {"papers/dqn/planner.py"}  # may import torch inside functions
 PRIVATE_NAMES = "torch_private/"
 

@@ -44,14 +44,4 @@ def corrected_fakes(corrections: Corrections) -> AbstractContextManager[None]:
 
 
 def _described(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return Value(
-        storage=storage_key(leaf),
-        dtype=leaf.dtype,
-        shape=tuple(leaf.shape),
-        stride=tuple(leaf.stride()),
-        offset=int(leaf.storage_offset()),
-        conjugated=leaf.is_conj(),
-        negated=leaf.is_neg(),
-    )
+    return Value.of(leaf, storage_key(leaf)) if isinstance(leaf, torch.Tensor) else leaf

@@ -24,8 +24,8 @@ from memfit.capture.stand_ins import stand_ins_shown
 from memfit.capture.stream import Difference, Dispatched, Stream, tensors_of
 from memfit.capture.trace import mutated_tensors
 from memfit.capture.training_step import TrainingStep
-from memfit.cost.views import lazy_view, on_its_own
 from memfit.errors import MemfitError, UnsupportedStepError
+from memfit.memory.place import Place, bytes_of, lazy_view, on_its_own
 from memfit.system.budget import format_bytes
 from memfit.torch_private.autograd import (
     TorchDispatchMode,
@@ -92,20 +92,6 @@ def run_as_eager(
     return _EagerRun(step, batch, expected, limit_bytes, replaces_saved=False).run()
 
 
-@dataclass(slots=True, kw_only=True)
-class _Saved:
-    """Metadata of a tensor that autograd saves."""
-
-    key: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-    conjugated: bool
-    negated: bool
-
-
 @dataclass
 class _Kept:
     """Copies of the storages that the run writes to and did not make, by their keys."""
@@ -121,7 +107,7 @@ class _Kept:
 
     def storage(self, tensor: torch.Tensor) -> None:
         with real_tensors():
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            whole = bytes_of(tensor)
             self.storages[storage_key(tensor)] = whole, whole.clone()
 
     def put_back(self) -> None:
@@ -308,26 +294,18 @@ class _EagerRun:
     def _pack(self, tensor: torch.Tensor) -> Any:
         if is_fake(tensor):
             return tensor
-        return _Saved(
-            key=self.stream.key(tensor),
-            shape=tuple(tensor.shape),
-            stride=tuple(tensor.stride()),
-            offset=int(tensor.storage_offset()),
-            dtype=tensor.dtype,
-            device=tensor.device,
-            conjugated=tensor.is_conj(),
-            negated=tensor.is_neg(),
-        )
+        return Place.of(tensor, self.stream.key(tensor)), tensor.device
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        if not isinstance(saved, _Saved):
+        if isinstance(saved, torch.Tensor):
             return saved
+        place, device = saved
         with only_mode(self.mode):
-            last = sum((size - 1) * stride for size, stride in zip(saved.shape, saved.stride, strict=True))
-            whole = torch.empty(saved.offset + max(0, last) + 1, dtype=saved.dtype, device=saved.device)
-            fake = whole.as_strided(saved.shape, saved.stride, saved.offset)
-            fake = lazy_view(fake, conjugated=saved.conjugated, negated=saved.negated)
-        self.stream.stand_for(fake, saved.key)
+            last = sum((size - 1) * stride for size, stride in zip(place.shape, place.stride, strict=True))
+            whole = torch.empty(place.offset + max(0, last) + 1, dtype=place.dtype, device=device)
+            fake = whole.as_strided(place.shape, place.stride, place.offset)
+            fake = lazy_view(fake, conjugated=place.conjugated, negated=place.negated)
+        self.stream.stand_for(fake, place.storage)
         return fake
 
     @contextmanager

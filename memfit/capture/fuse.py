@@ -16,7 +16,7 @@ import torch
 
 from memfit.binding import Call, Value
 from memfit.capture.trace import TracedCall
-from memfit.cost.views import lazy_view
+from memfit.memory.place import Place, lazy_view
 from memfit.torch_private.tensors import tree_map
 
 
@@ -25,19 +25,6 @@ class _Given:
     """Placeholder for an argument of the fused call."""
 
     position: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """Placeholder for a view of result `result` of the first call."""
-
-    result: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    conjugated: bool
-    negated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +65,11 @@ def calls_of(call: Call) -> list[Call]:
     def filled(leaf: Any) -> Any:
         if isinstance(leaf, _Given):
             return call.args[leaf.position]
-        if not isinstance(leaf, _Made):
+        if not isinstance(leaf, Place):
             return leaf
-        result = call.results[leaf.result]
+        result = call.results[leaf.storage]
         assert result is not None
-        return replace(
-            result,
-            dtype=leaf.dtype,
-            shape=leaf.shape,
-            stride=leaf.stride,
-            offset=leaf.offset,
-            conjugated=leaf.conjugated,
-            negated=leaf.negated,
-        )
+        return replace(leaf, storage=result.storage)
 
     first, *rest = (
         replace(call, target=part.target, args=tree_map(filled, part.args), kwargs=tree_map(filled, part.kwargs))
@@ -102,8 +81,8 @@ def calls_of(call: Call) -> list[Call]:
 def _filled(tree: Any, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Any:
     if isinstance(tree, _Given):
         return tensors[tree.position]
-    if isinstance(tree, _Made):
-        made = results[tree.result].as_strided(tree.shape, tree.stride, tree.offset)
+    if isinstance(tree, Place):
+        made = results[tree.storage].as_strided(tree.shape, tree.stride, tree.offset)
         return lazy_view(made, conjugated=tree.conjugated, negated=tree.negated)
     if isinstance(tree, dict):
         return {key: _filled(value, tensors, results) for key, value in tree.items()}
@@ -184,8 +163,7 @@ def _fuse(together: Sequence[TracedCall]) -> TracedCall:
         if not isinstance(leaf, Value):
             return leaf
         if leaf.storage in results:
-            view = (leaf.dtype, leaf.shape, leaf.stride, leaf.offset, leaf.conjugated, leaf.negated)
-            return _Made(results[leaf.storage], *view)
+            return replace(leaf, storage=results[leaf.storage])
         return _Given(given.setdefault(leaf, len(given)))
 
     parts = tuple(

@@ -15,7 +15,7 @@ import torch
 
 from memfit.binding import Origin, Resident, Value, map_values
 from memfit.capture.trace import Trace, TracedCall
-from memfit.cost.views import at_offset_zero, view_of
+from memfit.memory.place import at_offset_zero, bytes_of
 from memfit.torch_private.tensors import is_fake, real_tensors, tree_flatten
 
 
@@ -45,11 +45,10 @@ class Look:
                 tensor = at_offset_zero(leaves[int(resident.key)]) if is_input else resident.constant
                 made.setdefault(resident.value.storage, tensor)
             for storage in mutated & made.keys():
-                whole = torch.empty(0, dtype=torch.uint8, device=made[storage].device)
-                made[storage] = whole.set_(made[storage].untyped_storage()).clone()
+                made[storage] = bytes_of(made[storage]).clone()
 
             def tensor_of(value: Value) -> torch.Tensor:
-                return view_of(made[value.storage], value)
+                return value.on(made[value.storage])
 
             for call in self.calls:
                 returned = call.target(*map_values(call.args, tensor_of), **map_values(call.kwargs, tensor_of))

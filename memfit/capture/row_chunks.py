@@ -24,8 +24,8 @@ from memfit.binding import Binding, Call, Value, map_values, values_in
 from memfit.capture.build import Captured
 from memfit.capture.reuse import all_laid_out_as
 from memfit.cost.op_inputs import InputMaker
-from memfit.cost.views import lazy_view
 from memfit.graph import Graph, Op, Phase
+from memfit.memory.place import bytes_of, lazy_view
 from memfit.torch_private.tensors import tensors_in, tree_flatten
 
 _aten = torch.ops.aten
@@ -512,10 +512,6 @@ def _gives_same_bits(captured: Captured, call: Call) -> bool:
     except (RuntimeError, IndexError, ValueError, TypeError):  # it is no chain of rows after all
         return False
     return all(
-        torch.equal(_bits(one), _bits(other))
+        torch.equal(bytes_of(one), bytes_of(other))
         for one, other in zip(tensors_in(at_once), tensors_in(in_chunks), strict=True)
     )
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

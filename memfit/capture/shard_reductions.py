@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -202,15 +202,7 @@ def _rows(whole: Value, length: int, start: int, each: ShardedFacts, gradient: V
 
 
 def _view(value: Value, shape: Sequence[int], stride: Sequence[int], offset: int) -> Value:
-    return Value(
-        storage=value.storage,
-        dtype=value.dtype,
-        shape=tuple(shape),
-        stride=tuple(stride),
-        offset=offset,
-        conjugated=value.conjugated,
-        negated=value.negated,
-    )
+    return replace(value, shape=tuple(shape), stride=tuple(stride), offset=offset)
 
 
 def _strides(shape: Sequence[int]) -> tuple[Any, ...]:

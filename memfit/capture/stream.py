@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memfit.memory.place import bytes_of
 from memfit.torch_private.autograd import backward_node
 from memfit.torch_private.tensors import (
     READS_A_NUMBER,
@@ -302,8 +303,7 @@ def _words(argument: Any) -> str:
 def _digest(tensor: torch.Tensor) -> str:
     """Return a digest of the first bytes of a tensor's storage."""
     with real_tensors():
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        return hashlib.blake2b(whole[:_CONTENT_BYTES].cpu().numpy().tobytes(), digest_size=16).hexdigest()
+        return hashlib.blake2b(bytes_of(tensor)[:_CONTENT_BYTES].cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def _frames() -> Frames:

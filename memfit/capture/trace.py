@@ -194,15 +194,7 @@ class Trace:
             return self.add_resident(
                 tensor, role=Role.CONSTANT, origin=Origin.CONSTANT, key=name, name=name, constant=real
             )
-        return Value(
-            storage=self._storage_of[key],
-            dtype=tensor.dtype,
-            shape=tuple(tensor.shape),
-            stride=tuple(tensor.stride()),
-            offset=tensor.storage_offset(),
-            conjugated=tensor.is_conj(),
-            negated=tensor.is_neg(),
-        )
+        return Value.of(tensor, self._storage_of[key])
 
     def maker_of(self, tensor: torch.Tensor) -> TracedCall | None:
         """Return the call that wrote a tensor last, or None for one from outside of the step."""

@@ -39,7 +39,6 @@ from memfit.capture.trace import Trace
 from memfit.capture.training_step import TrainingStep, plain
 from memfit.capture.under_modes import UnderModes, gradients_that_differ
 from memfit.cost.observations import Corrections
-from memfit.cost.views import lazy_view
 from memfit.errors import (
     CaptureError,
     GraphBreakError,
@@ -49,6 +48,7 @@ from memfit.errors import (
     capture_error,
 )
 from memfit.graph import Role
+from memfit.memory.place import lazy_view
 from memfit.torch_private.autograd import autocast_watched
 from memfit.torch_private.modules import gradient_hooks, has_accumulation_hooks
 from memfit.torch_private.tensors import (

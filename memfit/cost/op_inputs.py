@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from memfit.binding import Call, Value, map_values, values_in
-from memfit.cost.views import view_of
 from memfit.graph import Storage
 
 # Positive, below 1 and away from both ends: valid for variances, probabilities, logarithms and arc functions alike.
@@ -47,7 +46,7 @@ class InputMaker:
         }
 
         def tensor(value: Value) -> torch.Tensor:
-            return view_of(made[value.storage], value)
+            return value.on(made[value.storage])
 
         kwargs = {name: _copied_generator(argument) for name, argument in call.kwargs.items()}
         return map_values(call.args, tensor), map_values(kwargs, tensor)

@@ -18,7 +18,6 @@ from memfit.capture.dropout import with_eagers_dropout
 from memfit.capture.joint import BetweenHalves, JointCapture, capture_joint
 from memfit.cost.calibration import linked_device
 from memfit.cost.observations import Corrections
-from memfit.cost.views import on_its_own
 from memfit.dynamo.account import Account
 from memfit.dynamo.inputs import (
     overlapping,
@@ -32,6 +31,7 @@ from memfit.errors import NoPlanError
 from memfit.graph import Graph
 from memfit.kernels.halves import partitioned
 from memfit.kernels.inductor import Compiled, Planning, Unplanned, compile_within
+from memfit.memory.place import on_its_own
 from memfit.plan import Plan
 from memfit.planners.none import KeepEverything
 from memfit.planning import Settings, make_plan

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from memfit.binding import map_values, values_in
 from memfit.capture.generators import all_states, set_state
-from memfit.eager_mode.sources import Call, Source, Sources, View, call_of, flat, missing_calls, views_in
+from memfit.eager_mode.sources import Call, Source, Sources, call_of, flat, missing_calls
+from memfit.memory.place import Place, bytes_of
 
 
 class LostContentsError(Exception):
@@ -67,7 +69,7 @@ def _whole_of(source: Source) -> torch.Tensor:
     live = source.live
     if live is None:
         raise LostContentsError
-    return _whole(live)
+    return bytes_of(live)
 
 
 def _hold(
@@ -81,7 +83,7 @@ def _hold(
     """Return a tensor over contents, recomputed if they are gone."""
     live = source.live
     if live is not None:
-        return _whole(live)
+        return bytes_of(live)
     made = make_again(sources, source, before_call, done, fetch)
     if made is None:
         raise LostContentsError
@@ -93,24 +95,20 @@ def _run_again(call: Call, made: Source, last: Mapping[Source, int], number: int
     """Run a call again, and return what it makes, by place; one that writes in place writes over what nothing reads."""
     if not made.in_place:
         return dict(enumerate(_run(call, {})))
-    old = next(itertools.islice(views_in((call.args, call.kwargs)), made.place, None)).source
+    old = next(itertools.islice(values_in((call.args, call.kwargs)), made.place, None)).storage
     storage = _whole_of(old).untyped_storage()
     if last[old] > number:  # another call reads what this one writes over
-        storage = _whole(storage).clone().untyped_storage()
+        storage = bytes_of(storage).clone().untyped_storage()
     else:
         old.storage = None
     _run(call, {old: storage})
-    return {made.place: _whole(storage)}
+    return {made.place: bytes_of(storage)}
 
 
 def _same_size(source: Source, tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or tensor.untyped_storage().nbytes() != source.bytes:
         raise LostContentsError
     return tensor
-
-
-def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _run(call: Call, instead: Mapping[Source, torch.UntypedStorage]) -> list[Any]:
@@ -121,8 +119,11 @@ def _run(call: Call, instead: Mapping[Source, torch.UntypedStorage]) -> list[Any
         instead: storages that take the place of those of some contents.
     """
 
-    args = _filled(call.args, instead)
-    kwargs = _filled(call.kwargs, instead)
+    def tensor(place: Place) -> torch.Tensor:
+        storage = instead.get(place.storage)
+        return place.on(_whole_of(place.storage) if storage is None else storage)
+
+    args, kwargs = map_values(call.args, tensor), map_values(call.kwargs, tensor)
     if call.generators is None:
         return flat(call.function(*args, **kwargs))
     before = generator_states(call.generators)
@@ -131,19 +132,6 @@ def _run(call: Call, instead: Mapping[Source, torch.UntypedStorage]) -> list[Any
         return flat(call.function(*args, **kwargs))
     finally:
         _set_generators(before)
-
-
-def _filled(tree: Any, instead: Mapping[Source, torch.UntypedStorage]) -> Any:
-    """Return arguments with tensors in the places of Views. (An inner function that calls itself is a cycle, which
-    would keep the storages until the next collection of garbage.)"""
-    if isinstance(tree, View):
-        storage = instead.get(tree.source)
-        return tree.on(_whole_of(tree.source) if storage is None else _whole(storage))
-    if isinstance(tree, list):
-        return [_filled(each, instead) for each in tree]  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(tree, dict):
-        return {key: _filled(each, instead) for key, each in tree.items()}  # pyright: ignore
-    return tree
 
 
 def generator_states(drawing: Any) -> dict[Any, torch.Tensor]:

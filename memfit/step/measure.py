@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from memfit.capture import TrainingStep
-from memfit.cost.views import span_bytes
 from memfit.memory.contract import STEPS_IN_A_ROW
+from memfit.memory.place import span_bytes
 from memfit.memory.saved_on_host import EagerRun
 from memfit.memory.snapshot import left_as_it_was
 from memfit.simulate.overlap import Transfers
