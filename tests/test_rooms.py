@@ -200,7 +200,14 @@ TORCH_ROOMS = {
     "torch_private",
     "workloads",
 }
-TORCH_FILES = {"memory/place.py", "system/recorder.py", "papers/dqn/network.py", "papers/dqn/training.py"}
+TORCH_FILES = {
+    "memory/place.py",
+    "system/cpu_limit.py",
+    "system/instruments.py",
+    "system/recorder.py",
+    "papers/dqn/network.py",
+    "papers/dqn/training.py",
+}
 TORCH_LATE = {"papers/dqn/planner.py"}  # may import torch inside functions
 PRIVATE_NAMES = "torch_private/"
 

@@ -18,50 +18,64 @@ class LostContentsError(Exception):
     """What contents are made of is gone, or gives other contents than before."""
 
 
-def make_again(
-    sources: Sources,
-    source: Source,
-    before_call: Callable[[Call], None],
-    done: Callable[[Call, dict[int, torch.Tensor]], None],
-    fetch: Callable[[Source], torch.Tensor],
-) -> torch.Tensor | None:
-    """Make contents again whose storage is gone, or copy them back from the host.
+class Again:
+    """Makes contents again whose storages are gone, or copies them back from the host.
 
     What is there when a call comes may be freed before, and is then recomputed for it.
 
     Args:
         sources: of all storages.
-        source: the contents.
         before_call: called before each call, whose inputs are there, to make room.
         done: called after each, with what it has made, by place.
         fetch: returns a tensor over contents that come back from the host.
-
-    Returns:
-        a tensor over them; None if they cannot be recomputed.
     """
-    if source.host is not None:
-        fetched = fetch(source)
-        sources.enter(fetched.untyped_storage(), source)
-        return fetched
-    order = missing_calls(source)
-    if order is None:
-        return None
-    last = {each: number for number, at in enumerate(order) for each in call_of(at).inputs}
-    held: dict[Source, torch.Tensor] = {}
-    for number, at in enumerate(order):
-        if at.live is None:
-            call = call_of(at)
-            inputs = [_hold(sources, each, held, before_call, done, fetch) for each in call.inputs]
-            before_call(call)
-            found = _run_again(call, at, last, number)
-            for each in order[number:]:
-                if each.call is call:
-                    held[each] = _same_size(each, found[each.place])
-                    sources.enter(held[each].untyped_storage(), each)
-            done(call, found)
-            del found, inputs
-        held = {each: tensor for each, tensor in held.items() if last.get(each, -1) > number or each is source}
-    return held[source] if source in held else _whole_of(source)
+
+    def __init__(
+        self,
+        sources: Sources,
+        before_call: Callable[[Call], None],
+        done: Callable[[Call, dict[int, torch.Tensor]], None],
+        fetch: Callable[[Source], torch.Tensor],
+    ) -> None:
+        self._sources, self._before_call, self._done, self._fetch = sources, before_call, done, fetch
+
+    def make(self, source: Source) -> torch.Tensor:
+        """Return a tensor over contents whose storage is gone.
+
+        Raises:
+            LostContentsError: they cannot be recomputed.
+        """
+        if source.host is not None:
+            fetched = self._fetch(source)
+            self._sources.enter(fetched.untyped_storage(), source)
+            return fetched
+        order = missing_calls(source)
+        if order is None:
+            raise LostContentsError
+        last = {each: number for number, at in enumerate(order) for each in call_of(at).inputs}
+        held: dict[Source, torch.Tensor] = {}
+        for number, at in enumerate(order):
+            if at.live is None:
+                call = call_of(at)
+                inputs = [self._hold(each, held) for each in call.inputs]
+                self._before_call(call)
+                found = _run_again(call, at, last, number)
+                for each in order[number:]:
+                    if each.call is call:
+                        held[each] = _same_size(each, found[each.place])
+                        self._sources.enter(held[each].untyped_storage(), each)
+                self._done(call, found)
+                del found, inputs
+            held = {each: tensor for each, tensor in held.items() if last.get(each, -1) > number or each is source}
+        return held[source] if source in held else _whole_of(source)
+
+    def _hold(self, source: Source, held: dict[Source, torch.Tensor]) -> torch.Tensor:
+        """Return a tensor over contents, recomputed if they are gone."""
+        live = source.live
+        if live is not None:
+            return bytes_of(live)
+        held[source] = self.make(source)
+        return held[source]
 
 
 def _whole_of(source: Source) -> torch.Tensor:
@@ -70,25 +84,6 @@ def _whole_of(source: Source) -> torch.Tensor:
     if live is None:
         raise LostContentsError
     return bytes_of(live)
-
-
-def _hold(
-    sources: Sources,
-    source: Source,
-    held: dict[Source, torch.Tensor],
-    before_call: Callable[[Call], None],
-    done: Callable[[Call, dict[int, torch.Tensor]], None],
-    fetch: Callable[[Source], torch.Tensor],
-) -> torch.Tensor:
-    """Return a tensor over contents, recomputed if they are gone."""
-    live = source.live
-    if live is not None:
-        return bytes_of(live)
-    made = make_again(sources, source, before_call, done, fetch)
-    if made is None:
-        raise LostContentsError
-    held[source] = made
-    return made
 
 
 def _run_again(call: Call, made: Source, last: Mapping[Source, int], number: int) -> dict[int, torch.Tensor]:

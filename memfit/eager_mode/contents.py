@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memfit.capture.lines import calling_line
-from memfit.eager_mode.again import LostContentsError, make_again
+from memfit.eager_mode.again import Again, LostContentsError
 from memfit.eager_mode.kept import Kept, Saved
 from memfit.eager_mode.operators import is_dense
 from memfit.eager_mode.passes import Passes
@@ -189,9 +189,8 @@ class Contents:
         target, self._target = self._target, kept.source
         try:
             with torch.no_grad(), without_autocast():
-                made = make_again(self.sources, kept.source, self._before_again, self._done_again, self._fetch)
-            if made is None:
-                raise _lost()
+                again = Again(self.sources, self._before_again, self._done_again, self._fetch)
+                made = again.make(kept.source)
             if not kept.is_there:
                 self._give(kept, made.untyped_storage())
         except LostContentsError:

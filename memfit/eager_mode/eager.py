@@ -25,7 +25,8 @@ from memfit.step.turns import turn_on
 from memfit.step.uncopied import Uncopied
 from memfit.system.alive import alive_objects
 from memfit.system.budget import format_bytes, parse_budget, parse_host_budget
-from memfit.system.recorder import CpuLimit, Usage, allocated_bytes, record, taken_bytes
+from memfit.system.cpu_limit import CpuLimit
+from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
 from memfit.system.spill_file import parse_host_dir, require_host_budget
 from memfit.torch_private.cuda import turn_on_expandable_segments
 from memfit.torch_private.tensors import is_plain_dense

@@ -54,7 +54,7 @@ class PlannedMemory:
             key: of the steps.
             places: of a planned step.
         """
-        self._require_rest("a step cannot be given places")
+        self._require_rest("a step cannot be given places while the arena's step runs")
         self._set(key, places, changes=0)
 
     def forget(self, key: Hashable) -> None:
@@ -63,7 +63,7 @@ class PlannedMemory:
         The next step with that key is recorded. The memory shrinks to what the other plans need, unless a tensor lies
         in it.
         """
-        self._require_rest("a plan cannot be dropped")
+        self._require_rest("a plan cannot be dropped while the arena's step runs")
         numbered = self._plans.pop(key, None)
         if numbered is not None:
             self._library.drop_plan(self._require_open(), numbered.number)
@@ -71,13 +71,13 @@ class PlannedMemory:
 
     def vacate(self) -> None:
         """Free the memory until the next step, unless a tensor lies in it; the plans stay."""
-        self._require_rest("the memory cannot be freed")
+        self._require_rest("the memory cannot be freed while the arena's step runs")
         if self._slab_bytes and self.is_empty:
             self._resize(0)
 
     def close(self) -> None:
         """Free the memory, or, while tensors lie in it, let it be freed with the last of them. Figures stay."""
-        self._require_rest("the arena cannot be closed")
+        self._require_rest("the arena cannot be closed while its step runs")
         if self._handle is not None:
             self._library.destroy(self._handle)
             self._handle, self._slab_bytes = None, 0
@@ -194,7 +194,7 @@ class PlannedMemory:
 
     def _require_rest(self, refused: str) -> None:
         if self._runs:
-            raise MemfitError(f"{refused} while the arena's step runs; leave the step first")
+            raise MemfitError(f"{refused}; leave the step first")
 
 
 class _Numbered:
