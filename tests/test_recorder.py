@@ -284,7 +284,7 @@ def without_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(recorder, "_instruments", {})
+    monkeypatch.setattr(instruments, "instruments", {})
 
 
 @pytest.mark.usefixtures("without_compiler")
@@ -379,7 +379,7 @@ def test_a_full_disk_leaves_the_profiler(tmp_path: Path, monkeypatch: pytest.Mon
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(recorder, "_instruments", {})
+    monkeypatch.setattr(instruments, "instruments", {})
     native.built_apart.cache_clear()
     with record("cpu") as usage:
         held = torch.empty(ONE_KIB_FLOATS)
