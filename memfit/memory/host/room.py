@@ -29,7 +29,7 @@ class OnHost(HostCopy):
         coming: what is being copied back to, if a copy back has begun.
     """
 
-    __slots__ = ("_places", "_taken", "coming", "seconds_back")
+    __slots__ = ("__weakref__", "_places", "_taken", "coming", "seconds_back")
 
     def __init__(self, places: _Places, size_bytes: int, source: torch.Tensor, seconds_back: float) -> None:
         self.seconds_back = seconds_back
