@@ -32,7 +32,7 @@ def make_plain(contents: Any) -> None:
     mode._QUIET_PASSES = sys.maxsize  # pyright: ignore[reportPrivateUsage]
     structures._RECENT = 0  # pyright: ignore[reportPrivateUsage]
     users: Users = weakref.WeakKeyDictionary()
-    contents.policy = PlainDTR(users)
+    contents.releasing.policy = PlainDTR(users)
     for name in ("note", "note_writes"):
         setattr(contents, name, _noting_users(getattr(contents, name), users))
 
@@ -58,7 +58,7 @@ class PlainDTR:
     def __init__(self, users: Users) -> None:
         self._users, self._random = users, random.Random(0)
 
-    def __call__(self, free: Sequence[Kept], now: int) -> Iterator[Kept]:
+    def __call__(self, free: Sequence[Kept], now: int, _seconds_of: Any) -> Iterator[Kept]:
         """Yield the one with the least h of a sample, again and again; each is let go before the next is asked for."""
         if not free:
             return

@@ -31,7 +31,6 @@ from memfit import PlannedStep
 from memfit.binding import Call, Value, map_values
 from memfit.capture.fuse import Fused, calls_of
 from memfit.capture.generators import SaveGeneratorState
-from memfit.cost.views import view_of
 from memfit.doors.fit import fit_step
 from memfit.kernels.direct_calls import DirectCalls
 from memfit.planning import Settings
@@ -88,7 +87,7 @@ def _tensor(tensors: dict[int, torch.Tensor], value: Value) -> torch.Tensor:
         value.stride,
         value.offset,
     )
-    return base if same else view_of(base, value)
+    return base if same else value.on(base)
 
 
 def replay(calls: Sequence[Ready]) -> Callable[[], None]:

@@ -1,7 +1,6 @@
 """Binding: how a graph's ops are called and where its residents are found. Capture makes it, cost and runtime read it.
 
-This module imports no torch: torch's objects (dtypes, operators) are only carried. Views exist only here: a `Value` is
-a tensor as (storage, offset, strides), and each view of a storage is another Value.
+Views exist only here: a `Value` is a tensor as (storage, offset, strides), and each view of a storage is another Value.
 """
 
 from __future__ import annotations
@@ -11,29 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+from memfit.memory.place import Place
+
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Value:
-    """A tensor as a view of a storage.
-
-    Attributes:
-        storage: id of the storage in the graph.
-        dtype: of its elements.
-        shape, stride, offset: in elements of `dtype`.
-        conjugated, negated: whether it is one of torch's lazy views, whose elements are the conjugates or the negatives
-            of those in the storage.
-    """
-
-    storage: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int = 0
-    conjugated: bool = False
-    negated: bool = False
+Value = Place
+"""A tensor of a graph: its storage is the id of one of the graph's storages."""
 
 
 def values_in(tree: Any) -> Iterator[Value]:

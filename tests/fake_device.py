@@ -121,9 +121,9 @@ def start_with_tensors(folder: str) -> FakeDevice:
     from memfit.cost import calibration
     from memfit.memory import in_arena
     from memfit.memory.arena import arena, devices
-    from memfit.system import recorder
+    from memfit.system import instruments, recorder
 
-    class Counters(recorder.Segmented):
+    class Counters(instruments.Segmented):
         """The stand-in's counters of device 0, as torch's statistics on CUDA."""
 
         def begin(self) -> None:
@@ -143,7 +143,7 @@ def start_with_tensors(folder: str) -> FakeDevice:
             fake.torch.fake_empty_cache()
 
     fake.number("chunk_bytes").value = ALIGNMENT_BYTES  # small steps are to be counted exactly
-    recorder._instruments[torch.device("cpu")] = Counters(source="the stand-in's counters")
+    instruments.instruments[torch.device("cpu")] = Counters(source="the stand-in's counters")
     devices.ALIGNMENT_BYTES["cpu"] = ALIGNMENT_BYTES
     calibration.CPU_ALIGNMENT_BYTES = recorder.CPU_ALIGNMENT_BYTES = ALIGNMENT_BYTES  # pyright: ignore
     in_arena.library_for = arena.library_for  # pyright: ignore

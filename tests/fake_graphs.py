@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from memfit.cost.views import reinterpret, span_bytes
+from memfit.memory.place import reinterpret, span_bytes
 from memfit.step import cuda_graph
 from memfit.torch_private.autograd import TorchDispatchMode
 from memfit.torch_private.tensors import tree_flatten, tree_unflatten

@@ -120,8 +120,8 @@ def install() -> None:
     runtime = _Runtime()
     cuda.Stream, cuda.stream, cuda.device, cuda.cudart = CopyStream, _on, _device, lambda: runtime
     cuda.current_stream = lambda _device=None: COMPUTE
-    from memfit.memory.host import store
-    from memfit.memory.host.pinned import PinnedSlab
+    from memfit.memory.host import slab, store
+    from memfit.memory.host.slab import PinnedSlab
 
     store.make_slab = lambda device, size_bytes, _directory: PinnedSlab(size_bytes, device)  # pyright: ignore
-    store.alignment_bytes = lambda _device: 512  # pyright: ignore
+    slab.alignment_bytes = lambda _device: 512  # pyright: ignore

@@ -8,19 +8,6 @@ from pathlib import Path
 
 import pytest
 
-_THREAD = """
-import threading, time
-from memfit.system.at_exit import wait_at_exit
-
-def work():
-    time.sleep(0.5)
-    print("worked", flush=True)
-
-thread = threading.Thread(target=work, daemon=True)
-thread.start()
-wait_at_exit(thread)
-"""
-
 # Without a pause Python's lock is passed on only where somebody waits: gloo's thread is left with what it was lent.
 _RANK = """
 import os
@@ -42,11 +29,6 @@ if sys.argv[3] == "forked":
 if sys.argv[3] == "destroyed":
     dist.destroy_process_group()
 """
-
-
-def test_a_daemons_thread_is_waited_for() -> None:
-    done = subprocess.run([sys.executable, "-c", _THREAD], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == "worked\n"
 
 
 @pytest.mark.slow

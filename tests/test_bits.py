@@ -10,7 +10,7 @@ import torch
 from steps import make_pair
 
 from memfit.memory.bits import same_bits, same_value
-from memfit.memory.host.form import Form
+from memfit.memory.place import Place
 from memfit.memory.snapshot import StepState
 
 pytestmark = pytest.mark.filterwarnings(
@@ -212,4 +212,4 @@ def test_an_optimizer_that_keeps_lists_of_tensors_is_compared() -> None:
 @pytest.mark.parametrize("lazy", [torch.Tensor.conj, lambda tensor: tensor.conj().imag, lambda tensor: tensor[1:].mT])
 def test_a_tensor_over_a_copy_of_its_storage_has_its_bits(lazy: Any) -> None:
     tensor = lazy(torch.randn(4, 3, dtype=torch.complex64))
-    assert same_bits(Form.of(tensor).on(tensor.untyped_storage().clone()), tensor)
+    assert same_bits(Place.of(tensor).on(tensor.untyped_storage().clone()), tensor)

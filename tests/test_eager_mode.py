@@ -344,11 +344,11 @@ def test_a_generator_that_is_given_by_position() -> None:
 def test_writes_lose_nothing_in_whatever_order_contents_go(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = random.Random(seed)
 
-    def policy(free: Sequence[Kept], _now: int) -> Iterable[Kept]:
+    def policy(free: Sequence[Kept], _now: int, _seconds_of: Any) -> Iterable[Kept]:
         shuffled = drawn.sample(free, len(free))
         return (kept for kept in shuffled if seconds_to_make(kept.source) < float("inf"))
 
-    monkeypatch.setattr("memfit.eager_mode.contents.cheap_and_stale", policy)
+    monkeypatch.setattr("memfit.eager_mode.releasing.cheap_and_stale", policy)
     test_statistics_that_batch_normalization_hides()
 
 

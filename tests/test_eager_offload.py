@@ -23,10 +23,10 @@ from torch.utils.checkpoint import checkpoint
 import memfit
 from memfit.eager_mode import call_times
 from memfit.eager_mode.eager import bytes_of_tensors
-from memfit.eager_mode.host import Host, _Places
 from memfit.eager_mode.needs import Need, Needs
 from memfit.errors import HostMemoryError, InvalidBudgetError, InvalidOptionError, OverBudgetError, UnsupportedStepError
-from memfit.memory.host.disk import DiskCopy
+from memfit.memory.host.room import Host, _Places
+from memfit.memory.host.store import HostCopy
 from memfit.system import spill_file
 from memfit.system.spill_file import BLOCK_BYTES
 
@@ -364,9 +364,9 @@ def test_a_copy_that_fails(call: str, tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("method", ["wait", "arrived"])
 def test_an_interrupted_copy(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, count = Trained(mlp, mlp_loss), 0
-    real = getattr(DiskCopy, method)
+    real = getattr(HostCopy, method)
 
-    def interrupted(copy: DiskCopy) -> None:
+    def interrupted(copy: HostCopy) -> None:
         nonlocal count
         count += 1
         if count == 3:
@@ -380,7 +380,7 @@ def test_an_interrupted_copy(method: str, tmp_path: Path, monkeypatch: pytest.Mo
             loop.run(1)
 
     gc.collect()
-    monkeypatch.setattr(DiskCopy, method, interrupted)
+    monkeypatch.setattr(HostCopy, method, interrupted)
     run()
     gc.collect()
     assert count >= 3 and is_closed(tmp_path)

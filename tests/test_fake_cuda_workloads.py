@@ -19,7 +19,8 @@ import torch
 from fake_device import build_fakes
 from fake_streams import COMPUTE, CopyStream
 
-from memfit.memory.host.pinned import PinnedSlab
+from memfit.memory.host.slab import PinnedSlab
+from memfit.memory.host.store import HostCopy
 
 GROUPS: tuple[dict[str, dict[str, Any]], ...] = (
     {
@@ -77,25 +78,25 @@ def test_the_streams_find_copies_that_are_not_waited_for(monkeypatch: pytest.Mon
     cuda: Any = torch.cuda
     for name in ("Stream", "stream", "device", "cudart", "current_stream"):
         monkeypatch.setattr(cuda, name, getattr(cuda, name))
+    from memfit.memory.host import slab as slabs
     from memfit.memory.host import store
 
     monkeypatch.setattr(store, "make_slab", store.make_slab)
-    monkeypatch.setattr(store, "alignment_bytes", store.alignment_bytes)
-    from memfit.memory.host import pinned
+    monkeypatch.setattr(slabs, "alignment_bytes", slabs.alignment_bytes)
 
     fake_streams.install()
-    pinned._streams.cache_clear()
+    slabs._streams.cache_clear()
     try:
         slab = PinnedSlab(1 << 16, torch.device("cpu"))
         source = torch.full((1024,), 7.0)
-        copied = slab.copy(source, 0)
-        COMPUTE.wait_event(copied._done)
+        copied = HostCopy(slab, source, 0)
+        COMPUTE.wait_event(copied._sent._done)
         source.fill_(1.0)  # freed and used again, after compute has waited
         copied.wait()
         back = copied.prefetch()
         copied.arrived()
         assert bool((back == 7.0).all())
-        copied = slab.copy(source, 0)
+        copied = HostCopy(slab, source, 0)
         source.fill_(2.0)  # too early
         copied.wait()
         back = copied.prefetch()
@@ -104,7 +105,7 @@ def test_the_streams_find_copies_that_are_not_waited_for(monkeypatch: pytest.Mon
         assert bool((back == 2.0).all()), "what was there when the copy was made at last"
         assert sum(isinstance(stream, CopyStream) for stream in fake_streams.made) >= 2
     finally:
-        pinned._streams.cache_clear()
+        slabs._streams.cache_clear()
 
 
 def test_freed_memory_is_overwritten(fakes: str) -> None:

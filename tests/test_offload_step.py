@@ -30,7 +30,6 @@ from memfit.errors import (
     TimeLimitError,
     UnsupportedStepError,
 )
-from memfit.memory.host import disk
 from memfit.memory.host import store as host_store
 from memfit.memory.host.layout import host_layout
 from memfit.plan import Plan, Problem
@@ -319,18 +318,18 @@ def test_a_copy_that_fails_says_so_and_the_next_step_works(monkeypatch: pytest.M
 
 def test_ctrl_c_during_a_copy_leaves_the_next_step_working(monkeypatch: pytest.MonkeyPatch) -> None:
     step = planned_step()
-    real = disk.DiskCopy.arrived
+    real = host_store.HostCopy.arrived
 
     def interrupted(_: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(disk.DiskCopy, "arrived", interrupted)
+        patched.setattr(host_store.HostCopy, "arrived", interrupted)
         with pytest.raises(KeyboardInterrupt) as raised:
             step(make_batch())
     (note,) = raised.value.__notes__
     assert re.search(r"of 18 parameters had been updated .*, so the step is lost", note)
-    assert disk.DiskCopy.arrived is real
+    assert host_store.HostCopy.arrived is real
     step.verify()
 
 

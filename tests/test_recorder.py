@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from memfit.errors import InvalidDeviceError, MemfitError
-from memfit.system import native, recorder
+from memfit.system import instruments, native, recorder
+from memfit.system.cpu_limit import CpuLimit
 from memfit.system.native import NativeLibraryError
-from memfit.system.recorder import CpuLimit, Usage, allocated_bytes, record, records_at_once, watch
+from memfit.system.recorder import Usage, allocated_bytes, record, records_at_once, watch
 from memfit.workloads import build
 
 KIB = 1024
@@ -230,7 +231,7 @@ def test_peak_equals_the_profilers_on_a_conv_net():
     with record("cpu") as usage:
         model(image).logsumexp(1).sum().backward()
     drop_gradients()
-    by_profiler = recorder._Profiler(source="torch.profiler")
+    by_profiler = instruments.Profiler(source="torch.profiler")
     reference = recorder.Usage(source="torch.profiler")
     token = by_profiler.open(reference)
     model(image).logsumexp(1).sum().backward()
@@ -283,7 +284,7 @@ def without_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(recorder, "_instruments", {})
+    monkeypatch.setattr(instruments, "instruments", {})
 
 
 @pytest.mark.usefixtures("without_compiler")
@@ -311,7 +312,7 @@ def test_a_failing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(NativeLibraryError, match="false failed"):
-        recorder.load_library()
+        instruments.load_library()
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
@@ -319,7 +320,7 @@ def test_a_failing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a library that was built into a cache of its own; its users run in processes of their own."""
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
-    return recorder.LIBRARY.file()
+    return instruments.LIBRARY.file()
 
 
 def count_in_a_process() -> tuple[int, str]:
@@ -350,14 +351,14 @@ def test_a_library_that_others_can_write_to_is_not_opened(built: Path, opened: s
         built.unlink()
     else:
         built.parent.chmod(0o777)
-    assert recorder.LIBRARY.file() == built  # built again, in a folder that is private again
+    assert instruments.LIBRARY.file() == built  # built again, in a folder that is private again
     assert built.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_library_of_another_user_is_not_opened(built: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "geteuid", lambda: built.stat().st_uid + 1)
     monkeypatch.setattr(native, "_ROOT", built.stat().st_uid + 1)
-    apart = recorder.LIBRARY.file()
+    apart = instruments.LIBRARY.file()
     assert not apart.is_relative_to(built.parent)
     assert apart.name == built.name
 
@@ -378,7 +379,7 @@ def test_a_full_disk_leaves_the_profiler(tmp_path: Path, monkeypatch: pytest.Mon
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(recorder, "_instruments", {})
+    monkeypatch.setattr(instruments, "instruments", {})
     native.built_apart.cache_clear()
     with record("cpu") as usage:
         held = torch.empty(ONE_KIB_FLOATS)
@@ -410,7 +411,7 @@ def test_cuda_records_nest():
 def test_unused_memory_is_returned_by_the_instrument_that_counts_it(monkeypatch: pytest.MonkeyPatch):
     returned: list[str] = []
 
-    class Pool(recorder.Instrument):
+    class Pool(instruments.Instrument):
         source = "a pool"
 
         def open(self, usage: recorder.Usage) -> int:
@@ -426,7 +427,7 @@ def test_unused_memory_is_returned_by_the_instrument_that_counts_it(monkeypatch:
             returned.append("all")
 
     device = torch.device("cuda", 7)
-    monkeypatch.setitem(recorder._instruments, device, Pool())
+    monkeypatch.setitem(instruments.instruments, device, Pool())
     recorder.empty_cache(device)
     assert returned == ["all"]
 
@@ -438,7 +439,7 @@ def test_cuda_is_watched_without_setting_its_peak_back(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         torch.cuda, "memory_stats_as_nested_dict", lambda _device: {"allocated_bytes": {"all": bytes_now.copy()}}
     )
-    monkeypatch.setitem(recorder._instruments, device, recorder._Cuda(source="test", device=device))
+    monkeypatch.setitem(instruments.instruments, device, instruments.CudaStatistics(source="test", device=device))
     assert records_at_once(device)
     with watch(device) as usage:
         bytes_now |= {"current": 150, "peak": 1000}
@@ -505,7 +506,8 @@ def test_the_innermost_limit_of_a_thread_counts():
 def test_a_worker_that_is_forked_has_no_limit():
     program = """
 import os, torch
-from memfit.system.recorder import CpuLimit, allocated_bytes
+from memfit.system.cpu_limit import CpuLimit
+from memfit.system.recorder import allocated_bytes
 with CpuLimit(allocated_bytes("cpu"), lambda _: "no"):
     child = os.fork()
     if child == 0:

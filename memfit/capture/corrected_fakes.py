@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from memfit.binding import Call
+from memfit.binding import Call, Value
 from memfit.capture.batch_norms import BATCH_NORM_GRADIENTS, without_idle_statistics
 from memfit.cost.observations import Corrections, RealResult, call_key
-from memfit.cost.views import value_of
 from memfit.torch_private.tensors import fakes_corrected, is_fake, storage_key, tree_map
 
 
@@ -60,4 +59,4 @@ def as_corrected(returned: Any, real: Mapping[int, RealResult | None], is_kept: 
 
 
 def _described(leaf: Any) -> Any:
-    return value_of(leaf, storage_key(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+    return Value.of(leaf, storage_key(leaf)) if isinstance(leaf, torch.Tensor) else leaf

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from memfit.capture.across import Across
-from memfit.cost.views import fills_memory
 from memfit.errors import InvalidOptionError, UnsupportedStepError
+from memfit.memory.place import fills_memory
 from memfit.torch_private.ranks import ddp_facts, first_bucket_bytes, gradient_buckets, start_sum, wait_for_sum
 from memfit.torch_private.tensors import contiguous_strides
 

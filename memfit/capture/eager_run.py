@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from memfit.binding import Value
 from memfit.capture.batch_norms import BATCH_NORMS
 from memfit.capture.generators import states_kept
 from memfit.capture.optimizer import LiveBytes
@@ -25,8 +24,8 @@ from memfit.capture.stand_ins import stand_ins_shown
 from memfit.capture.stream import Difference, Dispatched, Stream, tensors_of
 from memfit.capture.traced import mutated_tensors
 from memfit.capture.training_step import TrainingStep
-from memfit.cost.views import bytes_of, lazy_view, on_its_own, reach_bytes, value_of, view_of
 from memfit.errors import MemfitError, NoGraphError
+from memfit.memory.place import Place, bytes_of, lazy_view, on_its_own
 from memfit.system.budget import format_bytes
 from memfit.torch_private.autograd import (
     TorchDispatchMode,
@@ -95,9 +94,9 @@ def run_as_eager(
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """Metadata of a tensor that autograd saves; its Value has the key of its storage."""
+    """Metadata of a tensor that autograd saves; its place has the key of its storage."""
 
-    value: Value
+    place: Place
     device: torch.device
 
 
@@ -302,15 +301,15 @@ class _EagerRun:
     def _pack(self, tensor: torch.Tensor) -> Any:
         if is_fake(tensor):
             return tensor
-        return _Saved(value_of(tensor, self.stream.key(tensor)), tensor.device)
+        return _Saved(Place.of(tensor, self.stream.key(tensor)), tensor.device)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Saved):
             return saved
         with only_mode(self.mode):
-            whole = torch.empty(reach_bytes(saved.value), dtype=torch.uint8, device=saved.device)
-            fake = view_of(whole, saved.value)
-        self.stream.stand_for(fake, saved.value.storage)
+            whole = torch.empty(saved.place.reach_bytes, dtype=torch.uint8, device=saved.device)
+            fake = saved.place.on(whole)
+        self.stream.stand_for(fake, saved.place.storage)
         return fake
 
     @contextmanager

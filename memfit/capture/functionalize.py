@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from memfit.cost.views import fills_memory, reinterpret
 from memfit.errors import UnsupportedStepError
+from memfit.memory.place import fills_memory, reinterpret
 from memfit.torch_private.tensors import fake_mode_of, real_tensors, tensors_in, tree_map
 
 # In-place calls whose result does not depend on the old content: only their first argument's metadata counts.

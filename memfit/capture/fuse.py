@@ -16,7 +16,6 @@ import torch
 
 from memfit.binding import Call, Value, map_values
 from memfit.capture.traced import TracedCall
-from memfit.cost.views import view_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Fused:
         results: list[torch.Tensor] = []
 
         def tensor(value: Value) -> torch.Tensor:
-            return tensors[-1 - value.storage] if value.storage < 0 else view_of(results[value.storage], value)
+            return tensors[-1 - value.storage] if value.storage < 0 else value.on(results[value.storage])
 
         for part in self.parts:
             returned = part.target(*map_values(part.args, tensor), **map_values(part.kwargs, tensor))

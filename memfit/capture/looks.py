@@ -16,7 +16,7 @@ import torch
 from memfit.binding import Origin, Resident, Value, map_values
 from memfit.capture.trace import Trace
 from memfit.capture.traced import TracedCall
-from memfit.cost.views import at_offset_zero, bytes_of, view_of
+from memfit.memory.place import at_offset_zero, bytes_of
 from memfit.torch_private.tensors import is_fake, real_tensors, tree_flatten
 
 
@@ -49,7 +49,7 @@ class Look:
                 made[storage] = bytes_of(made[storage]).clone()
 
             def tensor_of(value: Value) -> torch.Tensor:
-                return view_of(made[value.storage], value)
+                return value.on(made[value.storage])
 
             for call in self.calls:
                 returned = call.target(*map_values(call.args, tensor_of), **map_values(call.kwargs, tensor_of))

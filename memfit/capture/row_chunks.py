@@ -24,8 +24,8 @@ from memfit.capture.build import Captured
 from memfit.capture.renumber import Renumbering
 from memfit.capture.row_wise import arguments_by_rows, is_by_rows, is_row_wise, map_arguments
 from memfit.cost.op_inputs import InputMaker
-from memfit.cost.views import bytes_of, lazy_view
 from memfit.graph import Graph, Op, Phase
+from memfit.memory.place import bytes_of, lazy_view
 from memfit.rebuild import rebuilt
 from memfit.torch_private.tensors import tensors_in, tree_flatten
 

@@ -32,7 +32,6 @@ from memfit.capture.trace import Trace
 from memfit.capture.training_step import TrainingStep, plain
 from memfit.capture.under_modes import UnderModes, gradients_that_differ
 from memfit.cost.observations import Corrections
-from memfit.cost.views import lazy_view
 from memfit.errors import (
     CaptureError,
     GraphBreakError,
@@ -42,6 +41,7 @@ from memfit.errors import (
     capture_error,
 )
 from memfit.graph import Role
+from memfit.memory.place import lazy_view
 from memfit.torch_private.autograd import autocast_watched
 from memfit.torch_private.modules import gradient_hooks, has_accumulation_hooks
 from memfit.torch_private.tensors import (
@@ -214,7 +214,7 @@ class StepRecording:
                 recorder.records_stream = False
                 self._require_gradients_found()
                 require_none_made(step.model, places)
-                    write_replaced(places, self._own, self._memory, self.trace, self._gradients)
+                write_replaced(places, self._own, self._memory, self.trace, self._gradients)
             self._gradients.collect(self.outputs)
             self._under_modes.require_read(self.trace.calls, {value.storage for value in self.outputs.values()})
         return checkpoints()

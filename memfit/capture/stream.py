@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memfit.capture.lines import OWN, is_users_file
-from memfit.cost.views import bytes_of
+from memfit.memory.place import bytes_of
 from memfit.torch_private.autograd import backward_node
 from memfit.torch_private.tensors import (
     READS_A_NUMBER,

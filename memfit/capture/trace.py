@@ -24,7 +24,6 @@ from memfit.capture.hidden_state import refuse_hidden_state
 from memfit.capture.special_calls import SPECIAL_CASES, functionalize
 from memfit.capture.traced import Entry, TracedCall, TracedStorage, mutated_tensors, short_name
 from memfit.cost.observations import Corrections, RealResult, call_key
-from memfit.cost.views import value_of
 from memfit.errors import CaptureError, UnsupportedStepError
 from memfit.graph import Phase, Role
 from memfit.torch_private.tensors import draws, is_fake, is_view, storage_key, tensors_in, tree_flatten, tree_map
@@ -118,7 +117,7 @@ class Trace:
             return self.add_resident(
                 tensor, role=Role.CONSTANT, origin=Origin.CONSTANT, key=name, name=name, constant=real
             )
-        return value_of(tensor, self._storage_of[key])
+        return Value.of(tensor, self._storage_of[key])
 
     def maker_of(self, tensor: torch.Tensor) -> TracedCall | None:
         """Return the call that wrote a tensor last, or None for one from outside of the step."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memfit.checkpointing.groups import kept_on_the_way
-from memfit.checkpointing.hosted import HostInput
+from memfit.memory.host.room import OnHost
 from memfit.memory.places import of_generator
 from memfit.memory.snapshot import Snapshot
 from memfit.torch_private.autograd import saved_with
@@ -36,7 +36,7 @@ class Link:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         place: int,
-        given: torch.Tensor | HostInput | None,
+        given: torch.Tensor | OnHost | None,
         before: Link | None,
         device: torch.device,
         *,
@@ -83,8 +83,8 @@ class Link:
         return tensor
 
     def _there(self) -> torch.Tensor | None:
-        if isinstance(self._given, HostInput):
-            return self._given.tensor()
+        if isinstance(self._given, OnHost):
+            return self._given.back().requires_grad_()
         return self._again if self._given is None else self._given
 
     def _output(self, given: torch.Tensor) -> torch.Tensor:

@@ -25,9 +25,9 @@ from memfit.checkpointing.shared_policy import Agreed, has_ranks
 from memfit.checkpointing.steering import Steering
 from memfit.checkpointing.uncounted import Uncounted
 from memfit.checkpointing.windows import History, Meter, Updates
-from memfit.eager_mode.host import Host
 from memfit.errors import UnsupportedStepError
 from memfit.memory.contract import Contract, WindowKind
+from memfit.memory.host.room import Host
 from memfit.step.hooks import Awaited, Hook, WeakHook
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, record
 from memfit.torch_private.autograd import at_end_of_backward

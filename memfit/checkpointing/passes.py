@@ -14,11 +14,11 @@ from memfit.checkpointing.chain import Link
 from memfit.checkpointing.choices import FULL, NONE, Rule
 from memfit.checkpointing.contexts import KeepRule
 from memfit.checkpointing.groups import INPUT_RULES
-from memfit.checkpointing.hosted import HostInput
 from memfit.checkpointing.reached import Reach, reach_of_tables
 from memfit.checkpointing.recording import LeanRecorder
 from memfit.checkpointing.seen import CallSeen
 from memfit.checkpointing.snapshots import CallSnapshot
+from memfit.memory.host.room import OnHost
 from memfit.torch_private.modules import own_call
 from memfit.torch_private.tensors import bytes_in
 
@@ -94,8 +94,8 @@ class Pass:
     calls: Counter[str] = field(default_factory=Counter[str])
     given_bytes: int = 0
     planned: Mapping[str, Sequence[int]] | None = None
-    leaving: HostInput | None = None
-    hosted: list[weakref.ref[HostInput]] = field(default_factory=list[weakref.ref[HostInput]])
+    leaving: OnHost | None = None
+    hosted: list[weakref.ref[OnHost]] = field(default_factory=list[weakref.ref[OnHost]])
 
     def ruling(self, spot: Spot, given: Any) -> Ruling | None:
         """Return what is done with a call of a module, which is counted.
@@ -120,9 +120,9 @@ class Pass:
         """Let the device's memory of the input go that goes to the host."""
         leaving, self.leaving = self.leaving, None
         if leaving is not None:
-            leaving.leave()
+            leaving.wait()
 
-    def fetch(self, before: HostInput | None = None) -> None:
+    def fetch(self, before: OnHost | None = None) -> None:
         """Begin to copy the last input back, or the one before an input that is back."""
         while before is not None and self.hosted and self.hosted[-1]() is not before:
             self.hosted.pop()
@@ -130,7 +130,7 @@ class Pass:
             self.hosted.pop()
         following = self.hosted[-1]() if self.hosted else None
         if following is not None:
-            following.fetch()
+            following.begin_back()
 
 
 def rulings_of(rules: Mapping[str, Rule], calls: Sequence[CallSeen], overloads: Mapping[str, Any]) -> dict[str, Ruling]:

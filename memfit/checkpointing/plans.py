@@ -14,8 +14,8 @@ from memfit.checkpointing.policy import Policy, rules_for
 from memfit.checkpointing.recording import LeanRecorder
 from memfit.checkpointing.seen import LeanPass
 from memfit.checkpointing.shapes import Race, Shape, bucket_of
-from memfit.eager_mode.host import Host
 from memfit.memory.contract import MOST_PLANS, WINDOWS_BEFORE_LARGER, Contract, Standing, Usage, WindowKind
+from memfit.memory.host.room import Host
 from memfit.system.recorder import empty_cache
 
 _MOST_LEAN_PASSES = 8  # of one shape

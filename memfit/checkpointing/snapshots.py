@@ -18,7 +18,7 @@ from memfit.capture.copies import ATOMS, MISSING, is_same
 from memfit.capture.discovery import MODULE_NAMES
 from memfit.checkpointing.reached import FoundInValues, Reach, is_exchanged, may_change, needs_a_look
 from memfit.errors import UnsupportedStepError
-from memfit.memory.host.form import Form
+from memfit.memory.place import Place
 from memfit.memory.places import Place
 from memfit.memory.snapshot import Snapshot
 from memfit.torch_private.ambient import Ambient
@@ -138,7 +138,7 @@ class CallSnapshot:
             return tensor.detach().clone()
         if storage not in self._copies:
             self._copies[storage] = tensor.untyped_storage().clone()
-        return Form.of(tensor).on(self._copies[storage])
+        return Place.of(tensor).on(self._copies[storage])
 
     def _look_into(self, held: Any, new: list[tuple[str, Any]], watched: list[tuple[str, torch.Tensor]]) -> None:
         """Note the tensors in what a place holds, and what was not there when it was looked into."""
@@ -287,7 +287,7 @@ class CallSnapshot:
             if each.copy is not None and (each.is_written or not self._reach.is_compiled):
                 if each.storage:
                     again.setdefault(each.storage, each.copy.untyped_storage().clone())
-                form = Form.of(each.copy)
+                form = Place.of(each.copy)
                 each.table[each.key] = form.on(again[each.storage]) if each.storage else each.copy.clone()
         for (_, key), table in self._reach.statistics.items():
             buffer = table.get(key)

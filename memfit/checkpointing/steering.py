@@ -17,13 +17,12 @@ from torch.utils.checkpoint import checkpoint as stock_checkpoint
 from memfit.checkpointing.chain import Link
 from memfit.checkpointing.contexts import Again, Keep, KeepRule, selective_contexts
 from memfit.checkpointing.groups import CHAINS, HALVED, HOSTED
-from memfit.checkpointing.hosted import HostInput, may_go
 from memfit.checkpointing.passes import Pass, Ruling, Spot
 from memfit.checkpointing.reached import reach_of
 from memfit.checkpointing.recording import LeanRecorder
 from memfit.checkpointing.snapshots import CallSnapshot, is_users_hook
-from memfit.eager_mode.host import Host
 from memfit.errors import MemfitError, UnsupportedStepError
+from memfit.memory.host.room import Host, OnHost
 from memfit.torch_private.ambient import saved_as_they_are
 from memfit.torch_private.autograd import hooks_aside_in_transforms, in_backward, in_transform
 from memfit.torch_private.checkpoints import ends_early, tell_mismatch
@@ -174,10 +173,9 @@ class Steering:
         (place,) = places
         given, rest = args[place], (*args[:place], *args[place + 1 :])
         is_chained = ruling in CHAINS and before is not None and before.returned(given)
-        kept: torch.Tensor | HostInput | None = None if is_chained else given
-        if ruling == HOSTED and may_go(self.host, given):
-            assert self.host is not None
-            kept = present.leaving = HostInput(self.host, given.detach())
+        kept: torch.Tensor | OnHost | None = None if is_chained else given
+        if ruling == HOSTED and self.host is not None and self.host.suits(given):
+            kept = present.leaving = self.host.copy(given.detach())
             present.hosted.append(weakref.ref(kept))
         before = before if is_chained else None
         link = Link(forward, rest, kwargs, place, kept, before, self.device, is_halved=ruling == HALVED)
@@ -188,7 +186,7 @@ class Steering:
 
         def run(_: torch.Tensor) -> Any:
             tensor = arriving.pop() if arriving else link.take_input()
-            if isinstance(kept, HostInput) and in_backward():
+            if isinstance(kept, OnHost) and in_backward():
                 present.fetch(before=kept)
             return forward(*rest[:place], tensor, *rest[place:], **kwargs)
 

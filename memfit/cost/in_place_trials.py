@@ -10,8 +10,8 @@ import torch
 
 from memfit.binding import Call, values_in
 from memfit.cost.op_inputs import InputMaker
-from memfit.cost.views import bytes_of
 from memfit.graph import Storage
+from memfit.memory.place import bytes_of
 from memfit.torch_private.tensors import tensors_in
 
 RUNS = 3  # a result that depends on the order of threads differs between runs

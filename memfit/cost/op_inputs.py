@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from memfit.binding import Call, Value, map_values, values_in
-from memfit.cost.views import reach_bytes, view_of
 from memfit.graph import Storage
 
 # Positive, below 1 and away from both ends: valid for variances, probabilities, logarithms and arc functions alike.
@@ -47,7 +46,7 @@ class InputMaker:
         }
 
         def tensor(value: Value) -> torch.Tensor:
-            return view_of(made[value.storage], value)
+            return value.on(made[value.storage])
 
         kwargs = {name: _copied_generator(argument) for name, argument in call.kwargs.items()}
         return map_values(call.args, tensor), map_values(kwargs, tensor)
@@ -59,7 +58,7 @@ class InputMaker:
             values: all views of the storage.
             size_bytes: of the storage in the graph.
         """
-        needed_bytes = max(reach_bytes(value) for value in values)
+        needed_bytes = max(value.reach_bytes for value in values)
         # a graph counts the bytes of its own device: a storage of 0 bytes that has elements lives on the host
         device = self._device if size_bytes >= needed_bytes else torch.device("cpu")
         raw = torch.empty(max(size_bytes, needed_bytes), dtype=torch.uint8, device=device)

@@ -18,7 +18,6 @@ from memfit.capture.dropout import with_eagers_dropout
 from memfit.capture.joint import JointCapture, capture_joint
 from memfit.cost.calibration import linked_device
 from memfit.cost.observations import Corrections
-from memfit.cost.views import on_its_own
 from memfit.dynamo.inputs import (
     overlapping,
     refuse_casts_inside,
@@ -31,6 +30,7 @@ from memfit.graph import Graph
 from memfit.kernels.halves import partitioned
 from memfit.kernels.inductor import Compiled, Planning, compile_within
 from memfit.memory.footprint import footprint
+from memfit.memory.place import on_its_own
 from memfit.plan import Plan
 from memfit.planners.none import KeepEverything
 from memfit.planning import Settings, make_plan

@@ -10,8 +10,8 @@ import torch
 import torch.fx
 
 from memfit.capture.functionalize import CAST_INSIDE
-from memfit.cost.views import span_bytes
 from memfit.errors import UnsupportedStepError
+from memfit.memory.place import span_bytes
 from memfit.step.signature import tensor_signature
 from memfit.torch_private.autograd import any_autocast, backward_keeps_graph
 from memfit.torch_private.modules import hooks_on_all_modules

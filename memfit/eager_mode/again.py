@@ -8,58 +8,74 @@ from typing import Any
 
 import torch
 
+from memfit.binding import map_values, values_in
 from memfit.capture.generators import all_states, set_state
-from memfit.eager_mode.sources import Call, Source, Sources, View, call_of, flat, missing_calls, views_in
+from memfit.eager_mode.sources import Call, Source, Sources, call_of, flat, missing_calls
+from memfit.memory.place import Place, bytes_of
 
 
 class LostContentsError(Exception):
     """What contents are made of is gone, or gives other contents than before."""
 
 
-def make_again(
-    sources: Sources,
-    source: Source,
-    before_call: Callable[[Call], None],
-    done: Callable[[Call, dict[int, torch.Tensor]], None],
-    fetch: Callable[[Source], torch.Tensor],
-) -> torch.Tensor | None:
-    """Make contents again whose storage is gone, or copy them back from the host.
+class Again:
+    """Makes contents again whose storages are gone, or copies them back from the host.
 
     What is there when a call comes may be freed before, and is then recomputed for it.
 
     Args:
         sources: of all storages.
-        source: the contents.
         before_call: called before each call, whose inputs are there, to make room.
         done: called after each, with what it has made, by place.
         fetch: returns a tensor over contents that come back from the host.
-
-    Returns:
-        a tensor over them; None if they cannot be recomputed.
     """
-    if source.host is not None:
-        fetched = fetch(source)
-        sources.enter(fetched.untyped_storage(), source)
-        return fetched
-    order = missing_calls(source)
-    if order is None:
-        return None
-    last = {each: number for number, at in enumerate(order) for each in call_of(at).inputs}
-    held: dict[Source, torch.Tensor] = {}
-    for number, at in enumerate(order):
-        if at.live is None:
-            call = call_of(at)
-            inputs = [_hold(sources, each, held, before_call, done, fetch) for each in call.inputs]
-            before_call(call)
-            found = _run_again(call, at, last, number)
-            for each in order[number:]:
-                if each.call is call:
-                    held[each] = _same_size(each, found[each.place])
-                    sources.enter(held[each].untyped_storage(), each)
-            done(call, found)
-            del found, inputs
-        held = {each: tensor for each, tensor in held.items() if last.get(each, -1) > number or each is source}
-    return held[source] if source in held else _whole_of(source)
+
+    def __init__(
+        self,
+        sources: Sources,
+        before_call: Callable[[Call], None],
+        done: Callable[[Call, dict[int, torch.Tensor]], None],
+        fetch: Callable[[Source], torch.Tensor],
+    ) -> None:
+        self._sources, self._before_call, self._done, self._fetch = sources, before_call, done, fetch
+
+    def make(self, source: Source) -> torch.Tensor:
+        """Return a tensor over contents whose storage is gone.
+
+        Raises:
+            LostContentsError: they cannot be recomputed.
+        """
+        if source.host is not None:
+            fetched = self._fetch(source)
+            self._sources.enter(fetched.untyped_storage(), source)
+            return fetched
+        order = missing_calls(source)
+        if order is None:
+            raise LostContentsError
+        last = {each: number for number, at in enumerate(order) for each in call_of(at).inputs}
+        held: dict[Source, torch.Tensor] = {}
+        for number, at in enumerate(order):
+            if at.live is None:
+                call = call_of(at)
+                inputs = [self._hold(each, held) for each in call.inputs]
+                self._before_call(call)
+                found = _run_again(call, at, last, number)
+                for each in order[number:]:
+                    if each.call is call:
+                        held[each] = _same_size(each, found[each.place])
+                        self._sources.enter(held[each].untyped_storage(), each)
+                self._done(call, found)
+                del found, inputs
+            held = {each: tensor for each, tensor in held.items() if last.get(each, -1) > number or each is source}
+        return held[source] if source in held else _whole_of(source)
+
+    def _hold(self, source: Source, held: dict[Source, torch.Tensor]) -> torch.Tensor:
+        """Return a tensor over contents, recomputed if they are gone."""
+        live = source.live
+        if live is not None:
+            return bytes_of(live)
+        held[source] = self.make(source)
+        return held[source]
 
 
 def _whole_of(source: Source) -> torch.Tensor:
@@ -67,50 +83,27 @@ def _whole_of(source: Source) -> torch.Tensor:
     live = source.live
     if live is None:
         raise LostContentsError
-    return _whole(live)
-
-
-def _hold(
-    sources: Sources,
-    source: Source,
-    held: dict[Source, torch.Tensor],
-    before_call: Callable[[Call], None],
-    done: Callable[[Call, dict[int, torch.Tensor]], None],
-    fetch: Callable[[Source], torch.Tensor],
-) -> torch.Tensor:
-    """Return a tensor over contents, recomputed if they are gone."""
-    live = source.live
-    if live is not None:
-        return _whole(live)
-    made = make_again(sources, source, before_call, done, fetch)
-    if made is None:
-        raise LostContentsError
-    held[source] = made
-    return made
+    return bytes_of(live)
 
 
 def _run_again(call: Call, made: Source, last: Mapping[Source, int], number: int) -> dict[int, torch.Tensor]:
     """Run a call again, and return what it makes, by place; one that writes in place writes over what nothing reads."""
     if not made.in_place:
         return dict(enumerate(_run(call, {})))
-    old = next(itertools.islice(views_in((call.args, call.kwargs)), made.place, None)).source
+    old = next(itertools.islice(values_in((call.args, call.kwargs)), made.place, None)).storage
     storage = _whole_of(old).untyped_storage()
     if last[old] > number:  # another call reads what this one writes over
-        storage = _whole(storage).clone().untyped_storage()
+        storage = bytes_of(storage).clone().untyped_storage()
     else:
         old.storage = None
     _run(call, {old: storage})
-    return {made.place: _whole(storage)}
+    return {made.place: bytes_of(storage)}
 
 
 def _same_size(source: Source, tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or tensor.untyped_storage().nbytes() != source.bytes:
         raise LostContentsError
     return tensor
-
-
-def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _run(call: Call, instead: Mapping[Source, torch.UntypedStorage]) -> list[Any]:
@@ -121,8 +114,11 @@ def _run(call: Call, instead: Mapping[Source, torch.UntypedStorage]) -> list[Any
         instead: storages that take the place of those of some contents.
     """
 
-    args = _filled(call.args, instead)
-    kwargs = _filled(call.kwargs, instead)
+    def tensor(place: Place) -> torch.Tensor:
+        storage = instead.get(place.storage)
+        return place.on(_whole_of(place.storage) if storage is None else storage)
+
+    args, kwargs = map_values(call.args, tensor), map_values(call.kwargs, tensor)
     if call.generators is None:
         return flat(call.function(*args, **kwargs))
     before = generator_states(call.generators)
@@ -131,19 +127,6 @@ def _run(call: Call, instead: Mapping[Source, torch.UntypedStorage]) -> list[Any
         return flat(call.function(*args, **kwargs))
     finally:
         _set_generators(before)
-
-
-def _filled(tree: Any, instead: Mapping[Source, torch.UntypedStorage]) -> Any:
-    """Return arguments with tensors in the places of Views. (An inner function that calls itself is a cycle, which
-    would keep the storages until the next collection of garbage.)"""
-    if isinstance(tree, View):
-        storage = instead.get(tree.source)
-        return tree.on(_whole_of(tree.source) if storage is None else _whole(storage))
-    if isinstance(tree, list):
-        return [_filled(each, instead) for each in tree]  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(tree, dict):
-        return {key: _filled(each, instead) for key, each in tree.items()}  # pyright: ignore
-    return tree
 
 
 def generator_states(drawing: Any) -> dict[Any, torch.Tensor]:

@@ -6,43 +6,32 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from memfit.capture.lines import calling_line
-from memfit.eager_mode.again import LostContentsError, make_again
-from memfit.eager_mode.copies import NEVER_SECONDS, Copies, settle
-from memfit.eager_mode.host import Host
+from memfit.eager_mode.again import Again, LostContentsError
 from memfit.eager_mode.kept import Kept, Saved
 from memfit.eager_mode.operators import is_dense
-from memfit.eager_mode.policy import Policy, cheap_and_stale
+from memfit.eager_mode.passes import Passes
+from memfit.eager_mode.releasing import Releasing, settle
 from memfit.eager_mode.sources import (
     Call,
     Source,
     Sources,
     flat,
     needed_by,
-    seconds_to_make,
     tensors_given,
 )
 from memfit.errors import OverBudgetError, UnsupportedStepError
+from memfit.memory.host.room import Host
 from memfit.system.budget import format_bytes
-from memfit.torch_private.autograd import no_modes, without_autocast
+from memfit.system.recorder import taken_bytes
+from memfit.torch_private.autograd import no_modes, require_unwritten, without_autocast
 from memfit.torch_private.tensors import has_own_dispatch
 
-LEAST_BYTES = 1 << 12  # smaller contents are never freed
 NO_CALL: tuple[Any, Any, Any] = (None, (), {})
-
-
-class Counts:
-    """What happened so far; see `Report`."""
-
-    def __init__(self) -> None:
-        self.calls = self.let_go = self.made_again = self.passes = 0
-        self.again_seconds = 0.0
-        self.freed_within_bytes = 0  # while calls ran
 
 
 class Contents:
@@ -54,9 +43,10 @@ class Contents:
         upper_bytes: at least what is live; read anew where it is too high.
         sources: how contents were made.
         kept: what autograd saved, by its contents.
-        counts: what happened so far.
-        copies: on the host, if there is one.
-        policy: what goes first; see `memfit.eager_mode.policy`.
+        passes: those of the loop.
+        calls, made_again: how many calls the loop made, and how many were recomputed.
+        freed_within_bytes: while calls ran.
+        releasing: what of them goes first, and how.
         stranded_bytes: of the budget, that no call can use.
         is_busy: whether calls are made that are none of the loop's.
         running: the call (operator, args, kwargs) that runs now, or `NO_CALL` outside of all calls; None while this
@@ -83,17 +73,12 @@ class Contents:
         self._model_bytes = model_bytes
         self.sources = Sources()
         self.kept: dict[Source, Kept] = {}
-        self.copies = Copies(host)
-        self.policy: Policy = cheap_and_stale
-        if host is not None:
-            self.policy = partial(cheap_and_stale, seconds_of=self._seconds_to_let_go)
-        self.counts = Counts()
+        self.releasing = Releasing(host)
+        self.passes = Passes()
+        self.calls = self.made_again = self.freed_within_bytes = 0
         self.is_busy = False
         self.running: tuple[Any, Any, Any] | None = NO_CALL
         self.refusal: BaseException | None = None
-        self._gone: dict[Call, list[Kept]] = {}
-        self._pinned: set[Source] = set()
-        self._held_back: frozenset[Source] = frozenset()  # until a call has written to what they are made of
         self._target: Source | None = None  # what is being recomputed
 
     def note(self, call: Call, args: Any, kwargs: Any, returned: Any) -> None:
@@ -128,7 +113,7 @@ class Contents:
             return
         self._forget_dead()
         staying = self._to_stay_without(lost)
-        self._held_back = frozenset(kept.source for kept in staying)
+        self.releasing.held_back = frozenset(kept.source for kept in staying)
         back = [kept for kept in staying if not kept.is_there]
         for kept in back:
             if not kept.is_there:
@@ -146,7 +131,7 @@ class Contents:
 
     def note_writes(self, call: Call | None, args: Any, kwargs: Any, written: list[torch.Tensor]) -> None:
         """Note that a call has written to tensors, and how, if it was one whose contents could be recomputed."""
-        self._held_back = frozenset()
+        self.releasing.held_back = frozenset()
         everything = tensors_given((args, kwargs))
         for tensor in written:
             storage = tensor.untyped_storage()
@@ -171,10 +156,10 @@ class Contents:
             return Saved(None, alias)
         source = self.sources.find(alias.untyped_storage())
         if source is None or source.call is None:
-            if self.copies.host is None:
+            if self.releasing.host is None:
                 return Saved(None, alias)
             source = self.sources.of(alias.untyped_storage())
-            source.used_at = self.counts.calls
+            source.used_at = self.calls
         kept = self.kept.get(source)
         if kept is None:
             kept = self.kept[source] = Kept(source)
@@ -186,9 +171,9 @@ class Contents:
 
     def unpack(self, saved: Saved) -> torch.Tensor:
         """Return the tensor that autograd saved."""
-        saved.require_unwritten()
+        require_unwritten(saved.alias, saved.version)
         if saved.kept is not None:
-            saved.kept.source.used_at = self.counts.calls
+            saved.kept.source.used_at = self.calls
             if not saved.kept.is_there:
                 self._bring_back(saved.kept)
         return _alias(saved.alias)  # one of its own: the alias may be freed while this one is in use
@@ -204,17 +189,16 @@ class Contents:
         target, self._target = self._target, kept.source
         try:
             with torch.no_grad(), without_autocast():
-                made = make_again(self.sources, kept.source, self._before_again, self._done_again, self._fetch)
-            if made is None:
-                raise _lost()
+                again = Again(self.sources, self._before_again, self._done_again, self._fetch)
+                made = again.make(kept.source)
             if not kept.is_there:
                 self._give(kept, made.untyped_storage())
         except LostContentsError:
             raise _lost() from None
         finally:
             self.is_busy, self._target, self.running = was_busy, target, None
-            self._pinned.clear()
-        self.counts.again_seconds += time.perf_counter() - began
+            self.releasing.pinned.clear()
+        self.passes.again_seconds += time.perf_counter() - began
 
     def _give(self, kept: Kept, storage: torch.UntypedStorage) -> None:
         """Let autograd hold contents again.
@@ -228,8 +212,8 @@ class Contents:
         self.sources.enter(storage, kept.source)
 
     def _before_again(self, call: Call) -> None:
-        self.counts.made_again += 1
-        self._pinned = {*call.inputs, *([] if self._target is None else [self._target])}
+        self.made_again += 1
+        self.releasing.pinned = {*call.inputs, *([] if self._target is None else [self._target])}
         if self.upper_bytes + call.need_bytes > self.budget_bytes:
             self.make_room(call.need_bytes, call.function)
         self.upper_bytes += call.need_bytes
@@ -238,7 +222,7 @@ class Contents:
     def _done_again(self, call: Call, found: dict[int, torch.Tensor]) -> None:
         """Let autograd have contents that were recomputed on the way, as long as there is room for them."""
         self.running = None
-        for kept in self._gone.pop(call, []):
+        for kept in self.releasing.dropped.pop(call, []):
             tensor = found.get(kept.source.place)
             is_its = kept.source.call is call and not kept.is_there and kept.alive()
             if is_its and isinstance(tensor, torch.Tensor):
@@ -247,12 +231,13 @@ class Contents:
 
     def _fetch(self, source: Source) -> torch.Tensor:
         """Copy contents back from the host, and let autograd have them if it saved them."""
-        self._pinned = set() if self._target is None else {self._target}
-        need_bytes = self.copies.bytes_back(source)
+        self.releasing.pinned = set() if self._target is None else {self._target}
+        assert self.releasing.host is not None
+        need_bytes = taken_bytes(source.bytes, self.releasing.host.device)
         if self.upper_bytes + need_bytes > self.budget_bytes:
             self.make_room(need_bytes, "a copy back from the host")
         self.upper_bytes += need_bytes
-        tensor = self.copies.back(source)
+        tensor = self.releasing.back(source)
         kept = self.kept.get(source)
         if kept is not None and not kept.is_there:
             self._give(kept, tensor.untyped_storage())
@@ -300,17 +285,17 @@ class Contents:
         running = self.running
         if running is None:
             return None
-        self.running, pinned, before_bytes = None, self._pinned, self.live_bytes()
+        self.running, pinned, before_bytes = None, self.releasing.pinned, self.live_bytes()
         function, args, kwargs = running
         try:
-            self._pinned = pinned | self._given(args, kwargs)
+            self.releasing.pinned = pinned | self._given(args, kwargs)
             self.make_room(need_bytes, "this line" if function is None else function)
         except BaseException as refusal:  # noqa: BLE001 (it passes through a kernel, which raises another error)
             self.refusal = refusal
             return str(refusal)
         finally:
-            self.counts.freed_within_bytes += max(0, before_bytes - self.live_bytes())
-            self.running, self._pinned = running, pinned
+            self.freed_within_bytes += max(0, before_bytes - self.live_bytes())
+            self.running, self.releasing.pinned = running, pinned
         return None
 
     def _given(self, args: Any, kwargs: Any) -> set[Source]:
@@ -321,55 +306,14 @@ class Contents:
 
     def _let_go_for(self, need_bytes: int) -> bool:
         """Let contents go, in the policy's order, until there is room for a call; return whether there is."""
-        free = [kept for kept in self.kept.values() if self._can_go(kept)]
-        for kept in self.policy(free, self.counts.calls + 1):
-            self._let_go(kept)
+        for kept in self.releasing.best_first(self.kept.values(), self.calls + 1):
+            seconds = self.releasing.let_go(kept)
+            if self._target is None:  # or the seconds are those of what is recomputed
+                self.passes.again_seconds += seconds
             self.upper_bytes = self.live_bytes()
             if self.upper_bytes + need_bytes <= self.budget_bytes:
                 return True
         return False
-
-    def _can_go(self, kept: Kept) -> bool:
-        source = kept.source
-        if not kept.is_there or source.bytes < LEAST_BYTES or source in self._pinned:
-            return False
-        return self._can_drop(source) or self.copies.seconds(kept) < NEVER_SECONDS
-
-    def _can_drop(self, source: Source) -> bool:
-        return source.call is not None and source not in self._held_back and not source.is_blank
-
-    def _seconds_to_drop(self, source: Source) -> float:
-        return seconds_to_make(source) if self._can_drop(source) else NEVER_SECONDS
-
-    def _seconds_to_let_go(self, kept: Kept) -> float:
-        return min(self._seconds_to_drop(kept.source), self.copies.seconds(kept))
-
-    def _let_go(self, kept: Kept) -> None:
-        """Drop contents, or copy them to the host, whichever takes less time with what is gone by now."""
-        if self.copies.host is None:
-            self._drop(kept)
-            return
-        drop_seconds, copy_seconds = self._seconds_to_drop(kept.source), self.copies.seconds(kept)
-        if copy_seconds < drop_seconds:
-            self._offload(kept)
-        elif drop_seconds < NEVER_SECONDS:
-            self._drop(kept)
-
-    def _drop(self, kept: Kept) -> None:
-        source = kept.source
-        assert source.call is not None
-        kept.let_go()
-        self.counts.let_go += 1
-        self._gone.setdefault(source.call, []).append(kept)
-
-    def _offload(self, kept: Kept) -> None:
-        """Let contents go that are on the host, or for which there is room."""
-        seconds = self.copies.make(kept.source)
-        if self._target is None:  # or the seconds are those of what is recomputed
-            self.counts.again_seconds += seconds
-        kept.source.release()
-        kept.let_go()
-        self.counts.let_go += 1
 
     def _forget_dead(self) -> None:
         self.kept = {source: kept for source, kept in self.kept.items() if kept.alive()}
@@ -378,14 +322,13 @@ class Contents:
         """Forget how what nobody saved was made, or a loop's calls would all be remembered."""
         self._forget_dead()
         self.sources.forget(needed_by(self.kept))
-        self._gone = {call: alive for call, group in self._gone.items() if (alive := [k for k in group if k.alive()])}
+        self.releasing.forget_dead()
 
     def close(self) -> None:
         """Copy nothing to the host any more; what autograd holds after the block can still be read."""
         self.forget()
         self.sources = Sources()
-        self.policy = cheap_and_stale  # no cycles are left: what autograd drops is freed
-        self.copies.close()
+        self.releasing.close()
 
     def _holding(self) -> str:
         """Say what holds the memory."""

@@ -15,17 +15,18 @@ from torch.nn.parameter import is_lazy
 
 from memfit.capture.placement import step_device
 from memfit.capture.under_modes import gradients_that_differ
-from memfit.eager_mode.host import Host
 from memfit.eager_mode.mode import BudgetMode
 from memfit.eager_mode.needs import Needs
 from memfit.eager_mode.passes import Ran, Way
 from memfit.errors import InvalidBudgetError, InvalidOptionError, UnsupportedStepError
+from memfit.memory.host.room import Host
 from memfit.step.hooks import Hook
 from memfit.step.turns import turn_on
 from memfit.step.uncopied import Uncopied
 from memfit.system.alive import alive_objects
 from memfit.system.budget import format_bytes, parse_budget, parse_host_budget
-from memfit.system.recorder import CpuLimit, Usage, allocated_bytes, record, taken_bytes
+from memfit.system.cpu_limit import CpuLimit
+from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
 from memfit.system.spill_file import parse_host_dir, require_host_budget
 from memfit.torch_private.cuda import turn_on_expandable_segments
 from memfit.torch_private.tensors import is_plain_dense
@@ -157,20 +158,20 @@ class Eager(Uncopied):
             return self._ended
         if self._mode is None or self._usage is None:
             raise InvalidOptionError("nothing has run yet; enter the block first")
-        counts, needs, passes = self._mode.counts, self._mode.needs, self._mode.passes
-        copies = self._mode.contents.copies
-        ran = passes.with_present(counts.again_seconds) if self._mode.is_in_pass else passes.ran
+        contents, needs, passes = self._mode.contents, self._mode.needs, self._mode.passes
+        releasing = contents.releasing
+        ran = passes.with_present() if self._mode.is_in_pass else passes.ran
         return Report(
             budget_bytes=self.budget_bytes,
             peak_bytes=self._before_bytes + self._usage.peak_bytes,
-            passes=counts.passes + self._mode.is_in_pass,
-            calls=counts.calls,
-            let_go=counts.let_go,
-            made_again=counts.made_again,
-            to_host_bytes=copies.to_host_bytes,
-            to_device_bytes=copies.to_device_bytes,
-            again_seconds=counts.again_seconds,
-            freed_within_bytes=counts.freed_within_bytes,
+            passes=sum(each.passes for each in ran.values()),
+            calls=contents.calls,
+            let_go=releasing.freed,
+            made_again=contents.made_again,
+            to_host_bytes=releasing.to_host_bytes,
+            to_device_bytes=releasing.to_device_bytes,
+            again_seconds=passes.again_seconds,
+            freed_within_bytes=contents.freed_within_bytes,
             bounded=needs.bounded,
             exceeded=needs.exceeded,
             calm=ran[Way.CALM],

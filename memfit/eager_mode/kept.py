@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 
 from memfit.eager_mode.sources import Source
+from memfit.memory.place import Place, bytes_of
 from memfit.torch_private.autograd import no_modes
 
 _FEW_WORDS = 512  # of 8 bytes: fewer are kept as they are
@@ -68,31 +68,21 @@ class Saved:
 
     def __init__(self, kept: Kept | None, alias: torch.Tensor) -> None:
         self.kept, self.alias, self.version = kept, alias, alias._version
-        self._place: Any = None
+        self._place: Place | None = None
 
     def let_go(self) -> None:
         """Let go of the storage, and remember the place in it."""
         alias = self.alias
-        self._place = alias.shape, alias.stride(), alias.storage_offset()
+        self._place = Place.of(alias)
         with no_modes():
             alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
 
     def take(self, storage: torch.UntypedStorage) -> None:
         """Be the tensor again that was freed, on a storage with the same contents."""
-        shape, stride, offset = self._place
-        alias = self.alias
+        place, self._place = self._place, None
+        assert place is not None
         with no_modes():
-            alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device).set_(storage, offset, shape, stride)
-        self._place = None
-
-    def require_unwritten(self) -> None:
-        """Raise the error that autograd raises without hooks, if the tensor was written to since it was saved."""
-        if self.alias._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of shape {list(self.alias.shape)} was saved at version {self.version}, and is at version "
-                f"{self.alias._version} now"
-            )
+            self.alias.data = place.on(storage)
 
 
 def checksum(storage: torch.UntypedStorage) -> list[int]:
@@ -102,7 +92,7 @@ def checksum(storage: torch.UntypedStorage) -> list[int]:
     changes or takes another place. It reads the storage three times, box by box: on CUDA sums take copies of a box.
     """
     with no_modes(), torch.no_grad():
-        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        whole = bytes_of(storage)
         words = whole[: whole.numel() // 8 * 8].view(torch.int64)
         tail = whole[words.numel() * 8 :].tolist()
         sums: list[torch.Tensor] = []

@@ -15,14 +15,14 @@ import torch
 from memfit.capture.generators import STATE_BYTES
 from memfit.eager_mode.again import generator_states
 from memfit.eager_mode.contents import Contents
-from memfit.eager_mode.host import Host
 from memfit.eager_mode.needs import Need, Needs
 from memfit.eager_mode.operators import FOREIGN, ONCE, VIEW, WRITES, Operator, require_as_bare
-from memfit.eager_mode.passes import Passes, Way
+from memfit.eager_mode.passes import Way
 from memfit.eager_mode.sources import Call, Sources
 from memfit.errors import UnsupportedStepError
 from memfit.memory.contract import Aim, Contract, Standing
 from memfit.memory.contract import Usage as Taken
+from memfit.memory.host.room import Host
 from memfit.step.turns import Turn
 from memfit.system.recorder import Usage, empty_cache, page_bytes, record
 from memfit.torch_private.autograd import (
@@ -75,8 +75,7 @@ class BudgetMode(UnwrappedMode):
             self._may_grow = may_grow
             self._standing = Standing(expected_error_bytes=int(_UNUSED_SHARE * budget_bytes), is_most=not may_grow)
             self._aim(self._contract.aim_bytes(self._standing))
-        self.needs, self.counts = needs, self.contents.counts
-        self.passes = Passes()
+        self.needs, self.passes = needs, self.contents.passes
         self._is_limited = needs.device.type == "cpu"  # by `CpuLimit`
         self._operators: dict[int, Operator] = {}
         self._was_backward = False
@@ -101,7 +100,7 @@ class BudgetMode(UnwrappedMode):
         self._patches = ExitStack()
         self._patches.enter_context(saved_leaves_themselves())
         self._patches.enter_context(hooks_aside_in_transforms())
-        self.passes.begin(self.counts.again_seconds, is_noted=True)
+        self.passes.begin(is_noted=True)
         self._open()
         return self
 
@@ -109,8 +108,7 @@ class BudgetMode(UnwrappedMode):
         self._thread = None
         if self._was_backward:
             self._was_backward = False
-            self.counts.passes += 1
-            self.passes.end(self.counts.again_seconds)
+            self.passes.end()
         self._close()
         if self._is_noting:
             self._hooks.__exit__(*raised)
@@ -123,7 +121,7 @@ class BudgetMode(UnwrappedMode):
         contents = self.contents
         if contents.is_busy:
             return func(*args, **(kwargs or {}))
-        operator = self._operators.get(id(func)) or self._first_use(func)
+        operator = self._operators.get(id(func)) or self._operators.setdefault(id(func), Operator(func))
         if operator.kind == VIEW and not operator.takes_unseen:
             return func(*args, **kwargs) if kwargs else func(*args)
         outer, contents.running = contents.running, None
@@ -141,14 +139,12 @@ class BudgetMode(UnwrappedMode):
         """Make a call of the loop, and what comes before and after it."""
         contents, func = self.contents, operator.function
         if operator.kind == VIEW:
-            contents.running = func, args, kwargs
-            returned = func(*args, **kwargs) if kwargs else func(*args)
-            contents.running = None
+            returned = self._run(func, args, kwargs)
             contents.upper_bytes = contents.live_bytes()  # with what was taken where the mode does not look
             return returned
         if operator.is_looked_at:
             require_as_bare(func, args)
-        self.counts.calls += 1
+        contents.calls += 1
         is_forward = not in_backward()
         if not is_forward:
             self._was_backward = True
@@ -157,9 +153,7 @@ class BudgetMode(UnwrappedMode):
         if self._is_noting:
             return self._noted(operator, args, kwargs or {}, is_forward=is_forward)
         if self._is_limited:  # what the call takes need not be known before
-            contents.running = func, args, kwargs
-            returned = func(*args, **kwargs) if kwargs else func(*args)
-            contents.running = None
+            returned = self._run(func, args, kwargs)
             if contents.live_bytes() > self._watch_bytes:
                 self._look(0, func)
             return returned
@@ -168,20 +162,21 @@ class BudgetMode(UnwrappedMode):
             return self._first_call(operator, args, kwargs or {}, [])[0]
         if contents.upper_bytes + need.peak_bytes > self._watch_bytes:
             self._look(need.peak_bytes, func)
-        contents.running = func, args, kwargs
-        returned = func(*args, **kwargs) if kwargs else func(*args)
-        contents.running = None
+        returned = self._run(func, args, kwargs)
         contents.upper_bytes += need.result_bytes
         return returned
 
-    def _first_use(self, func: Any) -> Operator:
-        operator = self._operators[id(func)] = Operator(func)
-        return operator
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator, while which other contents than its arguments may be freed."""
+        self.contents.running = func, args, kwargs
+        returned = func(*args, **kwargs) if kwargs else func(*args)
+        self.contents.running = None
+        return returned
 
     def _noted(self, operator: Operator, args: Any, kwargs: Any, *, is_forward: bool) -> Any:
         """Make a call, and note how it makes contents."""
         contents, func, kind = self.contents, operator.function, operator.kind
-        number = self.counts.calls
+        number = contents.calls
         if number % _FORGET_EVERY == 0:
             contents.forget()
         need = operator.need(args, kwargs)
@@ -224,7 +219,7 @@ class BudgetMode(UnwrappedMode):
             if written:
                 contents.before_writes(written, 0 if self._is_limited else bound_bytes, func)
             contents.running = func, args, kwargs
-            returned, need = self.needs.learn(func, args, kwargs, bound_bytes, self._freed_within)
+            returned, need = self.needs.learn(func, args, kwargs, bound_bytes, lambda: contents.freed_within_bytes)
         finally:
             contents.is_busy, contents.running = False, None
             contents.upper_bytes = contents.live_bytes()
@@ -297,22 +292,18 @@ class BudgetMode(UnwrappedMode):
         """Begin another pass: what autograd held of the last one is gone."""
         self._was_backward = False
         self._judge()
-        self.counts.passes += 1
-        self.passes.end(self.counts.again_seconds)
+        self.passes.end()
         self.contents.forget()
         is_quiet = self._watch_bytes < self.contents.budget_bytes and not self.contents.kept
         self._quiet_passes = self._quiet_passes + 1 if is_quiet else 0
         self._watch_bytes = self._calm_bytes()
         self._set_noting(is_wanted=self._quiet_passes < _QUIET_PASSES)
-        self.passes.begin(self.counts.again_seconds, is_noted=self._is_noting)
+        self.passes.begin(is_noted=self._is_noting)
 
     def _calm_bytes(self) -> int:
         """Return the bytes below which a pass stays quiet."""
         live_bytes, budget_bytes = self.contents.live_bytes(), self.contents.budget_bytes
         return min(budget_bytes, live_bytes + (budget_bytes - live_bytes) // _CALM_SHARE)
-
-    def _freed_within(self) -> int:
-        return self.counts.freed_within_bytes
 
     def _look(self, need_bytes: int, what: Any, *, makes_room: bool = True) -> None:
         """Look at what is live, before a call that may not fit; note calls from here on if they have to be noted.

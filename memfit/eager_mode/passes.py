@@ -45,32 +45,33 @@ class Passes:
     Attributes:
         ran: the passes that have ended, by how they ran.
         way: of the pass that runs now, so far.
+        again_seconds: for calls that were recomputed, and copies, in all passes so far.
     """
 
     def __init__(self) -> None:
         self.ran = {way: Ran() for way in Way}
-        self.begin(0.0, is_noted=True)
+        self.again_seconds = 0.0
+        self.begin(is_noted=True)
 
-    def begin(self, again_seconds: float, *, is_noted: bool) -> None:
+    def begin(self, *, is_noted: bool) -> None:
         """Begin a pass.
 
         Args:
-            again_seconds: for calls recomputed, and copies, in all passes so far.
             is_noted: whether its calls are noted from the first one on.
         """
         self.way = Way.POLICY if is_noted else Way.CALM
-        self._began, self._again_seconds = time.perf_counter(), again_seconds
+        self._began, self._again_seconds = time.perf_counter(), self.again_seconds
 
-    def end(self, again_seconds: float) -> None:
-        """End the pass, and count it; `again_seconds` as for `begin`."""
-        self.ran = self.with_present(again_seconds)
+    def end(self) -> None:
+        """End the pass, and count it."""
+        self.ran = self.with_present()
 
-    def with_present(self, again_seconds: float) -> dict[Way, Ran]:
-        """Return the passes that ran in each way, the present one included; `again_seconds` as for `begin`."""
+    def with_present(self) -> dict[Way, Ran]:
+        """Return the passes that ran in each way, the present one included."""
         so_far = self.ran[self.way]
         ran = Ran(
             passes=so_far.passes + 1,
             seconds=so_far.seconds + time.perf_counter() - self._began,
-            again_seconds=so_far.again_seconds + again_seconds - self._again_seconds,
+            again_seconds=so_far.again_seconds + self.again_seconds - self._again_seconds,
         )
         return {**self.ran, self.way: ran}

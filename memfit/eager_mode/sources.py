@@ -8,14 +8,15 @@ recomputed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
 
+from memfit.binding import values_in
 from memfit.capture.batch_norms import BATCH_NORMS
-from memfit.cost.views import lazy_view, reinterpret
-from memfit.eager_mode.host import OnHost
+from memfit.memory.host.room import OnHost
+from memfit.memory.place import Place
 
 _ATOMS = {int, float, bool, type(None), str, torch.dtype, torch.device}
 _LONGEST_CHAIN = 256  # calls that are counted for the cost of making contents again
@@ -37,14 +38,15 @@ class Call:
 
     Attributes:
         function: the operator.
-        args, kwargs: its arguments, with a `View` in the place of each tensor.
+        args, kwargs: its arguments, with a `Place` in a Source in the place of each tensor.
         inputs: what must be there before it can be recomputed, each once.
+        held: the storages of those that cannot be recomputed.
         number: calls are counted.
         seconds, need_bytes: that it takes.
         generators: the states of the random generators before it, if it draws.
     """
 
-    __slots__ = ("args", "function", "generators", "inputs", "kwargs", "need_bytes", "number", "seconds")
+    __slots__ = ("args", "function", "generators", "held", "inputs", "kwargs", "need_bytes", "number", "seconds")
 
     def __init__(self, number: int, function: Any, seconds: float, need_bytes: int, generators: Any) -> None:
         self.number, self.function, self.generators = number, function, generators
@@ -52,6 +54,7 @@ class Call:
         self.args: Any = ()
         self.kwargs: Any = {}
         self.inputs: list[Source] = []
+        self.held: list[Held] = []
 
     def read(self, sources: Sources, args: Any, kwargs: Any) -> None:
         """Remember what the call is made with, and that it reads it.
@@ -62,7 +65,8 @@ class Call:
         self.args = template(sources, _without_statistics(self.function, args), self.number)
         if kwargs:
             self.kwargs = template(sources, kwargs, self.number)
-        self.inputs = list(dict.fromkeys(view.source for view in views_in((self.args, self.kwargs))))
+        self.inputs = list(dict.fromkeys(place.storage for place in values_in((self.args, self.kwargs))))
+        self.held = [source.hold() for source in self.inputs if source.call is None]
 
 
 class Held:
@@ -134,23 +138,6 @@ class Source:
             held.storage = None
 
 
-class View:
-    """A tensor over a Source. It holds the storage of contents that cannot be recomputed."""
-
-    __slots__ = ("conjugated", "dtype", "held", "negated", "offset", "shape", "source", "stride")
-
-    def __init__(self, source: Source, tensor: torch.Tensor) -> None:
-        self.source = source
-        self.held = source.hold() if source.call is None else None
-        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
-        self.offset, self.conjugated, self.negated = tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
-
-    def on(self, base: torch.Tensor) -> torch.Tensor:
-        """Return the view on the storage of a tensor."""
-        view = reinterpret(base, self.dtype, self.shape, self.stride, self.offset)
-        return lazy_view(view, conjugated=self.conjugated, negated=self.negated)
-
-
 class Sources:
     """The Sources of all storages that the mode has seen, by storage."""
 
@@ -200,7 +187,7 @@ class Sources:
 
 
 def template(sources: Sources, tree: Any, now: int) -> Any:
-    """Return arguments with a View in the place of each tensor, and note that call `now` reads them.
+    """Return arguments with a Place in a Source in the place of each tensor, and note that call `now` reads them.
 
     Args:
         sources: of all storages.
@@ -213,23 +200,12 @@ def template(sources: Sources, tree: Any, now: int) -> Any:
         source = sources.of(tree.untyped_storage())
         source.used_at = now
         source.readers += 1
-        return View(source, tree)
+        return Place.of(tree, source)
     if isinstance(tree, list | tuple):
         return [template(sources, each, now) for each in tree]  # pyright: ignore[reportUnknownVariableType]
     if isinstance(tree, dict):
         return {key: template(sources, each, now) for key, each in tree.items()}  # pyright: ignore
     return tree
-
-
-def views_in(tree: Any) -> Iterator[View]:
-    """Yield the Views in arguments, in order."""
-    if isinstance(tree, View):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for each in tree:  # pyright: ignore[reportUnknownVariableType]
-            yield from views_in(each)
-    elif isinstance(tree, dict):
-        yield from views_in(list(tree.values()))  # pyright: ignore[reportUnknownArgumentType]
 
 
 def missing_calls(source: Source) -> list[Source] | None:

@@ -20,9 +20,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from memfit.binding import Origin, Value
 from memfit.capture.joint import JointCapture
-from memfit.cost.views import at_offset_zero
 from memfit.errors import UnsupportedStepError
 from memfit.kernels.program import TICKET, Half, Program
+from memfit.memory.place import at_offset_zero
 from memfit.torch_private.autograd import default_saved_hooks
 from memfit.torch_private.tensors import FakeTensorMode
 

@@ -25,10 +25,10 @@ import torch
 from memfit.binding import Binding, Call, Value
 from memfit.capture.fuse import Fused, calls_of
 from memfit.capture.generators import SaveGeneratorState, replay
-from memfit.cost.views import lazy_view, reinterpret
 from memfit.graph import Graph
 from memfit.kernels.direct_calls import DirectCalls
 from memfit.memory.host.layout import NO_HOST_COPIES, HostLayout
+from memfit.memory.place import lazy_view, reinterpret
 from memfit.schedule import Code, Compute, CrossBoundary, Drop, DropHost, Instruction, Offload, Prefetch, Schedule, Wait
 
 

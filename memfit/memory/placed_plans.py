@@ -16,7 +16,7 @@ from memfit.memory.arena.devices import ALIGNMENT_BYTES
 from memfit.memory.arena.places import Places, aligned_as, bytes_beside, make_places, requests_of
 from memfit.memory.fit_by import Sizes, fit_by
 from memfit.memory.host.layout import host_layout
-from memfit.memory.host.store import alignment_bytes
+from memfit.memory.host.slab import alignment_bytes
 from memfit.plan import Plan, Status
 from memfit.planning import Settings
 from memfit.schedule import Schedule

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memfit.cost.environment import free_bytes
-from memfit.memory.host.form import Form, bytes_of
+from memfit.memory.place import Place, bytes_of
 from memfit.torch_private.autograd import saved_with
 
 
@@ -25,15 +25,13 @@ def saved_on_host() -> Generator[None]:
         is_parameter = tensor.is_leaf and tensor.requires_grad
         if is_parameter or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return tensor
-        return Form.of(tensor), bytes_of(tensor.detach()).to("cpu", copy=True)
+        return Place.of(tensor), tensor.device, bytes_of(tensor.detach()).to("cpu", copy=True)
 
     def unpack(packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        form, content = packed
-        tensor = form.allocate()
-        bytes_of(tensor).copy_(content)
-        return tensor
+        place, device, content = packed
+        return place.on(content.to(device, copy=True))
 
     with saved_with(pack, unpack):
         yield

@@ -86,11 +86,6 @@ class StepMemory:
         """Whether the next call will take what the last one took. A call that an arena only records is no such call."""
         return self.arena is None or self.arena.last_step.recorded == 0
 
-    @property
-    def recorded(self) -> int:
-        """How many requests calls made while the arena recorded them."""
-        return 0 if self.arena is None else self.arena.counts.recorded
-
     def key(self, signature: Hashable) -> tuple[Hashable, int]:
         """Return what calls of this signature have in common that request the same memory."""
         return signature, 0 if self._optimizer is None else len(self._optimizer.state)

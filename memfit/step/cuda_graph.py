@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ import torch
 from memfit.binding import Origin
 from memfit.capture import Captured, TrainingStep
 from memfit.capture.draws_in_graphs import PhiloxStates
-from memfit.cost.views import lazy_view, reinterpret, span_bytes
 from memfit.errors import InvalidOptionError, UnsupportedStepError, VerificationError
 from memfit.memory.bits import same_bits
 from memfit.memory.footprint import footprint
+from memfit.memory.place import Place, reinterpret, span_bytes
 from memfit.memory.snapshot import StepState
 from memfit.memory.step_memory import StepMemory
 from memfit.planning import Settings
@@ -338,8 +338,7 @@ def _place_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same form, with memory of its own."""
     start, end = span_bytes(tensor)
     base = torch.empty(end - start, dtype=torch.uint8, device=tensor.device)
-    own = reinterpret(base, tensor.dtype, tuple(tensor.shape), tensor.stride(), 0)
-    return lazy_view(own, conjugated=tensor.is_conj(), negated=tensor.is_neg())
+    return replace(Place.of(tensor), offset=0).on(base)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,6 @@ from memfit.binding import Call, Value, map_values, values_in
 from memfit.capture import Captured, TrainingStep
 from memfit.cost.op_inputs import InputMaker, holds_noise
 from memfit.cost.single_op import Clock, undisturbed
-from memfit.cost.views import view_of
 from memfit.errors import InvalidBudgetError
 from memfit.graph import Graph, Op
 from memfit.step.step_program import fetchers
@@ -229,7 +228,7 @@ class _Run:
 
         def tensor(value: Value) -> torch.Tensor:
             storage = value.storage
-            return view_of(self.residents[storage] if storage in self.residents else live[storage], value)
+            return value.on(self.residents[storage] if storage in self.residents else live[storage])
 
         args, kwargs = map_values(call.args, tensor), map_values(call.kwargs, tensor)
         returned, timing = self._call(call, args, kwargs)

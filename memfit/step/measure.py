@@ -13,9 +13,9 @@ import torch
 
 from memfit.capture import TrainingStep
 from memfit.cost.gpu_timing import synchronize
-from memfit.cost.views import span_bytes
 from memfit.memory.contract import STEPS_IN_A_ROW
 from memfit.memory.footprint import footprint
+from memfit.memory.place import span_bytes
 from memfit.memory.saved_on_host import EagerRun
 from memfit.memory.snapshot import left_as_it_was
 from memfit.simulate.overlap import Transfers

@@ -17,7 +17,7 @@ from memfit.cost.samples import Samples
 from memfit.device import Device
 from memfit.graph import Graph
 from memfit.memory.host.layout import host_layout
-from memfit.memory.host.store import alignment_bytes
+from memfit.memory.host.slab import alignment_bytes
 from memfit.memory.placed_plans import plan_as_placed
 from memfit.near_plans import CARRIED, PROVISIONAL, is_carried, make_near_plan
 from memfit.plan import Plan, Problem, Progress

@@ -19,7 +19,8 @@ from memfit.errors import PlanMismatchError
 from memfit.graph import Graph
 from memfit.kernels.program import Program, make_program
 from memfit.memory.host.layout import host_layout
-from memfit.memory.host.store import HostStore, alignment_bytes
+from memfit.memory.host.slab import alignment_bytes
+from memfit.memory.host.store import HostStore
 from memfit.memory.in_arena import InArena
 from memfit.memory.placed_plans import plan_as_placed
 from memfit.plan import Plan

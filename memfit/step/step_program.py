@@ -11,7 +11,6 @@ import torch
 
 from memfit.binding import Origin, Resident
 from memfit.capture import Captured, Guards, TrainingStep
-from memfit.cost.views import at_offset_zero, span_bytes
 from memfit.cost.warming import warm
 from memfit.errors import InvalidOptionError
 from memfit.kernels.program import make_program
@@ -19,6 +18,7 @@ from memfit.memory.arena.places import Places
 from memfit.memory.footprint import footprint
 from memfit.memory.host.store import HostStore
 from memfit.memory.in_arena import InArena
+from memfit.memory.place import at_offset_zero, span_bytes
 from memfit.memory.placed_plans import allocator_settings, taken_bytes
 from memfit.plan import Plan
 from memfit.planning import Settings

@@ -61,6 +61,21 @@ def default_saved_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def require_unwritten(saved: torch.Tensor, version: int) -> None:
+    """Raise the error that autograd raises where there are no hooks, if a tensor was written to since it was saved.
+
+    Args:
+        saved: shares the counter of versions with the tensor.
+        version: when it was saved.
+    """
+    if saved._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"tensor of shape {list(saved.shape)} was saved at version {version}, and is at version {saved._version} "
+            "now"
+        )
+
+
 @contextmanager
 def saved_with(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
     """Let autograd save tensors inside the block through hooks, but for transformations of torch.func.

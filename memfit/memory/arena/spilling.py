@@ -8,15 +8,20 @@ request that it was, and a request ends where eager would have freed it. So do t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from memfit.memory.arena.library import ArenaLibrary
-from memfit.system.spill_file import BLOCK_BYTES, SpillFile
-from memfit.torch_private.autograd import saved_with
+from memfit.memory.host.slab import DiskSlab
+from memfit.memory.host.store import HostCopy
+from memfit.memory.place import Place, bytes_of
+from memfit.system.spill_file import BLOCK_BYTES
+from memfit.torch_private.autograd import require_unwritten, saved_with
 
 _LEAST_BYTES = 1 << 16  # smaller storages stay
 _FILE_BYTES = 1 << 28  # of one of several files; a larger storage has a file of its own
@@ -32,8 +37,9 @@ class Spilling:
     """
 
     def __init__(self, library: ArenaLibrary, device: torch.device, directory: Path | None) -> None:
-        self._library = library
-        self._copies = _HostCopies() if device.type == "cuda" else _FileCopies(directory)
+        self._library, self._device, self._directory = library, device, directory
+        self._slab: DiskSlab | None = None  # the last one, of which so much is used
+        self._used_bytes = 0
         self._spilled: dict[tuple[int, int], _Spilled] = {}  # by number of the request and version of the tensor
         self._hooks = saved_with(self._pack, self._unpack)
         self.is_over = False
@@ -54,8 +60,20 @@ class Spilling:
             return _Kept(tensor)
         key = number, tensor._version
         if key not in self._spilled:
-            self._spilled[key] = _Spilled(number, storage.nbytes(), self._copies.make(storage), tensor.device)
+            self._spilled[key] = _Spilled(number, self._copied(bytes_of(tensor)))
         return _Handle(self, key, tensor)
+
+    def _copied(self, whole: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Copy the bytes of a storage away, and return what brings them back, on new memory."""
+        if self._device.type == "cuda":
+            return partial(whole.cpu().to, whole.device)
+        size_bytes = -(-len(whole) // BLOCK_BYTES) * BLOCK_BYTES
+        if self._slab is None or self._used_bytes + size_bytes > self._slab.size_bytes:
+            self._slab, self._used_bytes = DiskSlab(max(size_bytes, _FILE_BYTES), self._directory), 0
+        copy = HostCopy(self._slab, whole, self._used_bytes)
+        copy.wait()
+        self._used_bytes += size_bytes
+        return copy.back
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         return saved.tensor_now()
@@ -65,14 +83,11 @@ class Spilling:
         self._spilled[key].handles += 1
         return self._spilled[key]
 
-    def bring_back(self, spilled: _Spilled) -> torch.UntypedStorage:
-        """Return new memory with the bits of a spilled storage, entered as the request that it was."""
+    def bring_back(self, spilled: _Spilled) -> torch.Tensor:
+        """Return the bytes of a spilled storage on new memory, entered as the request that it was."""
         if not self.is_over:
             self._library.again(spilled.number)
-        # torch.UntypedStorage would ask another allocator than the one that tensors ask
-        storage = torch.empty(spilled.size_bytes, dtype=torch.uint8, device=spilled.device).untyped_storage()
-        self._copies.read(spilled.copy, storage)
-        return storage
+        return spilled.back()
 
     def let_go(self, key: tuple[int, int]) -> None:
         """Note that autograd has freed a handle: the last one ends the request."""
@@ -86,12 +101,10 @@ class Spilling:
 
 @dataclass(slots=True)
 class _Spilled:
-    """A storage that was spilled: the request that it was, its copy, and how many handles there are on it."""
+    """A storage that was spilled: the request that it was, what brings it back, and how many handles are on it."""
 
     number: int
-    size_bytes: int
-    copy: Any
-    device: torch.device
+    back: Callable[[], torch.Tensor]
     handles: int = 0
 
 
@@ -105,61 +118,21 @@ class _Kept:
         self._tensor, self._version = tensor.detach(), tensor._version
 
     def tensor_now(self) -> torch.Tensor:
-        if self._tensor._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of shape {list(self._tensor.shape)} was saved at version {self._version}, and is at version "
-                f"{self._tensor._version} now"
-            )
+        require_unwritten(self._tensor, self._version)
         return self._tensor
 
 
 class _Handle:
     """What autograd holds in the place of a spilled tensor."""
 
-    __slots__ = ("_dtype", "_key", "_owner", "_place", "_spilled")
+    __slots__ = ("_key", "_owner", "_place", "_spilled")
 
     def __init__(self, owner: Spilling, key: tuple[int, int], tensor: torch.Tensor) -> None:
         self._owner, self._key, self._spilled = owner, key, owner.taken(key)
-        self._dtype = tensor.dtype
-        self._place = int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
+        self._place = Place.of(tensor)
 
     def tensor_now(self) -> torch.Tensor:
-        storage = self._owner.bring_back(self._spilled)
-        empty = torch.empty(0, dtype=self._dtype, device=self._spilled.device)
-        return empty.set_(storage, *self._place)
+        return self._place.on(self._owner.bring_back(self._spilled))
 
     def __del__(self) -> None:
         self._owner.let_go(self._key)
-
-
-class _HostCopies:
-    """Copies in the host's memory."""
-
-    def make(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        return storage.cpu()
-
-    def read(self, copy: torch.UntypedStorage, storage: torch.UntypedStorage) -> None:
-        storage.copy_(copy)
-
-
-class _FileCopies:
-    """Copies in files without names, which go with the last reference to them."""
-
-    def __init__(self, directory: Path | None) -> None:
-        self._directory = directory
-        self._file: SpillFile | None = None
-        self._used_bytes = 0
-
-    def make(self, storage: torch.UntypedStorage) -> tuple[SpillFile, int]:
-        size_bytes = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
-        if self._file is None or self._used_bytes + size_bytes > self._file.size_bytes:
-            self._file, self._used_bytes = SpillFile(max(size_bytes, _FILE_BYTES), self._directory), 0
-        copy = self._file, self._used_bytes
-        self._file.write(storage.data_ptr(), storage.nbytes(), self._used_bytes, storage).result()
-        self._used_bytes += size_bytes
-        return copy
-
-    def read(self, copy: tuple[SpillFile, int], storage: torch.UntypedStorage) -> None:
-        file, offset = copy
-        file.read(storage.data_ptr(), storage.nbytes(), offset, storage).result()

@@ -1,4 +1,4 @@
-"""The `with` blocks of an arena, and what tells its calls apart."""
+"""The `with` block of an arena's step, and what tells its calls apart."""
 
 from __future__ import annotations
 
@@ -29,21 +29,6 @@ class ArenaStep(Generic[A]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end(kind is None)
-
-
-class Interruption:
-    """The `with` block of `Arena.interrupted`."""
-
-    __slots__ = ("_interrupt", "_resume")
-
-    def __init__(self, interrupt: Callable[[], None], resume: Callable[[], None]) -> None:
-        self._interrupt, self._resume = interrupt, resume
-
-    def __enter__(self) -> None:
-        self._interrupt()
-
-    def __exit__(self, *raised: object) -> None:
-        self._resume()
 
 
 def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:

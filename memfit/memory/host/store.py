@@ -1,4 +1,4 @@
-"""Where storages go that leave the device, and the copies to there and back: pinned memory on CUDA, a file on a CPU.
+"""Copies of storages that leave the device, in slabs on the host (see `memfit.memory.host.slab`).
 
 A program's host copies have fixed places in one *slab* (see `memfit.memory.host.layout`). Nothing is allocated there
 while a step runs, so the host budget holds, and a host or disk that is full is an error before the first step.
@@ -12,69 +12,78 @@ import itertools
 import os
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from memfit.errors import UnsupportedStepError
-from memfit.memory.host.disk import DiskCopy, DiskSlab
-from memfit.memory.host.pinned import PinnedSlab
+from memfit.memory.host.slab import Slab, Transfer, make_slab
+from memfit.memory.place import Place
 from memfit.simulate.overlap import Span, Transfers
 from memfit.system.budget import format_bytes
-from memfit.system.spill_file import BLOCK_BYTES
-
-_PINNED_ALIGNMENT_BYTES = 512
 
 
-def alignment_bytes(device: torch.device) -> int:
-    """Return what offsets and sizes of host copies are multiples of."""
-    return BLOCK_BYTES if device.type == "cpu" else _PINNED_ALIGNMENT_BYTES
+class HostCopy:
+    """A storage's copy on the host, and the transfers to and from it that are under way.
 
+    Args:
+        slab: that holds it.
+        source: a tensor of the storage.
+        offset: in the slab.
+        lease: of the run that copies, which is noted there, and keeps the slab as long as this copy is referred to.
+    """
 
-class HostCopy(Protocol):
-    """A storage's copy on the host, and the transfers to and from it that are under way."""
+    __slots__ = ("_device", "_fetched", "_lease", "_offset", "_place", "_sent", "_size_bytes", "_slab", "_source")
+
+    def __init__(self, slab: Slab, source: torch.Tensor, offset: int, lease: Lease | None = None) -> None:
+        self._slab, self._offset, self._lease = slab, offset, lease
+        self._place, self._device = Place.of(source), source.device
+        self._size_bytes = source.untyped_storage().nbytes()
+        self._fetched: Transfer | None = None
+        self._sent = slab.write(source, offset)
+        self._source: torch.Tensor | None = source  # kept until `wait`: its memory must not be reused under the copy
+        if lease is not None:
+            lease.sent.append(self._sent)
 
     def wait(self) -> None:
-        """Wait for the copy to the host, and release the device's tensor."""
+        """Wait for the copy to the host, and release the device's tensor.
+
+        Raises:
+            HostMemoryError: it failed.
+        """
+        if self._source is not None:
+            self._wait_for(self._sent)
+            self._source = None
 
     def prefetch(self) -> torch.Tensor:
         """Allocate on the device, start the copy back, and return the tensor, to be read after `arrived` only."""
-        ...
+        whole = torch.empty(self._size_bytes, dtype=torch.uint8, device=self._device)
+        self._fetched = self._slab.read(whole, self._offset)
+        if self._lease is not None:
+            self._lease.fetched.append(self._fetched)
+        return self._place.on(whole)
 
     def arrived(self) -> None:
-        """Wait for the copy back."""
+        """Wait for the copy back.
 
+        Raises:
+            HostMemoryError: it failed.
+        """
+        if self._fetched is not None:
+            self._wait_for(self._fetched)
 
-class Slab(Protocol):
-    """The memory, or the file, that holds the host copies of one run of a program."""
+    def back(self) -> torch.Tensor:
+        """Return the tensor on a new storage, copied back."""
+        tensor = self.prefetch()
+        self.arrived()
+        return tensor
 
-    size_bytes: int
-
-    def copy(self, source: torch.Tensor, offset: int) -> HostCopy:
-        """Start the copy of a tensor's storage to an offset, and return that copy."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until no copy is under way."""
-
-    def close(self) -> None:
-        """Give the memory, or the disk's room, back."""
-
-
-def make_slab(device: torch.device, size_bytes: int, directory: Path | None) -> Slab:
-    """Return a slab for a device's storages.
-
-    Args:
-        device: a CPU or CUDA device.
-        size_bytes: of the slab.
-        directory: for the file of a CPU; by default see `spill_directory`.
-
-    Raises:
-        HostMemoryError: the host, or the disk, has no room for it.
-    """
-    return PinnedSlab(size_bytes, device) if device.type == "cuda" else DiskSlab(size_bytes, directory)
+    def _wait_for(self, transfer: Transfer) -> None:
+        began = time.perf_counter()
+        transfer.wait()
+        if self._lease is not None:
+            self._lease.stalls.append((began, time.perf_counter()))
 
 
 class HostStore:
@@ -132,10 +141,9 @@ class HostStore:
         """
         if lease.process == os.getpid():
             self._free.append(lease.slab)
-        spans = [copy.spans() for copy in lease.copies if isinstance(copy, DiskCopy)]
-        self._last = Transfers(  # not the copies: those of a step that failed may still have the device's tensors
-            to_host=tuple(span for span, _ in spans if span),
-            to_device=tuple(span for _, span in spans if span),
+        self._last = Transfers(
+            to_host=tuple(span for copy in lease.sent if (span := copy.span())),
+            to_device=tuple(span for copy in lease.fetched if (span := copy.span())),
             stalls=tuple(lease.stalls),
         )
 
@@ -166,55 +174,33 @@ class HostStore:
 
 
 class Lease:
-    """A slab for one run of a program; it goes back when nothing of the run is left."""
+    """A slab for one run of a program; it goes back when nothing of the run is left.
+
+    Attributes:
+        slab, process: that is lent, and to which process.
+        sent, fetched: the run's transfers to and from the host.
+        stalls: when compute waited for one.
+    """
 
     def __init__(self, store: HostStore, slab: Slab) -> None:
         self.slab = slab
         self.process = os.getpid()
-        self.copies: list[HostCopy] = []
+        self.sent: list[Transfer] = []
+        self.fetched: list[Transfer] = []
         self.stalls: list[Span] = []
         self._store = store
 
     def __del__(self) -> None:
         self._store.take_back(self)
 
-    def stall(self, wait: Callable[[], None]) -> None:
-        """Wait for a copy, and note when.
-
-        Args:
-            wait: does it.
-        """
-        began = time.perf_counter()
-        wait()
-        self.stalls.append((began, time.perf_counter()))
-
-    def offload(self, source: torch.Tensor, offset: int) -> LentCopy:
+    def offload(self, source: torch.Tensor, offset: int) -> HostCopy:
         """Start the copy of a storage to the slab.
 
         Args:
             source: a tensor of the storage.
             offset: in the slab.
         """
-        return LentCopy(self, self.slab.copy(source, offset))
-
-
-class LentCopy:
-    """A host copy that keeps its run's slab borrowed, and notes when compute waits for it."""
-
-    __slots__ = ("_copy", "_lease", "prefetch")
-
-    def __init__(self, lease: Lease, copy: HostCopy) -> None:
-        self._lease, self._copy = lease, copy
-        self.prefetch = copy.prefetch
-        lease.copies.append(copy)
-
-    def wait(self) -> None:
-        """As `HostCopy.wait`."""
-        self._lease.stall(self._copy.wait)
-
-    def arrived(self) -> None:
-        """As `HostCopy.arrived`."""
-        self._lease.stall(self._copy.arrived)
+        return HostCopy(self.slab, source, offset, self)
 
 
 _numbers = itertools.count()

@@ -1,6 +1,6 @@
-"""The host's copies of contents that eager mode frees: in pinned memory on CUDA, in a file on a disk on a CPU.
+"""Room on the host for storages that are copied one by one: pinned memory on CUDA, a file on a disk on a CPU.
 
-All copies have their places in one slab, which is made when the block is entered and is as large as the host budget.
+All copies have their places in one slab, which is made at once and is as large as the host budget.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import torch
 
 from memfit.cost.link import link_rates
 from memfit.errors import HostMemoryError
-from memfit.memory.host.store import HostCopy, Slab, alignment_bytes, make_slab
+from memfit.memory.host.slab import Slab, alignment_bytes, make_slab
+from memfit.memory.host.store import HostCopy
 from memfit.torch_private.autograd import no_modes
 
+_MOST_UNUSED = 2  # a storage of more than so many times its tensor's bytes is not copied for it
 
-class OnHost:
+
+class OnHost(HostCopy):
     """A copy on the host; its place is free again when nothing refers to it.
 
     Attributes:
@@ -26,42 +29,30 @@ class OnHost:
         coming: what is being copied back to, if a copy back has begun.
     """
 
-    __slots__ = ("_copy", "_is_there", "_place", "_places", "coming", "seconds_back")
+    __slots__ = ("__weakref__", "_places", "_taken", "coming", "seconds_back")
 
-    def __init__(self, places: _Places, size_bytes: int, storage: torch.UntypedStorage, seconds_back: float) -> None:
+    def __init__(self, places: _Places, size_bytes: int, source: torch.Tensor, seconds_back: float) -> None:
         self.seconds_back = seconds_back
         self.coming: torch.Tensor | None = None
-        self._is_there = True  # or there would be something to wait for, if no copy can begin
-        self._places, self._place = places, places.take(size_bytes)
+        self._source = None  # there is nothing to wait for, if no copy can begin
+        self._places, self._taken = places, places.take(size_bytes)
         with no_modes(), torch.no_grad():
-            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            self._copy: HostCopy = places.slab.copy(whole, self._place[0])
-        self._is_there = False
+            super().__init__(places.slab, source, self._taken[0])
 
     def __del__(self) -> None:
         with suppress(HostMemoryError):  # nobody reads it any more
             self.wait()
-        self._places.returned.append(self._place)
-
-    def wait(self) -> None:
-        """Wait until the contents are on the host.
-
-        Raises:
-            HostMemoryError: the copy failed.
-        """
-        if not self._is_there:
-            self._copy.wait()
-            self._is_there = True
+        self._places.returned.append(self._taken)
 
     def begin_back(self) -> None:
         """Begin to copy the contents back, to memory that is taken for them now."""
         self.wait()
         if self.coming is None:
             with no_modes(), torch.no_grad():
-                self.coming = self._copy.prefetch()
+                self.coming = self.prefetch()
 
     def back(self) -> torch.Tensor:
-        """Return a tensor over a new storage with the contents.
+        """Return the tensor that was copied, on a new storage.
 
         Raises:
             HostMemoryError: a copy failed.
@@ -70,7 +61,7 @@ class OnHost:
         tensor, self.coming = self.coming, None
         assert tensor is not None
         with no_modes(), torch.no_grad():
-            self._copy.arrived()
+            self.arrived()
         return tensor
 
 
@@ -115,10 +106,10 @@ class _Places:
 
 
 class Host:
-    """Where contents are copied to, within a host budget.
+    """Where storages are copied to, within a host budget.
 
     Attributes:
-        device: that the contents are on: a CPU or CUDA device.
+        device: that they are on: a CPU or CUDA device.
         budget_bytes: of all copies together.
         rates: of the link.
 
@@ -149,11 +140,18 @@ class Host:
             return False
         return self.aligned_bytes(size_bytes) <= self._places.largest_bytes()
 
-    def copy(self, storage: torch.UntypedStorage) -> OnHost:
-        """Begin to copy contents to the host, which has room for them."""
+    def suits(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is a plain one, most of its storage, and there is room for it."""
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return False
+        size_bytes = tensor.untyped_storage().nbytes()
+        return 0 < size_bytes <= _MOST_UNUSED * tensor.numel() * tensor.element_size() and self.has_room(size_bytes)
+
+    def copy(self, source: torch.Tensor) -> OnHost:
+        """Begin to copy a tensor's storage to the host, which has room for it."""
         assert self._places is not None
-        size_bytes = storage.nbytes()
-        return OnHost(self._places, self.aligned_bytes(size_bytes), storage, self._seconds_back(size_bytes))
+        size_bytes = source.untyped_storage().nbytes()
+        return OnHost(self._places, self.aligned_bytes(size_bytes), source, self._seconds_back(size_bytes))
 
     def close(self) -> None:
         """Make no more copies; the slab goes with the last one."""

@@ -1,0 +1,148 @@
+"""A tensor as a place in a storage, and tensors made on a given storage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+
+
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)  # not frozen: eager mode makes many, in half of the time
+class Place:
+    """A tensor as a view of a storage.
+
+    Attributes:
+        storage: whatever stands for the storage: its id in a graph, say; None where that is told elsewhere.
+        dtype: of its elements.
+        shape, stride, offset: in elements of `dtype`.
+        conjugated, negated: whether it is one of torch's lazy views, whose elements are the conjugates or the negatives
+            of those in the storage.
+    """
+
+    storage: Any
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+    conjugated: bool = False
+    negated: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, storage: Any = None) -> Place:
+        """Return the place of a tensor.
+
+        Args:
+            tensor: dense.
+            storage: stands for its storage.
+        """
+        return cls(
+            storage=storage,
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            stride=tensor.stride(),
+            offset=tensor.storage_offset(),
+            conjugated=tensor.is_conj(),
+            negated=tensor.is_neg(),
+        )
+
+    def on(self, base: torch.Tensor | torch.UntypedStorage) -> torch.Tensor:
+        """Return the tensor at this place.
+
+        Args:
+            base: the storage, or any tensor on it; it is not read.
+        """
+        tensor = reinterpret(base, self.dtype, self.shape, self.stride, self.offset)
+        return lazy_view(tensor, conjugated=self.conjugated, negated=self.negated)
+
+    @property
+    def reach_bytes(self) -> int:
+        """Bytes from the start of the storage to the end of the last element."""
+        if 0 in self.shape:
+            return 0
+        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+
+def bytes_of(base: torch.Tensor | torch.UntypedStorage) -> torch.Tensor:
+    """Return the bytes of a whole storage as a tensor over it.
+
+    Args:
+        base: the storage, or any tensor on it.
+    """
+    storage = base.untyped_storage() if isinstance(base, torch.Tensor) else base
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def reinterpret(
+    base: torch.Tensor | torch.UntypedStorage,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+) -> torch.Tensor:
+    """Return a view of a whole storage.
+
+    Args:
+        base: the storage, or any tensor on it.
+        dtype: of the view.
+        shape, stride, offset: of the view, in elements of `dtype`.
+    """
+    storage = base.untyped_storage() if isinstance(base, torch.Tensor) else base
+    return torch.empty(0, dtype=dtype, device=base.device).set_(storage, offset, shape, stride)
+
+
+def lazy_view(tensor: torch.Tensor, *, conjugated: bool, negated: bool) -> torch.Tensor:
+    """Return the view of `tensor` whose elements are its conjugates, its negatives, or both; nothing is computed yet.
+
+    torch makes the first for `.conj()`, and the second for the imaginary part of a conjugate.
+
+    Args:
+        tensor: complex where `conjugated` is set.
+        conjugated, negated: which of torch's lazy views to make.
+    """
+    tensor = tensor.conj() if conjugated else tensor
+    return _aten._neg_view(tensor) if negated else tensor
+
+
+def at_offset_zero(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, or a tensor over the same memory that starts at the beginning of its storage.
+
+    A batch is captured as if it had a storage of its own. A slice of a larger tensor starts within the storage.
+    """
+    if tensor.storage_offset() == 0:
+        return tensor
+    start = tensor.storage_offset() * tensor.element_size()
+    return replace(Place.of(tensor), offset=0).on(tensor.untyped_storage()[start:])
+
+
+def on_its_own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, or a tensor over the same memory whose storage holds nothing else, for capture to look at.
+
+    A slice of a larger tensor has a storage of the larger one's bytes, and starts within it.
+    """
+    start, end = span_bytes(tensor)
+    storage = tensor.untyped_storage()
+    if (start, end) == (0, storage.nbytes()):
+        return tensor
+    own = replace(Place.of(tensor), offset=0).on(storage[start:end])
+    return own.requires_grad_(tensor.requires_grad)
+
+
+def span_bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of its storage that a tensor uses, and the one after the last."""
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset() * tensor.element_size()
+    return start, start + ((1 + last) * tensor.element_size() if tensor.numel() else 0)
+
+
+def fills_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements fill one piece of memory, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
