@@ -11,7 +11,7 @@ import torch
 
 from memfit.checkpointing.groups import kept_on_the_way
 from memfit.memory.host.room import OnHost
-from memfit.memory.places import of_generator
+from memfit.memory.python_places import of_generator
 from memfit.memory.snapshot import Snapshot
 from memfit.torch_private.autograd import saved_with
 from memfit.torch_private.tensors import tensors_in

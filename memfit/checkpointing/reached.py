@@ -23,7 +23,7 @@ from memfit.capture.copies import ATOMS, BUFFERS
 from memfit.capture.discovery import MODULE_NAMES, Discovery
 from memfit.capture.draws import GENERATORS, HostGenerators
 from memfit.capture.iterators import Position
-from memfit.memory.places import Place, of_generator, places_of
+from memfit.memory.python_places import PythonPlace, of_generator, places_of
 from memfit.torch_private.modules import global_module_hooks, module_tables, tables_of
 from memfit.torch_private.tensors import BatchNormBase, is_plain_dense, storage_key
 
@@ -35,13 +35,13 @@ _CONTAINERS = (dict, list, deque, set, frozenset, *BUFFERS)
 class _Found(Discovery):
     """What can be reached from a block, or from values that a call of it reads."""
 
-    def places(self, skipped: Iterable[dict[str, Any]] = ()) -> list[Place]:
+    def places(self, skipped: Iterable[dict[str, Any]] = ()) -> list[PythonPlace]:
         """Return what was found, without tables that are held otherwise; and let go of the copies that were made."""
         others = {id(table) for table in skipped}
         of_parameters = {id(vars(each)) for _, each in self.tensors.values() if not vars(each)}
         others |= of_parameters | {id(vars(each)["_non_persistent_buffers_set"]) for _, each in self.modules}
         found = [place for place in places_of(self, others) if place.is_small]
-        found += [Place(each.read, each.write, operator.eq) for each in self.positions if each.may_be_set]
+        found += [PythonPlace(each.read, each.write, operator.eq) for each in self.positions if each.may_be_set]
         found += map(of_generator, self.generators)
         found += [of_generator(each) for each in self._seen.values() if isinstance(each, GENERATORS)]
         for table in self.tables.values():
@@ -123,10 +123,10 @@ class Reach:
     name: str
     tables: list[dict[str, Any]]
     beside: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    places: list[Place] = field(default_factory=list[Place])
+    places: list[PythonPlace] = field(default_factory=list[PythonPlace])
     lost: list[Position] = field(default_factory=list[Position])
     written: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
-    generators: list[Place] = field(default_factory=list[Place])
+    generators: list[PythonPlace] = field(default_factory=list[PythonPlace])
     known: dict[tuple[int, str], tuple[dict[str, Any], Any]] = field(
         default_factory=dict[tuple[int, str], tuple[dict[str, Any], Any]]
     )

@@ -19,7 +19,7 @@ from memfit.capture.discovery import MODULE_NAMES
 from memfit.checkpointing.reached import FoundInValues, Reach, is_exchanged, may_change, needs_a_look
 from memfit.errors import UnsupportedStepError
 from memfit.memory.place import Place
-from memfit.memory.places import Place
+from memfit.memory.python_places import PythonPlace
 from memfit.memory.snapshot import Snapshot
 from memfit.torch_private.ambient import Ambient
 from memfit.torch_private.sharding import is_sharded
@@ -312,7 +312,7 @@ def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(kind).sum() if tensor.dim() else tensor.detach().view(1).view(kind).sum()
 
 
-def _of_tables(tables: Sequence[dict[str, Any]]) -> Place:
+def _of_tables(tables: Sequence[dict[str, Any]]) -> PythonPlace:
     """Return the place of all tables of a block's modules: what it holds is by their numbers, without empty ones."""
 
     def read() -> dict[int, dict[str, Any]]:
@@ -326,7 +326,7 @@ def _of_tables(tables: Sequence[dict[str, Any]]) -> Place:
     def is_same(held: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]]) -> bool:
         return held.keys() == other.keys() and not any(map(_differ, held.values(), other.values()))
 
-    return Place(read, write, is_same)
+    return PythonPlace(read, write, is_same)
 
 
 def _differ(table: dict[str, Any], other: dict[str, Any]) -> bool:

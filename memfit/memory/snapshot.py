@@ -17,7 +17,7 @@ from memfit.capture.generators import all_states, set_state
 from memfit.capture.reads import Reads
 from memfit.errors import UnsupportedStepError
 from memfit.memory.bits import same_value
-from memfit.memory.places import Place, of_generator, places_of
+from memfit.memory.python_places import PythonPlace, of_generator, places_of
 from memfit.torch_private.modules import tables_of
 from memfit.torch_private.sharding import is_sharded, local, local_gradient, with_local
 from memfit.torch_private.tensors import is_freed, is_plain_dense, storage_key, tree_flatten
@@ -35,15 +35,15 @@ class Snapshot:
         held: each place, with what it held.
     """
 
-    def __init__(self, places: Iterable[Place]) -> None:
-        self.held: list[tuple[Place, Any]] = []
+    def __init__(self, places: Iterable[PythonPlace]) -> None:
+        self.held: list[tuple[PythonPlace, Any]] = []
         self.add(places)
 
-    def add(self, places: Iterable[Place]) -> None:
+    def add(self, places: Iterable[PythonPlace]) -> None:
         """Copy what more places hold."""
         self.held += [(place, place.read()) for place in places]
 
-    def changed(self) -> list[Place]:
+    def changed(self) -> list[PythonPlace]:
         """Return the places that hold something else now."""
         return [place for place, held in self.held if not place.is_same(held, place.read())]
 

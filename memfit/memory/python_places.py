@@ -19,7 +19,7 @@ _MOST_BYTES = 1 << 20  # of an array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class PythonPlace:
     """Where code keeps something that it may change.
 
     Attributes:
@@ -44,7 +44,7 @@ class Place:
         return self.of is None or sum(1 for _ in each_of(self.of)) <= _MOST_ENTRIES
 
 
-def places_of(found: Discovery, without: Iterable[int] = ()) -> list[Place]:
+def places_of(found: Discovery, without: Iterable[int] = ()) -> list[PythonPlace]:
     """Return the places among what was found, but for generators and iterators.
 
     Args:
@@ -54,14 +54,14 @@ def places_of(found: Discovery, without: Iterable[int] = ()) -> list[Place]:
     others = set(without)
     places = [_of_table(table) for key, table in found.tables.items() if key not in others and not _is_unread(table)]
     places += [_of_items(each) for each in found.items if id(each.items) not in others]
-    return places + [Place(each.read, each.write, is_same) for each in found.cells]
+    return places + [PythonPlace(each.read, each.write, is_same) for each in found.cells]
 
 
-def of_generator(generator: Any) -> Place:
+def of_generator(generator: Any) -> PythonPlace:
     """Return the place of the state of a generator of torch's, Python's or NumPy's."""
     if isinstance(generator, torch.Generator):
-        return Place(generator.get_state, generator.set_state, torch.equal)
-    return Place(*place_of(generator), lambda before, now: not differ(before, now))
+        return PythonPlace(generator.get_state, generator.set_state, torch.equal)
+    return PythonPlace(*place_of(generator), lambda before, now: not differ(before, now))
 
 
 def _is_unread(table: Table) -> bool:
@@ -69,12 +69,14 @@ def _is_unread(table: Table) -> bool:
     return table.is_librarys and table.names is not None and not table.names
 
 
-def _of_table(table: Table) -> Place:
+def _of_table(table: Table) -> PythonPlace:
     names = tuple(table.before)
     if not table.is_whole or table.is_librarys:
-        return Place(lambda: {name: entry_of(table.table, name) for name in names}, partial(_put, table), _same_entries)
+        return PythonPlace(
+            lambda: {name: entry_of(table.table, name) for name in names}, partial(_put, table), _same_entries
+        )
     read = table.table.copy if type(table.table) is dict else partial(entries_of, table.table)
-    return Place(read, partial(_put_all, table), _same_entries, table.table)
+    return PythonPlace(read, partial(_put_all, table), _same_entries, table.table)
 
 
 def _put(table: Table, entries: dict[Any, Any]) -> None:
@@ -96,9 +98,9 @@ def _put_all(table: Table, entries: dict[Any, Any]) -> None:
     _put(table, entries)
 
 
-def _of_items(items: Items) -> Place:
+def _of_items(items: Items) -> PythonPlace:
     is_list = type(items.items) is list
-    return Place(items.items.copy if is_list else items.read, items.write, _same_items, items.items)
+    return PythonPlace(items.items.copy if is_list else items.read, items.write, _same_items, items.items)
 
 
 def _same_entries(before: dict[Any, Any], now: dict[Any, Any]) -> bool:
