@@ -44,6 +44,7 @@ from memfit.torch_private.autograd import (
     next_sequence_number,
     no_modes,
     only_mode,
+    require_unwritten,
     saved_leaves_themselves,
     saved_with,
     views_replayed,
@@ -142,6 +143,7 @@ from memfit.torch_private.tensors import (
     as_fake,
     bare_overload,
     bytes_in,
+    contiguous_strides,
     draws,
     failing_fakes_unlogged,
     fake_mode_of,
@@ -345,6 +347,19 @@ def test_data_dependent_errors() -> None:
                 read(torch.empty(1))
             assert is_data_dependent(raised.value)
     assert not is_data_dependent(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_strides_of_a_contiguous_tensor() -> None:
+    assert contiguous_strides((2, 3, 4)) == torch.empty(2, 3, 4).stride()
+
+
+def test_a_tensor_that_was_written_to_since_it_was_saved() -> None:
+    tensor = torch.ones(2)
+    require_unwritten(tensor.detach(), tensor._version)
+    version = tensor._version
+    tensor.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        require_unwritten(tensor.detach(), version)
 
 
 def test_storage_key_is_shared_by_views_only() -> None:
