@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from memfit.device import Device
 from memfit.errors import MemfitError, PlanMismatchError
 from memfit.plan import Plan, Problem, Result
 from memfit.planners import uses_files
@@ -63,7 +64,9 @@ def plan_or_kept(
     )
     own_files = uses_files(planner)  # which a kept plan would neither read nor write
     key = shared, problem.graph, problem.budget_bytes, problem.time_limit_seconds, problem.seed
-    path = _path(*key, prefix=f"{_near_key(problem, planner)}-{problem.graph.all_bytes}-")
+    budgets = problem.budget_bytes, problem.host_budget_bytes, problem.bytes_outside
+    near_key = _near_key(problem.graph.structure, problem.device, budgets, planner)
+    path = _path(*key, prefix=f"{near_key}-{problem.graph.all_bytes}-")
     kept = _read(path, partial(Plan.load, graph=problem.graph)) if reads and not own_files else None
     if kept is not None:
         return Result(status=kept.status, plan=kept, bounds=kept.bounds)
@@ -86,7 +89,9 @@ def kept_near(problem: Problem, planner: Planner) -> dict[int, Path]:
         planner: with its options.
     """
     near: dict[int, Path] = {}
-    for path in sorted((cache_folder() / "plans").glob(f"{_near_key(problem, planner)}-*-*{_SUFFIX}")):
+    budgets = problem.budget_bytes, problem.host_budget_bytes, problem.bytes_outside
+    near_key = _near_key(problem.graph.structure, problem.device, budgets, planner)
+    for path in sorted((cache_folder() / "plans").glob(f"{near_key}-*-*{_SUFFIX}")):
         middle = path.name.split("-")[1]
         if middle.isdecimal():
             near[int(middle)] = path
@@ -102,10 +107,9 @@ def read_near(path: Path) -> Plan | None:
     return _read(path, Plan.load)
 
 
-def _near_key(problem: Problem, planner: Planner) -> str:
+def _near_key(structure: str, device: Device, budgets: tuple[int, int, int], planner: Planner) -> str:
     """Return what the names of all plans begin with that differ in sizes only."""
-    budgets = problem.budget_bytes, problem.host_budget_bytes, problem.bytes_outside
-    parts = problem.graph.structure, problem.device, budgets, repr(planner), __version__
+    parts = structure, device, budgets, repr(planner), __version__
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
 
