@@ -247,7 +247,10 @@ class Contract:
         """Return what to say of a window that took more than the budget."""
         took = f"took {format_bytes(usage.taken_bytes)}, more than the budget of {format_bytes(self.budget_bytes)}"
         if usage.kind is WindowKind.EVALUATION:
-            return f"a call without gradients {took}: nothing is saved for backward there; make its batch smaller"
+            return (
+                f"a call without gradients {took}: nothing is saved for backward there that a plan could drop; make "
+                "the batch of the evaluation smaller"
+            )
         return f"a step {took}; the next one is planned for less"
 
 
