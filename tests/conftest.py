@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
 GRAPHS = HERE / "data" / "graphs"  # published by others; see the README there
-THAWED = ("test_eager_mode",)
+THAWED = ("test_eager_mode",)  # files whose tests leave freezing to memfit
 
 
 def _own_cache() -> tempfile.TemporaryDirectory[str]:
@@ -122,7 +122,7 @@ def _little_to_collect(request: pytest.FixtureRequest) -> None:
     What a first collection finalizes, as torch.compile's caches, a second one frees: frozen, it would count as memory
     of the process. Eager mode freezes objects itself where nobody else does, which some of its tests leave to it.
     """
-    if request.module.__name__ in THAWED:
+    if request.path.stem in THAWED:
         FROZEN.thaw()
     else:
         FROZEN.freeze()

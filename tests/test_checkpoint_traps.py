@@ -178,9 +178,10 @@ class Remembering(Net):
         return self.after(x)
 
 
-@pytest.mark.parametrize("share", [0.8, 0.0])
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize(
+    ("detached", "shared", "share"),
+    [(False, False, 0.8), (False, True, 0.0), (True, False, 0.0), (True, True, 0.8)],  # each pair of two of them
+)
 @pytest.mark.parametrize(
     ("kind", "key"), [(lambda: [None], 0), (dict, "k"), (Memory, "k")], ids=["list", "dict", "own"]
 )

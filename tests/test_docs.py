@@ -9,9 +9,11 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forks import Forks
 
 import memfit
 
@@ -59,21 +61,26 @@ def _command_lines() -> list[tuple[str, str]]:
     return [(where, line) for where, line in lines if line.startswith("memfit ")]
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    started = Forks(_MOST_SECONDS)
+    yield started
+    started.close()
+
+
 @pytest.mark.parametrize(("where", "code"), _blocks("python"), ids=lambda value: value if ":" in value[:40] else "")
-def test_python_block_runs(where: str, code: str, tmp_path: Path) -> None:
+def test_python_block_runs(where: str, code: str, forks: Forks, tmp_path: Path) -> None:
     """In a process of its own, as a reader would, with shorter searches: what other tests hold would count towards its
     budgets.
     """
     assert code.strip(), where
-    done = subprocess.run(
-        [sys.executable, "-c", _BRIEFLY + code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=_MOST_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    status, output = forks.run(_BRIEFLY + code, tmp_path)
+    assert status == 0, output
+
+
+def test_a_block_that_fails_is_told(forks: Forks, tmp_path: Path) -> None:
+    status, output = forks.run("import memfit\nassert memfit.fit is None", tmp_path)
+    assert status == 1 and "AssertionError" in output
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
