@@ -168,7 +168,7 @@ def test_draws_are_seen_under_a_profiler() -> None:
     profiler = cProfile.Profile()
     profiler.enable()
     try:
-        step = memfit.fit(Network(Drawing()), cross_entropy, batch(), budget="100%")
+        step = memfit.fit(Network(Drawing()), cross_entropy, batch(), budget="1MiB")
         assert isinstance(step, CheckpointedStep)
         assert "the step draws from" in step.why
         assert isinstance(sorted([2, 1]), list)
@@ -410,7 +410,7 @@ def test_what_pytorch_computes_otherwise_while_a_step_is_recorded_is_refused(nam
     if message is None:
         memfit.fit(model, loss, batch(), optimizer=optimizer, budget="100%").verify()
         return
-    step = memfit.fit(model, loss, batch(), optimizer=optimizer, budget="100%")
+    step = memfit.fit(model, loss, batch(), optimizer=optimizer, budget="1MiB")
     assert isinstance(step, CheckpointedStep)
     assert re.search(message, step.why)
     step.verify()

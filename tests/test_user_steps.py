@@ -49,7 +49,9 @@ def batches(count: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def run_both(make: Callable[[], nn.Module], loss: Loss, given: list[Any]) -> tuple[nn.Module, str | None]:
+def run_both(
+    make: Callable[[], nn.Module], loss: Loss, given: list[Any], budget: str = "100%"
+) -> tuple[nn.Module, str | None]:
     """Run eager and planned steps of two equal models; return the planned one, and the first difference in bits."""
     states: list[StepState] = []
     losses: list[list[torch.Tensor]] = []
@@ -61,7 +63,7 @@ def run_both(make: Callable[[], nn.Module], loss: Loss, given: list[Any]) -> tup
         step = memfit.TrainingStep(model=model, loss=loss, batch=given[0], optimizer=optimizer)
         run: Callable[[Any], torch.Tensor] = step.run_eager
         if planned:
-            run = memfit.fit(model, loss, given[0], optimizer=optimizer, budget="100%", planner="none")
+            run = memfit.fit(model, loss, given[0], optimizer=optimizer, budget=budget, planner="none")
         torch.manual_seed(5)
         losses.append([run(batch) for batch in given])
         states.append(StepState.take(step))
@@ -249,7 +251,7 @@ def test_what_a_graph_cannot_repeat_runs_under_checkpoints(
     make: Callable[[], nn.Module], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        model, difference = run_both(make, nn.CrossEntropyLoss(), batches())
+        model, difference = run_both(make, nn.CrossEntropyLoss(), batches(), "200%")
     assert difference is None
     assert why in caplog.text
     assert "it is no graph, and runs under memfit.checkpoint" in caplog.text
@@ -263,7 +265,7 @@ def test_a_step_that_is_no_graph_leaves_its_model_as_it_was_before_it_is_called(
     for model in (Remembering(), Counting(), Resizing(), Registering(), Growing(), Drawing(random.random)):
         before = {name: dict(module.__dict__) for name, module in model.named_modules()}
         tensors = dict(model.state_dict(keep_vars=True))
-        memfit.fit(model, nn.CrossEntropyLoss(), batches()[0], budget="100%").close()
+        memfit.fit(model, nn.CrossEntropyLoss(), batches()[0], budget="1MiB").close()
         assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
         assert all(tensor is tensors[name] for name, tensor in model.state_dict(keep_vars=True).items())
     assert random.getstate() == states[0]
@@ -282,7 +284,7 @@ def test_a_parameter_that_is_not_the_models_is_refused_in_the_optimizer_and_gets
     optimizer = torch.optim.SGD([*model.parameters(), loss.scale], lr=0.1)
     assert "parameter 6 of the optimizer's group 0" in str(refused(model, loss, optimizer=optimizer))
     assert loss.scale.grad is None
-    step = memfit.fit(model, loss, batches()[0], budget="100%")
+    step = memfit.fit(model, loss, batches()[0], budget="1MiB")
     assert loss.scale.grad is None
     step(batches()[0])
     planned, loss.scale.grad = loss.scale.grad, None
