@@ -232,7 +232,7 @@ class _EagerRun:
                 reads,
                 reads.tracked(),
                 self._gradients_put_back(),
-                _tables_put_back(self.step.model),
+                swapped(self.step.model, {}),  # which puts its tables back
                 memory_put_back(self.step.model),
                 stand_ins_shown(self.step.across, self._own),
                 with_a_momentum(self.step.model),  # as capture does: the count of steps is a number of no call then
@@ -324,13 +324,6 @@ class _EagerRun:
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-
-
-@contextmanager
-def _tables_put_back(model: torch.nn.Module) -> Iterator[None]:
-    own = {tensor: tensor for tensor in (*model.parameters(), *model.buffers())}
-    with swapped(model, own):
-        yield
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ count.
 
 from __future__ import annotations
 
-import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -132,11 +131,6 @@ def keep_rates(
 ) -> None:
     """Keep rates on disk for `kept_rates`, whose arguments the others are."""
     keep(rates, _path(group, device, hosts, kind), "rates of collectives")
-
-
-def host_name() -> str:
-    """Return the name of this host."""
-    return socket.gethostname()
 
 
 def _path(group: dist.ProcessGroup, device: torch.device, hosts: list[str], kind: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 
 import msgspec
@@ -11,7 +12,6 @@ from memfit.capture import Captured
 from memfit.capture.across import Across
 from memfit.cost.collectives import (
     CollectiveRates,
-    host_name,
     keep_rates,
     kept_rates,
     kinds_of,
@@ -116,7 +116,7 @@ class AcrossRanks(Planning):
     def _rates(self, device: torch.device, kind: str) -> CollectiveRates:
         """Return the rates of a kind of collectives: those that rank 0 has kept, or new ones."""
         agreement, group = self._agreement, self._across.group
-        hosts = agreement.all("calibrating", host_name())
+        hosts = agreement.all("calibrating", socket.gethostname())
         kept = agreement.from_first("calibrating", lambda: msgspec.json.encode(kept_rates(group, device, hosts, kind)))
         rates = msgspec.json.decode(kept, type=CollectiveRates | None)
         if rates is None:
