@@ -28,9 +28,8 @@ class Frozen:
         alive.alive_objects = self.search
 
     def freeze(self) -> None:
-        """Freeze what is alive, without garbage."""
-        while gc.collect():
-            pass
+        """Freeze what is alive, without garbage: what was frozen before and is garbage now goes."""
+        self.thaw()
         self._wanted += map(_reference, filter(_is_wanted, gc.get_objects()))
         gc.freeze()
         self._is_frozen = True
