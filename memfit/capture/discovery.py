@@ -158,7 +158,7 @@ class Discovery:
             self.tensors.setdefault(id(value), (path, value))
         if type(value) in ATOMS or id(value) in self._seen:
             return
-        if type(value).__module__.startswith(_OF_CHECKPOINTS):
+        if str(type(value).__module__).startswith(_OF_CHECKPOINTS):  # classes in C may have a descriptor there
             self._discover(getattr(value, "forward", None), path)
             return
         self._seen[id(value)] = value
