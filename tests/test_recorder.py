@@ -320,7 +320,9 @@ def test_a_failing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def _copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a compiler that copies the library which this process has built: the real one takes three seconds."""
     compiler = tmp_path / "copies"
-    compiler.write_text(f"""#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp "{recorder.LIBRARY.file()}" "$2"\n""")
+    compiler.write_text(
+        f"""#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp "{instruments.LIBRARY.file()}" "$2"\n"""
+    )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
 
