@@ -6,7 +6,7 @@ backward pass writes the new values into them; the optimizer updates a parameter
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from memfit.capture.gradient_use import GradientUse
 from memfit.capture.side_effects import Place
 from memfit.capture.trace import Trace
-from memfit.errors import NoGraphError
+from memfit.errors import NoGraphError, UnsupportedStepError
 from memfit.torch_private.modules import module_tables
 from memfit.torch_private.patching import replaced
 from memfit.torch_private.tensors import is_fake, storage_key
@@ -63,21 +63,28 @@ def write_replaced(
             fake.data = own
 
 
-def require_none_made(model: torch.nn.Module, places: list[Place]) -> None:
-    """Refuse a step that gives the model a parameter or a buffer that it had not: later steps would find none.
+def require_none_made(model: torch.nn.Module, places: list[Place], known: Collection[torch.nn.Module]) -> None:
+    """Refuse a step that gives the model a parameter, buffer or module that it had not: later steps would find none.
 
     Args:
         model: with what the step has put into it.
         places: as `swapped` gives them, inside its block.
+        known: modules that it had before.
 
     Raises:
-        NoGraphError: names the parameter or buffer.
+        NoGraphError: a parameter or buffer; names it.
+        UnsupportedStepError: a module, whose parameters no optimizer has; names it.
     """
-    known = {(id(place.table), place.name) for place in places}
+    had = {(id(place.table), place.name) for place in places}
     for module_name, module in model.named_modules():
+        if module not in known:
+            raise UnsupportedStepError(
+                f"the step makes the module {module_name!r}, which the model had not before, and whose parameters the "
+                "optimizer does not have: make it before memfit.fit, or run one eager forward first"
+            )
         for table in module_tables(module):
             for name, tensor in table.items():
-                if tensor is not None and is_fake(tensor) and (id(table), name) not in known:
+                if tensor is not None and is_fake(tensor) and (id(table), name) not in had:
                     path = f"{module_name}.{name}" if module_name else name
                     raise NoGraphError(
                         f"the step makes {path!r} of shape {tuple(tensor.shape)}, which the model had not before, and "

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from memfit.torch_private.modules import module_tables
+from memfit.torch_private.modules import module_tables, tables_of
 from memfit.torch_private.tensors import BatchNormBase
 
 
@@ -51,8 +51,8 @@ def swapped(model: torch.nn.Module, fakes: Mapping[torch.Tensor, torch.Tensor]) 
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
     places: list[Place] = []
     for module_name, module in model.named_modules():
+        kept += [(table, dict(table)) for table in tables_of(module)[1:4]]  # of parameters, buffers, modules
         for table in module_tables(module):
-            kept.append((table, dict(table)))
             places += [
                 Place(module=module_name, table=table, name=name, tensor=tensor)
                 for name, tensor in table.items()

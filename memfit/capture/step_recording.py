@@ -38,6 +38,7 @@ from memfit.errors import (
     InvalidOptionError,
     MemfitError,
     NoGraphError,
+    UnsupportedStepError,
     capture_error,
 )
 from memfit.graph import Role
@@ -192,6 +193,7 @@ class StepRecording:
     def _run(self, fake_batch: Any) -> int:
         """Run the step on fakes; return how many checkpoints of the user's it has."""
         step, recorder = self.step, self._recorder
+        known = set(step.model.modules())
         seeding = seeding_refused() if self.inlines else nullcontext()
         with (
             swapped(step.model, self._own) as places,
@@ -213,7 +215,7 @@ class StepRecording:
                     self._next_state(fake_batch)
                 recorder.records_stream = False
                 self._require_gradients_found()
-                require_none_made(step.model, places)
+                require_none_made(step.model, places, known)
                 write_replaced(places, self._own, self._memory, self.trace, self._gradients)
             self._gradients.collect(self.outputs)
             self._under_modes.require_read(self.trace.calls, {value.storage for value in self.outputs.values()})
@@ -324,14 +326,14 @@ class StepRecording:
         """Refuse a gradient of a tensor that is not the model's: the planned step would not compute it.
 
         Raises:
-            NoGraphError: gives the tensor's shape.
+            UnsupportedStepError: gives the tensor's shape.
         """
         constants = [resident.constant for resident in self.trace.residents]
         for tensor in (*constants, *self._names):
             if isinstance(tensor, torch.Tensor) and tensor.is_leaf and is_fake(tensor.grad):
                 tensor.grad = None
-                raise NoGraphError(
+                raise UnsupportedStepError(
                     f"the loss has a gradient for a tensor of shape {tuple(tensor.shape)} that is no parameter of the "
-                    "model, or that the step does not take from the model, so that a planned step would not train it",
-                    "make it one (of a module that holds model and loss, say), or set requires_grad_(False) on it",
+                    "model, or that the step does not take from the model, so that a planned step would not train it; "
+                    "make it one (of a module that holds model and loss, say), or set requires_grad_(False) on it"
                 )

@@ -18,7 +18,7 @@ from memfit.capture.reads import Reads
 from memfit.errors import UnsupportedStepError
 from memfit.memory.bits import same_value
 from memfit.memory.python_places import PythonPlace, of_generator, places_of
-from memfit.torch_private.modules import tables_of
+from memfit.torch_private.modules import module_tables
 from memfit.torch_private.sharding import is_sharded, local, local_gradient, with_local
 from memfit.torch_private.tensors import is_freed, is_plain_dense, storage_key, tree_flatten
 
@@ -82,7 +82,7 @@ class StepState:
         devices: where the tensors of `optimizer` were, by the same number and the state's name.
         sharded: which of them are sharded as their parameters; of these, as of parameters and gradients, this rank's
             parts are copied.
-        tables: each module's tables of parameters, buffers, modules and hooks, with what is in them.
+        tables: each module's tables of parameters and buffers, with what is in them.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -122,7 +122,7 @@ class StepState:
             generators=all_states(),
             handed=tuple((generator, generator.get_state()) for generator in handed),
             groups=tuple({key: _setting(value) for key, value in g.items() if key != "params"} for g in groups),
-            tables=tuple((table, dict(table)) for module in step.model.modules() for table in tables_of(module)[1:]),
+            tables=tuple((table, dict(table)) for module in step.model.modules() for table in module_tables(module)),
         )
 
     def put_back(self, step: TrainingStep) -> None:
