@@ -100,6 +100,7 @@ from memfit.torch_private.modules import (
     own_tensors,
     set_call,
     structure_of,
+    submodules_table,
     tables_of,
     uncompiled,
 )
@@ -395,6 +396,11 @@ def test_tables_of_a_module_and_hooks_of_its_parameters() -> None:
     assert len(accumulation or {}) == 1
     handle.remove()
     assert not has_accumulation_hooks(module.weight)
+
+
+def test_the_modules_in_a_module() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    assert submodules_table(model) == {"0": model[0]}
 
 
 def test_the_base_of_batch_normalizations() -> None:

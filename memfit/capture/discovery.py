@@ -60,7 +60,7 @@ from memfit.torch_private.tensors import is_fake
 from memfit.torch_private.tracing import stood_for
 
 MODULE_NAMES = frozenset(vars(torch.nn.Module()))
-_OWN = tuple(f"memfit.{room}." for room in ("capture", "checkpointing", "dynamo", "eager_mode", "memory", "step"))
+_OWN = ("memfit.checkpointing.", "memfit.memory.")  # hooks on the model, and stand-ins for `forward`
 _SLOTS = (MemberDescriptorType, GetSetDescriptorType)
 _FUNCTIONS = (FunctionType, staticmethod, classmethod, property, functools.cached_property, *_SLOTS)
 _VIEWS = (MappingProxyType, *map(type, ({}.keys(), {}.values(), {}.items())), BuiltinMethodType, MethodWrapperType)
@@ -160,7 +160,7 @@ class Discovery:
             return
         if str(type(value).__module__).startswith(
             _OWN
-        ):  # a hook, or a stand-in for `forward`; classes in C may have no text there
+        ):  # classes in C may have no text there
             self._discover(getattr(value, "forward", None), path)
             return
         self._seen[id(value)] = value

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from memfit.torch_private.modules import module_tables, tables_of
+from memfit.torch_private.modules import module_tables, submodules_table
 from memfit.torch_private.tensors import BatchNormBase
 
 
@@ -51,8 +51,9 @@ def swapped(model: torch.nn.Module, fakes: Mapping[torch.Tensor, torch.Tensor]) 
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
     places: list[Place] = []
     for module_name, module in model.named_modules():
-        kept += [(table, dict(table)) for table in tables_of(module)[1:4]]  # of parameters, buffers, modules
+        kept.append((submodules_table(module), dict(submodules_table(module))))
         for table in module_tables(module):
+            kept.append((table, dict(table)))
             places += [
                 Place(module=module_name, table=table, name=name, tensor=tensor)
                 for name, tensor in table.items()
@@ -64,8 +65,9 @@ def swapped(model: torch.nn.Module, fakes: Mapping[torch.Tensor, torch.Tensor]) 
         yield places
     finally:
         for table, before in kept:
-            table.clear()
-            table.update(before)
+            if len(table) != len(before) or any(table.get(name) is not value for name, value in before.items()):
+                table.clear()
+                table.update(before)
 
 
 @contextmanager

@@ -13,6 +13,11 @@ def module_tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, An
     return module._parameters, module._buffers
 
 
+def submodules_table(module: torch.nn.Module) -> dict[str, Any]:
+    """Return a module's dictionary of the modules in it, whose values may be None."""
+    return module._modules
+
+
 def tables_of(module: torch.nn.Module) -> list[dict[str, Any]]:
     """Return the dictionaries that a module's forward pass reads: attributes, parameters, buffers, modules, hooks."""
     tables: tuple[Any, ...] = (
