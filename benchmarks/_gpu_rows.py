@@ -147,17 +147,8 @@ def _child(name: str, row: int, seconds: float, measure: Measure, smaller: dict[
     )
 
 
-_PAGES = "some pages of torch's allocator above the budget, in the steps before the plan is corrected"
 FAULTS: dict[str, str] = {
-    "eager": "eager mode reserves more than its budget, by an eighth, and says that it was within",
-    "compile": _PAGES,
-    "graph break": "steps around a graph break take more: eager's cache of the first call, and workspaces of cuBLAS",
-    "graph break, compile": _PAGES,
-    "accumulation by percentage": "a variant that adds to gradients has another budget than the arena counts with",
     "U-Net, accumulation": "as accumulation by percentage",
-    "side streams": "the first step on another stream takes workspaces of its own before they are moved",
-    "compile, the user's expandable segments": _PAGES,
-    "fit, batches of three sizes": "a step of a new size reserves what its capture and its measurement take",
     "gpt2-medium": "a step under the hard cap takes 30 MiB more of the driver than its budget of 8,034",
     "llama-1b": "unused parts of segments that hold parameters and state count only after a first step has shown them",
     "inductor-gpt2": "the step in which Inductor makes its kernels counts, and no plan fits into what that leaves",

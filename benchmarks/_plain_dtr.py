@@ -3,7 +3,7 @@
 Its h_DTR: the seconds of a tensor and of its evicted neighbourhood e*, over its bytes and its staleness, here in calls.
 e* are the evicted tensors that it would be made of, and those that would be made of it, each reached through evicted
 ones only. The least of a random sample goes, one after the other, as in the paper's prototype: of n tensors the root of
-n is looked at, and none below a hundredth of the average size. There are no plans, and no calm passes.
+n is looked at, and none below a hundredth of the average size. There are no calm passes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import math
 import random
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from memfit.eager_mode import mode, structures
+from memfit.eager_mode import mode
 from memfit.eager_mode.kept import Kept
 from memfit.eager_mode.sources import Call, Source, seconds_to_make
 
@@ -30,20 +30,18 @@ def make_plain(contents: Any) -> None:
         contents: of the block, which was just entered.
     """
     mode._QUIET_PASSES = sys.maxsize  # pyright: ignore[reportPrivateUsage]
-    structures._RECENT = 0  # pyright: ignore[reportPrivateUsage]
     users: Users = weakref.WeakKeyDictionary()
     contents.releasing.policy = PlainDTR(users)
-    for name in ("note", "note_writes"):
-        setattr(contents, name, _noting_users(getattr(contents, name), users))
+    for name in ("made", "written"):
+        setattr(contents.sources, name, _noting_users(getattr(contents.sources, name), users))
 
 
-def _noting_users(note: Any, users: Users) -> Any:
-    def noted(*args: Any) -> list[Source]:
-        made: list[Source] = note(*args)
-        for source in made:
-            for each in source.call.inputs if source.call is not None else ():
-                users.setdefault(each, []).append(weakref.ref(source))
-        return made
+def _noting_users(enter: Callable[..., Source], users: Users) -> Callable[..., Source]:
+    def noted(*args: Any) -> Source:
+        source = enter(*args)
+        for each in source.call.inputs if source.call is not None else ():
+            users.setdefault(each, []).append(weakref.ref(source))
+        return source
 
     return noted
 

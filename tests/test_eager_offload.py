@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memfit
+from memfit.cost.link import link_rates
 from memfit.eager_mode import call_times
 from memfit.eager_mode.eager import bytes_of_tensors
 from memfit.eager_mode.needs import Need, Needs
@@ -308,6 +309,7 @@ def full(_file: int, _offset: int, _size_bytes: int) -> None:
 
 def test_a_full_disk_is_refused_at_the_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
+    link_rates(CPU, tmp_path)  # is measured once, with a file of its own
     monkeypatch.setattr(os, "posix_fallocate", full)
     block = memfit.eager(model, budget="1GiB", host_budget="1MiB", host_dir=tmp_path)
     with pytest.raises(HostMemoryError, match=r"has no room for 1 MiB .*No space left"), block:

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.checkpointing.step import CheckpointedStep
 
 Read = Callable[[Any], Any]
 Write = Callable[[Any, float], object]
@@ -353,10 +354,18 @@ def _moved(entries: Any) -> float:
     return entries["b"]
 
 
-def test_a_step_that_turns_a_dictionary_round_is_refused() -> None:
+def test_a_step_that_turns_a_dictionary_round_is_no_graph() -> None:
     entries = {"a": 2.0, "b": 3.0}
-    with pytest.raises(memfit.MemfitError, match="sets 'holder' and reads it"):
-        check(entries, _rotated, lambda *_: None)
+    model, values = nn.Linear(16, 16), torch.ones(2, 16)
+
+    def loss(given: Any, batch: Any) -> torch.Tensor:
+        return given(batch).mean() * _rotated(entries)
+
+    step = memfit.fit(model, loss, values, budget="1MiB", planner="none")
+    assert isinstance(step, CheckpointedStep)
+    assert list(entries) == ["a", "b"]
+    losses = [step(values).item() for _ in range(4)]
+    assert losses == [(model(values).mean() * factor).item() for factor in (2.0, 3.0, 2.0, 3.0)]
 
 
 def test_a_step_may_move_what_it_has_used_to_the_end() -> None:

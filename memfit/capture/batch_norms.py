@@ -16,7 +16,7 @@ import torch
 
 from memfit.binding import values_in
 from memfit.capture.traced import Entry
-from memfit.errors import NoGraphError
+from memfit.errors import UnsupportedStepError
 from memfit.torch_private.tensors import storage_key
 
 if TYPE_CHECKING:
@@ -146,15 +146,14 @@ def _hide_statistics(trace: Trace, entry: Entry, positions: tuple[int, int]) -> 
     """Note the running statistics that a call reads, and hide those that are buffers which no call has written.
 
     Raises:
-        NoGraphError: the kernel would read them through another argument, too, while it writes them.
+        UnsupportedStepError: the kernel would read them through another argument, too, while it writes them.
     """
     others = [arg for position, arg in enumerate(entry.args) if position not in positions]
     entry.statistics = tuple(entry.args[position].storage for position in positions)
     if not {value.storage for value in values_in(others)}.isdisjoint(entry.statistics):
-        raise NoGraphError(
+        raise UnsupportedStepError(
             f"{trace.scope()[1] or 'the step'} calls {entry.func} with running statistics that share memory with "
-            "another argument (its weight, say)",
-            "give it a clone of them there",
+            "another argument (its weight, say): give it a clone of them there"
         )
     entry.hidden = {s for s in entry.statistics if trace.storages[s].resident and not trace.is_mutated(s)}
 

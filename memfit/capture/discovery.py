@@ -158,9 +158,7 @@ class Discovery:
             self.tensors.setdefault(id(value), (path, value))
         if type(value) in ATOMS or id(value) in self._seen:
             return
-        if str(type(value).__module__).startswith(
-            _OWN
-        ):  # classes in C may have no text there
+        if str(type(value).__module__).startswith(_OWN):  # classes in C may have no text there
             self._discover(getattr(value, "forward", None), path)
             return
         self._seen[id(value)] = value

@@ -6,7 +6,7 @@ backward pass writes the new values into them; the optimizer updates a parameter
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +38,8 @@ def write_replaced(
         gradients: tells which parameters were updated before.
 
     Raises:
-        NoGraphError: the values cannot be written there, or the step lets two tensors share memory.
+        NoGraphError: a buffer gets another size.
+        UnsupportedStepError: the values cannot be written there, or the step lets two tensors share memory.
     """
     with torch.no_grad():
         for fake, values in _values_of_replaced(places, fakes):
@@ -47,35 +48,41 @@ def write_replaced(
         for place in _with_replaced_memory(places, fakes, memory):
             fake, own = fakes[place.tensor], memory[place.tensor]
             if storage_key(fake) in shared or trace.storages[trace.value(fake).storage].resident:
-                raise NoGraphError(
+                raise UnsupportedStepError(
                     f"the step lets {place.path!r} share memory with another tensor (`.data = ...`), which a planned "
-                    "step would not",
-                    "copy the values (`.data.copy_(...)`), or do it between steps",
+                    "step would not: copy the values (`.data.copy_(...)`), or do it between steps"
                 )
             if gradients.is_updated_early(fake):
-                raise NoGraphError(
+                raise UnsupportedStepError(
                     f"the step replaces the values of {place.path!r} in backward (`.data = ...`), and a planned step "
-                    "may have updated it by then",
-                    "replace them in forward, or after the step",
+                    "may have updated it by then: replace them in forward, or after the step"
                 )
             own.copy_(fake)
             shared.add(storage_key(fake))
             fake.data = own
 
 
-def require_none_made(model: torch.nn.Module, places: list[Place], known: Collection[torch.nn.Module]) -> None:
+def entries_of_model(model: torch.nn.Module) -> dict[torch.nn.Module, set[tuple[int, str]]]:
+    """Return for each module of a model the parameters and buffers that it has, as (id of the table, name)."""
+    return {
+        module: {
+            (id(table), name) for table in module_tables(module) for name, each in table.items() if each is not None
+        }
+        for module in model.modules()
+    }
+
+
+def require_none_made(model: torch.nn.Module, known: Mapping[torch.nn.Module, set[tuple[int, str]]]) -> None:
     """Refuse a step that gives the model a parameter, buffer or module that it had not: later steps would find none.
 
     Args:
         model: with what the step has put into it.
-        places: as `swapped` gives them, inside its block.
-        known: modules that it had before.
+        known: as `entries_of_model` gave it before the step.
 
     Raises:
         NoGraphError: a parameter or buffer; names it.
         UnsupportedStepError: a module, whose parameters no optimizer has; names it.
     """
-    had = {(id(place.table), place.name) for place in places}
     for module_name, module in model.named_modules():
         if module not in known:
             raise UnsupportedStepError(
@@ -84,7 +91,7 @@ def require_none_made(model: torch.nn.Module, places: list[Place], known: Collec
             )
         for table in module_tables(module):
             for name, tensor in table.items():
-                if tensor is not None and is_fake(tensor) and (id(table), name) not in had:
+                if tensor is not None and is_fake(tensor) and (id(table), name) not in known[module]:
                     path = f"{module_name}.{name}" if module_name else name
                     raise NoGraphError(
                         f"the step makes {path!r} of shape {tuple(tensor.shape)}, which the model had not before, and "
@@ -130,7 +137,7 @@ def _values_of_replaced(
         places, fakes: as `_replaced` takes them.
 
     Raises:
-        NoGraphError: the new tensor cannot be written into the old one, or is a tensor of the model that
+        UnsupportedStepError: the new tensor cannot be written into the old one, or is a tensor of the model that
             stays in its place.
     """
     found = _replaced(places, fakes)
@@ -138,9 +145,9 @@ def _values_of_replaced(
     for place, after in found:
         for other in places:
             if other.table.get(other.name) is fakes[other.tensor] and fakes[other.tensor] is after:
-                raise NoGraphError(
-                    f"the step lets {place.path!r} be the tensor {other.path!r}, and a planned step would keep two",
-                    "assign a clone, or do it between steps",
+                raise UnsupportedStepError(
+                    f"the step lets {place.path!r} be the tensor {other.path!r}, and a planned step would keep two: "
+                    "assign a clone, or do it between steps"
                 )
     return [(fakes[place.tensor], after.clone() if storage_key(after) in written else after) for place, after in found]
 
@@ -156,7 +163,7 @@ def _with_replaced_memory(
         memory: of each fake's memory as it was before the step, by the fake's tensor.
 
     Raises:
-        NoGraphError: the new values cannot be written into the old memory.
+        UnsupportedStepError: the new values cannot be written into the old memory.
     """
     found: dict[torch.Tensor, Place] = {}
     for place in places:
@@ -165,11 +172,10 @@ def _with_replaced_memory(
             continue
         is_alike = (after.shape, after.stride(), after.dtype) == (before.shape, before.stride(), before.dtype)
         if storage_key(after) == storage_key(before) or not is_alike:
-            raise NoGraphError(
+            raise UnsupportedStepError(
                 f"the step changes the shape, strides, dtype or place in memory of {place.path!r} (`.data = ...`) from "
                 f"{tuple(before.shape)} and {before.dtype} to {tuple(after.shape)} and {after.dtype}, which a planned "
-                "step would not",
-                "do it between steps",
+                "step would not: do it between steps"
             )
         found.setdefault(place.tensor, place)
     return list(found.values())
@@ -180,16 +186,16 @@ def memory_kept_real() -> Iterator[None]:
     """Refuse `.data = ...` inside the block where a real tensor would be given a fake's memory, which ends its own.
 
     Raises:
-        NoGraphError: gives the tensor's shape.
+        UnsupportedStepError: gives the tensor's shape.
     """
     own: Any = torch.Tensor.data
 
     def replace(tensor: torch.Tensor, values: torch.Tensor) -> None:
         if is_fake(values) and not is_fake(tensor):
-            raise NoGraphError(
+            raise UnsupportedStepError(
                 f"the step replaces the values of a tensor of shape {tuple(tensor.shape)} that is no parameter or "
-                "buffer of the model (`.data = ...`), and a planned step would not",
-                "write in place (`.data.copy_(...)`), or put it into a module that holds the model too",
+                "buffer of the model (`.data = ...`), and a planned step would not: write in place "
+                "(`.data.copy_(...)`), or put it into a module that holds the model too"
             )
         own.__set__(tensor, values)
 

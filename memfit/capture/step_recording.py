@@ -22,7 +22,7 @@ from memfit.capture.looks import Look
 from memfit.capture.module_scopes import ModuleScopes
 from memfit.capture.optimizer import require_supported
 from memfit.capture.placement import step_device
-from memfit.capture.replaced import memory_kept_real, require_none_made, write_replaced
+from memfit.capture.replaced import entries_of_model, memory_kept_real, require_none_made, write_replaced
 from memfit.capture.shards import Shards
 from memfit.capture.side_effects import swapped, with_a_momentum
 from memfit.capture.step_check import check_not_distributed
@@ -193,7 +193,7 @@ class StepRecording:
     def _run(self, fake_batch: Any) -> int:
         """Run the step on fakes; return how many checkpoints of the user's it has."""
         step, recorder = self.step, self._recorder
-        known = set(step.model.modules())
+        known = entries_of_model(step.model)
         seeding = seeding_refused() if self.inlines else nullcontext()
         with (
             swapped(step.model, self._own) as places,
@@ -215,7 +215,7 @@ class StepRecording:
                     self._next_state(fake_batch)
                 recorder.records_stream = False
                 self._require_gradients_found()
-                require_none_made(step.model, places, known)
+                require_none_made(step.model, known)
                 write_replaced(places, self._own, self._memory, self.trace, self._gradients)
             self._gradients.collect(self.outputs)
             self._under_modes.require_read(self.trace.calls, {value.storage for value in self.outputs.values()})

@@ -14,7 +14,7 @@ from memfit.capture.step_check import check_step
 from memfit.checkpointing.step import CheckpointedStep
 from memfit.dynamo.inductor_step import InductorStep, refuse_with_inductor
 from memfit.dynamo.settings import EAGER, INDUCTOR, read_kernels
-from memfit.errors import CaptureError, MemfitError, NoGraphError, UnsupportedStepError
+from memfit.errors import CaptureError, GraphBreakError, MemfitError, NoGraphError, UnsupportedStepError
 from memfit.options import FitOptions, require_options, settings_from
 from memfit.plan import Plan
 from memfit.planning import Settings
@@ -147,7 +147,9 @@ def _checkpointed(step: TrainingStep, settings: Settings, broken: CaptureError |
     """Return a step that is no graph under checkpoints; what eager cannot run either is refused as it was captured."""
     try:
         return CheckpointedStep(step, settings, broken)
-    except MemfitError:
+    except (MemfitError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if isinstance(broken, GraphBreakError | NoGraphError):  # the step's code itself raised nothing
+            raise
         raise broken from error
