@@ -21,6 +21,7 @@ from memfit.capture.discovery import MODULE_NAMES
 from memfit.capture.reads import Reads
 from memfit.capture.training_step import TrainingStep
 from memfit.capture.unrecorded import Left
+from memfit.memory.bits import same_bits
 from memfit.torch_private.guarding import (
     ATTRIBUTES_HAVE_VERSIONS,
     DictVersions,
@@ -102,13 +103,16 @@ class Guards:
         step: the step, as it is between two of its runs.
         reads: what the capture of it read.
         left: where the step has left tensors.
+        values: tensors whose values the step's code has read.
 
     Attributes:
         tensors: the tensors that were guarded, each as it is now.
         parameters: the model's, by name.
     """
 
-    def __init__(self, step: TrainingStep, reads: Reads, left: Sequence[Left] = ()) -> None:
+    def __init__(
+        self, step: TrainingStep, reads: Reads, left: Sequence[Left] = (), values: Sequence[torch.Tensor] = ()
+    ) -> None:
         self._left = left
         self.tensors: list[torch.Tensor] = []
         self._paths: list[str] = []
@@ -143,6 +147,7 @@ class Guards:
                 if is_plain_dense(value):
                     self._add_tensor(value, f"{items.path}[{number}]")
         self._number_of = {id(tensor): number for number, tensor in enumerate(self.tensors)}
+        self._values = [self._value_read(tensor) for tensor in values]
         self._groups = _groups(step.optimizer)
         self._volatile_numbers: set[int] = set()
         self._addresses: TensorAddresses | None = None
@@ -152,6 +157,11 @@ class Guards:
         """Return the position in `tensors` of a tensor that the step was captured with, or None."""
         number = self._number_of.get(id(tensor))
         return number if number is not None and self.tensors[number] is tensor else None
+
+    def at_hand(self, constant: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that has taken the place of one that the step was captured with; or that itself."""
+        number = self._number_of.get(id(constant))
+        return constant if number is None else self.tensors[number]
 
     def take_left(self) -> None:
         """Let the reading of what an eager step would have set be refused, after a planned step."""
@@ -188,6 +198,7 @@ class Guards:
             or self._tensor_difference()
             or self._sharded_difference()
             or self._memory_difference()
+            or self._read_difference()
         )
 
     def _state_difference(self) -> Difference | None:
@@ -305,6 +316,20 @@ class Guards:
             path = self._paths[what] if what < len(self._paths) else "the gradients"
             return Difference(what=f"the memory of {path}")
         self._addresses = TensorAddresses(self._tuple)
+        return None
+
+    def _value_read(self, tensor: torch.Tensor) -> tuple[int | torch.Tensor, torch.Tensor]:
+        """Return a tensor whose values were read, or the position of the guarded one on its memory; and the values."""
+        numbers = (n for n, guarded in enumerate(self.tensors) if storage_key(guarded) == storage_key(tensor))
+        number = next(numbers, None)
+        held = tensor if number is None else self.tensors[number]
+        return held if number is None else number, held.detach().clone()
+
+    def _read_difference(self) -> Difference | None:
+        for place, before in self._values:
+            if not same_bits(before, self.tensors[place] if isinstance(place, int) else place):
+                path = self._paths[place] if isinstance(place, int) else f"a tensor of shape {tuple(before.shape)}"
+                return Difference(what=f"the values of {path}, which the step reads")
         return None
 
     def _hooks(self) -> list[int]:

@@ -135,8 +135,8 @@ class _AllSizes:
             return None
         if any(self.guards.number_of(constant) is None for constant in self.constants):  # another took its place
             return None
-        captured = _with_parts(self.recorded, self.parts.at(values)).captured()
-        return replace(captured, guards=self.guards) if captured.answers(batch) else None
+        captured = replace(_with_parts(self.recorded, self.parts.at(values)).captured(), guards=self.guards)
+        return captured if captured.answers(batch) else None
 
 
 @dataclass(slots=True)

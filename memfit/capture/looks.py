@@ -36,14 +36,19 @@ class Look:
     calls: tuple[TracedCall, ...]
     residents: tuple[Resident, ...]
 
-    def ask(self, leaves: Sequence[Any]) -> bool:
-        """Return the truth value for the leaves of a batch."""
+    def ask(self, leaves: Sequence[Any], at_hand: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Return the truth value for the leaves of a batch.
+
+        Args:
+            leaves: of the batch.
+            at_hand: returns the tensor that has taken the place of a constant since.
+        """
         mutated = {storage for call in self.calls for storage in call.mutates}
         made: dict[int, torch.Tensor] = {}
         with real_tensors():
             for resident in self.residents:
                 is_input = resident.origin is Origin.INPUT
-                tensor = at_offset_zero(leaves[int(resident.key)]) if is_input else resident.constant
+                tensor = at_offset_zero(leaves[int(resident.key)]) if is_input else at_hand(resident.constant)
                 made.setdefault(resident.value.storage, tensor)
             for storage in mutated & made.keys():
                 made[storage] = bytes_of(made[storage]).clone()
@@ -81,7 +86,7 @@ def look_at(tensor: torch.Tensor, trace: Trace, batch: Sequence[Any], concrete: 
     if any(_changes(resident, batch) for resident in residents):
         return None
     look = Look(value=value, answer=False, calls=tuple(reversed(calls)), residents=tuple(residents))
-    return replace(look, answer=concrete(look).ask(batch))
+    return replace(look, answer=concrete(look).ask(batch, lambda constant: constant))
 
 
 def _changes(resident: Resident, batch: Sequence[Any]) -> bool:

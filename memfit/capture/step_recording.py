@@ -31,6 +31,7 @@ from memfit.capture.symbols import Symbols
 from memfit.capture.trace import Trace
 from memfit.capture.training_step import TrainingStep, plain
 from memfit.capture.under_modes import UnderModes, gradients_that_differ
+from memfit.capture.values_read import ValuesRead
 from memfit.cost.observations import Corrections
 from memfit.errors import (
     CaptureError,
@@ -92,6 +93,9 @@ class Recorded:
 class StepRecording:
     """One run of a step on fakes.
 
+    Attributes:
+        values: the tensors beside the model whose values the step's code has read.
+
     Args:
         step: the training step.
         batch: that it runs on.
@@ -124,6 +128,7 @@ class StepRecording:
         )
         self.stream = Stream()
         self.outputs: dict[str, Value] = {}
+        self.values = ValuesRead()
         self._under_modes = UnderModes()
         self._recorder = CallRecorder(
             self.trace,
@@ -208,7 +213,7 @@ class StepRecording:
         ):
             self._enter_parameters()
             self._gradients.enter_states()
-            with seeding, self.mode, answered_as_eager(recorder.one_hot), recorder:
+            with seeding, self.mode, answered_as_eager(recorder.one_hot), recorder, self.values:
                 if step.has_backward:
                     self._forward_and_backward(fake_batch)
                 else:
@@ -218,8 +223,14 @@ class StepRecording:
                 require_none_made(step.model, known)
                 write_replaced(places, self._own, self._memory, self.trace, self._gradients)
             self._gradients.collect(self.outputs)
+            self.values.require_unwritten(self._is_written)
             self._under_modes.require_read(self.trace.calls, {value.storage for value in self.outputs.values()})
         return checkpoints()
+
+    def _is_written(self, tensor: torch.Tensor) -> bool:
+        """Return whether a call writes to a tensor over which the step closes."""
+        fake = self._recorder.fake_of_storage.get(storage_key(tensor))
+        return fake is not None and self.trace.is_mutated(self.trace.value(fake).storage)
 
     def _described(self, error: Exception) -> MemfitError:
         """Return the error for one that the user's code raised on fakes."""

@@ -58,7 +58,7 @@ def capture_whole_step(step: TrainingStep, batch: Any = None, corrections: Corre
             reads.put_numbers_back()
             raise
         left = reads.left()
-    return replace(captured, guards=Guards(step, reads, left))
+    return replace(captured, guards=Guards(step, reads, left, first.values.tensors))
 
 
 def capture_with_checkpoints(step: TrainingStep, corrections: Corrections | None = None) -> Captured:
@@ -88,9 +88,10 @@ def record_at_all_sizes(step: TrainingStep, batch: Any, symbols: Symbols) -> tup
     """
     with Reads(step) as reads:
         with reads.tracked(), symbols.noting():
-            recorded = StepRecording(step, batch, symbols=symbols).record()
+            recording = StepRecording(step, batch, symbols=symbols)
+            recorded = recording.record()
         left = reads.left()
-    return recorded, Guards(step, reads, left)
+    return recorded, Guards(step, reads, left, recording.values.tensors)
 
 
 def _require_unread(step: TrainingStep, batch: Any, trace: Trace, reads: Reads) -> None:

@@ -104,10 +104,8 @@ class Variants:
         known = self._of.get(signature, [])
         first: Difference | None = None
         for position, variant in enumerate(known):
-            if not variant.program.prepared.captured.answers(batch):
-                continue
             difference = variant.guards.difference()
-            if difference is None:
+            if difference is None and variant.program.prepared.captured.answers(batch):
                 if position:
                     known.insert(0, known.pop(position))
                 self._of[signature] = self._of.pop(signature)
