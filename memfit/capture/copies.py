@@ -7,7 +7,7 @@ import ctypes
 import functools
 import operator
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType
 from typing import Any, cast
@@ -49,8 +49,8 @@ class Table:
         self.is_librarys = False
         self.settled: set[str] = set()
         self.counted: dict[str, set[tuple[CodeType, int]]] = {}
-        self.accepted: dict[Any, Any] = {}  # numbers and texts that the step set, which were seen to give the same ops
-        self.logged: set[Any] = set()  # keys of other values that it set, of which the same was seen
+        self.left: dict[Any, Any] = {}  # values that the step sets for good, which were seen to give the same ops
+        self.logged: set[Any] = set()  # keys that it sets anew in each run, of which the same was seen
         self.is_log = False  # the step changes its keys or their order, of which the same was seen
 
     def name(self, key: Any) -> str:
@@ -61,7 +61,7 @@ class Table:
         """Return the entries that the step read as they were before it, MISSING for one that was not there."""
         return {
             name: self.before.get(name, MISSING)
-            for name in (self.before if self.names is None else self.names)
+            for name in ({**self.before, **self.left} if self.names is None else self.names)
             if name not in self.logged and not self.only_counts(name)
         }
 
@@ -145,8 +145,8 @@ class Place:
         self.read = read
         self.write = write
         self.before = read()
-        self.accepted: Any = MISSING
-        self.is_log = False  # the step sets it to no number or text, which was seen to leave the next step's ops
+        self.left: Any = MISSING  # what the step sets it to for good, which was seen to give the same ops
+        self.is_log = False  # the step sets it anew in each run, of which the same was seen
 
     @property
     def is_changed(self) -> bool:
@@ -192,7 +192,8 @@ class Items:
         self.path = path
         self.items = items
         self.before = self.read()
-        self.is_log = False  # the step changes it, which was seen to leave the next step's ops as they are
+        self.left: Any = MISSING  # what the step lets it hold for good, which was seen to give the same ops
+        self.is_log = False  # the step changes it in each run, which was seen to leave the next step's ops as they are
 
     def read(self) -> Any:
         """Return a copy of what it holds now."""
@@ -209,12 +210,19 @@ class Items:
 
     @property
     def is_changed(self) -> bool:
+        return not self.holds(self.before)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it holds what the step lets it hold."""
+        return self.left is not MISSING and self.holds(self.left)
+
+    def holds(self, held: Any) -> bool:
+        """Return whether it holds what `read` has returned once."""
         now = self.read()
         if self._has_bytes:
-            return now != self.before
-        return len(now) != len(self.before) or not (
-            all(map(operator.is_, self.before, now)) or all(map(is_same, self.before, now))
-        )
+            return now == held
+        return len(now) == len(held) and (all(map(operator.is_, held, now)) or all(map(is_same, held, now)))
 
     def put_numbers_back(self) -> None:
         """Write back what an array or another buffer held."""
@@ -304,6 +312,21 @@ def is_same(before: Any, after: Any) -> bool:
         return False
     # repr tells -0.0 from 0.0, and holds for nan
     return repr(before) == repr(after) if isinstance(before, float | complex) else bool(before == after)
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a text or the like, or a container with such values only."""
+    if type(value) in ATOMS:
+        return True
+    if type(value) in (dict, OrderedDict, defaultdict, Counter):
+        entries = cast("dict[Any, Any]", value)
+        return all(map(is_plain, (*entries.keys(), *entries.values())))
+    return type(value) in (list, deque, set, tuple, frozenset) and all(map(is_plain, value))
+
+
+def is_fixed(value: Any) -> bool:
+    """Return whether a plain value can't be changed in place."""
+    return type(value) in ATOMS or (type(value) in (tuple, frozenset) and all(map(is_fixed, value)))
 
 
 def slot_names(cls: type) -> list[str]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, cast
 
 import torch
 
-from memfit.capture.copies import MISSING, Place, entries_of, entry_of, function_parts, is_same
+from memfit.capture.copies import Place, entries_of, function_parts, is_fixed, is_same
 from memfit.capture.discovery import MODULE_NAMES
+from memfit.capture.guarded_table import Difference, GuardedTable, name_of
 from memfit.capture.reads import Reads
 from memfit.capture.training_step import TrainingStep
 from memfit.capture.unrecorded import Left
@@ -36,64 +36,6 @@ from memfit.torch_private.sharding import is_sharded, local, local_gradient
 from memfit.torch_private.tensors import is_plain_dense, storage_key
 
 _ALWAYS = MODULE_NAMES | {"momentum"}  # capture itself sets the momentum of batch normalization
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """Something that a step depends on, and that is not as it was when the step was captured.
-
-    Attributes:
-        what: names it.
-        is_routine: whether training loops change it all the time: train and eval mode, gradients that are there.
-        is_replaced: whether it is a module or a parameter whose place another one has taken, for good.
-    """
-
-    what: str
-    is_routine: bool = False
-    is_replaced: bool = False
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _GuardedTable:
-    """A dictionary, and the values that a step took from it.
-
-    Attributes:
-        path: names it in messages.
-        table: the dictionary.
-        values: the values, by key; MISSING for a key that has to be absent.
-        accepted: further values that give the same step.
-        is_whole: whether there must be no other keys, and the order counts.
-        numbers: the positions of its tensors among all that are guarded, by key.
-    """
-
-    path: str
-    table: dict[Any, Any]
-    values: dict[Any, Any]
-    accepted: dict[Any, Any] = field(default_factory=dict[Any, Any])
-    is_whole: bool = False
-    numbers: dict[Any, int] = field(default_factory=dict[Any, int])
-
-    def is_untouched(self) -> bool:
-        """Return whether the dictionary holds the very objects that the step took from it."""
-        if self.is_whole and list(entries_of(self.table)) != list(self.values):
-            return False
-        return all(entry_of(self.table, key) is value for key, value in self.values.items())
-
-    def difference(self, tensors: list[torch.Tensor]) -> Difference | None:
-        """Return the first entry that differs; a tensor that took the place of another is put into `tensors`."""
-        for key, before in self.values.items():
-            now = entry_of(self.table, key)
-            if key in self.numbers and is_plain_dense(now):
-                tensors[self.numbers[key]] = now
-            elif now is before or (key in self.accepted and is_same(self.accepted[key], now)):
-                continue
-            elif not is_same(before, now):
-                replaced = isinstance(before, torch.nn.Module | torch.nn.Parameter)
-                return Difference(what=_named(self.path, key), is_routine=key == "training", is_replaced=replaced)
-            self.values[key] = now
-        if self.is_whole and list(entries_of(self.table)) != list(self.values):
-            return Difference(what=self.path)
-        return None
 
 
 class Guards:
@@ -116,7 +58,7 @@ class Guards:
         self._left = left
         self.tensors: list[torch.Tensor] = []
         self._paths: list[str] = []
-        self._tables: list[_GuardedTable] = []
+        self._tables: list[GuardedTable] = []
         self._empty: list[tuple[str, dict[Any, Any]]] = []
         self._cells: list[tuple[Place, Any]] = [(c, c.before) for c in reads.cells if not (c.is_log or c.only_counts())]
         self._items = [items for items in reads.items if not items.is_log]
@@ -254,7 +196,7 @@ class Guards:
             if number in self._cell_numbers and is_plain_dense(now):
                 self.tensors[self._cell_numbers[number]] = now
                 self._take_tensors(self.tensors)
-            elif cell.accepted is not MISSING and is_same(cell.accepted, now):
+            elif is_fixed(cell.left) and is_same(cell.left, now):
                 continue
             elif not is_same(before, now):
                 return Difference(what=cell.path, is_replaced=isinstance(before, torch.nn.Module))
@@ -262,7 +204,7 @@ class Guards:
         for path, function, parts in self._functions:
             if not all(map(is_same, parts, function_parts(function))):
                 return Difference(what=f"the function {path}")
-        changed = next((items.path for items in self._items if items.is_changed), None)
+        changed = next((i.path for i in self._items if i.is_changed and not i.has_left), None)
         return None if changed is None else Difference(what=changed)
 
     def _group_difference(self) -> Difference | None:
@@ -329,7 +271,7 @@ class Guards:
         for place, before in self._values:
             if not same_bits(before, self.tensors[place] if isinstance(place, int) else place):
                 path = self._paths[place] if isinstance(place, int) else f"a tensor of shape {tuple(before.shape)}"
-                return Difference(what=f"the values of {path}, which the step reads")
+                return Difference(what=f"the values that the step reads from {path}")
         return None
 
     def _hooks(self) -> list[int]:
@@ -372,14 +314,14 @@ class Guards:
         if not table:
             self._empty.append((path, table))
             return
-        whole = _GuardedTable(path=path, table=table, values=entries_of(table), is_whole=True)
+        whole = GuardedTable(path=path, table=table, values=entries_of(table), is_whole=True)
         self._number_tensors(whole, is_fixed=is_fixed)
 
-    def _number_tensors(self, guarded: _GuardedTable, *, is_fixed: bool = False) -> None:
+    def _number_tensors(self, guarded: GuardedTable, *, is_fixed: bool = False) -> None:
         self._tables.append(guarded)
         for key, value in guarded.values.items():
             if is_plain_dense(value) and not is_fixed:  # the model's parameters are numbered already
-                guarded.numbers[key] = self._add_tensor(value, _named(guarded.path, key))
+                guarded.numbers[key] = self._add_tensor(value, name_of(guarded.path, key))
 
     def _add_reads(self, reads: Reads) -> None:
         modules = {id(module.__dict__): module for _, module in reads.modules}
@@ -393,9 +335,8 @@ class Guards:
             if is_whole and not values and type(table.table) is dict:
                 self._empty.append((table.path, table.table))
                 continue
-            guarded = _GuardedTable(
-                path=table.path, table=table.table, values=values, accepted=table.accepted, is_whole=is_whole
-            )
+            left = {name: value for name, value in table.left.items() if is_fixed(value)}
+            guarded = GuardedTable(path=table.path, table=table.table, values=values, accepted=left, is_whole=is_whole)
             self._number_tensors(guarded)
         self._empty_dicts = [table for _, table in self._empty]
 
@@ -419,7 +360,3 @@ def _words(before: Sequence[Any], now: Sequence[Any]) -> str:
     return ", ".join(
         f"{name} {new}, was {old}" for name, old, new in zip(names, before, now, strict=True) if old != new
     )
-
-
-def _named(path: str, key: Any) -> str:
-    return f"{path}.{key}" if isinstance(key, str) and key.replace(".", "_").isidentifier() else f"{path}[{key!r}]"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from memfit.capture.code_reads import is_opaque, is_own
-from memfit.capture.copies import ATOMS, MISSING, Table, entry_of
+from memfit.capture.copies import BUFFERS, MISSING, Table, entry_of, is_plain, is_same
 from memfit.capture.discovery import Discovery
 from memfit.capture.training_step import TrainingStep
-from memfit.capture.unrecorded import Left, holds_fakes
+from memfit.capture.unrecorded import Left, Unrecorded, holds_fakes
 from memfit.errors import UnsupportedStepError
 
 _OF_OPTIMIZERS = ("defaults", "param_groups", "state")
@@ -97,15 +97,28 @@ class Reads(Discovery):
                 )
 
     def left(self) -> list[Left]:
-        """Return where the step has left fakes of tensors that no later step reads; to be asked before `put_back`."""
+        """Return what each step leaves in Python; to be asked before `put_back`.
+
+        These are the values that it sets for good or does not read, and in the place of tensors what refuses to be
+        used. What it sets anew in each run and reads is none of them, nor what a library's objects hold.
+        """
         found: list[Left] = []
         for table in self.tables.values():
             read = table.read_entries()
             for key in table.changed():
-                if key not in read and holds_fakes(entry_of(table.table, key)):
-                    found.append(Left(table.name(key), partial(entry_of, table.table, key), partial(table.write, key)))
-        cells = (cell for cell in self.cells if cell.is_log and holds_fakes(cell.read()))
-        return found + [Left(cell.path, cell.read, cell.write) for cell in cells]
+                value = entry_of(table.table, key)
+                is_set = key in table.left if key in read else key not in table.logged
+                if key not in read and holds_fakes(value):
+                    value = Unrecorded(table.name(key))
+                elif not is_set or table.is_librarys or table.only_counts(key) or not is_plain(value):
+                    continue
+                found.append(Left(value, _holder(partial(entry_of, table.table, key)), partial(table.write, key)))
+        for cell in self.cells:
+            if cell.is_log and holds_fakes(cell.read()):
+                found.append(Left(Unrecorded(cell.path), _holder(cell.read), cell.write))
+            elif cell.left is not MISSING:
+                found.append(Left(cell.left, _holder(cell.read), cell.write))
+        return found + [Left(items.left, items.holds, items.write) for items in self.items if items.left is not MISSING]
 
     def carried(self) -> dict[str, Any]:
         """Return what the step set after it had read it, by name: its next run would read the new value.
@@ -123,22 +136,36 @@ class Reads(Discovery):
         found |= {cell.path: cell.read() for cell in self.cells if cell.is_changed and not cell.only_counts()}
         return found | {items.path: items.items for items in self.items if items.is_changed}
 
-    def accept_present(self) -> None:
-        """Let later steps start with what the step has set, too."""
+    def held(self) -> list[Any]:
+        """Return what the lists, sets and arrays that the step has changed hold now, MISSING for the others."""
+        return [items.read() if items.is_changed else MISSING for items in self.items]
+
+    def accept_present(self, before: Mapping[str, Any], held: Sequence[Any]) -> None:
+        """Let later steps start with what the step has set, too.
+
+        Args:
+            before: what `carried` returned before the step ran again.
+            held: what `held` returned then.
+        """
         for table in self.tables.values():
             for key in table.changed():
                 value = entry_of(table.table, key)
-                if isinstance(value, ATOMS) and key in table.before:
-                    table.accepted[key] = value
-                else:
+                if _is_left(value, before.get(table.name(key), MISSING)):
+                    table.left[key] = value
+                elif table.names is None or key in table.names:
                     table.logged.add(key)
             table.is_log = bool(table.logged) or table.is_reordered
         for cell in self.cells:
-            if cell.is_changed:
-                cell.accepted = cell.read()
-                cell.is_log = not isinstance(cell.accepted, ATOMS)
-        for items in self.items:
-            items.is_log = items.is_changed
+            if cell.is_changed and _is_left(cell.read(), before.get(cell.path, MISSING)):
+                cell.left = cell.read()
+            else:
+                cell.is_log = cell.is_changed
+        for number, items in enumerate(self.items):
+            first = held[number] if number < len(held) else MISSING
+            if _is_left(first, first) and not isinstance(items.items, BUFFERS) and items.holds(first):
+                items.left = first
+            else:
+                items.is_log = items.is_changed
 
     def _object_found(self, table: Table, owner: Any) -> None:
         if self._is_tracking:
@@ -204,6 +231,16 @@ class Reads(Discovery):
             return
         frame = _reader()
         table.counted.setdefault(name, set()).add((frame.f_code, frame.f_lasti))
+
+
+def _is_left(value: Any, before: Any) -> bool:
+    """Return whether a value is set for good: it is there after two runs, and can be put there by a planned step."""
+    return is_plain(value) and is_same(before, value)
+
+
+def _holder(read: Callable[[], Any]) -> Callable[[Any], bool]:
+    """Return what says whether a value is where `read` finds it."""
+    return lambda value: is_same(read(), value)
 
 
 def _reader() -> FrameType:

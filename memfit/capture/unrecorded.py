@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch.nn import Parameter
@@ -54,24 +55,24 @@ for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS):
     setattr(Unrecorded, f"__{_name}__", Unrecorded.refuse)
 
 
+@dataclass(frozen=True, slots=True)
 class Left:
-    """A place where a captured step has left tensors.
+    """A place where a captured step has left something.
 
-    Args:
-        path: names it in messages.
-        read: returns what is there.
-        write: sets it.
+    Attributes:
+        value: that each step leaves there; in the place of tensors, what refuses to be used.
+        holds: whether a value is there.
+        write: puts one there.
     """
 
-    def __init__(self, path: str, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
-        self._read = read
-        self._write = write
-        self._stand_in = Unrecorded(path)
+    value: Any
+    holds: Callable[[Any], bool]
+    write: Callable[[Any], Any]
 
     def take(self) -> None:
-        """Put there what refuses to be used, as a planned step has run in the place of the user's code."""
-        if self._read() is not self._stand_in:
-            self._write(self._stand_in)
+        """Leave it there, as a planned step has run in the place of the user's code."""
+        if not self.holds(self.value):
+            self.write(self.value)
 
 
 def holds_fakes(value: Any) -> bool:

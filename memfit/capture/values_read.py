@@ -18,11 +18,13 @@ from memfit.torch_private.tensors import is_fake, real_tensors, tensors_in
 
 _Tensor: Any = torch.Tensor
 _READERS = frozenset(
-    getattr(_Tensor, name)
-    for name in ("tolist", "numpy", "__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__", "__repr__")
+    getattr(_Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__", "__reduce_ex__", "__repr__")
+)
+_NUMBERS = frozenset(  # which legacy constructors read beside the dispatcher
+    getattr(_Tensor, name) for name in ("item", "__float__", "__int__", "__index__", "__bool__", "__complex__")
 )
 _MAKERS = frozenset((torch.tensor, torch.as_tensor, torch.asarray, _Tensor.new_tensor))
-_PYTHON_IN_PLACE = frozenset((_Tensor.apply_, _Tensor.map_, _Tensor.map2_))
+_WITHOUT_FAKES = frozenset((_Tensor.apply_, _Tensor.map_, _Tensor.map2_, _Tensor.__deepcopy__))
 
 
 class ValuesRead(TorchFunctionMode):
@@ -44,14 +46,16 @@ class ValuesRead(TorchFunctionMode):
             self._note(args[0])
             with real_tensors():
                 return func(*args, **kwargs)
+        if func in _NUMBERS and not is_fake(args[0]):
+            self._note(args[0])
         if func in _MAKERS:
             data = kwargs.get("data", args[-1] if func is _Tensor.new_tensor else (args or (None,))[0])
             if not isinstance(data, torch.Tensor):  # its items are read, beside the dispatcher
                 for tensor in tensors_in(data):
                     self._note(tensor)
-        if func in _PYTHON_IN_PLACE:  # fakes have no values, and torch does not say so
+        if func in _WITHOUT_FAKES:  # torch does not say that fakes have no values
             line = calling_line()
-            raise GraphBreakError(f"{line}: the step calls {func.__name__} with the values of a tensor", line=line)
+            raise GraphBreakError(f"{line}: the step calls {func.__name__} of a tensor", line=line)
         return func(*args, **kwargs)
 
     def _note(self, tensor: torch.Tensor) -> None:
@@ -76,6 +80,8 @@ class ValuesRead(TorchFunctionMode):
         for tensor, before, line in zip(self.tensors, self._before, self._lines, strict=True):
             with real_tensors():
                 is_same = same_bits(tensor, before)
+                if not is_same:  # by NumPy
+                    tensor.detach().copy_(before)
             if is_written(tensor) or not is_same:
                 raise NoGraphError(
                     f"{line}: the step reads values of a tensor of shape {tuple(tensor.shape)} into Python, and writes "

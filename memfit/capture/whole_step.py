@@ -106,6 +106,7 @@ def _require_unread(step: TrainingStep, batch: Any, trace: Trace, reads: Reads) 
     carried = reads.carried()
     if not carried:
         return
+    held = reads.held()
     second = StepRecording(step, batch, trace.corrections)
     try:
         second.run()
@@ -119,7 +120,7 @@ def _require_unread(step: TrainingStep, batch: Any, trace: Trace, reads: Reads) 
         if isinstance(value, ATOMS) and not is_same(value, later.get(name, MISSING))
     ]
     if same and not moving:
-        reads.accept_present()
+        reads.accept_present(carried, held)
         return
     names = sorted(name.removeprefix("model.") for name in (moving if same else carried))
     where = " in its model" if all(name.startswith("model.") for name in carried) else ""

@@ -16,7 +16,7 @@ from memfit.capture.draws import HostGenerators
 from memfit.capture.generators import all_states, set_state
 from memfit.capture.reads import Reads
 from memfit.errors import UnsupportedStepError
-from memfit.memory.bits import same_value
+from memfit.memory.bits import same_bits, same_value
 from memfit.memory.python_places import PythonPlace, of_generator, places_of
 from memfit.torch_private.modules import module_tables
 from memfit.torch_private.sharding import is_sharded, local, local_gradient, with_local
@@ -224,7 +224,8 @@ class _Reached:
         lost: list[str] = []
         with torch.no_grad():
             for number, (path, tensor, version, copied) in enumerate(self._tensors):
-                if tensor._version == version:
+                is_shared = copied is not None and tensor.device.type == "cpu"  # NumPy may write to it
+                if tensor._version == version and not (is_shared and not same_bits(tensor, copied)):
                     continue
                 if copied is None:
                     lost.append(path)

@@ -10,7 +10,7 @@ from typing import Any
 
 from memfit.capture import Captured, TrainingStep, with_real_results
 from memfit.capture.compare import Comparisons
-from memfit.capture.guards import Difference
+from memfit.capture.guarded_table import Difference
 from memfit.capture.later_sizes import CapturedSizes
 from memfit.capture.step_check import require_training_context
 from memfit.capture.stream import Stream

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memfit.capture import Guards
-from memfit.capture.guards import Difference
+from memfit.capture.guarded_table import Difference
 from memfit.memory.contract import Standing
 from memfit.memory.footprint import footprint
 from memfit.step.prepare import MOST_OPS
