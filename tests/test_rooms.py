@@ -31,7 +31,7 @@ ORDER = (
     ("memory/placed_plans", "memory/step_memory"),
     ("memory/arena", "memory/saved_on_host", "memory/snapshot", "memory/what_is_left"),
     ("memory/python_places",),
-    ("memory/bits", "memory/footprint", "memory/hard_cap", "memory/host"),
+    ("memory/footprint", "memory/hard_cap", "memory/host"),
     ("capture",),
     ("cost",),
     ("options",),
@@ -147,7 +147,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("optimizers",),
     ),
     "doors": (("compile", "function"), ("checkpoint", "fit")),
-    "memory": (("contract", "fit_by", "place"),),  # the files above `capture` stand in ORDER
+    "memory": (("bits", "contract", "fit_by", "place"),),  # the files above `capture` stand in ORDER
     "checkpointing": (
         ("step",),
         ("handle",),
@@ -191,7 +191,6 @@ TORCH_ROOMS = {
     "integrations",
     "kernels",
     "memory/arena",
-    "memory/bits",
     "memory/footprint",
     "memory/hard_cap",
     "memory/host",
