@@ -191,6 +191,7 @@ TORCH_ROOMS = {
     "integrations",
     "kernels",
     "memory/arena",
+    "memory/bits",
     "memory/footprint",
     "memory/hard_cap",
     "memory/host",
