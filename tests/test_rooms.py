@@ -115,7 +115,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("halves",),
         ("program",),
         ("lowering",),
-        ("chains", "direct_calls", "joint_graphs", "node_halves", "race", "rehearse"),
+        ("absent", "chains", "direct_calls", "joint_graphs", "node_halves", "race", "rehearse"),
     ),
     "memory/host": (("layout", "room"), ("store",), ("slab",)),
     "memory/arena": (
@@ -191,7 +191,6 @@ TORCH_ROOMS = {
     "integrations",
     "kernels",
     "memory/arena",
-    "memory/bits",
     "memory/footprint",
     "memory/hard_cap",
     "memory/host",
@@ -207,6 +206,7 @@ TORCH_ROOMS = {
     "workloads",
 }
 TORCH_FILES = {
+    "memory/bits.py",
     "memory/place.py",
     "system/cpu_limit.py",
     "system/instruments.py",

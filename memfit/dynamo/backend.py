@@ -23,10 +23,11 @@ from memfit.dynamo.inputs import (
     refuse_ranks,
     signatures,
 )
-from memfit.dynamo.settings import GraphSettings, read_options
+from memfit.dynamo.settings import INDUCTOR, GraphSettings, read_options
 from memfit.errors import InvalidOptionError, NotOneGraphError
 from memfit.plan import Plan
 from memfit.step.turns import turn_on
+from memfit.torch_private.aot import hand_over_absent
 from memfit.torch_private.dynamo import times_compiled
 from memfit.torch_private.modules import hooks_on_all_modules
 from memfit.torch_private.tensors import (
@@ -143,6 +144,8 @@ class PlannedGraph:
         returned = self._run(compiled, inputs)
         for node in {leaf.grad_fn for leaf in returned if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None}:
             node.register_prehook(compiled.check_gradients)
+            if self.options.kernels != INDUCTOR:
+                hand_over_absent(node)
         return returned
 
     def _warn_of_sums(self, inputs: Sequence[Any]) -> None:

@@ -221,7 +221,7 @@ class CompiledGraph:
         self._assumed = [resident.value for resident in residents if resident.origin is Origin.TANGENT]
         self.plan = self.prepared.plan
         self.room_bytes = self.plan.budget_bytes - self.plan.predicted.peak_bytes
-        self.halves = partitioned(capture, self.prepared.program, joint, mode)
+        self.halves = partitioned(capture, self.prepared.program, self.prepared.without, joint, mode)
         return self.halves.forward_module, self.halves.backward_module
 
     def check_gradients(self, gradients: Sequence[Any]) -> None:

@@ -12,6 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from memfit.binding import Origin, Value
 from memfit.capture.joint import JointCapture
 from memfit.errors import UnsupportedStepError
+from memfit.kernels.absent import Absent
 from memfit.kernels.program import TICKET, Half, Program
 from memfit.memory.place import at_offset_zero
 from memfit.torch_private.autograd import default_saved_hooks
@@ -42,12 +44,19 @@ class Halves:
     backward_module: GraphModule
 
 
-def partitioned(capture: JointCapture, program: Program, joint: GraphModule, mode: FakeTensorMode) -> Halves:
+def partitioned(
+    capture: JointCapture,
+    program: Program,
+    without: Callable[[Absent], Program],
+    joint: GraphModule,
+    mode: FakeTensorMode,
+) -> Halves:
     """Return the halves of a program, and their signatures as modules.
 
     Args:
         capture: the joint graph.
         program: its two functions.
+        without: returns the program where gradients are absent.
         joint: the module that AOTAutograd made.
         mode: the mode of its fakes.
     """
@@ -64,7 +73,11 @@ def partitioned(capture: JointCapture, program: Program, joint: GraphModule, mod
     saved = (*first.saved, *primals_saved)
     read = {storage for op in capture.captured.graph.ops for storage in op.reads}
     forward = _forward(first, primal_of, constants, primals_saved, rebased, read)
-    backward = _backward(second, saved, len(primals_saved), tangent_of, constants, rebased)
+
+    def half_without(absent: frozenset[int]) -> Half:
+        return without(Absent.of(capture.captured.graph, binding, absent)).halves[1] if absent else second
+
+    backward = _backward(half_without, saved, len(primals_saved), tangent_of, constants, rebased)
     bases = binding.bases()
     placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
     tangents = [node for node in placeholders if str(node.target).startswith("tangents")]
@@ -115,7 +128,7 @@ def _forward(
 
 
 def _backward(
-    half: Half,
+    half_without: Callable[[frozenset[int]], Half],
     saved: Sequence[int],
     primals: int,
     tangent_of: dict[int, int],
@@ -124,10 +137,15 @@ def _backward(
 ) -> Callable[[list[Any]], list[Any]]:
     place = {storage: number for number, storage in enumerate(saved)}
     place |= {storage: len(saved) + 1 + number for storage, number in tangent_of.items()}
-    take = _taking(half.takes, place, constants, rebased)
+
+    @cache
+    def taking(absent: frozenset[int]) -> tuple[Half, Callable[[list[Any]], list[Any]]]:
+        half = half_without(absent)
+        return half, _taking(half.takes, place, constants, rebased)
 
     def backward(arguments: list[Any]) -> list[Any]:
         _require_unmoved(arguments[len(saved) - primals : len(saved)], arguments[len(saved)])
+        half, take = taking(frozenset(storage for storage in tangent_of if arguments[place[storage]] is None))
         taken = take(arguments)
         arguments.clear()
         return half.function(taken)

@@ -26,6 +26,7 @@ from memfit.binding import Binding, Call, Value
 from memfit.capture.fuse import Fused, calls_of
 from memfit.capture.generators import SaveGeneratorState, replay
 from memfit.graph import Graph
+from memfit.kernels.absent import Absent, copied, zeros
 from memfit.kernels.direct_calls import DirectCalls
 from memfit.memory.host.layout import NO_HOST_COPIES, HostLayout
 from memfit.memory.place import lazy_view, reinterpret
@@ -75,6 +76,7 @@ def lower(
     host: HostLayout = NO_HOST_COPIES,
     *,
     says_positions: bool = False,
+    absent: Absent | None = None,
 ) -> tuple[list[LoweredHalf], dict[str, Any]]:
     """Return the code of a checked schedule: one half, or two if the graph has a forward/backward boundary.
 
@@ -86,11 +88,12 @@ def lower(
         host: the places of the host copies.
         says_positions: call `at` with each position of the schedule that allocates, before it does; and with -1 at the
             end.
+        absent: the gradients that the backward half does without.
 
     Returns:
         the halves, and the objects that their lines name. If storages are offloaded, the first half needs a `lease`.
     """
-    return _Lowering(graph, binding, schedule, outputs, host, says_positions=says_positions).run()
+    return _Lowering(graph, binding, schedule, outputs, host, says_positions=says_positions, absent=absent).run()
 
 
 @dataclass
@@ -101,6 +104,7 @@ class _Lowering:
     outputs: Sequence[Sequence[Value]]
     host: HostLayout
     says_positions: bool = False
+    absent: Absent | None = None
     namespace: dict[str, Any] = field(default_factory=dict[str, Any])
     bases: dict[int, Value] = field(default_factory=dict[int, Value])
     live: set[int] = field(default_factory=set[int])
@@ -128,17 +132,22 @@ class _Lowering:
                 boundary = self.graph.boundaries[instruction.boundary]
                 self._await(set(boundary.departures), "the user reads it")
                 halves.append(self._finished_half(len(halves), available))
-                self.live |= set(boundary.arrivals)
+                self.live |= set(boundary.arrivals).difference(self.absent.tangents if self.absent else ())
                 available |= self.live
             else:
-                self._lower(instruction, position)
+                if self.absent is None or self._is_needed(instruction, self.absent):
+                    self._lower(instruction, position)
                 self._say_next(position)
         self._await(set(self.arriving), "the step ends")
         halves.append(self._finished_half(len(halves), available))
         return halves, self.namespace
 
     def _finished_half(self, number: int, available: set[int]) -> LoweredHalf:
-        outputs = tuple(self._render(value) for value in self.outputs[number])
+        left_out = self.absent.left_out if self.absent is not None and number > 0 else ()
+        outputs = tuple(
+            "None" if getattr(value, "storage", None) in left_out else self._render(value)
+            for value in self.outputs[number]
+        )
         takes = tuple(sorted(available & _storages_named([*(line.code for line in self.lines), *outputs])))
         half = LoweredHalf(self.lines, outputs, set(self.live), takes, tuple(sorted(self.on_host)))
         self.lines = []
@@ -153,6 +162,39 @@ class _Lowering:
                 self.lines[-1] = self.lines[-1]._replace(code=f"{self.lines[-1].code}; {said}")
             else:
                 self._emit(said, "the first position that allocates")
+
+    def _is_needed(self, instruction: Instruction, absent: Absent) -> bool:
+        """Return whether an instruction has something to do without the absent gradients; make the zeros that it needs.
+
+        A sum that passes its operand on is done here.
+        """
+        match instruction:
+            case Compute(op=number, in_place_of=over) if number in absent.ops or number in absent.passed_on:
+                operand = absent.passed_on.get(number)
+                if operand is not None:
+                    (result,) = self.binding.calls[number].results
+                    assert result is not None
+                    code = f"{self._name(copied)}({self._render(operand)}, {self._name(result)})"
+                    self._emit(f"s{result.storage} = {code}", f"compute {number}: the other operand is absent", number)
+                    self.bases[result.storage] = result
+                    self.live.add(result.storage)
+                if over in self.live:
+                    self._delete(over, "its memory would be reused in place")
+                return False
+            case Compute(op=number):
+                op = self.graph.ops[number]
+                for storage in {*op.reads, *op.mutates} - self.live:
+                    code = f"{self._name(zeros)}({self._name(self.bases[storage])}, {self._name(self.binding.device)})"
+                    if not self.graph.storages[storage].resident:
+                        self._emit(f"s{storage} = {code}", "an absent gradient")
+                        self.live.add(storage)
+                return True
+            case Drop(storage=storage) | Offload(storage=storage):
+                return storage in self.live
+            case Wait(storage=storage) | Prefetch(storage=storage) | DropHost(storage=storage):
+                return storage in self.on_host
+            case CrossBoundary():
+                return True
 
     def _lower(self, instruction: Instruction, position: int) -> None:
         match instruction:

@@ -14,6 +14,7 @@ import torch
 
 from memfit.binding import Value
 from memfit.capture import Captured
+from memfit.kernels.absent import Absent
 from memfit.kernels.lowering import Line, LoweredHalf, lower
 from memfit.memory.host.layout import NO_HOST_COPIES, HostLayout
 from memfit.memory.host.store import HostStore, leave, take_up
@@ -62,6 +63,7 @@ def make_program(
     store: HostStore | None = None,
     tick: Callable[[int], None] | None = None,
     at: Callable[[int], None] | None = None,
+    absent: Absent | None = None,
 ) -> Program:
     """Compile a schedule that `check` has accepted.
 
@@ -73,15 +75,19 @@ def make_program(
         store: has slabs for them.
         tick: called with -1 before each op, and with its number after it.
         at: called with each position of the schedule that allocates, before it does, and with -1 after the last.
+        absent: the gradients that the backward half does without.
 
     Raises:
         HostMemoryError: the host, or the disk, has no room for the host copies.
     """
     says_positions = at is not None
-    lowered, namespace = lower(captured.graph, captured.binding, schedule, outputs, host, says_positions=says_positions)
+    lowered, namespace = lower(
+        captured.graph, captured.binding, schedule, outputs, host, says_positions=says_positions, absent=absent
+    )
     offloads = store is not None and host.height_bytes > 0
     if offloads:
-        store.reserve(host.height_bytes)
+        if absent is None:
+            store.reserve(host.height_bytes)
         namespace |= {"begin": store.begin, "leave": leave, "take_up": take_up}
     namespace |= {name: call for name, call in {"tick": tick, "at": at}.items() if call is not None}
     names = ("step",) if len(lowered) == 1 else ("forward", "backward")

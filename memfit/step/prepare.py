@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from memfit.cost.measurement import measure
 from memfit.device import Device
 from memfit.errors import PlanMismatchError
 from memfit.graph import Graph
+from memfit.kernels.absent import Absent
 from memfit.kernels.program import Program, make_program
 from memfit.memory.host.layout import host_layout
 from memfit.memory.host.slab import alignment_bytes
@@ -33,11 +35,20 @@ MOST_OPS = 150_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A step that is ready to run, and the seconds that each stage of its preparation took."""
+    """A step that is ready to run.
+
+    Attributes:
+        captured: the step, with its costs.
+        plan: of it.
+        program: that carries out the plan.
+        without: returns the program for backward passes in which gradients are absent; its forward half is the same.
+        seconds: that each stage of the preparation took.
+    """
 
     captured: Captured
     plan: Plan
     program: Program
+    without: Callable[[Absent], Program]
     seconds: Mapping[str, float]
 
 
@@ -114,8 +125,9 @@ def prepare(
     host = host_layout(captured.graph, plan.schedule, alignment_bytes(device))
     store = store or HostStore(device, max(host.height_bytes, settings.host_budget_bytes), settings.host_dir)
     at = None if arena is None else arena.at
-    program = make_program(captured, plan.schedule, outputs, host, store, at=at)
-    return Prepared(captured=captured, plan=plan, program=program, seconds=seconds)
+    make = partial(make_program, captured, plan.schedule, outputs, host, store, at=at)
+    without = lambda absent: make(absent=absent)  # noqa: E731
+    return Prepared(captured=captured, plan=plan, program=make(), without=without, seconds=seconds)
 
 
 def with_costs(captured: Captured, settings: Settings) -> Captured:

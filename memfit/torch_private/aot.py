@@ -50,6 +50,18 @@ def trace_joint(
         )
 
 
+def hand_over_absent(node: Any) -> None:
+    """Let the backward half of a compiled graph get None, and not zeros, for a gradient that is absent.
+
+    Args:
+        node: of autograd, of an output of a graph that `trace_joint` made, or of a view of one.
+    """
+    while node is not None and not hasattr(node, "set_materialize_grads"):
+        node = next((each for each, _ in node.next_functions), None)
+    if node is not None:
+        node.set_materialize_grads(False)
+
+
 @contextmanager
 def _checks_kept() -> Iterator[None]:
     """Let AOTAutograd keep the checks of linear algebra as calls; else torch drops them, or threads a token through."""
