@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from memfit import torch_private
 from memfit.torch_private import cuda
 from memfit.torch_private.ambient import Ambient, saved_as_they_are
-from memfit.torch_private.aot import boxed, trace_joint
+from memfit.torch_private.aot import boxed, hand_over_absent, trace_joint
 from memfit.torch_private.autograd import (
     TorchDispatchMode,
     UnwrappedMode,
@@ -1402,3 +1402,25 @@ def test_nodes_of_reentrant_checkpoints_are_found_by_name() -> None:
 
 def test_a_cpu_has_no_captured_graphs() -> None:
     assert not has_captured_graphs(torch.device("cpu"))
+
+
+def test_absent_gradients_reach_a_function_behind_a_view() -> None:
+    class Two(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, x: torch.Tensor) -> Any:
+            return x * 2, x * 3
+
+        @staticmethod
+        def backward(_ctx: Any, *gradients: Any) -> Any:
+            seen.append([each is None for each in gradients])
+            return gradients[0] * 2
+
+    seen: list[list[bool]] = []
+    for hands_over in (False, True):
+        first, _ = Two.apply(torch.ones(3, requires_grad=True))  # pyright: ignore[reportGeneralTypeIssues]
+        view = first.view(1, 3)
+        if hands_over:
+            hand_over_absent(view.grad_fn)
+        view.sum().backward()
+    assert seen == [[False, False], [False, True]]
+    hand_over_absent(torch.ones(3, requires_grad=True).exp().grad_fn)

@@ -23,7 +23,7 @@ from memfit.dynamo.inputs import (
     refuse_ranks,
     signatures,
 )
-from memfit.dynamo.settings import INDUCTOR, GraphSettings, read_options
+from memfit.dynamo.settings import GraphSettings, read_options
 from memfit.errors import InvalidOptionError, NotOneGraphError
 from memfit.plan import Plan
 from memfit.step.turns import turn_on
@@ -144,8 +144,7 @@ class PlannedGraph:
         returned = self._run(compiled, inputs)
         for node in {leaf.grad_fn for leaf in returned if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None}:
             node.register_prehook(compiled.check_gradients)
-            if self.options.kernels != INDUCTOR:
-                hand_over_absent(node)
+            hand_over_absent(node)
         return returned
 
     def _warn_of_sums(self, inputs: Sequence[Any]) -> None:

@@ -34,6 +34,7 @@ from memfit.kernels.joint_graphs import (
     refuse_unplannable,
     saved_bytes,
     survey,
+    with_zeros_for_absent,
 )
 from memfit.kernels.node_halves import node_halves, rejoined
 from memfit.kernels.race import Clock, Compiled, Race
@@ -361,6 +362,9 @@ class _Attempt:
     def _around(self, half: InductorHalf, call: Half) -> Half:
         is_backward = half.is_backward
         self._halves[is_backward] = half
+
+        if is_backward:
+            call = with_zeros_for_absent(half.module, call)
 
         def run(arguments: list[Any]) -> Any:  # for the caller of now
             timed, run_half = self._clock.timed, self.planning.run
