@@ -21,7 +21,7 @@ from memfit.capture.reads import Reads
 from memfit.capture.replaced import memory_put_back
 from memfit.capture.side_effects import swapped, with_a_momentum
 from memfit.capture.stand_ins import stand_ins_shown
-from memfit.capture.stream import Difference, Dispatched, Stream, tensors_of
+from memfit.capture.stream import LIFT, Difference, Dispatched, Stream, tensors_of
 from memfit.capture.traced import mutated_tensors
 from memfit.capture.training_step import TrainingStep
 from memfit.errors import MemfitError, NoGraphError
@@ -143,7 +143,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.backward_mode is not None:
+        if self.backward_mode is not None and func is not LIFT:  # whose argument the step has just made of a number
             args, kwargs = tree_map(self._faked, (args, kwargs))
         self._check_generator(kwargs.get("generator"))
         for tensor in _written(func, args, kwargs):

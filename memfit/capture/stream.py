@@ -34,7 +34,7 @@ from memfit.torch_private.tensors import (
 _MOST_FRAMES = 200
 _CONTENT_BYTES = 1 << 20  # of a tensor from outside of the step: a draw is smaller, a teacher's weights are larger
 
-_LIFT = torch.ops.aten.lift_fresh.default  # of a tensor made from numbers: its result is new, its argument is not
+LIFT = torch.ops.aten.lift_fresh.default  # of a tensor made from numbers: its result is new, its argument is not
 
 # Python asks a fake, whose class is a subclass, before a plain tensor: `plain < fake` becomes `fake > plain`.
 _MIRRORED = {
@@ -132,7 +132,7 @@ class Stream:
         if func in _IDLE or func.namespace in ("prim", "profiler") or _only_views(func, args, returned):
             return None
         func, args = self._known_first(func, args)
-        arguments = ((("number", _digest(args[0])),), {}) if func is _LIFT else self._described_arguments(args, kwargs)
+        arguments = ((("number", _digest(args[0])),), {}) if func is LIFT else self._described_arguments(args, kwargs)
         call = Dispatched(
             target=str(func),
             arguments=arguments,
@@ -264,7 +264,7 @@ def _place_without_lines(call: Dispatched | None) -> str:
 def _only_views(func: Any, args: tuple[Any, ...], returned: Any) -> bool:
     """Return whether a call computes nothing: autograd replays views of fakes that it does not replay of others."""
     tensors = tensors_in(returned)
-    if not tensors or func is _LIFT or any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments):
+    if not tensors or func is LIFT or any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments):
         return False
     if any(tensor.layout is not torch.strided for tensor in (*tensors, *tensors_in(args))):
         return False

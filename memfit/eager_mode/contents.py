@@ -46,6 +46,7 @@ class Contents:
         passes: those of the loop.
         calls, made_again: how many calls the loop made, and how many were recomputed.
         freed_within_bytes: while calls ran.
+        on_freed: called with the bytes that were freed each time while a call ran.
         releasing: what of them goes first, and how.
         stranded_bytes: of the budget, that no call can use.
         is_busy: whether calls are made that are none of the loop's.
@@ -76,6 +77,8 @@ class Contents:
         self.releasing = Releasing(host)
         self.passes = Passes()
         self.calls = self.made_again = self.freed_within_bytes = 0
+        self._is_forgotten = True
+        self.on_freed: Callable[[int], None] = lambda _bytes: None
         self.is_busy = False
         self.running: tuple[Any, Any, Any] | None = NO_CALL
         self.refusal: BaseException | None = None
@@ -92,6 +95,7 @@ class Contents:
             call.read(self.sources, args, kwargs)
         except (NotImplementedError, RuntimeError):  # a tensor without a storage, or without a shape, of its own
             return
+        self._is_forgotten = False
         for place, storage in new:
             self.sources.made(storage, call, place).used_at = call.number
 
@@ -120,6 +124,10 @@ class Contents:
                 self._bring_back(kept)
         if back and self.live_bytes() + need_bytes > self.budget_bytes:
             self.make_room(need_bytes, what)
+        if self.kept:
+            self.sources.hold_without(lost)
+        elif not self._is_forgotten:
+            self.forget()
 
     def _to_stay_without(self, lost: set[Source]) -> list[Kept]:
         """Return the contents of which all others can be recomputed that are made of what is about to be lost."""
@@ -294,7 +302,9 @@ class Contents:
             self.refusal = refusal
             return str(refusal)
         finally:
-            self.freed_within_bytes += max(0, before_bytes - self.live_bytes())
+            freed_bytes = max(0, before_bytes - self.live_bytes())
+            self.freed_within_bytes += freed_bytes
+            self.on_freed(freed_bytes)
             self.running, self.releasing.pinned = running, pinned
         return None
 
@@ -323,6 +333,7 @@ class Contents:
         self._forget_dead()
         self.sources.forget(needed_by(self.kept))
         self.releasing.forget_dead()
+        self._is_forgotten = not self.kept
 
     def close(self) -> None:
         """Copy nothing to the host any more; what autograd holds after the block can still be read."""

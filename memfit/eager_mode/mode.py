@@ -219,7 +219,7 @@ class BudgetMode(UnwrappedMode):
             if written:
                 contents.before_writes(written, 0 if self._is_limited else bound_bytes, func)
             contents.running = func, args, kwargs
-            returned, need = self.needs.learn(func, args, kwargs, bound_bytes, lambda: contents.freed_within_bytes)
+            returned, need = self.needs.learn(func, args, kwargs, bound_bytes, contents)
         finally:
             contents.is_busy, contents.running = False, None
             contents.upper_bytes = contents.live_bytes()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,7 +14,7 @@ from memfit.capture.generators import without_generator
 from memfit.cost.single_op import uncollected
 from memfit.eager_mode.call_times import CallTimes
 from memfit.eager_mode.sources import tensors_given
-from memfit.system.recorder import record, taken_bytes
+from memfit.system.recorder import Usage, record, taken_bytes
 from memfit.torch_private.autograd import no_modes
 from memfit.torch_private.tensors import (
     DATA_DEPENDENT_ERRORS,
@@ -24,6 +25,9 @@ from memfit.torch_private.tensors import (
     tensors_in,
     tree_map,
 )
+
+if TYPE_CHECKING:
+    from memfit.eager_mode.contents import Contents
 
 # Workspace of an operator that was never called, as a share of its inputs and results: of libraries, and of others.
 _OF_LIBRARIES, _OF_OTHERS = 1.0, 0.1
@@ -95,23 +99,30 @@ class Needs:
         share = _MARGIN * (self._shares[kind] if kind in self._shares else _never_seen(*kind))
         return results + _SMALL_BYTES + math.ceil(share * (_input_bytes(args, kwargs) + results))
 
-    def learn(
-        self, function: Any, args: Any, kwargs: Any, bound_bytes: int, freed_within: Callable[[], int] = lambda: 0
-    ) -> tuple[Any, Need]:
+    def learn(self, function: Any, args: Any, kwargs: Any, bound_bytes: int, contents: Contents) -> tuple[Any, Need]:
         """Make a call for the first time; return what it returned, and what it took.
 
         Args:
             function, args, kwargs: the call.
             bound_bytes: what `bound` says of it.
-            freed_within: returns the bytes that were freed so far to make room for calls while they ran.
+            contents: of which some may be freed while it runs.
         """
-        freed_bytes = -freed_within()
+        freed_bytes = 0
+        after: list[tuple[int, Usage]] = []
         began = now(self.device)
-        with uncollected(), record(self.device) as usage:
+        with uncollected(), record(self.device) as usage, ExitStack() as records:
+
+            def freed(more_bytes: int) -> None:
+                nonlocal freed_bytes
+                freed_bytes += more_bytes
+                after.append((freed_bytes, records.enter_context(record(self.device))))
+
+            contents.on_freed = freed
+            records.callback(setattr, contents, "on_freed", lambda _bytes: None)
             returned = function(*args, **kwargs)
         seconds = now(self.device) - began
-        freed_bytes += freed_within()
-        peak_bytes = usage.peak_bytes + freed_bytes
+        peaks = (freed + each.start_bytes - usage.start_bytes + each.peak_bytes for freed, each in after)
+        peak_bytes = max(usage.peak_bytes, *peaks, 0)
         result_bytes = max(0, usage.end_bytes - usage.start_bytes + freed_bytes)
         need = Need(peak_bytes, result_bytes, seconds, self.bounded)
         share = max(0, peak_bytes - result_bytes - _SMALL_BYTES) / max(1, _input_bytes(args, kwargs) + result_bytes)
