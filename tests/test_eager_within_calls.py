@@ -232,7 +232,7 @@ def test_a_recurrent_layer_is_never_made_again() -> None:
     def loss(model: nn.Module, _number: int) -> torch.Tensor:
         return model(torch.randn(16, 16, 32)).square().mean()
 
-    assert compared(Recurrent, loss, 0.9, steps=2).made_again > 0
+    assert compared(Recurrent, loss, 0.85, steps=2).made_again > 0
 
 
 def test_a_call_of_a_calm_pass_is_stopped_too() -> None:

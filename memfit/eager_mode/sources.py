@@ -177,20 +177,21 @@ class Sources:
     def hold_without(self, lost: set[Source]) -> None:
         """Let what is there, and is made of contents that are lost, count as what cannot be recomputed.
 
-        Calls that read it later hold it.
+        The calls that read it hold it.
 
         Args:
             lost: contents that are about to be written over.
         """
-        there = [source for source in self._of.values() if source.live is not None and source.call is not None]
-        made_of_lost = set(lost)
-        everything = (source for source in needed_by(there) if source.call is not None and source.host is None)
-        for source in sorted(everything, key=lambda each: call_of(each).number):
-            if not made_of_lost.isdisjoint(call_of(source).inputs):
-                made_of_lost.add(source)
-        for source in there:
-            if source in made_of_lost and source not in lost:
-                source.call = None
+        there = {source for source in self._of.values() if source.live is not None and source.call is not None}
+        remade = [source for source in needed_by(there) if source.call is not None and source.host is None]
+        gone, held = set(lost), set[Source]()
+        for source in sorted(remade, key=lambda each: call_of(each).number):
+            if not gone.isdisjoint(call_of(source).inputs):
+                (gone if source.live is None else held).add(source)
+        for source in remade:
+            call_of(source).held += [each.hold() for each in call_of(source).inputs if each in held]
+        for source in held - lost:
+            source.call = None
 
     def forget(self, needed: set[Source]) -> None:
         """Drop the entries of storages that are gone, and forget how the others were made.

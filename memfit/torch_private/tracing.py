@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch._guards
 import torch._subclasses
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import _pop_mode_temporarily
 
 from memfit.torch_private.patching import replaced
 
@@ -96,6 +97,19 @@ def _in_place_of(function: Callable[..., Any], stand_in: Callable[..., Any]) -> 
     return called
 
 
+_ASKS_FOR_FUNCTIONS = (
+    torch.overrides.has_torch_function,
+    torch.overrides.has_torch_function_unary,
+    torch.overrides.has_torch_function_variadic,
+)
+
+
+def _without_function_mode(asks: Callable[..., bool], *args: Any) -> bool:
+    """Return what is answered where the innermost function mode is off: the one of a capture."""
+    with _pop_mode_temporarily() if torch._C._len_torch_function_stack() else nullcontext():
+        return asks(*args)
+
+
 def stood_for(value: Any) -> Any:
     """Return what a stand-in of `answered_as_eager` stands for, and any other value as it is."""
     if value is _NobodysTensor:
@@ -124,8 +138,9 @@ def answered_as_eager(one_hot: Callable[..., torch.Tensor]) -> Iterator[None]:
         id(guards.detect_fake_mode): _eager_answer(guards.detect_fake_mode, None),
         id(guards.active_fake_mode): _eager_answer(guards.active_fake_mode, None),
         id(torch.nn.functional.one_hot): _in_place_of(torch.nn.functional.one_hot, one_hot),
+        **{id(asks): _in_place_of(asks, _without_function_mode) for asks in _ASKS_FOR_FUNCTIONS},
     }
-    tables: list[dict[str, Any]] = [vars(torch._subclasses), vars(torch.nn.functional)]
+    tables: list[dict[str, Any]] = [vars(torch._subclasses), vars(torch.nn.functional), vars(torch.overrides)]
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in ("torch", "memfit") and isinstance(module, ModuleType):
             tables.append(vars(module))
