@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -206,9 +208,84 @@ def _written_constant(_block: Any, inputs: Tensor) -> Tensor:
     return inputs / scale.to(inputs)
 
 
+def _value_read(block: Any, inputs: Tensor) -> Tensor:
+    return inputs * block.plain.table.tolist()[1] + float(block.plain.table.numpy()[0])
+
+
+def _values_listed(block: Any, inputs: Tensor) -> Tensor:
+    return inputs + torch.tensor([block.plain.one, 2.0, block.plain.one]).to(inputs).sum()
+
+
+def _value_asked(block: Any, inputs: Tensor) -> Tensor:
+    return inputs * 2 if block.plain.one > 1.5 else inputs * 3
+
+
+def _sizes_numbered(block: Any, inputs: Tensor) -> Tensor:
+    number = block.sizes.setdefault(len(inputs), len(block.sizes))
+    return inputs + block.inner.weight[number % 4].to(inputs)
+
+
+def _noted(block: Any, inputs: Tensor) -> Tensor:
+    block.seen, block.largest = tuple(inputs.shape), max(block.largest, len(inputs))
+    return inputs / block.largest
+
+
+def _draw_unused(block: Any, inputs: Tensor) -> Tensor:
+    torch.rand(3)
+    return functional.dropout(inputs, 0.2, block.training)
+
+
+def _draw_into_slice(_block: Any, inputs: Tensor) -> Tensor:
+    noise = torch.zeros_like(inputs)
+    noise[:, :4].normal_()
+    noise[:, 4:8].bernoulli_(0.3)
+    return inputs + noise * 0.1
+
+
+def _part_unused(block: Any, inputs: Tensor) -> Tensor:
+    first, _ = block.inner(inputs).chunk(2, 1)
+    block.other(inputs)
+    return inputs + first
+
+
+def _copied_then_written(_block: Any, inputs: Tensor) -> Tensor:
+    results = inputs * 2
+    kept = results[:, :4].clone()
+    results[:, :4] = results[:, 4:8]
+    results[:, 4:8] = kept
+    return results
+
+
+def _statistics_read(block: Any, inputs: Tensor) -> Tensor:
+    normed = block.norm(inputs.to(block.norm.weight))
+    return normed + block.norm.running_mean * 0.1
+
+
+class Cached(nn.Module):
+    """A block with a property that is computed once, and that reads what the object holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gain = nn.Linear(WIDTH, WIDTH), 1.5
+
+    @cached_property
+    def scale(self) -> float:
+        """A number that is made of others."""
+        return self.gain * len(vars(self)["_parameters"]) + 2.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Apply it."""
+        return self.inner(inputs) * self.scale
+
+
 def _curved(block: Any, inputs: Tensor) -> Tensor:
     curvature = torch.func.vmap(torch.func.hessian(lambda row: block.inner(row).tanh().sum()))(inputs[:4])
     return inputs + 0.01 * curvature.diagonal(dim1=-2, dim2=-1).mean()
+
+
+def _plain() -> SimpleNamespace:
+    """Return an object with tensors that are neither parameters nor buffers."""
+    return SimpleNamespace(table=torch.linspace(1, 2, 4), one=torch.tensor(1.0))
 
 
 BLOCKS: dict[str, Callable[[int], nn.Module]] = {
@@ -262,12 +339,26 @@ BLOCKS: dict[str, Callable[[int], nn.Module]] = {
     "asks": lambda _: Function(_asks),
     "written_constant": lambda _: Function(_written_constant),
     "hessian": lambda _: Function(_curved, inner=nn.Linear(WIDTH, 2)),
+    "value_read": lambda _: Function(_value_read, plain=_plain()),
+    "values_listed": lambda _: Function(_values_listed, plain=_plain()),
+    "value_asked": lambda _: Function(_value_asked, plain=_plain()),
+    "sizes_numbered": lambda _: Function(_sizes_numbered, inner=nn.Embedding(4, WIDTH), sizes={}),
+    "noted": lambda _: Function(_noted, largest=1),
+    "draw_unused": lambda _: Function(_draw_unused),
+    "draw_into_slice": lambda _: Function(_draw_into_slice),
+    "part_unused": lambda _: Function(_part_unused, inner=nn.Linear(WIDTH, 2 * WIDTH), other=nn.Linear(WIDTH, WIDTH)),
+    "copied_then_written": lambda _: Function(_copied_then_written),
+    "statistics_read": lambda _: Function(_statistics_read, norm=nn.BatchNorm1d(WIDTH)),
+    "cached": lambda _: Cached(),
     "by_value": lambda _: Function(lambda _block, x: x * 2 if bool(x.sum() > 0) else x * 3),
     "embedding": lambda _: Function(
         lambda block, x: block.inner(x.abs().mul(3).long().clamp(max=9)).sum(1), inner=nn.Embedding(10, WIDTH)
     ),
 }
 """Makers of blocks from and to `[batch, WIDTH]`, by name; each is given a seed for generators of its own."""
+
+NO_GRAPH = frozenset({"by_value", "counter", "python_draw", "numpy_draw", "module_draw"})
+"""Blocks whose steps are no graphs, and run under `memfit.checkpoint`."""
 
 
 def _with_weights(tensors: dict[str, Tensor]) -> Callable[[nn.Module, Any], Tensor]:
@@ -358,6 +449,28 @@ def _temperature(world: World) -> None:
 def _settings(world: World) -> None:
     for block in _blocks_with(world, "settings"):
         block.settings["gain"] = -1.0
+
+
+def _plain_in_place(world: World) -> None:
+    for block in _blocks_with(world, "plain"):
+        block.plain.table.mul_(1.5)
+        block.plain.one.mul_(1.25)
+
+
+def _replace_plain(world: World) -> None:
+    for block in _blocks_with(world, "plain"):
+        block.plain.table, block.plain.one = block.plain.table * 0.5, block.plain.one * 2
+
+
+def _plain_by_numpy(world: World) -> None:
+    for block in _blocks_with(world, "plain"):
+        block.plain.table.numpy()[:] += 0.25
+
+
+def _gain(world: World) -> None:
+    for block in _blocks_with(world, "gain"):
+        block.gain *= 2
+        vars(block).pop("scale", None)
 
 
 def _weights(world: World) -> None:
@@ -503,6 +616,10 @@ CHANGES: dict[str, Callable[[World], object]] = {
     "temperature": _temperature,
     "settings": _settings,
     "replace_function": _replace_function,
+    "plain_in_place": _plain_in_place,
+    "replace_plain": _replace_plain,
+    "plain_by_numpy": _plain_by_numpy,
+    "gain": _gain,
     "replace_class_weights": _weights,
     "class_weights_in_place": _weights_in_place,
     "replace_teacher": _teacher,

@@ -41,7 +41,19 @@ from typing import Any
 import numpy as np
 import torch
 from _fuzz_defects import DEFECTS
-from _fuzz_worlds import BLOCKS, CHANGES, GLOBAL_CHANGES, LOSSES, OPTIMIZERS, Case, World, case_of, reset, world_of
+from _fuzz_worlds import (
+    BLOCKS,
+    CHANGES,
+    GLOBAL_CHANGES,
+    LOSSES,
+    NO_GRAPH,
+    OPTIMIZERS,
+    Case,
+    World,
+    case_of,
+    reset,
+    world_of,
+)
 from _record import store
 
 import memfit
@@ -88,7 +100,7 @@ def _compare(case: Case, eager: World, planned: World) -> Outcome:
             step = fitted(case, planned, eager.batch())
         if isinstance(step, memfit.PlannedStep):
             ops = tuple(sorted({op.target for op in step.captured.graph.ops}))
-        elif "by_value" not in case.blocks:
+        elif NO_GRAPH.isdisjoint(case.blocks):
             return Outcome(kind=UNEXPECTED, step=number, text="run without a graph")
         for number in range(case.steps):
             for at, name in case.changes:
@@ -228,8 +240,11 @@ def _observed(case: Case, number: int, world: World, run: Callable[[], torch.Ten
     left |= {"torch's generator": torch.get_rng_state(), "random's": random.getstate()}
     left["numpy's"] = str(np.random.get_state())
     for name, block in model.named_modules():
-        left |= {f"{name}.{key}": _state(value) for key, value in vars(block).items() if key in ("generator", "calls")}
+        left |= {f"{name}.{key}": _state(value) for key, value in vars(block).items() if key in _KEPT}
     return left
+
+
+_KEPT = ("generator", "calls", "sizes", "seen", "largest", "scale")
 
 
 def _state(value: Any) -> Any:
