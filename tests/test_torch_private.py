@@ -463,13 +463,69 @@ def test_a_module_of_torchs_own_code_is_captured() -> None:
     wrapped = torch.compile(model, backend="eager")
     assert not is_compiled(model) and is_compiled(wrapped)
     assert uncompiled(wrapped) is model is uncompiled(model)
-    compile_soundly()
-    try:
+    torch.compiler.reset()
+
+
+def test_a_backend_has_settings_of_its_own_for_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them code that changes often runs in eager, and later hooks and defaults of functions are not seen."""
+    from torch._dynamo.eval_frame import OptimizeContext
+
+    class Counting(torch.nn.Module):
+        calls = 0
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return values * self.calls
+
+    class Calling(torch.nn.Module):
+        def __init__(self, function: Any) -> None:
+            super().__init__()
+            self.function = function
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return self.function(values)
+
+    def find(backend: Any, captured: list[int]) -> dict[str, bool]:
+        model, values = torch.nn.Sequential(torch.nn.ReLU()), torch.ones(3)
         model.compile(backend=backend)
-        assert torch.equal(model(values), expected) and len(captured) == 2
-    finally:
-        torch._dynamo.config.wrap_top_frame = False
+        model(values)
+        found = {"torch's own code": bool(captured)}
+        model = Counting()
+        model.compile(backend=backend)
+        for _ in range(6):
+            model(values)
+        found["often"] = len(captured) >= 6
+        model = torch.nn.Linear(3, 3)
+        compiled = torch.compile(model, backend=backend)
+        compiled(values)
+        model.register_forward_hook(lambda _module, _given, returned: returned * 0)
+        found["hooks"] = not compiled(values).any()
+
+        def scaled(values: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+            return values * factor
+
+        model = torch.nn.Sequential(Calling(scaled))
+        compiled = torch.compile(model, backend=backend)
+        compiled(values)
+        compiled(values)
+        scaled.__defaults__ = (0.0,)
+        found["defaults"] = not compiled(values).any()
         torch.compiler.reset()
+        return found
+
+    config = torch._dynamo.config
+    for name, value in {"recompile_limit": 3, "accumulated_recompile_limit": 4, _BY_TAGS: True}.items():
+        monkeypatch.setattr(config, name, value)
+    monkeypatch.setattr(OptimizeContext, "__call__", OptimizeContext.__call__)
+    before = config.get_config_copy()
+    mine, others = _counting_backend(), _counting_backend()
+    compile_soundly(mine[0])
+    assert set(find(*mine).values()) == {True}
+    assert set(find(*others).values()) == {False}
+    assert config.get_config_copy() == before
+
+
+_BY_TAGS = "use_recursive_dict_tags_for_guards"  # then functions of modules are taken to stay as they are
 
 
 def test_the_end_of_a_backward_pass_is_seen() -> None:
