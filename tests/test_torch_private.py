@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import os
 import subprocess
 import sys
@@ -408,10 +409,12 @@ def test_the_base_of_batch_normalizations() -> None:
     assert not issubclass(torch.nn.InstanceNorm1d, BatchNormBase)
 
 
-def test_failing_fakes_are_not_logged(capfd: pytest.CaptureFixture[str]) -> None:
-    with failing_fakes_unlogged(), FakeTensorMode(), pytest.raises(RuntimeError):
-        torch.empty(2) @ torch.empty(3)
-    assert capfd.readouterr().err == ""
+def test_failing_fakes_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    for unlogged in (failing_fakes_unlogged(), nullcontext()):
+        assert caplog.text == ""
+        with unlogged, FakeTensorMode(), pytest.raises(RuntimeError):
+            torch.empty(2) @ torch.empty(3)
+    assert "failed while attempting to run meta" in caplog.text
 
 
 def _counting_backend() -> tuple[Any, list[int]]:
@@ -439,6 +442,20 @@ def test_code_that_asks_whether_it_is_compiled_is_named(caplog: pytest.LogCaptur
     another = Asking()
     compiled_calls(another, eager_call(another), backend)(values)
     assert caplog.text.count("asks whether it is being compiled") == 2, "once for each model"
+    torch.compiler.reset()
+
+
+def test_messages_that_code_logs_break_no_graph() -> None:
+    log = logging.getLogger("memfit.tests")
+
+    class Logging(torch.nn.Module):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            log.warning("values of %s", values.shape)
+            return values * 2
+
+    backend, captured = _counting_backend()
+    model, values = Logging(), torch.ones(2)
+    assert torch.equal(compiled_calls(model, eager_call(model), backend)(values), values * 2) and len(captured) == 1
     torch.compiler.reset()
 
 
@@ -1295,29 +1312,29 @@ def test_halves_for_a_budget_of_torchs_draw_each_mask_once() -> None:
 @pytest.mark.parametrize("share", [None, LEAN])
 def test_inductor_compiles_the_halves_of_a_partition_and_rehearses_them(share: float | None) -> None:
     halves: list[InductorHalf] = []
+    asked: list[int] = []
 
     def around(half: InductorHalf, call: Any) -> Any:
         halves.append(half)
         return call
 
-    def as_it_is(_joint: Any, _outputs: int, as_inductor: Callable[[float | None], ModulePair]) -> ModulePair:
+    def as_it_is(_joint: Any, outputs: int, as_inductor: Callable[[float | None], ModulePair]) -> ModulePair:
+        asked.append(outputs)
         return as_inductor(share)
 
     values = torch.ones(3, 2, requires_grad=True)
     module = torch.fx.symbolic_trace(lambda x: (torch.tanh(x @ x.t()),))
-    function = compiled_by_inductor(
-        module,
-        [values],
-        partition=as_it_is,
-        around=around,
-        plan_name=lambda: "a plan",
-    )
-    halves[0].build()  # the kernels of the other half are built when they are called
-    (result,) = function(values)
+    functions = [
+        compiled_by_inductor(module, [values], partition=as_it_is, around=around, plan_name=lambda: "a plan")
+        for _ in range(2)
+    ]
+    assert len(asked) == 2, "no cache answers in the place of the partition"
+    assert [half.is_backward for half in halves] == [False, True] * 2, "before a backward pass"
+    halves[2].build()  # the kernels of the other half are built when they are called
+    (result,) = functions[1](values)
     result.sum().backward()
     assert result.allclose(torch.tanh(values @ values.t())) and values.grad is not None
-    assert [half.is_backward for half in halves] == [False, True]
-    forward = halves[0]
+    forward = halves[2]
     assert forward.rehearsed is not None
     with torch.no_grad(), fake_mode_of(tensors_in(forward.arguments)[0]):
         given = list(forward.arguments)
