@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -85,7 +86,7 @@ from memfit.torch_private.guarding import (
     dict_version,
     leaf_hooks,
 )
-from memfit.torch_private.inductor import LEAN, InductorHalf, ModulePair, compiled_by_inductor
+from memfit.torch_private.inductor import HELD, LEAN, InductorHalf, ModulePair, compiled_by_inductor
 from memfit.torch_private.modules import (
     eager_call,
     global_module_hooks,
@@ -1310,9 +1311,16 @@ def test_halves_for_a_budget_of_torchs_draw_each_mask_once() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own modules, which Inductor imports
 @pytest.mark.parametrize("share", [None, LEAN])
-def test_inductor_compiles_the_halves_of_a_partition_and_rehearses_them(share: float | None) -> None:
+def test_inductor_compiles_the_halves_of_a_partition_and_rehearses_them(
+    share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.async_compile import AsyncCompile
+
     halves: list[InductorHalf] = []
     asked: list[int] = []
+    built: list[Any] = []
+    build = AsyncCompile.cpp_pybinding
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *given: built.append(given) or build(*given))
 
     def around(half: InductorHalf, call: Any) -> Any:
         halves.append(half)
@@ -1330,7 +1338,9 @@ def test_inductor_compiles_the_halves_of_a_partition_and_rehearses_them(share: f
     ]
     assert len(asked) == 2, "no cache answers in the place of the partition"
     assert [half.is_backward for half in halves] == [False, True] * 2, "before a backward pass"
+    assert not built, "a plan that is not taken has no kernels"
     halves[2].build()  # the kernels of the other half are built when they are called
+    assert built
     (result,) = functions[1](values)
     result.sum().backward()
     assert result.allclose(torch.tanh(values @ values.t())) and values.grad is not None
@@ -1340,6 +1350,60 @@ def test_inductor_compiles_the_halves_of_a_partition_and_rehearses_them(share: f
         given = list(forward.arguments)
         rehearsed = forward.rehearsed(given)
     assert given == [] and rehearsed[0].shape == (3, 3) and is_fake(rehearsed[0])
+
+
+def _generated(function: Callable[..., Any], plan: str | None, held: str = "") -> str:
+    """Return what Inductor generates for the forward half of a function: in a plan's order, with some results held."""
+    halves: list[InductorHalf] = []
+
+    def around(half: InductorHalf, call: Any) -> Any:
+        halves.append(half)
+        return call
+
+    def marked(_joint: Any, _outputs: int, as_inductor: Callable[[float | None], ModulePair]) -> ModulePair:
+        pair = as_inductor(None)
+        for node in pair[0].graph.nodes:
+            if held and node.name.startswith(held):
+                node.meta[HELD] = True
+        return pair
+
+    given = [torch.ones(64, 64), torch.ones(64, requires_grad=True)]
+    compiled_by_inductor(
+        torch.fx.symbolic_trace(function), given, partition=marked, around=around, plan_name=lambda: plan
+    )
+    rehearsed: Any = halves[0].rehearsed
+    return Path(rehearsed.__code__.co_filename).read_text()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_inductor_takes_no_memory_that_was_freed_long_before() -> None:
+    def four_products(x: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        second = (x @ x) @ x
+        third = second[:8] @ second
+        return ((third.t() @ third) * p).amax(0), second
+
+    assert "del buf0  # reuse" in _generated(four_products, None)
+    assert "# reuse" not in _generated(four_products, "a plan")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_inductor_computes_what_a_plan_holds_once() -> None:
+    def read_twice(x: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        positive = x.abs()
+        return (((positive * ((positive + 1) @ x)) @ x * p).amax(0),)
+
+    code = [_generated(read_twice, "none held"), _generated(read_twice, "abs held", held="abs")]
+    assert [len(set(re.findall(r"cpp_fused_\w*abs\w*", each))) for each in code] == [2, 1]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_inductor_keeps_the_order_of_a_plan() -> None:
+    def sum_first(x: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second = x.sin().sum(0), ((x @ x) @ x).amax(0)
+        return (((x.cos() @ x).amin(0) + first + second) * p,)
+
+    code = [_generated(sum_first, plan).partition("def call(")[2] for plan in (None, "a plan")]
+    assert [each.index("sin_sum") < each.index("extern_kernels.mm") for each in code] == [False, True]
 
 
 def test_checkpoints_call_some_operators_a_different_number_of_times() -> None:

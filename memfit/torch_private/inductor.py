@@ -204,11 +204,8 @@ def _order_kept(name: str) -> Iterator[None]:
     lower = GraphLowering.run_node
 
     def run_node(lowering: Any, node: torch.fx.Node) -> Any:
-        if not node.meta.get(HELD):
-            return lower(lowering, node)
-        with torch._inductor.config.patch(realize_acc_reads_threshold=-1):  # its layout is then chosen as for any other
-            result = lower(lowering, node)
-        if hasattr(result, "realize"):
+        result = lower(lowering, node)
+        if node.meta.get(HELD) and hasattr(result, "realize"):
             result.realize()
         return result
 
