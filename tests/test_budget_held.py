@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -244,6 +245,21 @@ def test_a_step_counts_from_an_empty_cache_on_and_the_next_beside_what_it_left(m
     held[0] = 800  # an evaluation in between
     assert meter.run(lambda: loss, 50, is_proved=False) == (loss, 850)
     assert emptied == [700, 800]
+
+
+def test_older_garbage_hides_nothing_of_what_a_step_takes() -> None:
+    def step() -> torch.Tensor:
+        objects = [[] for _ in range(400_000)]  # more than a full collection waits for
+        return torch.zeros(1 << 20)[: len(objects)].sum()
+
+    meter = proof.Meter(torch.device("cpu"))
+    taken = [meter.run(step, 0, is_proved=False)[1]]
+    cycle: list[Any] = [torch.zeros(1 << 20)]
+    cycle.append(cycle)
+    gc.collect()
+    del cycle
+    taken.append(meter.run(step, 0, is_proved=False)[1])
+    assert taken[0] == taken[1] > 4 << 20
 
 
 def test_ops_are_run_once_before_a_step_counts_and_what_libraries_keep_is_known(

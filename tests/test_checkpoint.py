@@ -96,6 +96,22 @@ def test_predictions_are_what_is_measured() -> None:
     handle.close()
 
 
+def test_what_a_loop_takes_after_an_update_is_predicted() -> None:
+    """The bytes of the state that the first update makes are told from it."""
+    model = mlps()
+    optimizer = torch.optim.Adam(model.parameters())
+    gc.collect()
+    with memfit.checkpoint(model, "1GiB") as handle:
+        for step in range(4):
+            inputs, labels = rows(step)
+            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert not torch.zeros(8 << 20).any()
+        windows = handle.report().windows[1:]
+    assert all(abs(window.predicted_bytes / window.taken_bytes - 1) < 0.01 for window in windows)
+
+
 class Wide(torch.nn.Module):
     """A block whose forward pass needs much that is not saved, with batch normalization and nothing in place."""
 

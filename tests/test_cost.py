@@ -22,6 +22,7 @@ from memfit.capture import capture, finish
 from memfit.capture.training_step import TrainingStep
 from memfit.commands.check import check
 from memfit.cost import environment as environments
+from memfit.cost.calibration import _Probe
 from memfit.cost.environment import environment, free_bytes
 from memfit.cost.measurement import measure
 from memfit.cost.observations import Observations, RealResult, call_key
@@ -465,6 +466,14 @@ def quick_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.cost.link._DISK_COPY_BYTES", 1 << 16)
     monkeypatch.setattr("memfit.cost.link._TURN_SECONDS", 0.0)
     monkeypatch.setattr("memfit.cost.link._SUM_BYTES", 1 << 14)
+
+
+def test_products_in_tf32_are_measured_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    monkeypatch.setattr(_Probe, "flops_per_second", lambda *_: float(settings.fp32_precision == "tf32"))
+    assert _Probe(device=torch.device("cuda"), clock=float).tf32_flops_per_second() == 1.0
+    assert settings.fp32_precision == before != "tf32"
 
 
 @pytest.mark.usefixtures("quick_calibration")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from changes import changed_in
 from forks import Forks
 
 import memfit
@@ -141,6 +142,58 @@ def test_the_api_reference_has_every_public_name() -> None:
     assert {f"memfit.{name}" for name in memfit.__all__} <= set(entries)
     for entry in entries:
         pkgutil.resolve_name(entry)
+
+
+def _changes_told() -> list[tuple[set[str], set[str], set[str]]]:
+    """Return for each row of the table of changes the files of memfit, the names in code type, and the tests."""
+    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    table = page.partition("## What memfit changes in torch\n")[2].partition("\n## ")[0]
+    told: list[tuple[set[str], set[str], set[str]]] = []
+    for row in re.findall(r"^\| `.*$", table, re.MULTILINE):
+        files, names, *_, tests = [set(re.findall(r"`([^`]+)`", cell)) for cell in row.split("|")[1:-1]]
+        told.append((files, {name.rpartition(".")[2] for name in names}, tests))
+    return told
+
+
+def test_each_change_of_a_setting_or_an_attribute_of_others_is_told_with_its_test() -> None:
+    """All but what the program `memfit` changes when its own process ends."""
+    told = {(file, name) for files, names, _ in _changes_told() for file in files for name in names}
+    sources = [file for suffix in ("py", "cpp") for file in (ROOT / "memfit").rglob(f"*.{suffix}")]
+    found = {(str(file.relative_to(ROOT)), name) for file in sources for name in changed_in(file)}
+    assert {each for each in found - told if each[0] != "memfit/__main__.py"} == set()
+    tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").glob("test_*.py"))
+    for files, names, shown_by in _changes_told():
+        assert files and names and shown_by
+        code = "".join((ROOT / file).read_text(encoding="utf-8") for file in files)
+        assert [name for name in names if not re.search(rf"\b{name}\b", code)] == [], files
+        assert [name for name in shown_by if f"def {name}(" not in tests] == []
+
+
+def test_changes_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "code.py"
+    file.write_text(_CHANGES)
+    assert changed_in(file) == {f"change_{number}" for number in range(8)} | {"set_it", "register_it", "freeze"}
+
+
+_CHANGES = """
+import gc, sys, torch
+from torch.somewhere import register_it
+_C = torch._C
+_MORE = {"change_0": 1}
+replaced(Owner, "change_1", None)
+with torch._dynamo.config.patch({"change_2": 1, **_MORE}), torch._inductor.config.patch(change_3=1):
+    gc.freeze()
+torch.backends.change_4 = 1
+def change(cls):
+    cls.change_5 = own.left_out = 1
+    name = "change_6"
+    setattr(torch.nn.Module, name, 1)
+    del torch.nn.Module.change_7
+    _C.set_it(1)
+    register_it(own)
+    with torch.enable_grad():
+        own.set_mine(1)
+"""
 
 
 def test_the_documents_are_found() -> None:

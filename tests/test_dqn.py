@@ -440,11 +440,13 @@ def test_an_interrupted_training_answers_with_its_best(reports: int) -> None:
 
     def interrupt(progress: Progress) -> None:
         heard.append(progress)
+        assert torch.get_num_threads() == 3
         if len(heard) >= reports:
             raise KeyboardInterrupt
 
     threads = torch.get_num_threads()
-    result = DqnPlanner(episodes=30, hidden=4, batch=2).plan(tight(chain(12), 800, progress=interrupt))
+    planner = DqnPlanner(episodes=30, hidden=4, batch=2, threads=3)
+    result = planner.plan(tight(chain(12), 800, progress=interrupt))
     assert result.interrupted
     assert torch.get_num_threads() == threads
     assert result.plan is not None or reports < 4

@@ -23,12 +23,14 @@ from torch.utils.checkpoint import checkpoint
 import memfit
 from memfit.capture import capture
 from memfit.capture.compare import require_as_eager
+from memfit.capture.draws import seeding_refused
 from memfit.capture.eager_run import run_as_eager
 from memfit.checkpointing.step import CheckpointedStep
 from memfit.errors import (
     CaptureError,
     GraphBreakError,
     MemfitError,
+    NoGraphError,
     NoPlanError,
     UnsupportedStepError,
     VerificationError,
@@ -97,11 +99,19 @@ def by_import_in_function(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, (str, Imported))
 
 
+def by_import_of_a_function(tensor: torch.Tensor) -> bool:
+    from torch._guards import active_fake_mode as active
+    from torch._subclasses.fake_tensor import is_fake as asked
+
+    return asked(tensor) or active() is not None
+
+
 QUESTIONS: dict[str, Callable[[torch.Tensor], bool]] = {
     "a global": lambda tensor: isinstance(tensor, FakeTensor),
     "an attribute": by_name_of_torch,
     "an attribute of a module": by_module_of_torch,
     "an import": by_import_in_function,
+    "an import of functions": by_import_of_a_function,
     "a subclass": lambda tensor: issubclass(type(tensor), torch._subclasses.FakeTensor),
     "is_fake": lambda tensor: is_fake(tensor),
     "is_fake by attribute": lambda tensor: torch._subclasses.fake_tensor.is_fake(tensor),
@@ -417,18 +427,22 @@ def test_draws_of_another_thread_are_its_own() -> None:
     assert drawn > 0
 
 
-def test_a_step_that_draws_beside_another_thread_is_seen() -> None:
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [(random.random, "Python's `random`"), (GLOBAL_NUMPY.random, "an instance of numpy.random.Generator")],
+)
+def test_a_step_that_draws_beside_another_thread_is_seen(draw: Callable[[], float], name: str) -> None:
     stop = threading.Event()
 
-    def draw() -> None:
+    def draw_too() -> None:
         while not stop.is_set():
             np.random.rand(), random.random()
 
-    thread = threading.Thread(target=draw)
+    thread = threading.Thread(target=draw_too)
     thread.start()
     try:
-        step = fitted(lambda tensor: tensor * float(GLOBAL_NUMPY.random()))
-        assert "draws from an instance of numpy.random.Generator, whose" in step.why
+        step = fitted(lambda tensor: tensor * float(draw()))
+        assert f"draws from {name}, whose" in step.why
     finally:
         stop.set()
         thread.join()
@@ -507,6 +521,13 @@ def test_a_step_that_seeds_is_no_graph(between: Callable[[torch.Tensor], torch.T
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_generators_of_gpus_are_not_seeded_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
+    with seeding_refused(), pytest.raises(NoGraphError, match="calls `manual_seed` of torch's generator"):
+        torch.cuda.default_generators[0].manual_seed(0)
+    torch.cuda.default_generators[0].manual_seed(0)
+
+
 class Checkpointed(nn.Module):
     def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()
@@ -532,6 +553,13 @@ def test_a_checkpoint_on_an_input_without_gradient(use_reentrant: bool) -> None:
         states.append(StepState.take(step))
     assert states[0].first_difference(states[1]) is None
     assert (states[0].gradients["first.weight"] is None) == use_reentrant
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_a_checkpoint_computes_again_is_left_to_the_plan(use_reentrant: bool) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Checkpointed(use_reentrant=use_reentrant))
+    captured = capture(memfit.TrainingStep(model=model, loss=square_loss, batch=inputs()))
+    assert sum("addmm" in op.target for op in captured.graph.ops) == 3
 
 
 def test_the_eager_run_leaves_no_trace() -> None:

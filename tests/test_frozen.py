@@ -39,6 +39,16 @@ def test_memfits_search_thaws_what_is_frozen() -> None:
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.usefixtures("_freezes_again")
+def test_collections_inside_of_memfits_eager_leave_out_older_objects() -> None:
+    """It collects garbage where there is no room, which would look through all objects of the process each time."""
+    FROZEN.thaw()
+    count = len(gc.get_objects())
+    with memfit.eager(torch.nn.Linear(2, 2), budget="1GiB"):
+        assert len(gc.get_objects()) < count // 10
+    assert gc.get_freeze_count() == 0
+
+
 def test_a_step_that_draws_from_a_frozen_generator_is_seen() -> None:
     def loss(model: torch.nn.Module, values: torch.Tensor) -> torch.Tensor:
         return model(values).mean() * GENERATOR.random()

@@ -67,6 +67,13 @@ class Branch(nn.Module):
         return x / x.shape[1]
 
 
+class Even(Branch):
+    """Leaves out the last of an odd number of tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[:, : x.shape[1] // 2 * 2]
+
+
 class Root(Branch):
     """Divides by the root of the size, which is no size."""
 
@@ -186,6 +193,17 @@ def test_a_size_that_takes_another_way_is_captured() -> None:
     longer, small = sizes.capture(tokens(46)), sizes.capture(tokens(7))
     assert longer.stream is not None and small.stream is not None
     assert len(longer.graph.ops) > len(small.graph.ops)
+
+
+def test_a_slice_is_whole_as_in_eager() -> None:
+    """For all sizes at once torch could not tell, and would slice."""
+    step = training_step(Even(), mean_square, tokens(64))
+    sizes = CapturedSizes(step)
+    for size in (64, 60, 50, 48, 40, 36):
+        sizes.capture(tokens(size))
+    whole, cut = sizes.capture(tokens(34)), sizes.capture(tokens(33))
+    assert whole.stream is None and _is_same(whole, capture_whole_step(step, tokens(34)))
+    assert cut.stream is not None and len(cut.graph.ops) > len(whole.graph.ops)
 
 
 def test_a_batch_that_answers_otherwise_is_captured() -> None:

@@ -23,6 +23,7 @@ from memfit.doors.fit import fit_step
 from memfit.errors import InfeasibleBudgetError, InvalidOptionError, UnsupportedStepError
 from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
+from memfit.step.backward_updates import run_updating, updates_in_backward
 from memfit.step.measure import measured_eager_peak
 
 _WIDTH = 32
@@ -368,6 +369,19 @@ def test_a_step_that_fails_leaves_no_checkpoints_and_the_next_one_is_as_ever() -
     before.put_back(step)
     planned.verify()
     assert planned(step.batch).isfinite() and planned.report().count == count + 1
+
+
+def test_a_scheduler_sees_that_there_was_an_update() -> None:
+    model = nn.Linear(_WIDTH, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    step = memfit.TrainingStep(
+        model=model, loss=lambda m, b: functional.cross_entropy(m(b[0]), b[1]), batch=batch_of(8), optimizer=optimizer
+    )
+    assert updates_in_backward(step)
+    run_updating(step, step.batch)
+    scheduler.step()  # would warn
+    assert optimizer.param_groups[0]["lr"] == 0.05
 
 
 def test_what_only_graphs_have_is_refused_or_named() -> None:

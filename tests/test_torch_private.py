@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -84,7 +86,7 @@ from memfit.torch_private.guarding import (
     dict_version,
     leaf_hooks,
 )
-from memfit.torch_private.inductor import LEAN, InductorHalf, ModulePair, compiled_by_inductor
+from memfit.torch_private.inductor import HELD, LEAN, InductorHalf, ModulePair, compiled_by_inductor
 from memfit.torch_private.modules import (
     eager_call,
     global_module_hooks,
@@ -408,10 +410,12 @@ def test_the_base_of_batch_normalizations() -> None:
     assert not issubclass(torch.nn.InstanceNorm1d, BatchNormBase)
 
 
-def test_failing_fakes_are_not_logged(capfd: pytest.CaptureFixture[str]) -> None:
-    with failing_fakes_unlogged(), FakeTensorMode(), pytest.raises(RuntimeError):
-        torch.empty(2) @ torch.empty(3)
-    assert capfd.readouterr().err == ""
+def test_failing_fakes_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    for unlogged in (failing_fakes_unlogged(), nullcontext()):
+        assert caplog.text == ""
+        with unlogged, FakeTensorMode(), pytest.raises(RuntimeError):
+            torch.empty(2) @ torch.empty(3)
+    assert "failed while attempting to run meta" in caplog.text
 
 
 def _counting_backend() -> tuple[Any, list[int]]:
@@ -442,6 +446,20 @@ def test_code_that_asks_whether_it_is_compiled_is_named(caplog: pytest.LogCaptur
     torch.compiler.reset()
 
 
+def test_messages_that_code_logs_break_no_graph() -> None:
+    log = logging.getLogger("memfit.tests")
+
+    class Logging(torch.nn.Module):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            log.warning("values of %s", values.shape)
+            return values * 2
+
+    backend, captured = _counting_backend()
+    model, values = Logging(), torch.ones(2)
+    assert torch.equal(compiled_calls(model, eager_call(model), backend)(values), values * 2) and len(captured) == 1
+    torch.compiler.reset()
+
+
 def test_errors_of_the_compiler_are_told_from_others() -> None:
     from torch._dynamo.exc import TorchDynamoException
 
@@ -463,13 +481,69 @@ def test_a_module_of_torchs_own_code_is_captured() -> None:
     wrapped = torch.compile(model, backend="eager")
     assert not is_compiled(model) and is_compiled(wrapped)
     assert uncompiled(wrapped) is model is uncompiled(model)
-    compile_soundly()
-    try:
+    torch.compiler.reset()
+
+
+def test_a_backend_has_settings_of_its_own_for_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them code that changes often runs in eager, and later hooks and defaults of functions are not seen."""
+    from torch._dynamo.eval_frame import OptimizeContext
+
+    class Counting(torch.nn.Module):
+        calls = 0
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return values * self.calls
+
+    class Calling(torch.nn.Module):
+        def __init__(self, function: Any) -> None:
+            super().__init__()
+            self.function = function
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return self.function(values)
+
+    def find(backend: Any, captured: list[int]) -> dict[str, bool]:
+        model, values = torch.nn.Sequential(torch.nn.ReLU()), torch.ones(3)
         model.compile(backend=backend)
-        assert torch.equal(model(values), expected) and len(captured) == 2
-    finally:
-        torch._dynamo.config.wrap_top_frame = False
+        model(values)
+        found = {"torch's own code": bool(captured)}
+        model = Counting()
+        model.compile(backend=backend)
+        for _ in range(6):
+            model(values)
+        found["often"] = len(captured) >= 6
+        model = torch.nn.Linear(3, 3)
+        compiled = torch.compile(model, backend=backend)
+        compiled(values)
+        model.register_forward_hook(lambda _module, _given, returned: returned * 0)
+        found["hooks"] = not compiled(values).any()
+
+        def scaled(values: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+            return values * factor
+
+        model = torch.nn.Sequential(Calling(scaled))
+        compiled = torch.compile(model, backend=backend)
+        compiled(values)
+        compiled(values)
+        scaled.__defaults__ = (0.0,)
+        found["defaults"] = not compiled(values).any()
         torch.compiler.reset()
+        return found
+
+    config = torch._dynamo.config
+    for name, value in {"recompile_limit": 3, "accumulated_recompile_limit": 4, _BY_TAGS: True}.items():
+        monkeypatch.setattr(config, name, value)
+    monkeypatch.setattr(OptimizeContext, "__call__", OptimizeContext.__call__)
+    before = config.get_config_copy()
+    mine, others = _counting_backend(), _counting_backend()
+    compile_soundly(mine[0])
+    assert set(find(*mine).values()) == {True}
+    assert set(find(*others).values()) == {False}
+    assert config.get_config_copy() == before
+
+
+_BY_TAGS = "use_recursive_dict_tags_for_guards"  # then functions of modules are taken to stay as they are
 
 
 def test_the_end_of_a_backward_pass_is_seen() -> None:
@@ -1237,36 +1311,99 @@ def test_halves_for_a_budget_of_torchs_draw_each_mask_once() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own modules, which Inductor imports
 @pytest.mark.parametrize("share", [None, LEAN])
-def test_inductor_compiles_the_halves_of_a_partition_and_rehearses_them(share: float | None) -> None:
+def test_inductor_compiles_the_halves_of_a_partition_and_rehearses_them(
+    share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.async_compile import AsyncCompile
+
+    halves: list[InductorHalf] = []
+    asked: list[int] = []
+    built: list[Any] = []
+    build = AsyncCompile.cpp_pybinding
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *given: built.append(given) or build(*given))
+
+    def around(half: InductorHalf, call: Any) -> Any:
+        halves.append(half)
+        return call
+
+    def as_it_is(_joint: Any, outputs: int, as_inductor: Callable[[float | None], ModulePair]) -> ModulePair:
+        asked.append(outputs)
+        return as_inductor(share)
+
+    values = torch.ones(3, 2, requires_grad=True)
+    module = torch.fx.symbolic_trace(lambda x: (torch.tanh(x @ x.t()),))
+    functions = [
+        compiled_by_inductor(module, [values], partition=as_it_is, around=around, plan_name=lambda: "a plan")
+        for _ in range(2)
+    ]
+    assert len(asked) == 2, "no cache answers in the place of the partition"
+    assert [half.is_backward for half in halves] == [False, True] * 2, "before a backward pass"
+    assert not built, "a plan that is not taken has no kernels"
+    halves[2].build()  # the kernels of the other half are built when they are called
+    assert built
+    (result,) = functions[1](values)
+    result.sum().backward()
+    assert result.allclose(torch.tanh(values @ values.t())) and values.grad is not None
+    forward = halves[2]
+    assert forward.rehearsed is not None
+    with torch.no_grad(), fake_mode_of(tensors_in(forward.arguments)[0]):
+        given = list(forward.arguments)
+        rehearsed = forward.rehearsed(given)
+    assert given == [] and rehearsed[0].shape == (3, 3) and is_fake(rehearsed[0])
+
+
+def _generated(function: Callable[..., Any], plan: str | None, held: str = "") -> str:
+    """Return what Inductor generates for the forward half of a function: in a plan's order, with some results held."""
     halves: list[InductorHalf] = []
 
     def around(half: InductorHalf, call: Any) -> Any:
         halves.append(half)
         return call
 
-    def as_it_is(_joint: Any, _outputs: int, as_inductor: Callable[[float | None], ModulePair]) -> ModulePair:
-        return as_inductor(share)
+    def marked(_joint: Any, _outputs: int, as_inductor: Callable[[float | None], ModulePair]) -> ModulePair:
+        pair = as_inductor(None)
+        for node in pair[0].graph.nodes:
+            if held and node.name.startswith(held):
+                node.meta[HELD] = True
+        return pair
 
-    values = torch.ones(3, 2, requires_grad=True)
-    module = torch.fx.symbolic_trace(lambda x: (torch.tanh(x @ x.t()),))
-    function = compiled_by_inductor(
-        module,
-        [values],
-        partition=as_it_is,
-        around=around,
-        plan_name=lambda: "a plan",
+    given = [torch.ones(64, 64), torch.ones(64, requires_grad=True)]
+    compiled_by_inductor(
+        torch.fx.symbolic_trace(function), given, partition=marked, around=around, plan_name=lambda: plan
     )
-    halves[0].build()  # the kernels of the other half are built when they are called
-    (result,) = function(values)
-    result.sum().backward()
-    assert result.allclose(torch.tanh(values @ values.t())) and values.grad is not None
-    assert [half.is_backward for half in halves] == [False, True]
-    forward = halves[0]
-    assert forward.rehearsed is not None
-    with torch.no_grad(), fake_mode_of(tensors_in(forward.arguments)[0]):
-        given = list(forward.arguments)
-        rehearsed = forward.rehearsed(given)
-    assert given == [] and rehearsed[0].shape == (3, 3) and is_fake(rehearsed[0])
+    rehearsed: Any = halves[0].rehearsed
+    return Path(rehearsed.__code__.co_filename).read_text()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_inductor_takes_no_memory_that_was_freed_long_before() -> None:
+    def four_products(x: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        second = (x @ x) @ x
+        third = second[:8] @ second
+        return ((third.t() @ third) * p).amax(0), second
+
+    assert "del buf0  # reuse" in _generated(four_products, None)
+    assert "# reuse" not in _generated(four_products, "a plan")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_inductor_computes_what_a_plan_holds_once() -> None:
+    def read_twice(x: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        positive = x.abs()
+        return (((positive * ((positive + 1) @ x)) @ x * p).amax(0),)
+
+    code = [_generated(read_twice, "none held"), _generated(read_twice, "abs held", held="abs")]
+    assert [len(set(re.findall(r"cpp_fused_\w*abs\w*", each))) for each in code] == [2, 1]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_inductor_keeps_the_order_of_a_plan() -> None:
+    def sum_first(x: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second = x.sin().sum(0), ((x @ x) @ x).amax(0)
+        return (((x.cos() @ x).amin(0) + first + second) * p,)
+
+    code = [_generated(sum_first, plan).partition("def call(")[2] for plan in (None, "a plan")]
+    assert [each.index("sin_sum") < each.index("extern_kernels.mm") for each in code] == [False, True]
 
 
 def test_checkpoints_call_some_operators_a_different_number_of_times() -> None:

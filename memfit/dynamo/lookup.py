@@ -1,10 +1,10 @@
 """What `torch.compile(model, backend="memfit")` finds; importing this file is the first look-up of a process.
 
 PyTorch calls a backend only for the frames that its compiler captures. Where it captures none, nothing but the look-up
-tells that a budget was asked for. So the look-up does four things: it lets the compiler enter modules whose code is
-torch's own (`nn.Sequential(...).compile(backend="memfit")`), it has the compiler notice hooks that come and go, it lets
-code be compiled anew however often, where the compiler would go on in eager, and it has the first step of an optimizer
-checked. A hook on modules could see the same earlier, but the compiler would trace it into every graph of the process.
+tells that a budget was asked for. So the look-up does two things. The compiler takes other settings for this backend:
+it enters modules whose code is torch's own (`nn.Sequential(...).compile(backend="memfit")`), sees hooks that come and
+go, and compiles code anew however often, where it would go on in eager. And the first step of an optimizer is checked.
+A hook on modules could see the same earlier, but the compiler would trace it into every graph of the process.
 """
 
 from __future__ import annotations
@@ -38,6 +38,6 @@ def _before_step(_optimizer: torch.optim.Optimizer, given: Any, named: Any) -> A
     return None if _is_checked else before_update(_require_graph, given, named)
 
 
-compile_soundly()
+compile_soundly(memfit_backend)
 _is_checked = False
 register_optimizer_step_pre_hook(_before_step)

@@ -171,13 +171,31 @@ _GUARDED = {"skip_nnmodule_hook_guards": False, "assume_dunder_attributes_remain
 _SOUND = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize, **_GUARDED}
 
 
-def compile_soundly() -> None:
-    """Let Dynamo capture `module.compile()` where all code of the module is torch's, as in `nn.Sequential`, look at the
-    hooks of modules at each call, and take no model to eager, however often it is compiled."""
-    import torch._dynamo  # takes seconds to import
+def compile_soundly(backend: Callable[..., Any]) -> None:
+    """Let Dynamo compile for a backend as memfit needs it, from now on, and for others as before.
 
-    for name, value in {"wrap_top_frame": True, **_SOUND}.items():
-        setattr(torch._dynamo.config, name, value)
+    It captures `module.compile()` where all code of the module is torch's, as in `nn.Sequential`. It looks at the hooks
+    of modules at each call, and takes no model to eager, however often it is compiled. `torch.compile` does not pass on
+    what Dynamo has for this, the attribute `backend_ctx_ctor` of a backend.
+
+    Args:
+        backend: as torch.compile takes it.
+    """
+    import torch._dynamo  # takes seconds to import
+    from torch._dynamo.eval_frame import OptimizeContext, innermost_backend
+
+    sound, compiled = torch._dynamo.config._make_closure_patcher(**_SOUND), OptimizeContext.__call__
+
+    def compiled_soundly(context: Any, function: Any) -> Any:
+        given = innermost_backend(context.callback)
+        if getattr(given, "compiler_fn", given) is not backend:
+            return compiled(context, function)
+        if sound not in context.enter_exit_hooks:  # of each call of what is compiled
+            context.enter_exit_hooks.append(sound)
+        with torch._dynamo.config.patch(wrap_top_frame=True):
+            return compiled(context, function)
+
+    OptimizeContext.__call__ = compiled_soundly
 
 
 def _patch_torch_for_dynamo() -> None:

@@ -56,8 +56,8 @@ def compiled_by_inductor(
 ) -> Callable[..., Any]:
     """Run AOTAutograd and Inductor on a module that Dynamo captured, and return the compiled callable.
 
-    AOTAutograd's cache is left out: what it keeps is found without a partition. Inductor's own cache keeps each half
-    under its nodes and the name of its plan. `module` is not changed.
+    AOTAutograd caches nothing that is compiled outside of Dynamo. Inductor's own cache keeps each half under its nodes
+    and the name of its plan. `module` is not changed.
 
     Args:
         module: captured by Dynamo.
@@ -92,8 +92,7 @@ def compiled_by_inductor(
         return compiled
 
     # The backward half is compiled at once, and not at the first backward pass.
-    settings = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
-    with torch._functorch.config.patch(settings):
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
         return compile_fx(
             torch.fx.GraphModule(module, copy.deepcopy(module.graph)),
             list(inputs),
@@ -205,11 +204,8 @@ def _order_kept(name: str) -> Iterator[None]:
     lower = GraphLowering.run_node
 
     def run_node(lowering: Any, node: torch.fx.Node) -> Any:
-        if not node.meta.get(HELD):
-            return lower(lowering, node)
-        with torch._inductor.config.patch(realize_acc_reads_threshold=-1):  # its layout is then chosen as for any other
-            result = lower(lowering, node)
-        if hasattr(result, "realize"):
+        result = lower(lowering, node)
+        if node.meta.get(HELD) and hasattr(result, "realize"):
             result.realize()
         return result
 
