@@ -357,8 +357,8 @@ BLOCKS: dict[str, Callable[[int], nn.Module]] = {
 }
 """Makers of blocks from and to `[batch, WIDTH]`, by name; each is given a seed for generators of its own."""
 
-NO_GRAPH = frozenset({"by_value", "counter", "python_draw", "numpy_draw", "module_draw"})
-"""Blocks whose steps are no graphs, and run under `memfit.checkpoint`."""
+NO_GRAPH = frozenset({"by_value", "counter", "python_draw", "numpy_draw", "module_draw", "own_backward"})
+"""Blocks and losses whose steps are no graphs, and run under `memfit.checkpoint`."""
 
 
 def _with_weights(tensors: dict[str, Tensor]) -> Callable[[nn.Module, Any], Tensor]:

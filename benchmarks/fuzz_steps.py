@@ -100,7 +100,7 @@ def _compare(case: Case, eager: World, planned: World) -> Outcome:
             step = fitted(case, planned, eager.batch())
         if isinstance(step, memfit.PlannedStep):
             ops = tuple(sorted({op.target for op in step.captured.graph.ops}))
-        elif NO_GRAPH.isdisjoint(case.blocks):
+        elif NO_GRAPH.isdisjoint((*case.blocks, case.loss)):
             return Outcome(kind=UNEXPECTED, step=number, text="run without a graph")
         for number in range(case.steps):
             for at, name in case.changes:

@@ -26,6 +26,7 @@ EXPECTED = {  # of those that do not end with a status by themselves: what their
     "unused_output": r"(?=.*memfit\.compile gradient of the other head: None)(?=.*memfit\.compile {[^}]*} 0\.0\b)",
 }
 ARGUMENTS = {"new_size_peak": ("enc", "64", "32")}
+OF_STDOUT = {"module_to"}  # on the other one it says why there is no graph
 REFUSED = {"speech2text"}  # in a budget that is 3% below the least, which the refusal names
 
 
@@ -34,6 +35,6 @@ REFUSED = {"speech2text"}  # in a budget that is 3% below the least, which the r
 def test_a_case_that_failed_once(path: Path) -> None:
     command = [sys.executable, str(path), *ARGUMENTS.get(path.stem, ())]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    output = ended.stdout + ended.stderr
+    output = ended.stdout if path.stem in OF_STDOUT else ended.stdout + ended.stderr
     assert ended.returncode == 0 or path.stem in REFUSED, output
     assert re.match(EXPECTED.get(path.stem, ""), output, re.DOTALL), output
