@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from memfit.dynamo.optimizers import Optimizers
+from memfit.dynamo.window import Window, apart
 from memfit.errors import InfeasibleBudgetError, OverBudgetError
 from memfit.memory.contract import (
     FIRM,
@@ -27,7 +28,7 @@ from memfit.memory.contract import (
 from memfit.memory.contract import Usage as Taken
 from memfit.memory.footprint import bytes_from_before
 from memfit.system.budget import format_bytes
-from memfit.system.recorder import Usage, allocated_bytes, empty_cache, held_bytes, page_bytes, record
+from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, page_bytes
 from memfit.torch_private.autograd import at_end_of_backward
 from memfit.torch_private.cuda import LastStream, turn_on_expandable_segments
 
@@ -63,7 +64,6 @@ class Account:
         excess_bytes: what steps took beyond what their plans allow for.
         most_bytes: the most bytes on the device in any step that was measured.
         ran: calls of graphs; whoever runs one adds to it.
-        compiled: compiled graphs; whoever compiles one adds to it. A step that compiles is not measured.
     """
 
     def __init__(self, budget_bytes: int, device: torch.device, budget_is: str = FIRM) -> None:
@@ -81,11 +81,10 @@ class Account:
         self.excess_bytes = budget_bytes - self.contract.aim_bytes(self.standing)
         self.most_bytes = 0
         self.ran = 0
-        self.compiled = 0
         self._before_bytes = bytes_from_before(device)
         self.optimizers = Optimizers(device, lambda: self.ran, self._end_update)
-        self._open: tuple[AbstractContextManager[Usage], Usage, int] | None = None
-        self._loss: tuple[AbstractContextManager[Usage], Usage] | None = None
+        self._open: Window | None = None
+        self._loss: Window | None = None
         self._is_in_step = False
         self._planned_from_now_bytes = 0
         self._live_bytes = 0  # the most in the record that was closed last
@@ -124,17 +123,30 @@ class Account:
         """Begin to measure what runs between a graph's forward and its backward half."""
         self.end_loss()
         self._make_way()
-        context = record(self.device)
-        self._loss = context, context.__enter__()
+        self._loss = Window(self.device)
 
     def end_loss(self) -> int:
         """Return the most bytes since the last forward half, as `allocated_bytes` counts; 0 if already asked for."""
         if self._loss is None:
             return 0
-        context, usage = self._loss
-        self._loss = None
-        context.__exit__(None, None, None)
-        return usage.start_bytes + usage.peak_bytes
+        window, self._loss = self._loss, None
+        window.close()
+        return window.live_bytes
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Measure apart what a graph takes in the block while it is planned and compiled: no plan of it changes that."""
+        with apart(self.device) as window:
+            yield
+        taken = self._total_bytes(window)
+        self.most_bytes = max(self.most_bytes, taken)
+        if taken > self.budget_bytes:
+            self._warnings.warn(
+                f"measuring the ops of a new graph took {format_bytes(taken)}, more than the budget of "
+                f"{format_bytes(self.budget_bytes)}: each op is run once by itself, beside what is on the device; their "
+                "costs are kept, so that they are not measured again",
+                "compiling",
+            )
 
     def expect_end(self, more_bytes: int) -> None:
         """End the measurement of forward, loss and backward after the backward pass that runs now.
@@ -161,12 +173,14 @@ class Account:
         if any(each._awaits_backward_on(self.device) for each in _all_measuring()):
             self.ran += 1
             return run()
-        compiled = self.compiled
-        with record(self.device) as usage:
+        window = Window(self.device)
+        try:
             returned = run()
+        finally:
+            window.close()
         self.ran += 1
-        taken = self._total_bytes(usage)
-        if taken > self.budget_bytes and self.compiled == compiled:
+        taken = self._total_bytes(window)
+        if taken > self.budget_bytes:
             seen = Taken(taken_bytes=taken, live_bytes=taken, kind=WindowKind.EVALUATION)
             self.contract.refuse(OverBudgetError(self.contract.over_text(seen)))
         return returned
@@ -251,20 +265,16 @@ class Account:
 
     def _record(self) -> None:
         self._make_way()
-        context = record(self.device)
-        self._open = context, context.__enter__(), self.compiled
+        self._open = Window(self.device)
 
     def _close(self) -> int:
-        """End the open record; return the most bytes on the device in it, or 0 if a graph was compiled in it."""
+        """End the open window; return the most bytes on the device in it, 0 without one."""
         if self._open is None:
             return 0
-        context, usage, compiled = self._open
-        self._open = None
-        context.__exit__(None, None, None)
-        if self.compiled != compiled:
-            return 0
-        self._live_bytes = self._before_bytes + usage.start_bytes + usage.peak_bytes
-        taken = self._total_bytes(usage)
+        window, self._open = self._open, None
+        window.close()
+        self._live_bytes = self._before_bytes + window.live_bytes
+        taken = self._total_bytes(window)
         self.most_bytes = max(self.most_bytes, taken)
         return taken
 
@@ -272,9 +282,8 @@ class Account:
     def _is_proved(self) -> bool:
         return self.standing.kept_in_a_row >= STEPS_IN_A_ROW
 
-    def _total_bytes(self, usage: Usage) -> int:
-        taken_bytes = max(usage.peak_bytes, usage.taken_bytes - self._others_bytes)
-        return self._before_bytes + usage.start_bytes + taken_bytes
+    def _total_bytes(self, window: Window) -> int:
+        return self._before_bytes + max(window.live_bytes, window.held_bytes - self._others_bytes)
 
 
 def _unused_bytes(budget_bytes: int, device: torch.device) -> int:

@@ -135,8 +135,8 @@ class PlannedGraph:
         if compiled is None:
             refuse_ranks(inputs)
         if compiled is None or compiled.should_plan_again():
-            compiled = self.compiled[key] = self.compile(inputs, compiled)
-            self.account.compiled += 1
+            with self.account.compiling():
+                compiled = self.compiled[key] = self.compile(inputs, compiled)
         if compiled.plan is not None:
             self._warn_of_sums(inputs)
             self.awaiting += 1
