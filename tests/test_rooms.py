@@ -142,9 +142,9 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("lookup", "model"),
         ("backend",),
         ("compiled_graph",),
-        ("settings",),
+        ("settings", "share"),
         ("account", "inputs"),
-        ("optimizers",),
+        ("optimizers", "outside", "window"),
     ),
     "doors": (("compile", "function"), ("checkpoint", "fit")),
     "memory": (("contract", "fit_by", "place"),),  # the files above `capture` stand in ORDER

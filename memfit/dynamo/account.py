@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from memfit.dynamo.optimizers import Optimizers
-from memfit.dynamo.window import Window, apart
+from memfit.dynamo.outside import Outside
+from memfit.dynamo.window import Mark, Window, apart, paused
 from memfit.errors import InfeasibleBudgetError, OverBudgetError
 from memfit.memory.contract import (
     FIRM,
@@ -63,7 +64,8 @@ class Account:
         optimizers: whose updates are measured.
         excess_bytes: what steps took beyond what their plans allow for.
         most_bytes: the most bytes on the device in any step that was measured.
-        ran: calls of graphs; whoever runs one adds to it.
+        ran: calls of graphs, which `count` adds to.
+        steps: that have begun.
     """
 
     def __init__(self, budget_bytes: int, device: torch.device, budget_is: str = FIRM) -> None:
@@ -80,17 +82,19 @@ class Account:
         self._updates = 0  # since the last verdict that changed plans
         self.excess_bytes = budget_bytes - self.contract.aim_bytes(self.standing)
         self.most_bytes = 0
-        self.ran = 0
+        self.ran = self.steps = 0
         self._before_bytes = bytes_from_before(device)
         self.optimizers = Optimizers(device, lambda: self.ran, self._end_update)
         self._open: Window | None = None
         self._loss: Window | None = None
+        self._pending: list[Mark] = []
         self._is_in_step = False
         self._planned_from_now_bytes = 0
         self._live_bytes = 0  # the most in the record that was closed last
         self._left_bytes: int | None = None  # what torch's allocator held after the last step
         self._others_bytes = 0
         self._held_before_update_bytes = 0
+        self._outside: dict[frozenset[int], dict[int, Outside]] = {}
         self._returns_cache = False  # before each update and each step
 
     @property
@@ -116,26 +120,81 @@ class Account:
             others_bytes = 0
         self._others_bytes = others_bytes
         self._record()
-        self._is_in_step = True
+        self._is_in_step = self.standing.is_least = True
+        self.steps += 1
         self._planned_from_now_bytes = 0
 
-    def begin_loss(self) -> None:
-        """Begin to measure what runs between a graph's forward and its backward half."""
-        self.end_loss()
-        self._make_way()
-        self._loss = Window(self.device)
+    def count(self, *, is_least: bool) -> None:
+        """Count a call of a graph in the present step.
 
-    def end_loss(self) -> int:
-        """Return the most bytes since the last forward half, as `allocated_bytes` counts; 0 if already asked for."""
-        if self._loss is None:
-            return 0
+        Args:
+            is_least: whether its plan is the one that takes the least. The step's is if those of all its graphs are.
+        """
+        self.ran += 1
+        self.standing.is_least &= is_least
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a graph was called whose backward half has yet to run, and none has begun since."""
+        return self._loss is not None
+
+    def note_outside(self, graph: frozenset[int], departing_bytes: int, outside: Outside) -> None:
+        """Note what was outside of a graph between its halves.
+
+        Args:
+            graph: names it, whatever its sizes.
+            departing_bytes: of its outputs.
+            outside: that was seen.
+        """
+        self._outside.setdefault(graph, {})[departing_bytes] = outside
+
+    def estimated_outside(self, graph: frozenset[int], departing_bytes: int) -> Outside | None:
+        """Return what is outside at new sizes, in proportion to what was at the nearest known ones; None if unknown."""
+        known = self._outside.get(graph)
+        if not known:
+            return None
+        near = min(known, key=lambda each: abs(each - departing_bytes))
+        return known[near].scaled(departing_bytes / near) if near else known[near]
+
+    def begin_loss(self) -> Mark:
+        """Begin to measure what runs between a graph's forward and its backward half, which `end_loss` is told."""
+        self._cut()
+        self._make_way()
+        mark = Mark(after_forward_bytes=allocated_bytes(self.device))
+        self._pending.append(mark)
+        self._loss = Window(self.device)
+        return mark
+
+    def end_loss(self, mark: Mark) -> None:
+        """End the measurement that began with a mark."""
+        self._cut()
+        if mark in self._pending:
+            self._pending.remove(mark)
+        if self._pending:
+            self._loss = Window(self.device)
+
+    def _cut(self) -> None:
         window, self._loss = self._loss, None
-        window.close()
-        return window.live_bytes
+        if window is not None:
+            window.close()
+            for mark in self._pending:
+                mark.most_bytes = max(mark.most_bytes, window.live_bytes)
+
+    @contextmanager
+    def running(self, *, is_least: bool) -> Iterator[None]:
+        """Run a half of a graph in the block.
+
+        Args:
+            is_least: whether its plan takes the least. Otherwise it will be planned for what other graphs keep, and so
+                does not count in what is outside of them.
+        """
+        windows = [each._loss for each in _all_measuring() if each._loss is not None and each.device == self.device]
+        with nullcontext() if is_least else paused(windows):
+            yield
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Measure apart what a graph takes in the block while it is planned and compiled: no plan of it changes that."""
+        """Measure apart what planning and compiling a graph in the block takes: no plan of it changes that."""
         with apart(self.device) as window:
             yield
         taken = self._total_bytes(window)
@@ -143,8 +202,8 @@ class Account:
         if taken > self.budget_bytes:
             self._warnings.warn(
                 f"measuring the ops of a new graph took {format_bytes(taken)}, more than the budget of "
-                f"{format_bytes(self.budget_bytes)}: each op is run once by itself, beside what is on the device; their "
-                "costs are kept, so that they are not measured again",
+                f"{format_bytes(self.budget_bytes)}: each is run by itself, beside what is on the device; its cost is "
+                "kept, so that it is not measured again",
                 "compiling",
             )
 
@@ -170,7 +229,7 @@ class Account:
         Raises:
             OverBudgetError: it took more than the budget.
         """
-        if any(each._awaits_backward_on(self.device) for each in _all_measuring()):
+        if any(each.awaits_backward and each.device == self.device for each in _all_measuring()):
             self.ran += 1
             return run()
         window = Window(self.device)
@@ -185,13 +244,11 @@ class Account:
             self.contract.refuse(OverBudgetError(self.contract.over_text(seen)))
         return returned
 
-    def _awaits_backward_on(self, device: torch.device) -> bool:
-        return self._loss is not None and self.device == device
-
     def _end_backward(self) -> None:
         if not self._is_in_step:
             return
-        self._is_in_step = False
+        self._is_in_step, self._loss = False, None
+        self._pending.clear()
         taken = self._close()
         self._left_bytes = held_bytes(self.device) - self._others_bytes
         if self._returns_cache or (self.device.type == "cuda" and self.optimizers.bytes_to_come()):
@@ -261,6 +318,7 @@ class Account:
         others = [each for each in _all_measuring() if each is not self]
         for oldest in others[: 1 - _MOST_MEASURING]:
             oldest._loss = oldest._open = None
+            oldest._pending.clear()
         _measuring[:] = map(weakref.ref, [*others[1 - _MOST_MEASURING :], self])
 
     def _record(self) -> None:

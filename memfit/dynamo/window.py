@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -53,6 +54,33 @@ class Window:
 _windows: weakref.WeakSet[Window] = weakref.WeakSet()
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class Mark:
+    """The end of a graph's forward half, whose backward half has yet to run.
+
+    Attributes:
+        after_forward_bytes: live at that time.
+        most_bytes: live at once since then.
+        is_last: whether the graph was not called again since then.
+    """
+
+    after_forward_bytes: int
+    most_bytes: int = 0
+    is_last: bool = True
+
+
+@contextmanager
+def paused(windows: Sequence[Window]) -> Iterator[None]:
+    """Leave out of some windows what is taken in the block."""
+    for each in windows:
+        each.pause()
+    try:
+        yield
+    finally:
+        for each in windows:
+            each.resume()
+
+
 @contextmanager
 def apart(device: torch.device) -> Iterator[Window]:
     """Measure the block in a window of its own; those that are open on the device leave it out.
@@ -64,13 +92,10 @@ def apart(device: torch.device) -> Iterator[Window]:
     """
     is_shared, thread = device.type == "cuda", threading.get_ident()  # a CPU's are each of one thread
     others = [each for each in _windows if each.device == device and (is_shared or each.thread == thread)]
-    for each in others:
-        each.pause()
-    own = Window(device)
-    try:
-        yield own
-    finally:
-        own.close()
-        empty_cache(device)
-        for each in others:
-            each.resume()
+    with paused(others):
+        own = Window(device)
+        try:
+            yield own
+        finally:
+            own.close()
+            empty_cache(device)
