@@ -101,6 +101,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             "agreement",
             "backward_updates",
+            "beside",
             "eager_peak",
             "hooks",
             "measured",

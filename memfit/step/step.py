@@ -23,6 +23,7 @@ from memfit.memory.what_is_left import saying_what_is_left
 from memfit.plan import Plan
 from memfit.planning import Settings
 from memfit.simulate.overlap import Transfers
+from memfit.step.beside import Beside
 from memfit.step.cuda_graph import StepGraphs, require_capturable
 from memfit.step.distributed.ranks import ranks_of
 from memfit.step.measure import measure_step, resident_bytes
@@ -91,6 +92,7 @@ class PlannedStep(Uncopied):
         contract = Contract(
             self.plan.budget_bytes, is_firm=settings.budget_is == FIRM, most_corrections=MOST_CORRECTIONS
         )
+        self._beside = Beside(self.device)
         self._proof = Proof(
             contract,
             self.device,
@@ -179,8 +181,9 @@ class PlannedStep(Uncopied):
         if takes_workspaces:
             for each in variants:
                 each.forget_steps()  # what steps take on this stream was not seen
-            if self.step.across is None:  # ranks correct a plan together, and this one's stream is its own
-                self._proof.leave_stranded(variant)
+        kept_bytes = self._beside.bytes_beside(batch, self.step.batch)
+        if self.step.across is None:  # ranks correct a plan together, and this one's stream is its own
+            self._proof.leave(variant, kept_bytes)
         variants.latest, program = variant, variant.program
         self._memory.expect(variant.key, program)
         key, run = self._memory.key(variant.key), partial(self._run, variant, batch)
@@ -188,13 +191,16 @@ class PlannedStep(Uncopied):
             variant.proved.discard(key)  # what a graph takes is proved as well
             variant.judged_key = None
         library_bytes = 0 if takes_workspaces else program.library_bytes
-        return self._proof.run(
+        returned = self._proof.run(
             variant,
             key,
             run,
             lambda: resident_bytes(self, batch) + variant.gradient_bytes(self.device),
             library_bytes + self.held_bytes,
+            kept_bytes,
         )
+        self._beside.note(returned)
+        return returned
 
     def prove(self) -> None:
         """Run steps on the step's own batch until two in a row keep the budget; they leave no trace.
