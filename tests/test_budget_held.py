@@ -19,7 +19,7 @@ from memfit.capture import capture
 from memfit.commands.options import Search
 from memfit.cost import warming
 from memfit.doors.fit import fit_step
-from memfit.dynamo import account
+from memfit.dynamo import account, window
 from memfit.dynamo.account import Account
 from memfit.dynamo.settings import read_options
 from memfit.errors import (
@@ -319,7 +319,7 @@ class CachingDevice:
         monkeypatch.setattr(account, "allocated_bytes", lambda _device: 0)
         monkeypatch.setattr(account, "held_bytes", lambda _device: self.held_bytes)
         monkeypatch.setattr(account, "empty_cache", lambda _device: setattr(self, "held_bytes", self.live_bytes))
-        monkeypatch.setattr(account, "record", lambda _device: self._record())
+        monkeypatch.setattr(window, "record", lambda _device: self._record())
 
     @contextmanager
     def _record(self) -> Iterator[Usage]:

@@ -82,7 +82,7 @@ class Account:
         self._updates = 0  # since the last verdict that changed plans
         self.excess_bytes = budget_bytes - self.contract.aim_bytes(self.standing)
         self.most_bytes = 0
-        self.ran = self.steps = 0
+        self.ran = self.steps = self._ran_before = 0
         self._before_bytes = bytes_from_before(device)
         self.optimizers = Optimizers(device, lambda: self.ran, self._end_update)
         self._open: Window | None = None
@@ -120,7 +120,8 @@ class Account:
             others_bytes = 0
         self._others_bytes = others_bytes
         self._record()
-        self._is_in_step = self.standing.is_least = True
+        self._is_in_step, self.standing.is_least = True, False
+        self._ran_before = self.ran
         self.steps += 1
         self._planned_from_now_bytes = 0
 
@@ -130,8 +131,9 @@ class Account:
         Args:
             is_least: whether its plan is the one that takes the least. The step's is if those of all its graphs are.
         """
+        is_first = self.ran == self._ran_before
         self.ran += 1
-        self.standing.is_least &= is_least
+        self.standing.is_least = is_least and (is_first or self.standing.is_least)
 
     @property
     def awaits_backward(self) -> bool:
@@ -154,7 +156,7 @@ class Account:
         if not known:
             return None
         near = min(known, key=lambda each: abs(each - departing_bytes))
-        return known[near].scaled(departing_bytes / near) if near else known[near]
+        return known[near].scaled(departing_bytes, near) if near else known[near]
 
     def begin_loss(self) -> Mark:
         """Begin to measure what runs between a graph's forward and its backward half, which `end_loss` is told."""

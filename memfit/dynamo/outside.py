@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,10 +30,10 @@ class Outside:
     between_bytes: int
     held_bytes: int
 
-    def scaled(self, share: float) -> Outside:
-        """Return the same of a batch that is larger by a factor."""
+    def scaled(self, size: int, known: int) -> Outside:
+        """Return the same at a size, where this is what was seen at a known one."""
         return Outside(
-            between_bytes=math.ceil(share * self.between_bytes), held_bytes=math.ceil(share * self.held_bytes)
+            between_bytes=-(-self.between_bytes * size // known), held_bytes=-(-self.held_bytes * size // known)
         )
 
     def beside(self, graph: Graph) -> int:
