@@ -78,6 +78,7 @@ class PlannedStep(Uncopied):
             self._graphs = StepGraphs(step, self._memory, self.device)
         self._on_stream = nullcontext if self._graphs is None else self._graphs.stream
         self._store = HostStore(self.device, settings.host_budget_bytes, settings.host_dir)
+        self._beside = Beside(self.device)
         self._programs = Programs(
             step,
             settings,
@@ -86,13 +87,13 @@ class PlannedStep(Uncopied):
             memory=self._memory,
             graphs=self._graphs,
             beside_bytes=lambda batch: resident_bytes(self, batch) + self.held_bytes,
+            kept_bytes=lambda batch: self._beside.bytes_beside(batch, self.step.batch),
         )
         with self._on_stream(), turn_for(step, self.device, "memfit.fit"):
             self._programs.variants.latest = self._programs.add(step.batch, plan)
         contract = Contract(
             self.plan.budget_bytes, is_firm=settings.budget_is == FIRM, most_corrections=MOST_CORRECTIONS
         )
-        self._beside = Beside(self.device)
         self._proof = Proof(
             contract,
             self.device,
