@@ -31,6 +31,7 @@ from memfit.step.prepare import ANEW, AS_IT_IS
 from memfit.step.signature import batch_signature
 from memfit.step.step_program import StepProgram, adds_to_gradients, make_step_program
 from memfit.step.variants import Variant, Variants
+from memfit.system.budget import parse_budget
 from memfit.system.recorder import empty_cache
 
 
@@ -224,4 +225,4 @@ class Programs:
         settings = self._first_settings if is_other else self.settings
         if self._first_adds is None or self._step.across is not None or not settings.is_in_bytes:
             return settings
-        return settings.within(max(1, int(settings.budget) - self._kept_bytes(batch)))
+        return settings.within(max(1, parse_budget(settings.budget, 0) - self._kept_bytes(batch)))
