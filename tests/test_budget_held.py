@@ -20,7 +20,7 @@ from memfit.capture import capture
 from memfit.commands.options import Search
 from memfit.cost import warming
 from memfit.doors.fit import fit_step
-from memfit.dynamo import account
+from memfit.dynamo import account, window
 from memfit.dynamo.account import Account
 from memfit.dynamo.settings import read_options
 from memfit.errors import (
@@ -35,7 +35,7 @@ from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
 from memfit.step import proof
 from memfit.step.step import PlannedStep
-from memfit.system.recorder import Usage
+from memfit.system.recorder import Usage, record
 
 FEW_MOVES = {"iterations": 30_000}  # in place of seconds, which a busy machine fills with less
 
@@ -335,7 +335,7 @@ class CachingDevice:
         monkeypatch.setattr(account, "allocated_bytes", lambda _device: 0)
         monkeypatch.setattr(account, "held_bytes", lambda _device: self.held_bytes)
         monkeypatch.setattr(account, "empty_cache", lambda _device: setattr(self, "held_bytes", self.live_bytes))
-        monkeypatch.setattr(account, "record", lambda _device: self._record())
+        monkeypatch.setattr(window, "record", lambda _device: self._record())
 
     @contextmanager
     def _record(self) -> Iterator[Usage]:
@@ -411,3 +411,30 @@ def test_what_a_step_over_the_budget_has_left_is_returned_before_its_plan_is_rep
         own._end_update()
     assert held == [200, 200, 900], "what a step within the budget has left stays, and counts"
     assert own.excess_bytes == 100
+
+
+def test_a_loss_that_the_caller_keeps_and_the_first_batch_count() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+    model, batch = torch.nn.Sequential(*layers), (torch.randn(2048, 64), torch.randn(2048, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = Settings(budget=int(5.2 * 2**20), options=FEW_MOVES)
+    step = fit_step(TrainingStep(model=model, loss=_squares, batch=batch, optimizer=optimizer), settings)
+    assert isinstance(step, PlannedStep)
+    resident_bytes = sum(each.nbytes for each in (*model.parameters(), *batch))
+    with record("cpu") as usage:
+        loss = step(batch)
+    assert loss.untyped_storage().nbytes() == batch[0].nbytes  # of the whole difference
+    first_bytes = resident_bytes + usage.peak_bytes
+    with record("cpu") as usage:
+        step(batch)
+    assert resident_bytes + loss.untyped_storage().nbytes() + usage.peak_bytes <= int(5.2 * 2**20)
+    assert first_bytes > resident_bytes + usage.peak_bytes  # it was planned for less
+    del loss
+    kept = step._beside
+    assert kept.bytes_beside(batch, batch) == 0
+    assert kept.bytes_beside((batch[0],), batch) == batch[1].nbytes
+
+
+def _squares(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])

@@ -101,6 +101,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             "agreement",
             "backward_updates",
+            "beside",
             "eager_peak",
             "hooks",
             "measured",
@@ -142,9 +143,9 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("lookup", "model"),
         ("backend",),
         ("compiled_graph",),
-        ("settings",),
+        ("settings", "share"),
         ("account", "inputs"),
-        ("optimizers",),
+        ("optimizers", "outside", "window"),
     ),
     "doors": (("compile", "function"), ("checkpoint", "fit")),
     "memory": (("bits", "contract", "fit_by", "place"),),  # the files above `capture` stand in ORDER

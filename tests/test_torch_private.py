@@ -72,6 +72,7 @@ from memfit.torch_private.dynamo import (
     compile_with_budget,
     compiled_calls,
     dp_knapsack,
+    ends_in_break,
     greedy_knapsack,
     ilp_knapsack,
     is_compilers,
@@ -1053,6 +1054,22 @@ def test_how_often_code_was_compiled_before() -> None:
     for number in (1, 2, 3):
         compiled(torch.ones(2), number)
     assert seen == [0, 1, 2] and times_compiled() == 0
+
+
+def test_a_graph_before_a_break_is_told_from_the_last_one() -> None:
+    seen: list[bool] = []
+
+    def backend(module: Any, _inputs: Any) -> Any:
+        seen.append(ends_in_break(module))
+        return module.forward
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        torch._dynamo.graph_break()
+        return x + 1
+
+    torch.compile(broken, backend=backend)(torch.ones(2))
+    assert seen == [True, False] and not ends_in_break(torch.fx.symbolic_trace(torch.nn.Identity()))
 
 
 @pytest.mark.parametrize("tells", [True, False])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from memfit.dynamo.optimizers import Optimizers
+from memfit.dynamo.outside import Outside
+from memfit.dynamo.window import Mark, Window, apart, paused
 from memfit.errors import InfeasibleBudgetError, OverBudgetError
 from memfit.memory.contract import (
     FIRM,
@@ -27,7 +29,7 @@ from memfit.memory.contract import (
 from memfit.memory.contract import Usage as Taken
 from memfit.memory.footprint import bytes_from_before
 from memfit.system.budget import format_bytes
-from memfit.system.recorder import Usage, allocated_bytes, empty_cache, held_bytes, page_bytes, record
+from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, page_bytes
 from memfit.torch_private.autograd import at_end_of_backward
 from memfit.torch_private.cuda import LastStream, turn_on_expandable_segments
 
@@ -62,8 +64,8 @@ class Account:
         optimizers: whose updates are measured.
         excess_bytes: what steps took beyond what their plans allow for.
         most_bytes: the most bytes on the device in any step that was measured.
-        ran: calls of graphs; whoever runs one adds to it.
-        compiled: compiled graphs; whoever compiles one adds to it. A step that compiles is not measured.
+        ran: calls of graphs, which `count` adds to.
+        steps: that have begun.
     """
 
     def __init__(self, budget_bytes: int, device: torch.device, budget_is: str = FIRM) -> None:
@@ -80,18 +82,19 @@ class Account:
         self._updates = 0  # since the last verdict that changed plans
         self.excess_bytes = budget_bytes - self.contract.aim_bytes(self.standing)
         self.most_bytes = 0
-        self.ran = 0
-        self.compiled = 0
+        self.ran = self.steps = self._ran_before = 0
         self._before_bytes = bytes_from_before(device)
         self.optimizers = Optimizers(device, lambda: self.ran, self._end_update)
-        self._open: tuple[AbstractContextManager[Usage], Usage, int] | None = None
-        self._loss: tuple[AbstractContextManager[Usage], Usage] | None = None
+        self._open: Window | None = None
+        self._loss: Window | None = None
+        self._pending: list[Mark] = []
         self._is_in_step = False
         self._planned_from_now_bytes = 0
         self._live_bytes = 0  # the most in the record that was closed last
         self._left_bytes: int | None = None  # what torch's allocator held after the last step
         self._others_bytes = 0
         self._held_before_update_bytes = 0
+        self._outside: dict[frozenset[int], dict[int, Outside]] = {}
         self._returns_cache = False  # before each update and each step
 
     @property
@@ -117,24 +120,94 @@ class Account:
             others_bytes = 0
         self._others_bytes = others_bytes
         self._record()
-        self._is_in_step = True
+        self._is_in_step, self.standing.is_least = True, False
+        self._ran_before = self.ran
+        self.steps += 1
         self._planned_from_now_bytes = 0
 
-    def begin_loss(self) -> None:
-        """Begin to measure what runs between a graph's forward and its backward half."""
-        self.end_loss()
-        self._make_way()
-        context = record(self.device)
-        self._loss = context, context.__enter__()
+    def count(self, *, is_least: bool) -> None:
+        """Count a call of a graph in the present step.
 
-    def end_loss(self) -> int:
-        """Return the most bytes since the last forward half, as `allocated_bytes` counts; 0 if already asked for."""
-        if self._loss is None:
-            return 0
-        context, usage = self._loss
-        self._loss = None
-        context.__exit__(None, None, None)
-        return usage.start_bytes + usage.peak_bytes
+        Args:
+            is_least: whether its plan is the one that takes the least. The step's is if those of all its graphs are.
+        """
+        is_first = self.ran == self._ran_before
+        self.ran += 1
+        self.standing.is_least = is_least and (is_first or self.standing.is_least)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a graph was called whose backward half has yet to run, and none has begun since."""
+        return self._loss is not None
+
+    def note_outside(self, graph: frozenset[int], departing_bytes: int, outside: Outside) -> None:
+        """Note what was outside of a graph between its halves.
+
+        Args:
+            graph: names it, whatever its sizes.
+            departing_bytes: of its outputs.
+            outside: that was seen.
+        """
+        self._outside.setdefault(graph, {})[departing_bytes] = outside
+
+    def estimated_outside(self, graph: frozenset[int], departing_bytes: int) -> Outside | None:
+        """Return what is outside at new sizes, in proportion to what was at the nearest known ones; None if unknown."""
+        known = self._outside.get(graph)
+        if not known:
+            return None
+        near = min(known, key=lambda each: abs(each - departing_bytes))
+        return known[near].scaled(departing_bytes, near) if near else known[near]
+
+    def begin_loss(self) -> Mark:
+        """Begin to measure what runs between a graph's forward and its backward half, which `end_loss` is told."""
+        self._cut()
+        self._make_way()
+        mark = Mark(after_forward_bytes=allocated_bytes(self.device))
+        self._pending.append(mark)
+        self._loss = Window(self.device)
+        return mark
+
+    def end_loss(self, mark: Mark) -> None:
+        """End the measurement that began with a mark."""
+        self._cut()
+        if mark in self._pending:
+            self._pending.remove(mark)
+        if self._pending:
+            self._loss = Window(self.device)
+
+    def _cut(self) -> None:
+        window, self._loss = self._loss, None
+        if window is not None:
+            window.close()
+            for mark in self._pending:
+                mark.most_bytes = max(mark.most_bytes, window.live_bytes)
+
+    @contextmanager
+    def running(self, *, is_least: bool) -> Iterator[None]:
+        """Run a half of a graph in the block.
+
+        Args:
+            is_least: whether its plan takes the least. Otherwise it will be planned for what other graphs keep, and so
+                does not count in what is outside of them.
+        """
+        windows = [each._loss for each in _all_measuring() if each._loss is not None and each.device == self.device]
+        with nullcontext() if is_least else paused(windows):
+            yield
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Measure apart what planning and compiling a graph in the block takes: no plan of it changes that."""
+        with apart(self.device) as window:
+            yield
+        taken = self._total_bytes(window)
+        self.most_bytes = max(self.most_bytes, taken)
+        if taken > self.budget_bytes:
+            self._warnings.warn(
+                f"measuring the ops of a new graph took {format_bytes(taken)}, more than the budget of "
+                f"{format_bytes(self.budget_bytes)}: each is run by itself, beside what is on the device; its cost is "
+                "kept, so that it is not measured again",
+                "compiling",
+            )
 
     def expect_end(self, more_bytes: int) -> None:
         """End the measurement of forward, loss and backward after the backward pass that runs now.
@@ -158,26 +231,26 @@ class Account:
         Raises:
             OverBudgetError: it took more than the budget.
         """
-        if any(each._awaits_backward_on(self.device) for each in _all_measuring()):
+        if any(each.awaits_backward and each.device == self.device for each in _all_measuring()):
             self.ran += 1
             return run()
-        compiled = self.compiled
-        with record(self.device) as usage:
+        window = Window(self.device)
+        try:
             returned = run()
+        finally:
+            window.close()
         self.ran += 1
-        taken = self._total_bytes(usage)
-        if taken > self.budget_bytes and self.compiled == compiled:
+        taken = self._total_bytes(window)
+        if taken > self.budget_bytes:
             seen = Taken(taken_bytes=taken, live_bytes=taken, kind=WindowKind.EVALUATION)
             self.contract.refuse(OverBudgetError(self.contract.over_text(seen)))
         return returned
 
-    def _awaits_backward_on(self, device: torch.device) -> bool:
-        return self._loss is not None and self.device == device
-
     def _end_backward(self) -> None:
         if not self._is_in_step:
             return
-        self._is_in_step = False
+        self._is_in_step, self._loss = False, None
+        self._pending.clear()
         taken = self._close()
         self._left_bytes = held_bytes(self.device) - self._others_bytes
         if self._returns_cache or (self.device.type == "cuda" and self.optimizers.bytes_to_come()):
@@ -247,24 +320,21 @@ class Account:
         others = [each for each in _all_measuring() if each is not self]
         for oldest in others[: 1 - _MOST_MEASURING]:
             oldest._loss = oldest._open = None
+            oldest._pending.clear()
         _measuring[:] = map(weakref.ref, [*others[1 - _MOST_MEASURING :], self])
 
     def _record(self) -> None:
         self._make_way()
-        context = record(self.device)
-        self._open = context, context.__enter__(), self.compiled
+        self._open = Window(self.device)
 
     def _close(self) -> int:
-        """End the open record; return the most bytes on the device in it, or 0 if a graph was compiled in it."""
+        """End the open window; return the most bytes on the device in it, 0 without one."""
         if self._open is None:
             return 0
-        context, usage, compiled = self._open
-        self._open = None
-        context.__exit__(None, None, None)
-        if self.compiled != compiled:
-            return 0
-        self._live_bytes = self._before_bytes + usage.start_bytes + usage.peak_bytes
-        taken = self._total_bytes(usage)
+        window, self._open = self._open, None
+        window.close()
+        self._live_bytes = self._before_bytes + window.live_bytes
+        taken = self._total_bytes(window)
         self.most_bytes = max(self.most_bytes, taken)
         return taken
 
@@ -272,9 +342,8 @@ class Account:
     def _is_proved(self) -> bool:
         return self.standing.kept_in_a_row >= STEPS_IN_A_ROW
 
-    def _total_bytes(self, usage: Usage) -> int:
-        taken_bytes = max(usage.peak_bytes, usage.taken_bytes - self._others_bytes)
-        return self._before_bytes + usage.start_bytes + taken_bytes
+    def _total_bytes(self, window: Window) -> int:
+        return self._before_bytes + max(window.live_bytes, window.held_bytes - self._others_bytes)
 
 
 def _unused_bytes(budget_bytes: int, device: torch.device) -> int:

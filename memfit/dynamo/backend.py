@@ -17,8 +17,9 @@ import torch.fx
 
 from memfit.capture.numbers import numbers_read, with_numbers_as_tensors
 from memfit.dynamo.account import Account
-from memfit.dynamo.compiled_graph import CompiledGraph, device_of
+from memfit.dynamo.compiled_graph import CompiledGraph
 from memfit.dynamo.inputs import (
+    device_of,
     refuse_other_hooks,
     refuse_ranks,
     signatures,
@@ -28,7 +29,7 @@ from memfit.errors import InvalidOptionError, NotOneGraphError
 from memfit.plan import Plan
 from memfit.step.turns import turn_on
 from memfit.torch_private.aot import hand_over_absent
-from memfit.torch_private.dynamo import times_compiled
+from memfit.torch_private.dynamo import ends_in_break, times_compiled
 from memfit.torch_private.modules import hooks_on_all_modules
 from memfit.torch_private.tensors import (
     DATA_DEPENDENT_ERRORS,
@@ -96,6 +97,7 @@ class PlannedGraph:
 
     Attributes:
         called: of the class: whether any graph was called in this process.
+        ends_in_break: whether the user's code goes on in eager after it, so that other graphs may follow.
     """
 
     called: ClassVar[bool] = False
@@ -103,6 +105,7 @@ class PlannedGraph:
     def __init__(
         self, module: torch.fx.GraphModule, read: Callable[[], GraphSettings], account: Account | None = None
     ) -> None:
+        self.ends_in_break = ends_in_break(module)
         self.module = with_numbers_as_tensors(module)
         self.compiled: dict[Any, CompiledGraph] = {}
         self.has_warned = False  # of the bytes that are set aside for the optimizer
@@ -136,8 +139,8 @@ class PlannedGraph:
         if compiled is None:
             refuse_ranks(inputs)
         if compiled is None or compiled.should_plan_again():
-            compiled = self.compiled[key] = self.compile(inputs, compiled)
-            self.account.compiled += 1
+            with self.account.compiling():
+                compiled = self.compiled[key] = self.compile(inputs, compiled)
         if compiled.plan is not None:
             self._warn_of_sums(inputs)
             self.awaiting += 1
@@ -164,7 +167,7 @@ class PlannedGraph:
         """Run a compiled graph; one without a backward half has no plan, and is held to the budget by measurement."""
         if compiled.plan is None:
             return self.account.evaluate(lambda: compiled.function(*inputs))
-        self.account.ran += 1
+        self.account.count(is_least=compiled.is_least)
         return compiled.function(*inputs)
 
     def compile(self, inputs: Sequence[Any], before: CompiledGraph | None) -> CompiledGraph:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.fx
 
-from memfit.binding import Origin, Value
+from memfit.binding import Origin
 from memfit.capture import with_real_results
 from memfit.capture.corrected_fakes import corrected_fakes
 from memfit.capture.dropout import with_eagers_dropout
@@ -19,12 +20,17 @@ from memfit.capture.joint import JointCapture, capture_joint
 from memfit.cost.calibration import linked_device
 from memfit.cost.observations import Corrections
 from memfit.dynamo.inputs import (
+    device_of,
+    differ_in_strides,
     overlapping,
     refuse_casts_inside,
     refuse_other_autocast,
     refuse_retained_graph,
 )
-from memfit.dynamo.settings import INDUCTOR, settings_of
+from memfit.dynamo.outside import Outside, planned_beside
+from memfit.dynamo.settings import INDUCTOR, as_it_is, settings_of
+from memfit.dynamo.share import Share
+from memfit.dynamo.window import Mark
 from memfit.errors import NoPlanError
 from memfit.graph import Graph
 from memfit.kernels.halves import partitioned
@@ -32,9 +38,8 @@ from memfit.kernels.inductor import Compiled, Planning, compile_within
 from memfit.memory.footprint import footprint
 from memfit.memory.place import on_its_own
 from memfit.plan import Plan
-from memfit.planners.none import KeepEverything
-from memfit.planning import Settings, make_plan
-from memfit.step.prepare import Prepared, prepare, with_costs
+from memfit.planning import make_plan
+from memfit.step.prepare import ANEW, AS_IT_IS, Prepared, prepare, with_costs
 from memfit.step.turns import turn_on
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import allocated_bytes
@@ -52,6 +57,7 @@ if TYPE_CHECKING:
     from memfit.dynamo.backend import PlannedGraph
 
 _log = logging.getLogger("memfit")
+_Made = TypeVar("_Made")
 _ADAM_STATES = 2  # per parameter: exp_avg and exp_avg_sq
 _HEADROOM = 0.005  # of the budget: logged losses and the like, which come and go between steps
 _NUMBER_BYTES = 8  # an output of no more is the loss itself, from which user code computes nothing large
@@ -65,6 +71,11 @@ class CompiledGraph:
         graph: where it is from.
         inputs: of the graph, at these sizes.
         before: what was compiled for these sizes before, if anything.
+
+    Attributes:
+        is_least: whether no plan that was found takes less.
+        share: of the budget, where other calls follow in the same step.
+        is_late: whether it was planned between two calls of one step.
     """
 
     def __init__(self, graph: PlannedGraph, inputs: Sequence[Any], before: CompiledGraph | None) -> None:
@@ -76,19 +87,28 @@ class CompiledGraph:
         self.prepared: Prepared | None = None
         self.plan: Plan | None = None
         self.room_bytes = 0  # that the plan leaves of its budget
+        self.is_least = False
+        self._least_bytes = 0  # of a plan, where the budget leaves less
         self._by_inductors: Compiled | None = None
         # Inductor's code that no plan divides
         self._unplanned: dict[float | None, Any] = {} if before is None or graph.awaiting else before._unplanned
         self.account = graph.account
+        share = Share(self.account, ends_in_break=graph.ends_in_break) if before is None else before.share
+        self.share, self.is_late = share, share.is_repeated
         self.budget_bytes = int(graph.options.settings.budget)
+        self._headroom_bytes = int(_HEADROOM * self.budget_bytes)
         self._bytes_at_start = self.account.live_bytes
         self.bytes_beside = max(0, self._bytes_at_start - sum(footprint(self.inputs, self.device).values()))
+        self._parameters = frozenset(id(each) for each in self.inputs if isinstance(each, torch.nn.Parameter))
+        self._own_bytes = self._bytes_at_start - self.bytes_beside
         self.bytes_reserved = self._reserved()
-        self.bytes_outside = self.bytes_exceeded = 0
-        self.bytes_outside_seen: int | None = None  # between the halves
-        self.bytes_held_seen: int | None = None  # when the backward half begins; less than 0 where results were freed
+        self.bytes_exceeded = 0
+        self.outside = Outside(between_bytes=0, held_bytes=0)  # that the plan was made for
+        self.outside_seen: Outside | None = None  # the most so far
         self._bytes_departing = 0  # of the graph's outputs
-        self._bytes_after_forward = 0
+        self._unshared_bytes = 0  # that the budget leaves
+        self._is_outside_estimated = False
+        self._marks: list[Mark] = []  # of calls whose backward halves have yet to run
         self._is_in_autocast = any_autocast()  # while AOTAutograd traces, it is off
         shared = overlapping(inputs)
         examples = [
@@ -106,8 +126,12 @@ class CompiledGraph:
                     self.graph.module,
                     examples,
                     partition=partial(self._partition, corrections),
-                    forward_compiler=lambda _module, _inputs: boxed(self.run_forward),
-                    backward_compiler=lambda _module, _inputs: boxed(self.run_backward),
+                    forward_compiler=lambda _module, _inputs: boxed(
+                        lambda given: self._run_half(self.halves.forward, given, False)
+                    ),
+                    backward_compiler=lambda _module, _inputs: boxed(
+                        lambda given: self._run_half(self.halves.backward, given, True)
+                    ),
                     inference_compiler=lambda module, _inputs: make_boxed_func(with_eagers_dropout(module).forward),
                     backward_autocast=self.graph.options.backward_autocast,
                 )
@@ -118,33 +142,33 @@ class CompiledGraph:
         options = self.graph.options
 
         def plan(graph: Graph, budget_bytes: int | None) -> Plan:
-            outside = self.bytes_outside if self.before is None else max(0, self.before.bytes_held_seen or 0)
-            settings = settings_of(options, graph).within(budget_bytes) if budget_bytes else _as_it_is(graph, outside)
+            outside = self.outside.between_bytes if self.before is None else max(0, self.outside.held_bytes)
+            settings = settings_of(options, graph).within(budget_bytes) if budget_bytes else as_it_is(graph, outside)
             return make_plan(graph, linked_device(self.device, 0), settings, outside)
 
         planning = Planning(
             with_costs=lambda captured: with_costs(captured, options.settings),
             left_bytes=self._left_bytes,
-            between_bytes=lambda: self.bytes_outside,
+            between_bytes=lambda: self.outside.between_bytes,
             plan=plan,
             run=self._run_half,
-            held_bytes=self._held_bytes,
+            held_bytes=lambda: None if self.before is None else self.outside.held_bytes,
             headroom_bytes=self._headroom_bytes,
             decided=self._take_plan,
         )
-        try:
-            compiled = compile_within(
+        compiled = self._or_least(
+            lambda: compile_within(
                 self.graph.module, examples, device=self.device, planning=planning, unplanned=self._unplanned
             )
-        except NoPlanError as error:
-            raise self._of_whole_budget(error) from error
+        )
         if not isinstance(compiled, Compiled):
             return compiled
         self._take_plan(compiled)
         return compiled.function
 
     def _take_plan(self, compiled: Compiled) -> None:
-        self.plan, self.room_bytes = compiled.plan, compiled.left_bytes - compiled.peak_bytes
+        self.plan = compiled.plan
+        self.room_bytes = max(compiled.left_bytes, self._unshared_bytes) - compiled.peak_bytes
         self._by_inductors = compiled
 
     def should_plan_again(self) -> bool:
@@ -153,7 +177,8 @@ class CompiledGraph:
         Gradients that a micro-batch left, the optimizer's state, activations of other graphs. Once, after the first
         step, also whether much less is outside than was assumed.
         """
-        if self.bytes_outside_seen is None or self.plan is None:
+        is_repeated = self.share.is_repeated
+        if self.plan is None or (self.outside_seen is None and not is_repeated):
             return False
         account = self.account
         grown = self._grown_between() + account.live_bytes - self._bytes_at_start
@@ -161,11 +186,12 @@ class CompiledGraph:
         if account.excess_bytes != self.bytes_exceeded:
             return account.excess_bytes > self.bytes_exceeded or not self._is_unchanged
         if grown > self.room_bytes + self._headroom_bytes:
-            return True
-        if self.before is not None or self.asked_again or self._is_unchanged:
+            return not (self.is_least and is_repeated)
+        if self.asked_again or self._is_unchanged or is_repeated or not (self.before is None or self.is_late):
             return False
         self.asked_again = True
-        return -grown > _WORTH_PLANNING_AGAIN * self.budget_bytes
+        is_small = self.is_late or self.share.is_too_small
+        return is_small or -grown > _WORTH_PLANNING_AGAIN * self.budget_bytes
 
     @property
     def _is_unchanged(self) -> bool:
@@ -175,23 +201,17 @@ class CompiledGraph:
 
     def _grown_between(self) -> int:
         """Return by how much more the step takes than was planned for, with what was seen between the halves."""
-        seen, code = self.bytes_outside_seen or 0, self._by_inductors
+        seen, code = self.outside_seen, self._by_inductors
+        if seen is None or self.plan is None:
+            return 0
+        seen = self._with_outputs(seen)
         if code is None:
-            return seen - self.bytes_outside
-        held = self.bytes_held_seen
-        return code.peak_with(seen, None if held is None else max(held, self._bytes_departing)) - code.peak_bytes
+            return seen.peak_bytes(self.plan) - self.outside.peak_bytes(self.plan)
+        return code.peak_with(seen.between_bytes, seen.held_bytes) - code.peak_bytes
 
-    def _held_bytes(self) -> int | None:
-        """Return by how much more is live when the backward half begins than at the forward half's end, as was seen.
-
-        A loop that let the outputs go may keep them at any later step, so that these count in any case.
-        """
-        seen = None if self.before is None else self.before.bytes_held_seen
-        return None if seen is None else max(seen, self._bytes_departing)
-
-    @property
-    def _headroom_bytes(self) -> int:
-        return int(_HEADROOM * self.budget_bytes)
+    def _with_outputs(self, outside: Outside) -> Outside:
+        """A loop that let the outputs go may keep them at any later step, so that these count in any case."""
+        return replace(outside, held_bytes=max(outside.held_bytes, self._bytes_departing))
 
     def _partition(
         self,
@@ -220,7 +240,7 @@ class CompiledGraph:
         residents = self.prepared.captured.binding.residents
         self._assumed = [resident.value for resident in residents if resident.origin is Origin.TANGENT]
         self.plan = self.prepared.plan
-        self.room_bytes = self.plan.budget_bytes - self.plan.predicted.peak_bytes
+        self.room_bytes = max(self.plan.budget_bytes, self._unshared_bytes) - self.outside.peak_bytes(self.plan)
         self.halves = partitioned(capture, self.prepared.program, self.prepared.without, joint, mode)
         return self.halves.forward_module, self.halves.backward_module
 
@@ -241,7 +261,7 @@ class CompiledGraph:
         if self.prepared is None or self.graph.has_warned_of_strides:
             return
         given = [gradient for gradient in gradients if isinstance(gradient, torch.Tensor)]
-        if len(given) == len(self._assumed) and any(map(_differ_in_strides, given, self._assumed)):
+        if len(given) == len(self._assumed) and any(map(differ_in_strides, given, self._assumed)):
             self.graph.has_warned_of_strides = True
             _log.warning(
                 "memfit: a gradient at a graph break has other strides than PyTorch assumed when it compiled the %s, "
@@ -258,34 +278,59 @@ class CompiledGraph:
         """
         graph = capture.captured.graph
 
+        costs = ANEW
+
         def within(left_bytes: int) -> Prepared:
-            return prepare(
+            nonlocal capture, costs
+            prepared = prepare(
                 capture.captured,
                 settings_of(self.graph.options, graph).within(left_bytes),
                 outputs=[capture.forward_outputs, capture.backward_outputs],
-                bytes_outside=self.bytes_outside,
+                bytes_outside=self.outside.beside(graph),
+                planning=costs,
             )
+            capture, costs = replace(capture, captured=prepared.captured), AS_IT_IS
+            return prepared
 
-        left_bytes = self._left_bytes(graph)
+        def within_left() -> Prepared:
+            left_bytes = self._left_bytes(graph)
+            return planned_beside(within, self.outside, left_bytes, is_least=self.is_least)
+
+        return self._or_least(within_left)
+
+    def _or_least(self, make: Callable[[], _Made]) -> _Made:
+        """Return what `make` plans within the bytes that are left; where none fits, by the plan that takes the least.
+
+        That is for where less may do: what is set aside was estimated, or calls of the same step have yet to give up
+        their share. Whether it keeps the budget, the step shows.
+
+        Raises:
+            NoPlanError: it cannot keep the budget.
+        """
         try:
-            return within(left_bytes)
+            return make()
         except NoPlanError as error:
-            found_bytes = error.least_budget_found_bytes
-            if found_bytes is None or found_bytes > left_bytes + self.bytes_exceeded:
+            found_bytes, left_bytes = error.least_budget_found_bytes, self._unshared_bytes + self.bytes_exceeded
+            may_fit = self.account.awaits_backward or self._is_outside_estimated
+            if found_bytes is None or (found_bytes > left_bytes and not may_fit):
                 raise self._of_whole_budget(error) from error
-            self.account.standing.is_least = True  # whether it keeps the budget, the next step shows
-            return within(found_bytes)
+            self._least_bytes, self.is_least = found_bytes, True
+            return make()
 
     def _left_bytes(self, graph: Graph) -> int:
         """Return the bytes that the budget leaves for a graph, 1 or more, having counted what is outside of it."""
-        before = self.before
         departing = (graph.storages[storage].bytes for each in graph.boundaries for storage in each.departures)
         self._bytes_departing = sum(size for size in departing if size > _NUMBER_BYTES)
-        seen = before.bytes_outside_seen if before is not None else None  # the most so far
-        self.bytes_outside = self._bytes_departing if seen is None else seen
+        seen = None if self.before is None else self.before.outside_seen  # the most so far
+        estimated = self.account.estimated_outside(self._parameters, self._bytes_departing) if seen is None else None
+        self._is_outside_estimated = estimated is not None
+        copies = 1 if self.graph.options.kernels == INDUCTOR else 2
+        assumed = Outside(between_bytes=copies * self._bytes_departing, held_bytes=copies * self._bytes_departing)
+        self.outside = self._with_outputs(seen or estimated or assumed)
         self.bytes_exceeded = self.account.excess_bytes
         taken = self.bytes_beside + self.bytes_reserved + self.bytes_exceeded + self._headroom_bytes
-        return max(1, self.budget_bytes - taken)
+        self._unshared_bytes = max(1, self.budget_bytes - taken)
+        return max(self._least_bytes, self.share.of(self._unshared_bytes, self._own_bytes))
 
     def _of_whole_budget(self, error: NoPlanError) -> NoPlanError:
         """Return the error about the bytes that the budget leaves as one about the budget."""
@@ -323,47 +368,33 @@ class CompiledGraph:
             )
         return reserved
 
-    def run_forward(self, arguments: list[Any]) -> list[Any]:
-        """Run the forward half; `arguments` is emptied."""
-        return self._run_half(self.halves.forward, arguments, is_backward=False)
-
-    def run_backward(self, arguments: list[Any]) -> list[Any]:
-        """Run the backward half; `arguments` is emptied."""
-        return self._run_half(self.halves.backward, arguments, is_backward=True)
-
     def _run_half(self, half: Callable[[list[Any]], list[Any]], arguments: list[Any], is_backward: bool) -> list[Any]:
+        account = self.account
         if is_backward:
             self.graph.awaiting -= 1
             with turn_on(self.device).of(self, "the backward pass of a graph that memfit's backend compiled"):
                 self._end_loss()
-                return half(arguments)
-        returned = half(arguments)
-        self._bytes_after_forward = allocated_bytes(self.device)
-        self.account.begin_loss()
+                with account.running(is_least=self.is_least):
+                    return half(arguments)
+        with account.running(is_least=self.is_least):
+            returned = half(arguments)
+        self.share.end_forward()
+        for mark in self._marks:
+            mark.is_last = False
+        self._marks.append(account.begin_loss())
         return returned
 
     def _end_loss(self) -> None:
         """Count what user code holds outside of the graph, before the backward half begins."""
-        held = allocated_bytes(self.device) - self._bytes_after_forward
-        outside = max(held, self.account.end_loss() - self._bytes_after_forward)
-        self.bytes_held_seen = held if self.bytes_held_seen is None else max(held, self.bytes_held_seen)
-        known = self.bytes_outside if self.bytes_outside_seen is None else self.bytes_outside_seen
-        self.account.expect_end(max(0, outside - known))
-        self.bytes_outside_seen = max(outside, self.bytes_outside_seen or 0)
-
-
-def _as_it_is(graph: Graph, bytes_outside: int) -> Settings:
-    """Return settings by which a graph is left as it is: within all storages together, twice."""
-    other_bytes = max((op.workspace_bytes or 0 for op in graph.ops), default=0) + bytes_outside
-    budget_bytes = 2 * sum(storage.bytes for storage in graph.storages) + other_bytes
-    return Settings(budget=budget_bytes, planner=KeepEverything.name)
-
-
-def _differ_in_strides(gradient: torch.Tensor, assumed: Value) -> bool:
-    strides = zip(gradient.shape, gradient.stride(), assumed.stride, strict=False)
-    return tuple(gradient.shape) == assumed.shape and any(size > 1 and mine != other for size, mine, other in strides)
-
-
-def device_of(inputs: Sequence[Any]) -> torch.device:
-    accelerated = [each.device for each in inputs if isinstance(each, torch.Tensor) and each.device.type != "cpu"]
-    return accelerated[0] if accelerated else torch.device("cpu")
+        mark = self._marks.pop()  # of several calls the last one's backward half is the first
+        held = allocated_bytes(self.device) - mark.after_forward_bytes
+        self.account.end_loss(mark)
+        between = max(held, mark.most_bytes - mark.after_forward_bytes if mark.is_last else 0)
+        seen, known = self.outside_seen, self.outside if self.outside_seen is None else self.outside_seen
+        self.account.expect_end(max(0, between - known.between_bytes))
+        self.outside_seen = Outside(
+            between_bytes=max(between, 0 if seen is None else seen.between_bytes),
+            held_bytes=held if seen is None else max(held, seen.held_bytes),
+        )
+        self.share.begin_backward()
+        self.account.note_outside(self._parameters, self._bytes_departing, self.outside_seen)

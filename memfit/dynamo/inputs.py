@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from memfit.binding import Value
 from memfit.capture.functionalize import CAST_INSIDE
 from memfit.errors import UnsupportedStepError
 from memfit.memory.place import span_bytes
@@ -120,3 +121,15 @@ def refuse_ranks(inputs: Sequence[Any]) -> None:
         raise UnsupportedStepError(
             f"the model {what}; memfit does not plan across ranks yet: compile the bare module, or use another backend"
         )
+
+
+def differ_in_strides(gradient: torch.Tensor, assumed: Value) -> bool:
+    """Return whether a gradient has the shape that was assumed, and other strides."""
+    strides = zip(gradient.shape, gradient.stride(), assumed.stride, strict=False)
+    return tuple(gradient.shape) == assumed.shape and any(size > 1 and mine != other for size, mine, other in strides)
+
+
+def device_of(inputs: Sequence[Any]) -> torch.device:
+    """Return the device of the first tensor that is not on a CPU; if there is none, a CPU."""
+    accelerated = [each.device for each in inputs if isinstance(each, torch.Tensor) and each.device.type != "cpu"]
+    return accelerated[0] if accelerated else torch.device("cpu")

@@ -11,6 +11,7 @@ from memfit.errors import InvalidOptionError
 from memfit.graph import Graph
 from memfit.options import CompileOptions, require_options, settings_from
 from memfit.papers.planners.mirror import read_mirrors
+from memfit.planners.none import KeepEverything
 from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import Settings
 from memfit.system.budget import parse_budget
@@ -113,3 +114,10 @@ def settings_of(options: GraphSettings, graph: Graph) -> Settings:
         if mark not in here:
             _log.warning("memfit: the mirror mark %r names nothing in the %s", mark.where, graph.name)
     return replace(settings, options={**settings.options, MIRROR_OPTION: here})
+
+
+def as_it_is(graph: Graph, bytes_outside: int) -> Settings:
+    """Return settings by which a graph is left as it is: within all storages together, twice."""
+    other_bytes = max((op.workspace_bytes or 0 for op in graph.ops), default=0) + bytes_outside
+    budget_bytes = 2 * sum(storage.bytes for storage in graph.storages) + other_bytes
+    return Settings(budget=budget_bytes, planner=KeepEverything.name)

@@ -31,6 +31,7 @@ from memfit.step.prepare import ANEW, AS_IT_IS
 from memfit.step.signature import batch_signature
 from memfit.step.step_program import StepProgram, adds_to_gradients, make_step_program
 from memfit.step.variants import Variant, Variants
+from memfit.system.budget import parse_budget
 from memfit.system.recorder import empty_cache
 
 
@@ -45,6 +46,7 @@ class Programs:
         memory: of the step's calls.
         graphs: of the step, if it has CUDA graphs.
         beside_bytes: returns what is on the device before a step on a batch.
+        kept_bytes: returns what is there then that is not the step's.
 
     Attributes:
         settings: by which the step is planned. The budget is in bytes once there is a program: a share of another
@@ -64,13 +66,15 @@ class Programs:
         memory: StepMemory,
         graphs: StepGraphs | None,
         beside_bytes: Callable[[Any], int],
+        kept_bytes: Callable[[Any], int],
     ) -> None:
         self.settings = self._first_settings = settings
         self.variants = Variants()
         self.sizes = NearSizes()
         self.capture_seconds = 0.0
         self._step, self._ranks, self._store = step, ranks, store
-        self._memory, self._graphs, self._beside_bytes = memory, graphs, beside_bytes
+        self._memory, self._graphs = memory, graphs
+        self._beside_bytes, self._kept_bytes = beside_bytes, kept_bytes
         self._captures = CapturedSizes(step)
         self._comparisons = Comparisons()
         self._first_adds: bool | None = None
@@ -167,7 +171,7 @@ class Programs:
         """Give a variant another program, whose steps may take other memory."""
         self._forget(variant)
         empty_cache(self._store.device)
-        variant.program = program
+        variant.program, variant.beside_bytes = program, 0
         variant.standing.replace_plan(is_least=False, is_most=False)
         self.sizes.add(variant.key, program.prepared, self.settings)
 
@@ -193,7 +197,7 @@ class Programs:
             captured.guards.arm()
             streams.append(captured.stream)
             captured = replace(captured, stream=None)  # long, and of no use once it is compared
-            settings = self._settings_for(captured)
+            settings = self._settings_for(captured, batch)
             if plan is None:
                 device = settings.device or local_device(self._store.device)
                 settings = with_eager_peak(settings, self._step, captured, device)
@@ -211,7 +215,14 @@ class Programs:
         self._comparisons.require_as_eager(self._step, batch, streams[-1], limit_bytes=limit_bytes)
         return program
 
-    def _settings_for(self, captured: Captured) -> Settings:
-        """Return the settings: a budget in percent is a share of each of the two peaks of accumulation."""
+    def _settings_for(self, captured: Captured, batch: Any) -> Settings:
+        """Return the settings: a budget in percent is a share of each of the two peaks of accumulation.
+
+        Of a budget in bytes, a later program gets what is left beside what is not the step's. Ranks plan alike, and so
+        do not count it.
+        """
         is_other = self._step.optimizer is None and adds_to_gradients(captured) != self._first_adds
-        return self._first_settings if is_other else self.settings
+        settings = self._first_settings if is_other else self.settings
+        if self._first_adds is None or self._step.across is not None or not settings.is_in_bytes:
+            return settings
+        return settings.within(max(1, parse_budget(settings.budget, 0) - self._kept_bytes(batch)))

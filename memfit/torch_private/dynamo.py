@@ -148,6 +148,12 @@ class _CodeOfModules:
 _CODE = (FunctionType, staticmethod, classmethod, property)
 
 
+def ends_in_break(module: torch.fx.GraphModule) -> bool:
+    """Return whether Dynamo ended a graph that it gave a backend because it could not take in what follows."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    return reason is not None and reason.graph_break
+
+
 def times_compiled() -> int:
     """Return how often the code that Dynamo compiles now was compiled before."""
     now = torch._guards.CompileContext.current_compile_id()

@@ -1,0 +1,84 @@
+"""What user code holds beside a graph: at most between its halves, and on its own, while the backward half runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from memfit.errors import InfeasibleBudgetError
+from memfit.graph import Graph
+from memfit.memory.fit_by import Sizes, fit_by
+from memfit.plan import Plan
+from memfit.schedule import Code
+from memfit.simulate.simulator import simulate
+from memfit.step.prepare import Prepared
+
+_MOST_PLANS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside:
+    """Bytes outside of a graph, above those that were live at the end of its forward half.
+
+    Attributes:
+        between_bytes: the most between the halves: what a loss takes, or the steps of other graphs.
+        held_bytes: when the backward half begins, the tangents included; less than 0 where results were freed.
+    """
+
+    between_bytes: int
+    held_bytes: int
+
+    def scaled(self, size: int, known: int) -> Outside:
+        """Return the same at a size, where this is what was seen at a known one."""
+        return Outside(
+            between_bytes=-(-self.between_bytes * size // known), held_bytes=-(-self.held_bytes * size // known)
+        )
+
+    def beside(self, graph: Graph) -> int:
+        """Return what is held while the backward half runs, without the tangents, which are the graph's own."""
+        return max(0, self.held_bytes - tangent_bytes(graph))
+
+    def peak_bytes(self, plan: Plan) -> int:
+        """Return what a plan takes at its peak, with this outside of it in the place of what it was made for."""
+        taken = simulate(plan.graph, plan.schedule, plan.device).device_bytes
+        at = int(np.argmax(plan.schedule.codes == Code.BOUNDARY))
+        between = int(taken[at]) - plan.bytes_outside - tangent_bytes(plan.graph) + self.between_bytes
+        after = int(taken[at:].max()) - plan.bytes_outside + self.beside(plan.graph)
+        return max(int(taken[:at].max(initial=0)), between, after)
+
+
+def tangent_bytes(graph: Graph) -> int:
+    """Return the bytes that come from user code between the halves of a graph."""
+    return sum(graph.storages[storage].bytes for each in graph.boundaries for storage in each.arrivals)
+
+
+def planned_beside(make: Callable[[int], Prepared], outside: Outside, left_bytes: int, *, is_least: bool) -> Prepared:
+    """Return a graph planned so that neither its halves nor what runs between them take more than is left.
+
+    Args:
+        make: plans the graph for so many bytes, with what is held during backward.
+        outside: of the graph.
+        left_bytes: of the budget.
+        is_least: take what takes the least where nothing fits.
+
+    Raises:
+        NoPlanError: no plan was found.
+    """
+
+    def sizes_of(prepared: Prepared) -> Sizes:
+        plan = prepared.plan
+        return Sizes(
+            planned_bytes=plan.predicted.peak_bytes, taken_bytes=outside.peak_bytes(plan), budget_bytes=left_bytes
+        )
+
+    fitted = fit_by(make, sizes_of, left_bytes, most_plans=_MOST_PLANS)
+    if fitted.fits or is_least:
+        return fitted.made
+    raise InfeasibleBudgetError(
+        f"what runs between the halves takes {outside.between_bytes} bytes beside what the graph keeps for backward, "
+        "and no plan was found that keeps so little",
+        least_budget_found_bytes=fitted.sizes.taken_bytes,
+        least_budget_bound_bytes=0,
+    )

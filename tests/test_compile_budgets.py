@@ -1,0 +1,125 @@
+"""Budgets of compiled models in steps that are not like the last one: new sizes, and several calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from occupied import bytes_now
+from torch import nn
+
+import memfit
+from memfit.dynamo.account import Account
+from memfit.dynamo.outside import Outside
+from memfit.dynamo.share import Share
+from memfit.dynamo.window import Window, apart
+from memfit.errors import BudgetNotHeldError
+from memfit.system.recorder import record
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def make_model(width: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(*layers, nn.Linear(width, 16))
+
+
+def peaks_of_calls(rows: Sequence[int], share: float | None, steps: int = 5) -> tuple[list[int], int]:
+    """Return the peak of each step that calls a model once for each batch, and the budget: a share of eager's peak."""
+    before_bytes = bytes_now(CPU)
+
+    def train(budget: int) -> list[int]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if budget:
+            memfit.compile(model, budget=before_bytes + budget, optimizer=optimizer, options={"iterations": 20_000})
+        peaks: list[int] = []
+        for _ in range(steps):
+            batches = [torch.randn(count, 64) for count in rows]
+            with record("cpu") as usage:
+                loss = torch.stack([model(batch).square().mean() for batch in batches]).sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                del loss
+            peaks.append(bytes_now(CPU) - before_bytes - usage.end_bytes + usage.start_bytes + usage.peak_bytes)
+        return peaks
+
+    budget = int((share or 1.0) * max(train(0)))
+    return train(budget), budget
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [(2048, 2048), (2048, 2048, 2048), (2048, 2080), (2048, 2080, 2112)])
+def test_several_calls_in_a_step_keep_the_budget_and_the_first_step_says_what_it_takes(
+    rows: Sequence[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    peaks, budget = peaks_of_calls(rows, 0.75)
+    over = [peak for peak in peaks if peak > budget]
+    assert all(peak <= budget for peak in peaks[2:]), (peaks, budget)
+    assert caplog.text.count("more than the budget") >= len(over)
+
+
+def test_a_first_step_at_a_new_size_that_takes_more_than_the_budget_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    budget = bytes_now(CPU) + (6 << 20)
+    memfit.compile(model, budget=budget, optimizer=optimizer, options={"iterations": 20_000})
+    with pytest.raises(BudgetNotHeldError) as caught:
+        for rows in (800, 760, 840, 720, 880):
+            outputs = model(torch.randn(rows, 64))
+            # what the loss saves is as large as the budget
+            torch.stack([outputs.exp().square().mean() for _ in range(120)]).mean().backward()
+            del outputs
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "more than the budget" in caplog.text and caught.value.over_bytes > 0
+
+
+def test_what_runs_apart_is_left_out_of_the_windows_that_are_open() -> None:
+    window = Window(CPU)
+    small = torch.empty(1 << 10)
+    with apart(CPU) as own:
+        torch.empty(1 << 20)
+    window.close()
+    assert own.live_bytes - window.live_bytes >= (4 << 20) - small.nbytes > 0
+
+
+def test_a_share_is_half_until_a_step_has_shown_what_follows() -> None:
+    account = Account(1 << 30, CPU)
+    account.begin()
+    share = Share(account, ends_in_break=True)
+    assert share.of(1000, 200) == 600 and not share.is_too_small
+    share.end_forward()
+    share.begin_backward()
+    assert share.is_too_small and share.of(1000, 200) == 600  # the graph was called in this step
+    account.steps += 1
+    assert share.of(1000, 200) == 1000
+    other = Share(account, ends_in_break=False)
+    assert other.of(1000, 200) == 1000
+    for _ in range(4):
+        other.end_forward()
+    assert other.is_repeated and other.of(1000, 200) == 600
+    account.steps += 1
+    assert not other.is_repeated and other.of(1000, 200) == 400  # four calls
+
+
+def test_what_is_outside_is_scaled_to_the_size_of_the_outputs() -> None:
+    account = Account(1 << 30, CPU)
+    graph = frozenset({1})
+    assert account.estimated_outside(graph, 100) is None
+    account.note_outside(graph, 100, Outside(between_bytes=500, held_bytes=200))
+    account.note_outside(graph, 1000, Outside(between_bytes=9000, held_bytes=1000))
+    assert account.estimated_outside(graph, 110) == Outside(between_bytes=550, held_bytes=220)
+    assert account.estimated_outside(graph, 900) == Outside(between_bytes=8100, held_bytes=900)
+    assert account.estimated_outside(frozenset({2}), 100) is None
