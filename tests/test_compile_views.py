@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memfit
-from memfit.capture import dropout
+from memfit.capture import eager_draws
 from memfit.capture.trace import Trace
 from memfit.errors import CaptureError
 from memfit.graph import Phase, Role
@@ -128,7 +128,7 @@ def test_views_of_dropouts_result_keep_it(views: str, probability: float) -> Non
 
 @pytest.mark.parametrize("views", ["residual", "chunks", "attention"])
 def test_what_is_put_in_a_calls_place_may_be_described_anew(views: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dropout, "_stand_for", lambda _old, _new: None)
+    monkeypatch.setattr(eager_draws, "_stand_for", lambda _old, _new: None)
     test_views_of_dropouts_result_keep_it(views, 0.1)
 
 

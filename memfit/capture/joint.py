@@ -19,12 +19,13 @@ from torch.fx import GraphModule, Node
 from memfit.binding import Origin, Value
 from memfit.capture.build import Captured, TracedBoundary, build
 from memfit.capture.trace import Trace
-from memfit.capture.traced import TracedCall
+from memfit.capture.traced import TracedCall, mutated_tensors
 from memfit.cost.observations import Corrections
 from memfit.errors import UnsupportedStepError
 from memfit.graph import Phase, Role
 from memfit.torch_private.tensors import (
     bare_overload,
+    draws,
     fake_mode_of,
     is_fake,
     is_view,
@@ -211,9 +212,15 @@ class _JointCapture:
             seen.add(storage_key(value))
 
     def _forward_nodes(self) -> set[Node]:
-        """Return the nodes that the forward pass's outputs and the updates of buffers depend on."""
+        """Return the nodes that the forward pass's outputs depend on, its updates of buffers, its draws, and its reads
+        of what it updates, of which backward would find the new content.
+        """
         waiting = [node for node in self.forward_outputs if isinstance(node, Node)]
-        waiting += [node for node in self.nodes if node.op == "call_function" and _has_effect(node)]
+        effects = [node for node in self.nodes if _has_effect(node) and _is_of_forward(node)]
+        written = {storage_key(t) for node in effects for t in mutated_tensors(node.target, _fakes(node.args), {})}
+        reads = (node for node in self.nodes if node.op == "call_function" and _is_of_forward(node)) if written else ()
+        waiting += effects
+        waiting += (node for node in reads if written & {storage_key(t) for t in tensors_in(_fakes(node.args))})
         found: set[Node] = set()
         while waiting:
             node = waiting.pop()
@@ -223,14 +230,17 @@ class _JointCapture:
         return found
 
     def _backward_order(self, forward: set[Node]) -> list[Node]:
-        """Return the ops that depend on a tangent in their order, each after the missing ops that it depends on."""
+        """Return the ops that depend on a tangent, and backward's draws and updates of buffers, in their order, each
+        after the missing ops that it depends on.
+        """
         depends: set[Node] = set()
         for node in self.nodes:
             if (node.op == "placeholder" and is_tangent(node)) or any(n in depends for n in node.all_input_nodes):
                 depends.add(node)
         done = set(forward)
         order: list[Node] = []
-        roots = [node for node in self.nodes if node in depends and node.op == "call_function"]
+        is_root = depends.union(node for node in self.nodes if _has_effect(node))
+        roots = [node for node in self.nodes if node in is_root and node.op == "call_function"]
         for root in [*roots, *(node for node in self.backward_outputs if isinstance(node, Node))]:
             stack = [root]
             while stack:
@@ -327,9 +337,21 @@ def is_tangent(node: Node) -> bool:
 
 
 def _has_effect(node: Node) -> bool:
-    """Return whether a call writes to an argument, or is a check, which returns nothing."""
+    """Return whether a call writes to an argument, draws random numbers, or is a check, which returns nothing."""
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and (schema.is_mutable or not schema.returns)
+    if node.op != "call_function" or schema is None:
+        return False
+    return schema.is_mutable or not schema.returns or draws(node.target, node.args, node.kwargs)
+
+
+def _fakes(arguments: tuple[Any, ...]) -> Any:
+    """Return a call's arguments with fakes in the places of nodes."""
+    return tree_map(lambda leaf: leaf.meta.get("val") if isinstance(leaf, Node) else leaf, arguments)
+
+
+def _is_of_forward(node: Node) -> bool:
+    """Return whether AOTAutograd met a call in forward; those in the user's own backward functions have no tag."""
+    return node.meta.get("partitioner_tag") in ("is_forward", "must_be_in_forward")
 
 
 def _module_name(node: Node) -> str:

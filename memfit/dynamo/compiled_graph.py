@@ -15,7 +15,7 @@ import torch.fx
 from memfit.binding import Origin
 from memfit.capture import with_real_results
 from memfit.capture.corrected_fakes import corrected_fakes
-from memfit.capture.dropout import with_eagers_dropout
+from memfit.capture.eager_draws import with_eagers_draws
 from memfit.capture.joint import JointCapture, capture_joint
 from memfit.cost.calibration import linked_device
 from memfit.cost.observations import Corrections
@@ -132,7 +132,7 @@ class CompiledGraph:
                     backward_compiler=lambda _module, _inputs: boxed(
                         lambda given: self._run_half(self.halves.backward, given, True)
                     ),
-                    inference_compiler=lambda module, _inputs: make_boxed_func(with_eagers_dropout(module).forward),
+                    inference_compiler=lambda module, _inputs: make_boxed_func(with_eagers_draws(module).forward),
                     backward_autocast=self.graph.options.backward_autocast,
                 )
 
@@ -223,7 +223,7 @@ class CompiledGraph:
         **_: Any,
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
         refuse_casts_inside(joint, self.graph.module, self._is_in_autocast)
-        with_eagers_dropout(joint)
+        with_eagers_draws(joint)
         name = f"graph of {len(joint_inputs[0])} inputs"
         mode = fake_mode_of(tensors_in(joint_inputs)[0])
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+from memfit.torch_private.patching import replaced
 
 
 def trace_joint(
@@ -37,7 +40,8 @@ def trace_joint(
     import torch._functorch.config
 
     cast = "same_as_forward" if backward_autocast else "off"
-    with torch._functorch.config.patch(backward_pass_autocast=cast), _eagers_kernels(), _checks_kept():
+    settings = torch._functorch.config.patch(backward_pass_autocast=cast)
+    with settings, _eagers_kernels(), _checks_kept(), _parts_are_views():
         return aot_module_simplified(
             module,
             inputs,
@@ -86,8 +90,28 @@ def _effects_of(operator: str) -> Any:
 
 
 @contextmanager
+def _parts_are_views() -> Iterator[None]:
+    """Let functionalization take what `unsafe_chunk` and its like return for views, which they are for eager's kernels.
+
+    Their schemas say that the results are on memory of their own, so that a write to one of them would leave the
+    others as they were. Autograd, which stands before, records the calls as eager does.
+    """
+    aten, dispatch = torch.ops.aten, FunctionalTensorMode.__torch_dispatch__
+    views = {
+        aten.unsafe_split.Tensor: aten.split.Tensor,
+        aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
+    }
+
+    def as_views(mode: Any, func: Any, *args: Any) -> Any:
+        return dispatch(mode, views.get(func, func), *args)
+
+    with replaced(FunctionalTensorMode, "__torch_dispatch__", as_views):
+        yield
+
+
+@contextmanager
 def _eagers_kernels() -> Iterator[None]:
-    """Let interpolations, batch normalization on CUDA and some losses be eager's kernels inside the block.
+    """Let interpolations, dropout, batch normalization on CUDA and some losses be eager's kernels inside the block.
 
     torch has formulas in their places, of other bits. They stand before autograd, so that no setting for decompositions
     leaves them out.
@@ -96,23 +120,43 @@ def _eagers_kernels() -> Iterator[None]:
 
     aten, formulas = torch.ops.aten, (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
     names = [name for name in dir(aten) if "upsample" in name and "backward" not in name]
-    packets = [getattr(aten, name) for name in (*names, *_WITH_FORMULAS, "cudnn_batch_norm")]
+    packets = [getattr(aten, name) for name in (*names, *_WITH_FORMULAS)]
+    own = [(aten.dropout.default, key, _dropout) for key in formulas]
+    own.append((aten.cudnn_batch_norm.default, torch._C.DispatchKey.Autograd, _batch_norm_by_cudnn))
     ops: list[Any] = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
     removed = [(op, key, op.py_kernels.pop(key)) for op in ops for key in formulas if key in op.py_kernels]
     try:
         for op, _, _ in removed:
             op._dispatch_cache.clear()
-        aten.cudnn_batch_norm.default.py_impl(torch._C.DispatchKey.Autograd)(_batch_norm_by_cudnn)
+        for op, key, kernel in own:
+            op.py_impl(key)(kernel)
         yield
     finally:
-        aten.cudnn_batch_norm.default.py_kernels.pop(torch._C.DispatchKey.Autograd, None)
-        aten.cudnn_batch_norm.default._dispatch_cache.clear()
+        for op, key, _ in own:
+            op.py_kernels.pop(key, None)
+            op._dispatch_cache.clear()
         for op, key, kernel in removed:
             op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
 
 
-_WITH_FORMULAS = ("hardshrink", "softshrink", "multi_margin_loss", "multilabel_margin_loss_forward")
+_WITH_FORMULAS = (
+    "cudnn_batch_norm",
+    "dropout",
+    "hardshrink",
+    "multi_margin_loss",
+    "multilabel_margin_loss_forward",
+    "softshrink",
+)
+
+
+def _dropout(inputs: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Return what eager does: the input itself where all of it is kept; without a draw where nothing is."""
+    if not train or p == 0 or not inputs.numel():
+        return inputs
+    if p == 1:
+        return inputs.mul(torch.zeros((), dtype=inputs.dtype, device=inputs.device))
+    return torch.ops.aten.native_dropout(inputs, p, train)[0]
 
 
 def _batch_norm_by_cudnn(

@@ -1,4 +1,4 @@
-"""Dropout on a CPU: eager's formula, in place of the ones that AOTAutograd writes."""
+"""Draws in compiled graphs: eager's formulas and kernels, in place of the ones that AOTAutograd writes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,44 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from memfit.torch_private.tensors import fake_mode_of, tensors_in
+
 _aten = torch.ops.aten
 
 
-def with_eagers_dropout(joint: GraphModule) -> GraphModule:
-    """Replace dropout and its gradient in a graph by what eager computes; return the graph.
+def with_eagers_draws(joint: GraphModule) -> GraphModule:
+    """Replace draws in a graph by those of eager, where they give other numbers; return the graph.
+
+    Args:
+        joint: made by AOTAutograd, of both halves or without gradients; changed in place.
+    """
+    _put_dropout(joint)
+    _put_normal(joint)
+    joint.recompile()
+    return joint
+
+
+def _put_normal(joint: GraphModule) -> None:
+    """Let `normal_` of a view with gaps draw into such a view: its kernel draws others into memory without gaps."""
+    for node in joint.graph.find_nodes(op="call_function", target=_aten.normal_functional.default):
+        view, (_, *given), result = node.args[0].meta["val"], node.args, node.meta["val"]
+        if view.stride() == result.stride():
+            continue
+        with joint.graph.inserting_before(node):
+            how = {"dtype": view.dtype, "device": view.device}
+            empty = _call(node, _aten.empty_strided.default, view.shape, view.stride(), **how)
+            drawn = _call(node, _aten.normal_.default, empty, *given, **node.kwargs)
+            dense = _call(node, _aten.clone.default, drawn)
+        _replace(node, dense)
+
+
+def _put_dropout(joint: GraphModule) -> None:
+    """Replace dropout and its gradient by what eager computes.
 
     Eager on a CPU multiplies input and gradient by the mask divided by the probability of keeping, in the dtype of the
     input. `native_dropout` and its backward multiply by the mask and by the inverse of the probability, which takes
     longer, and rounds otherwise where the inverse is not the quotient. Here the mask is drawn in bytes, which are what
     backward keeps, and divided in each half. On a GPU eager runs the same kernels as the graph.
-
-    Args:
-        joint: made by AOTAutograd, of both halves or without gradients; changed in place.
     """
     kept_of_scale: dict[float, float] = {}
     for node in joint.graph.find_nodes(op="call_function", target=_aten.native_dropout.default):
@@ -44,8 +69,6 @@ def with_eagers_dropout(joint: GraphModule) -> GraphModule:
             with joint.graph.inserting_before(node):
                 product = _masked(node, gradient, mask, kept_of_scale[scale])
             _replace(node, product)
-    joint.recompile()
-    return joint
 
 
 def _replace(old: Node, new: Node) -> None:
@@ -73,6 +96,6 @@ def _call(node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
     """Return a new call in the place of `node`, with a fake result of its own."""
     call = node.graph.call_function(target, args, kwargs)
     given = [each.meta["val"] if isinstance(each, Node) else each for each in args]
-    with given[0].fake_mode:
+    with fake_mode_of(tensors_in(node.meta["val"])[0]):
         call.meta = {**node.meta, "val": target(*given, **kwargs)}
     return call
