@@ -532,15 +532,14 @@ def test_a_backend_has_settings_of_its_own_for_what_is_compiled(monkeypatch: pyt
         return found
 
     config = torch._dynamo.config
-    for name, value in {"recompile_limit": 3, "accumulated_recompile_limit": 4, _BY_TAGS: True}.items():
-        monkeypatch.setattr(config, name, value)
     monkeypatch.setattr(OptimizeContext, "__call__", OptimizeContext.__call__)
-    before = config.get_config_copy()
-    mine, others = _counting_backend(), _counting_backend()
-    compile_soundly(mine[0])
-    assert set(find(*mine).values()) == {True}
-    assert set(find(*others).values()) == {False}
-    assert config.get_config_copy() == before
+    with config.patch({"recompile_limit": 3, "accumulated_recompile_limit": 4, _BY_TAGS: True}):
+        before = config.get_config_copy()
+        mine, others = _counting_backend(), _counting_backend()
+        compile_soundly(mine[0])
+        assert set(find(*mine).values()) == {True}
+        assert set(find(*others).values()) == {False}
+        assert config.get_config_copy() == before
 
 
 _BY_TAGS = "use_recursive_dict_tags_for_guards"  # then functions of modules are taken to stay as they are
