@@ -533,15 +533,14 @@ def test_a_backend_has_settings_of_its_own_for_what_is_compiled(monkeypatch: pyt
         return found
 
     config = torch._dynamo.config
-    for name, value in {"recompile_limit": 3, "accumulated_recompile_limit": 4, _BY_TAGS: True}.items():
-        monkeypatch.setattr(config, name, value)
     monkeypatch.setattr(OptimizeContext, "__call__", OptimizeContext.__call__)
-    before = config.get_config_copy()
-    mine, others = _counting_backend(), _counting_backend()
-    compile_soundly(mine[0])
-    assert set(find(*mine).values()) == {True}
-    assert set(find(*others).values()) == {False}
-    assert config.get_config_copy() == before
+    with config.patch({"recompile_limit": 3, "accumulated_recompile_limit": 4, _BY_TAGS: True}):
+        before = config.get_config_copy()
+        mine, others = _counting_backend(), _counting_backend()
+        compile_soundly(mine[0])
+        assert set(find(*mine).values()) == {True}
+        assert set(find(*others).values()) == {False}
+        assert config.get_config_copy() == before
 
 
 _BY_TAGS = "use_recursive_dict_tags_for_guards"  # then functions of modules are taken to stay as they are
@@ -1313,7 +1312,7 @@ def test_halves_for_a_budget_of_torchs_draw_each_mask_once() -> None:
             [values := torch.full((8, 8), 0.1, requires_grad=True)],
             partition=lambda _joint, _outputs, as_inductor: as_inductor(share),
             around=lambda _half, call: call,
-            plan_name=lambda: None,
+            keeps_order=lambda: False,
         )
         torch.manual_seed(0)
         compiled(values)[0].sum().backward()
@@ -1350,7 +1349,7 @@ def test_inductor_compiles_the_halves_of_a_partition_and_rehearses_them(
     values = torch.ones(3, 2, requires_grad=True)
     module = torch.fx.symbolic_trace(lambda x: (torch.tanh(x @ x.t()),))
     functions = [
-        compiled_by_inductor(module, [values], partition=as_it_is, around=around, plan_name=lambda: "a plan")
+        compiled_by_inductor(module, [values], partition=as_it_is, around=around, keeps_order=lambda: True)
         for _ in range(2)
     ]
     assert len(asked) == 2, "no cache answers in the place of the partition"
@@ -1369,8 +1368,8 @@ def test_inductor_compiles_the_halves_of_a_partition_and_rehearses_them(
     assert given == [] and rehearsed[0].shape == (3, 3) and is_fake(rehearsed[0])
 
 
-def _generated(function: Callable[..., Any], plan: str | None, held: str = "") -> str:
-    """Return what Inductor generates for the forward half of a function: in a plan's order, with some results held."""
+def _generated(function: Callable[..., Any], *, keeps_order: bool, held: str = "") -> str:
+    """Return what Inductor generates for the forward half of a function, with some results held."""
     halves: list[InductorHalf] = []
 
     def around(half: InductorHalf, call: Any) -> Any:
@@ -1386,7 +1385,7 @@ def _generated(function: Callable[..., Any], plan: str | None, held: str = "") -
 
     given = [torch.ones(64, 64), torch.ones(64, requires_grad=True)]
     compiled_by_inductor(
-        torch.fx.symbolic_trace(function), given, partition=marked, around=around, plan_name=lambda: plan
+        torch.fx.symbolic_trace(function), given, partition=marked, around=around, keeps_order=lambda: keeps_order
     )
     rehearsed: Any = halves[0].rehearsed
     return Path(rehearsed.__code__.co_filename).read_text()
@@ -1399,8 +1398,8 @@ def test_inductor_takes_no_memory_that_was_freed_long_before() -> None:
         third = second[:8] @ second
         return ((third.t() @ third) * p).amax(0), second
 
-    assert "del buf0  # reuse" in _generated(four_products, None)
-    assert "# reuse" not in _generated(four_products, "a plan")
+    assert "del buf0  # reuse" in _generated(four_products, keeps_order=False)
+    assert "# reuse" not in _generated(four_products, keeps_order=True)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
@@ -1409,7 +1408,7 @@ def test_inductor_computes_what_a_plan_holds_once() -> None:
         positive = x.abs()
         return (((positive * ((positive + 1) @ x)) @ x * p).amax(0),)
 
-    code = [_generated(read_twice, "none held"), _generated(read_twice, "abs held", held="abs")]
+    code = [_generated(read_twice, keeps_order=True, held=held) for held in ("", "abs")]  # no cache answers
     assert [len(set(re.findall(r"cpp_fused_\w*abs\w*", each))) for each in code] == [2, 1]
 
 
@@ -1419,7 +1418,7 @@ def test_inductor_keeps_the_order_of_a_plan() -> None:
         first, second = x.sin().sum(0), ((x @ x) @ x).amax(0)
         return (((x.cos() @ x).amin(0) + first + second) * p,)
 
-    code = [_generated(sum_first, plan).partition("def call(")[2] for plan in (None, "a plan")]
+    code = [_generated(sum_first, keeps_order=keeps).partition("def call(")[2] for keeps in (False, True)]
     assert [each.index("sin_sum") < each.index("extern_kernels.mm") for each in code] == [False, True]
 
 

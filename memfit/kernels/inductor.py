@@ -10,7 +10,6 @@ in the first steps against the largest halves that torch's own activation memory
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +41,6 @@ from memfit.kernels.rehearse import rehearse
 from memfit.memory.fit_by import Fitted, SamePlanError, Sizes, fit_by
 from memfit.plan import Plan
 from memfit.system.budget import format_bytes
-from memfit.system.version import __version__
 from memfit.torch_private.inductor import LEAN, InductorHalf, ModulePair, compiled_by_inductor
 from memfit.torch_private.tensors import fake_mode_of, real_tensors, tensors_in
 
@@ -237,7 +235,7 @@ class _Attempt:
         self._clock = Clock(self.device)
         with _as_memfits_errors():
             self.function = compiled_by_inductor(
-                module, inputs, partition=self._partition, around=self._around, plan_name=self._plan_name
+                module, inputs, partition=self._partition, around=self._around, keeps_order=self._keeps_order
             )
 
     def plan_anew(self, planning: Planning) -> None:
@@ -293,13 +291,9 @@ class _Attempt:
         assumed = plan.bytes_outside + halves.tangent_bytes
         return lambda between, held: halves.peak_bytes(between, assumed if held is None else held)
 
-    def _plan_name(self) -> str | None:
-        """Return a name of the plan, whose order counts; None leaves Inductor its own."""
-        plan = self.plan
-        if plan is None or self.aim_bytes is None:
-            return None
-        schedule = hashlib.sha256(plan.schedule.text().encode()).hexdigest()
-        return f"memfit {__version__} {plan.budget_bytes} {plan.fingerprint} {schedule}"
+    def _keeps_order(self) -> bool:
+        """Return whether the order of the plan counts; otherwise Inductor has its own."""
+        return self.plan is not None and self.aim_bytes is not None
 
     def _partition(
         self, joint: GraphModule, forward_outputs: int, as_inductor: Callable[[float | None], ModulePair]

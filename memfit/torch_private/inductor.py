@@ -52,12 +52,11 @@ def compiled_by_inductor(
     *,
     partition: Callable[[torch.fx.GraphModule, int, Callable[[float | None], ModulePair]], ModulePair],
     around: Callable[[InductorHalf, Callable[[list[Any]], Any]], Callable[[list[Any]], Any]],
-    plan_name: Callable[[], str | None],
+    keeps_order: Callable[[], bool],
 ) -> Callable[..., Any]:
     """Run AOTAutograd and Inductor on a module that Dynamo captured, and return the compiled callable.
 
-    AOTAutograd caches nothing that is compiled outside of Dynamo. Inductor's own cache keeps each half under its nodes
-    and the name of its plan. `module` is not changed.
+    AOTAutograd and Inductor cache nothing of it: neither does outside of Dynamo. `module` is not changed.
 
     Args:
         module: captured by Dynamo.
@@ -66,8 +65,8 @@ def compiled_by_inductor(
             also given a function that does so as Inductor would: within a share of the activations, which is torch's
             `activation_memory_budget`, or as it does by itself.
         around: returns what is called in the place of a compiled half; both take a list, and empty it.
-        plan_name: asked for each half: names the plan whose order of nodes Inductor keeps, and the results of the nodes
-            marked `HELD`. None leaves both to Inductor.
+        keeps_order: asked for each half: whether Inductor keeps the order of nodes, and the results of the nodes marked
+            `HELD`.
     """
     import torch._functorch.config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -75,8 +74,7 @@ def compiled_by_inductor(
     def compile_half(half: torch.fx.GraphModule, arguments: Sequence[Any], **options: Any) -> Any:
         if options.get("is_inference"):
             return compile_fx_inner(half, arguments, **options)
-        name = plan_name()
-        with nullcontext() if name is None else _order_kept(name), _kernels_unbuilt():
+        with _order_kept() if keeps_order() else nullcontext(), _kernels_unbuilt():
             compiled = compile_fx_inner(half, arguments, **options)
         described = InductorHalf(
             module=half,
@@ -97,7 +95,7 @@ def compiled_by_inductor(
             torch.fx.GraphModule(module, copy.deepcopy(module.graph)),
             list(inputs),
             inner_compile=compile_half,
-            config_patches={"custom_partitioner_fn": _partitioner(partition, "memfit", _is_kept_anyway(module))},
+            config_patches={"custom_partitioner_fn": _partitioner(partition, _is_kept_anyway(module))},
         )
 
 
@@ -107,8 +105,8 @@ def _is_kept_anyway(module: torch.fx.GraphModule) -> list[bool]:
     return ["_dynamo_static_input_type" in node.meta.get("tensor_dict", {}) for node in inputs]
 
 
-def _partitioner(partition: Callable[..., Any], name: str, is_kept_anyway: Sequence[bool] = ()) -> Any:
-    """Return a partitioner for Inductor's settings; the keys of its cache have `name`.
+def _partitioner(partition: Callable[..., Any], is_kept_anyway: Sequence[bool]) -> Any:
+    """Return a partitioner for Inductor's settings.
 
     To save a parameter or a buffer costs a partition no memory. AOTAutograd knows which inputs these are only while
     Dynamo captures.
@@ -133,11 +131,11 @@ def _partitioner(partition: Callable[..., Any], name: str, is_kept_anyway: Seque
 
             return partition(gm, num_fwd_outputs, own)
 
-        def uuid(self) -> str:
-            return name
+        def uuid(self) -> None:
+            """Name nothing, so that Inductor caches nothing: its keys leave out what a plan asks for."""
 
-        def __reduce__(self) -> Any:  # Inductor pickles its settings for the keys of its cache
-            return str, (name,)
+        def __reduce__(self) -> Any:  # Inductor pickles its settings
+            return str, ("memfit",)
 
     return Partition()
 
@@ -178,13 +176,8 @@ def _require_drawn_once(halves: ModulePair) -> None:
 
 
 @contextmanager
-def _order_kept(name: str) -> Iterator[None]:
-    """Let Inductor keep the order of nodes, and the results of nodes marked `HELD`.
-
-    Args:
-        name: for the keys of its cache.
-    """
-    import torch._inductor.config
+def _order_kept() -> Iterator[None]:
+    """Let Inductor keep the order of nodes, and the results of nodes marked `HELD`."""
     from torch._inductor.choices import InductorChoices
     from torch._inductor.codegen.wrapper import AllocateLine
     from torch._inductor.graph import GraphLowering
@@ -214,7 +207,6 @@ def _order_kept(name: str) -> Iterator[None]:
 
     with (
         V.set_choices_handler(InOrder()),
-        torch._inductor.config.patch(custom_partitioner_fn=_partitioner(lambda *_: None, name)),
         replaced(GraphLowering, "run_node", run_node),
         replaced(AllocateLine, "should_reuse_buffer", reuses),
     ):
