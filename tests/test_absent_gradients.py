@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 import memfit
+from memfit.errors import UnsupportedStepError
+from memfit.system.recorder import allocated_bytes, record
 
 _WIDTH = 16
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
@@ -25,7 +28,7 @@ class Heads(nn.Module):
         self.trunk = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU(), nn.Linear(_WIDTH, _WIDTH))
         self.first, self.second, self.third = (nn.Linear(_WIDTH, _WIDTH) for _ in range(3))
         self.norm, self.drop = nn.BatchNorm1d(_WIDTH), nn.Dropout(0.2)
-        self.cell = nn.LSTM(_WIDTH, _WIDTH, batch_first=True)
+        self.cell = nn.GRUCell(_WIDTH, _WIDTH)
         self.table = nn.Embedding(4, _WIDTH)
         self.attention = nn.MultiheadAttention(_WIDTH, 2, batch_first=True)
         self.of = forward
@@ -92,8 +95,9 @@ def joined(model: Any, values: torch.Tensor) -> Any:
 
 
 def recurrent(model: Any, values: torch.Tensor) -> Any:
-    outputs, (state, cell) = model.cell(model.trunk(values).view(4, -1, _WIDTH))
-    return outputs, state, cell
+    first = model.cell(model.trunk(values), values)
+    second = model.cell(model.second(first), first)
+    return first, second, model.cell(second, first)
 
 
 def attended(model: Any, values: torch.Tensor) -> Any:
@@ -186,3 +190,53 @@ def test_gradients_are_absent_as_in_eager(name: str, door: str) -> None:
             there = [name for name, each in eagers.items() if each is not None]
             other = [name for name in there if not torch.equal(eagers[name], ours[name])]
             assert not other, (number, other)
+
+
+class Language(nn.Module):
+    """Returns its loss and its logits, as language models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2000, 32)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))]
+        self.body, self.head = nn.Sequential(*layers), nn.Linear(32, 2000, bias=False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(self.body(self.table(tokens)))
+        return functional.cross_entropy(logits, labels), logits
+
+
+def language_steps(model: Any, optimizer: torch.optim.Optimizer) -> tuple[list[float], int]:
+    """Return the losses of some steps, and the most bytes that one took."""
+    losses, most_bytes = [], 0
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        tokens, labels = torch.randint(0, 2000, (2, 1024), generator=generator)
+        with record("cpu") as usage:
+            loss = model(tokens, labels)[0]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        most_bytes = max(most_bytes, usage.start_bytes + usage.peak_bytes)
+    return losses, most_bytes
+
+
+def test_logits_that_no_loss_uses_take_no_gradients() -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    before_bytes = allocated_bytes("cpu")
+    torch.manual_seed(0)
+    model = Language()
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (model, twin)]
+    losses, bare_bytes = language_steps(model, optimizers[0])
+    held_bytes = sum(each.nbytes for each in twin.parameters())
+    del model, optimizers[0]
+    budget_bytes = before_bytes + int(0.83 * (bare_bytes - before_bytes - held_bytes))
+    memfit.compile(twin, budget=budget_bytes, optimizer=optimizers[0], time_limit_seconds=1)
+    found, most_bytes = language_steps(twin, optimizers[0])
+    assert found == losses and most_bytes <= budget_bytes
+    loss, logits = twin(*torch.randint(0, 2000, (2, 1024)))
+    with pytest.raises(UnsupportedStepError, match="an output of the model beside its scalar one"):
+        (loss + logits.square().mean()).backward()

@@ -142,7 +142,7 @@ class _JointCapture:
         self.phase = Phase.BACKWARD
         self._part_tangents(primals, tangents)
         for number, node in enumerate(tangents):
-            if isinstance(node.meta.get("val"), torch.Tensor):
+            if isinstance(node.meta.get("val"), torch.Tensor) and node.users:
                 self.trace.add_arrival(self._argument(node), key=number, name=f"tangent_{number}")
         for node in self._backward_order(forward):
             self._call(node)

@@ -33,6 +33,7 @@ from memfit.dynamo.share import Share
 from memfit.dynamo.window import Mark
 from memfit.errors import NoPlanError
 from memfit.graph import Graph
+from memfit.kernels.absent import beside_a_loss, leave_out
 from memfit.kernels.halves import partitioned
 from memfit.kernels.inductor import Compiled, Planning, compile_within
 from memfit.memory.footprint import footprint
@@ -88,6 +89,7 @@ class CompiledGraph:
         self.plan: Plan | None = None
         self.room_bytes = 0  # that the plan leaves of its budget
         self.is_least = False
+        self._leaves_out = before is not None and before._leaves_out  # gradients that no loss is likely to have
         self._least_bytes = 0  # of a plan, where the budget leaves less
         self._by_inductors: Compiled | None = None
         # Inductor's code that no plan divides
@@ -227,8 +229,8 @@ class CompiledGraph:
         name = f"graph of {len(joint_inputs[0])} inputs"
         mode = fake_mode_of(tensors_in(joint_inputs)[0])
 
-        capture = capture_joint(
-            joint,
+        captured = partial(
+            capture_joint,
             forward_outputs=num_fwd_outputs,
             name=name,
             device=self.device,
@@ -236,13 +238,28 @@ class CompiledGraph:
             written_by_others=self._written_by_others,
         )
         with real_tensors():
-            self.prepared = self.prepare(capture)
+            capture = None if self._leaves_out else self._planned(captured(joint), or_none=bool(beside_a_loss(joint)))
+            if capture is None:
+                self._leaves_out = True
+                leave_out(joint, beside_a_loss(joint))
+                capture = self._planned(captured(joint))
+        assert self.prepared is not None
         residents = self.prepared.captured.binding.residents
         self._assumed = [resident.value for resident in residents if resident.origin is Origin.TANGENT]
         self.plan = self.prepared.plan
         self.room_bytes = max(self.plan.budget_bytes, self._unshared_bytes) - self.outside.peak_bytes(self.plan)
         self.halves = partitioned(capture, self.prepared.program, self.prepared.without, joint, mode)
         return self.halves.forward_module, self.halves.backward_module
+
+    def _planned(self, capture: JointCapture, *, or_none: bool = False) -> JointCapture | None:
+        """Plan a capture, and return it; None where no plan fits, if that is asked for."""
+        try:
+            self.prepared = self.prepare(capture)
+        except NoPlanError:
+            if or_none:
+                return None
+            raise
+        return capture
 
     def check_gradients(self, gradients: Sequence[Any]) -> None:
         """Check what a backward pass hands to the backward half, before anything is released.
@@ -323,8 +340,8 @@ class CompiledGraph:
         self._bytes_departing = sum(size for size in departing if size > _NUMBER_BYTES)
         seen = None if self.before is None else self.before.outside_seen  # the most so far
         estimated = self.account.estimated_outside(self._parameters, self._bytes_departing) if seen is None else None
-        self._is_outside_estimated = estimated is not None
-        copies = 1 if self.graph.options.kernels == INDUCTOR else 2
+        self._is_outside_estimated = estimated is not None or self._leaves_out
+        copies = 0 if self._leaves_out else 1 if self.graph.options.kernels == INDUCTOR else 2
         assumed = Outside(between_bytes=copies * self._bytes_departing, held_bytes=copies * self._bytes_departing)
         self.outside = self._with_outputs(seen or estimated or assumed)
         self.bytes_exceeded = self.account.excess_bytes

@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from memfit.binding import Origin, Value
-from memfit.capture.joint import JointCapture
+from memfit.capture.joint import JointCapture, is_tangent
 from memfit.errors import UnsupportedStepError
 from memfit.kernels.absent import Absent
 from memfit.kernels.program import TICKET, Half, Program
@@ -77,11 +77,11 @@ def partitioned(
     def half_without(absent: frozenset[int]) -> Half:
         return without(Absent.of(capture.captured.graph, binding, absent)).halves[1] if absent else second
 
-    backward = _backward(half_without, saved, len(primals_saved), tangent_of, constants, rebased)
     bases = binding.bases()
     placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
-    tangents = [node for node in placeholders if str(node.target).startswith("tangents")]
+    tangents = [node for node in placeholders if is_tangent(node)]
     primals = [node for node in placeholders if node not in tangents]
+    backward = _backward(half_without, saved, len(primals_saved), tangent_of, len(tangents), constants, rebased)
     saved_values = [
         *(_numbers(mode) if s == TICKET else _fake(bases[s], mode, binding.device) for s in saved),
         _numbers(mode, len(primals_saved)),
@@ -132,11 +132,13 @@ def _backward(
     saved: Sequence[int],
     primals: int,
     tangent_of: dict[int, int],
+    tangents: int,
     constants: dict[int, Any],
     rebased: Collection[int],
 ) -> Callable[[list[Any]], list[Any]]:
     place = {storage: number for number, storage in enumerate(saved)}
     place |= {storage: len(saved) + 1 + number for storage, number in tangent_of.items()}
+    left_out = [len(saved) + 1 + number for number in range(tangents) if number not in tangent_of.values()]
 
     @cache
     def taking(absent: frozenset[int]) -> tuple[Half, Callable[[list[Any]], list[Any]]]:
@@ -145,6 +147,11 @@ def _backward(
 
     def backward(arguments: list[Any]) -> list[Any]:
         _require_unmoved(arguments[len(saved) - primals : len(saved)], arguments[len(saved)])
+        if any(arguments[number] is not None for number in left_out):
+            raise UnsupportedStepError(
+                "the loss depends on an output of the model beside its scalar one, with whose gradient no plan fits "
+                "the budget: raise it, or train under memfit.checkpoint, which holds less"
+            )
         half, take = taking(frozenset(storage for storage in tangent_of if arguments[place[storage]] is None))
         taken = take(arguments)
         arguments.clear()

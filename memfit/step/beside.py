@@ -3,6 +3,8 @@ with."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +29,16 @@ class Beside:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._counts = True
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Count nothing inside the block, whose steps are memfit's own: their results and batches are copies."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
 
     def note(self, returned: Any) -> None:
         """Note what a call returned."""
@@ -48,7 +60,7 @@ class Beside:
         held = {at: size for at, (_, size) in self._kept.items()}
         if example is not batch:
             held |= footprint(tensors_in(example), self._device)
-        if not held:
+        if not held or not self._counts:
             return 0
         own = footprint(tensors_in(batch), self._device)
         return sum(size for at, size in held.items() if at not in own)

@@ -228,7 +228,7 @@ class PlannedStep(Uncopied):
         Raises:
             VerificationError: a loss, gradient, parameter, buffer, optimizer state or generator differs in its bits.
         """
-        with turn_for(self.step, self.device, "`verify`"):
+        with turn_for(self.step, self.device, "`verify`"), self._beside.uncounted():
             require_same(self, self.step.batch if batch is None else batch)
 
     def no_sync(self) -> AbstractContextManager[None]:
