@@ -34,6 +34,7 @@ from memfit.memory.hard_cap import require_cap
 from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
 from memfit.step import proof
+from memfit.step.beside import Beside
 from memfit.step.step import PlannedStep
 from memfit.system.recorder import Usage, record
 
@@ -434,6 +435,8 @@ def test_a_loss_that_the_caller_keeps_and_the_first_batch_count() -> None:
     kept = step._beside
     assert kept.bytes_beside(batch, batch) == 0
     assert kept.bytes_beside((batch[0],), batch) == batch[1].nbytes
+    share = Beside(torch.device("cpu"), Settings(budget="75%"))  # eager's step would be beside it, too
+    assert share.bytes_beside((batch[0],), batch) == batch[1].nbytes // 4
 
 
 def _squares(model: torch.nn.Module, batch: Any) -> torch.Tensor:

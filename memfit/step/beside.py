@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from memfit.memory.footprint import footprint
+from memfit.planning import Settings
+from memfit.system.budget import parse_budget
 from memfit.system.recorder import taken_bytes
 from memfit.torch_private.tensors import StorageWeakRef, tensors_in
 
@@ -22,12 +24,16 @@ class Beside:
     A loss may be large: that of `nn.MSELoss` has the memory of the whole difference, and is there while the next step
     runs in a loop that assigns it to the same name.
 
+    A budget in percent is a share of what an eager step takes, beside which they would be, too: they count with the
+    rest of their bytes.
+
     Args:
         device: of the step.
+        settings: with the budget as it was given.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, settings: Settings) -> None:
+        self._device, self._share = device, None if settings.is_in_bytes else settings.budget
         self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
         self._counts = True
 
@@ -50,7 +56,7 @@ class Beside:
                     self._kept[storage.data_ptr()] = StorageWeakRef(storage), taken_bytes(size, self._device)
 
     def bytes_beside(self, batch: Any, example: Any) -> int:
-        """Return the bytes that are held beside a call.
+        """Return the bytes that are held beside a call, and count.
 
         Args:
             batch: of the call, which is counted by itself.
@@ -63,4 +69,7 @@ class Beside:
         if not held or not self._counts:
             return 0
         own = footprint(tensors_in(batch), self._device)
-        return sum(size for at, size in held.items() if at not in own)
+        total_bytes = sum(size for at, size in held.items() if at not in own)
+        if self._share is None or not total_bytes:
+            return total_bytes
+        return max(0, total_bytes - parse_budget(self._share, total_bytes))

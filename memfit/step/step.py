@@ -78,7 +78,7 @@ class PlannedStep(Uncopied):
             self._graphs = StepGraphs(step, self._memory, self.device)
         self._on_stream = nullcontext if self._graphs is None else self._graphs.stream
         self._store = HostStore(self.device, settings.host_budget_bytes, settings.host_dir)
-        self._beside = Beside(self.device)
+        self._beside = Beside(self.device, settings)
         self._programs = Programs(
             step,
             settings,
