@@ -414,7 +414,7 @@ def test_what_a_step_over_the_budget_has_left_is_returned_before_its_plan_is_rep
     assert own.excess_bytes == 100
 
 
-def test_a_loss_that_the_caller_keeps_and_the_first_batch_count() -> None:
+def test_a_loss_that_the_caller_keeps_is_a_number_and_the_first_batch_counts() -> None:
     torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
     model, batch = torch.nn.Sequential(*layers), (torch.randn(2048, 64), torch.randn(2048, 64))
@@ -423,15 +423,11 @@ def test_a_loss_that_the_caller_keeps_and_the_first_batch_count() -> None:
     step = fit_step(TrainingStep(model=model, loss=_squares, batch=batch, optimizer=optimizer), settings)
     assert isinstance(step, PlannedStep)
     resident_bytes = sum(each.nbytes for each in (*model.parameters(), *batch))
-    with record("cpu") as usage:
-        loss = step(batch)
-    assert loss.untyped_storage().nbytes() == batch[0].nbytes  # of the whole difference
-    first_bytes = resident_bytes + usage.peak_bytes
-    with record("cpu") as usage:
-        step(batch)
-    assert resident_bytes + loss.untyped_storage().nbytes() + usage.peak_bytes <= int(5.2 * 2**20)
-    assert first_bytes > resident_bytes + usage.peak_bytes  # it was planned for less
-    del loss
+    for _ in range(3):
+        with record("cpu") as usage:
+            loss = step(batch)
+        assert resident_bytes + usage.peak_bytes <= int(5.2 * 2**20)
+    assert loss.untyped_storage().nbytes() == loss.nbytes  # torch's has the memory of the whole difference
     kept = step._beside
     assert kept.bytes_beside(batch, batch) == 0
     assert kept.bytes_beside((batch[0],), batch) == batch[1].nbytes

@@ -265,8 +265,9 @@ def test_the_smaller_last_batch_gets_a_plan_within_the_same_budget() -> None:
         step_both(planned, eager, conv_batch(size))
     assert_same(planned, eager)
     assert len(planned.plans) == 2
-    budgets = {plan.budget_bytes for plan in planned.plans}
-    assert len(budgets) == 1
+    budgets = [plan.budget_bytes for plan in planned.plans]
+    held_bytes = sum(each.nbytes for each in conv_batch(48))  # the larger batch, which the step holds
+    assert max(budgets) - held_bytes <= min(budgets) <= max(budgets) == planned.settings.budget
     assert all(plan.predicted.peak_bytes <= plan.budget_bytes for plan in planned.plans)
 
 

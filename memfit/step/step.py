@@ -294,4 +294,6 @@ class PlannedStep(Uncopied):
         if self.step.optimizer is not None:
             # A scheduler warns if the optimizer's own `step` was not called; the program updates each parameter itself.
             self.step.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
-        return outputs["loss"]
+        loss = outputs["loss"]
+        # torch's losses leave the mean in memory of all that it is of; a loop keeps the loss while the next step runs
+        return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
