@@ -83,6 +83,7 @@ class Account:
         self.excess_bytes = budget_bytes - self.contract.aim_bytes(self.standing)
         self.most_bytes = 0
         self.ran = self.steps = self._ran_before = 0
+        self._last_compiled = -WINDOWS_BEFORE_LARGER  # the step in which a graph was compiled last
         self._before_bytes = bytes_from_before(device)
         self.optimizers = Optimizers(device, lambda: self.ran, self._end_update)
         self._open: Window | None = None
@@ -94,6 +95,8 @@ class Account:
         self._left_bytes: int | None = None  # what torch's allocator held after the last step
         self._others_bytes = 0
         self._held_before_update_bytes = 0
+        self._room_bytes = 0  # that the plans of the present step leave
+        self._most_error_bytes = 0  # that a step took beyond what its plans were predicted to, without this room
         self._outside: dict[frozenset[int], dict[int, Outside]] = {}
         self._returns_cache = False  # before each update and each step
 
@@ -114,7 +117,8 @@ class Account:
         self._close()
         self._last_stream.follow()
         others_bytes = max(0, held_bytes(self.device) - (self._left_bytes or 0))  # what other code has left unused
-        is_new = self.standing.windows == 0  # what steps of another plan took must not count once more
+        # what steps of another plan took must not count once more
+        is_new = self.standing.windows == 0 or self.steps == self._last_compiled
         if self._returns_cache or is_new or (others_bytes and not self._is_proved):
             empty_cache(self.device)
             others_bytes = 0
@@ -125,14 +129,16 @@ class Account:
         self.steps += 1
         self._planned_from_now_bytes = 0
 
-    def count(self, *, is_least: bool) -> None:
+    def count(self, room_bytes: int, *, is_least: bool) -> None:
         """Count a call of a graph in the present step.
 
         Args:
+            room_bytes: that its plan leaves of what it was made for.
             is_least: whether its plan is the one that takes the least. The step's is if those of all its graphs are.
         """
         is_first = self.ran == self._ran_before
         self.ran += 1
+        self._room_bytes = max(0, room_bytes if is_first else min(room_bytes, self._room_bytes))
         self.standing.is_least = is_least and (is_first or self.standing.is_least)
 
     @property
@@ -197,6 +203,7 @@ class Account:
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """Measure apart what planning and compiling a graph in the block takes: no plan of it changes that."""
+        self._last_compiled = self.steps
         with apart(self.device) as window:
             yield
         taken = self._total_bytes(window)
@@ -298,6 +305,8 @@ class Account:
         """
         usage = Taken(taken_bytes=taken_bytes, live_bytes=self._live_bytes)
         planned_bytes = self.budget_bytes - self.excess_bytes + self._planned_from_now_bytes
+        error_bytes = taken_bytes - planned_bytes + self._room_bytes
+        self._most_error_bytes = max(self._most_error_bytes, error_bytes)
         verdict = self.contract.judge(self.standing, usage, planned_bytes)
         if isinstance(verdict, Refused):
             what = f"{MOST_CORRECTIONS} steps before it were over it as well, and planned for less each time"
@@ -305,8 +314,11 @@ class Account:
             self.contract.refuse(self.contract.refusal(verdict, what))
         elif isinstance(verdict, Aim):
             excess_bytes = max(0, self.budget_bytes - verdict.aim_bytes)
+            if verdict.is_larger:  # a plan may fill what the ones so far have left
+                excess_bytes = max(excess_bytes, self._most_error_bytes + self.contract.margin_bytes)
             # of micro-batches one is largest
             is_early = self.optimizers.followed and self._updates < WINDOWS_BEFORE_LARGER
+            is_early = is_early or self.steps - self._last_compiled < WINDOWS_BEFORE_LARGER
             if verdict.is_larger and (is_early or excess_bytes >= self.excess_bytes):
                 return
             self.excess_bytes = excess_bytes

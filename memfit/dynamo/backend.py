@@ -167,7 +167,7 @@ class PlannedGraph:
         """Run a compiled graph; one without a backward half has no plan, and is held to the budget by measurement."""
         if compiled.plan is None:
             return self.account.evaluate(lambda: compiled.function(*inputs))
-        self.account.count(is_least=compiled.is_least)
+        self.account.count(compiled.room_bytes, is_least=compiled.is_least)
         return compiled.function(*inputs)
 
     def compile(self, inputs: Sequence[Any], before: CompiledGraph | None) -> CompiledGraph:
