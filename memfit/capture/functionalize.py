@@ -304,6 +304,19 @@ SCATTERS = {
 }
 
 
+def with_arguments_of(func: Any, name: str) -> Any:
+    """Return the overload of aten's operator `name` that takes what `func` takes and returns a result; else None."""
+    packet = getattr(_aten, name, None)
+    overloads = [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
+    fitting = (each for each in overloads if arguments_of(each) == arguments_of(func))
+    return next((each for each in fitting if not any(argument.is_out for argument in each._schema.arguments)), None)
+
+
+def arguments_of(func: Any) -> list[tuple[str, str]]:
+    """Return the names and types of the arguments of an overload, but for those that it returns its results in."""
+    return [(argument.name, str(argument.type)) for argument in func._schema.arguments if not argument.is_out]
+
+
 def functional_variant(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mutated: torch.Tensor
 ) -> tuple[Callable[..., Any], bool] | None:
@@ -326,9 +339,8 @@ def functional_variant(
         return None
     if name in _OVERWRITING:
         return overwrite_like(mutated, func), False
-    packet = getattr(torch.ops.aten, name[:-1], None)
-    functional = getattr(packet, func._overloadname, None)
-    if functional is None or len(functional._schema.arguments) != len(func._schema.arguments):
+    functional = with_arguments_of(func, name[:-1])
+    if functional is None:
         return None
     returned = functional(*args, **kwargs)
     same = returned.shape == mutated.shape and returned.stride() == mutated.stride()

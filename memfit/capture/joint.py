@@ -198,13 +198,16 @@ class _JointCapture:
         )
 
     def _part_tangents(self, primals: list[Node], tangents: list[Node]) -> None:
-        """Give each tangent a storage of its own: AOTAutograd makes those of views of one tensor as views, too."""
+        """Give each tangent a storage of its own, which it fills from the start.
+
+        AOTAutograd makes those of views of one tensor as views, and those of parts at their places.
+        """
         seen = {storage_key(node.meta["val"]) for node in primals if isinstance(node.meta.get("val"), torch.Tensor)}
         for node in tangents:
             value = node.meta.get("val")
             if not isinstance(value, torch.Tensor):
                 continue
-            if storage_key(value) in seen:
+            if storage_key(value) in seen or value.storage_offset():
                 with fake_mode_of(value):
                     self._results[node] = torch.empty_strided(
                         value.shape, value.stride(), dtype=value.dtype, device=value.device

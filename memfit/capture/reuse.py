@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from memfit.binding import InPlaceForm, Value
+from memfit.capture.functionalize import arguments_of, with_arguments_of
 from memfit.torch_private.tensors import has_kernel, tree_flatten
 
 ROW_BY_ROW = frozenset(
@@ -79,7 +80,7 @@ def in_place_form(
     if result.dtype.is_complex and not all_laid_out_as(result, (args, kwargs)):
         return None
     if args and args[0] == showing[0]:
-        in_place = _in_place_overload(target)
+        in_place = with_arguments_of(target, f"{_name(target).split('::')[-1]}_")
         if in_place is not None:
             return InPlaceForm(target=in_place, promised=promised)
     for overload in _out_overloads(target):
@@ -109,20 +110,10 @@ def all_laid_out_as(result: Value, given: Any) -> bool:
     return all((value.shape, value.stride) == (result.shape, result.stride) for value in values)
 
 
-def _in_place_overload(target: Any) -> Any:
-    name = target._schema.name.split("::")[-1]
-    in_place = getattr(getattr(torch.ops.aten, f"{name}_", None), target._overloadname, None)
-    return in_place if in_place is not None and _inputs(in_place) == _inputs(target) else None
-
-
 def _out_overloads(target: Any) -> Iterator[Any]:
     """Yield the overloads that take the arguments of `target`, and one tensor to write to."""
     for name in target._overloadpacket.overloads():
         overload = getattr(target._overloadpacket, name)
         outs = [argument for argument in overload._schema.arguments if argument.is_out]
-        if len(outs) == 1 and _inputs(overload) == _inputs(target):
+        if len(outs) == 1 and arguments_of(overload) == arguments_of(target):
             yield overload
-
-
-def _inputs(overload: Any) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in overload._schema.arguments if not argument.is_out]

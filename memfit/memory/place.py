@@ -128,7 +128,11 @@ def on_its_own(tensor: torch.Tensor) -> torch.Tensor:
     if (start, end) == (0, storage.nbytes()):
         return tensor
     own = replace(Place.of(tensor), offset=0).on(storage[start:end])
-    return own.requires_grad_(tensor.requires_grad)
+    own.requires_grad_(tensor.requires_grad)
+    if tensor.is_leaf:
+        return own
+    with torch.enable_grad():  # a leaf would be written to without a trace in autograd; and this is no view of one
+        return torch.ops.aten._unsafe_view(own, own.shape)
 
 
 def span_bytes(tensor: torch.Tensor) -> tuple[int, int]:
