@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +27,7 @@ from memfit.dynamo.inputs import (
     refuse_other_autocast,
     refuse_retained_graph,
 )
-from memfit.dynamo.outside import Outside, planned_beside
+from memfit.dynamo.outside import Outside, of_whole_budget, planned_beside
 from memfit.dynamo.settings import INDUCTOR, as_it_is, settings_of
 from memfit.dynamo.share import Share
 from memfit.dynamo.window import Mark
@@ -226,13 +226,12 @@ class CompiledGraph:
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
         refuse_casts_inside(joint, self.graph.module, self._is_in_autocast)
         with_eagers_draws(joint)
-        name = f"graph of {len(joint_inputs[0])} inputs"
         mode = fake_mode_of(tensors_in(joint_inputs)[0])
 
         captured = partial(
             capture_joint,
             forward_outputs=num_fwd_outputs,
-            name=name,
+            name=f"graph of {len(joint_inputs[0])} inputs",
             device=self.device,
             corrections=corrections,
             written_by_others=self._written_by_others,
@@ -243,7 +242,7 @@ class CompiledGraph:
                 self._leaves_out = True
                 leave_out(joint, beside_a_loss(joint))
                 capture = self._planned(captured(joint))
-        assert self.prepared is not None
+        assert self.prepared is not None and capture is not None
         residents = self.prepared.captured.binding.residents
         self._assumed = [resident.value for resident in residents if resident.origin is Origin.TANGENT]
         self.plan = self.prepared.plan
@@ -253,13 +252,10 @@ class CompiledGraph:
 
     def _planned(self, capture: JointCapture, *, or_none: bool = False) -> JointCapture | None:
         """Plan a capture, and return it; None where no plan fits, if that is asked for."""
-        try:
+        with suppress(NoPlanError) if or_none else nullcontext():
             self.prepared = self.prepare(capture)
-        except NoPlanError:
-            if or_none:
-                return None
-            raise
-        return capture
+            return capture
+        return None
 
     def check_gradients(self, gradients: Sequence[Any]) -> None:
         """Check what a backward pass hands to the backward half, before anything is released.
@@ -350,21 +346,8 @@ class CompiledGraph:
         return max(self._least_bytes, self.share.of(self._unshared_bytes, self._own_bytes))
 
     def _of_whole_budget(self, error: NoPlanError) -> NoPlanError:
-        """Return the error about the bytes that the budget leaves as one about the budget."""
-        taken = self.bytes_beside + self.bytes_reserved + self.bytes_exceeded
-        found = error.least_budget_found_bytes
-        if found is not None:  # the headroom is a share of the budget
-            found = math.ceil((taken + found) / (1 - _HEADROOM)) + 1
-        reserved = (
-            f" and {format_bytes(self.bytes_reserved)} set aside for the optimizer" if self.bytes_reserved else ""
-        )
-        needed = "" if found is None else f"; a budget of {found} bytes was reached"
-        return type(error)(
-            f"of the budget of {format_bytes(self.budget_bytes)}, {format_bytes(self.bytes_beside)} are beside this "
-            f"graph{reserved}{needed}; in what is left {error}",
-            least_budget_found_bytes=found,
-            least_budget_bound_bytes=taken + error.least_budget_bound_bytes,
-        )
+        beside_bytes, reserved_bytes = self.bytes_beside + self.bytes_exceeded, self.bytes_reserved
+        return of_whole_budget(error, self.budget_bytes, beside_bytes, reserved_bytes, headroom=_HEADROOM)
 
     def _reserved(self) -> int:
         """Return the bytes that something else will take later; unless told, 0 after a step, which has shown them."""

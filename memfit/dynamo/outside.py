@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from memfit.errors import InfeasibleBudgetError
+from memfit.errors import InfeasibleBudgetError, NoPlanError
 from memfit.graph import Graph
 from memfit.memory.fit_by import Sizes, fit_by
 from memfit.plan import Plan
 from memfit.schedule import Code
 from memfit.simulate.simulator import simulate
 from memfit.step.prepare import Prepared
+from memfit.system.budget import format_bytes
 
 _MOST_PLANS = 4
 
@@ -81,4 +83,29 @@ def planned_beside(make: Callable[[int], Prepared], outside: Outside, left_bytes
         "and no plan was found that keeps so little",
         least_budget_found_bytes=fitted.sizes.taken_bytes,
         least_budget_bound_bytes=0,
+    )
+
+
+def of_whole_budget(
+    error: NoPlanError, budget_bytes: int, beside_bytes: int, reserved_bytes: int, *, headroom: float
+) -> NoPlanError:
+    """Return the error about the bytes that the budget leaves as one about the budget.
+
+    Args:
+        error: that no plan was found.
+        budget_bytes: the whole.
+        beside_bytes: of it, beside the graph.
+        reserved_bytes: of it, set aside for the optimizer.
+        headroom: the share of it that no plan takes.
+    """
+    taken_bytes, found_bytes = beside_bytes + reserved_bytes, error.least_budget_found_bytes
+    if found_bytes is not None:
+        found_bytes = math.ceil((taken_bytes + found_bytes) / (1 - headroom)) + 1
+    reserved = f" and {format_bytes(reserved_bytes)} set aside for the optimizer" if reserved_bytes else ""
+    needed = "" if found_bytes is None else f"; a budget of {found_bytes} bytes was reached"
+    return type(error)(
+        f"of the budget of {format_bytes(budget_bytes)}, {format_bytes(beside_bytes)} are beside this "
+        f"graph{reserved}{needed}; in what is left {error}",
+        least_budget_found_bytes=found_bytes,
+        least_budget_bound_bytes=taken_bytes + error.least_budget_bound_bytes,
     )
