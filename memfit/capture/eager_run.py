@@ -17,6 +17,7 @@ import torch
 from memfit.capture.batch_norms import BATCH_NORMS
 from memfit.capture.generators import states_kept
 from memfit.capture.optimizer import LiveBytes
+from memfit.capture.placement import on_its_own
 from memfit.capture.reads import Reads
 from memfit.capture.replaced import memory_put_back
 from memfit.capture.side_effects import swapped, with_a_momentum
@@ -25,7 +26,7 @@ from memfit.capture.stream import LIFT, Difference, Dispatched, Stream, tensors_
 from memfit.capture.traced import mutated_tensors
 from memfit.capture.training_step import TrainingStep
 from memfit.errors import MemfitError, NoGraphError
-from memfit.memory.place import Place, bytes_of, lazy_view, on_its_own
+from memfit.memory.place import Place, bytes_of, lazy_view
 from memfit.system.budget import format_bytes
 from memfit.torch_private.autograd import (
     TorchDispatchMode,

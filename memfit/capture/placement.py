@@ -1,13 +1,16 @@
-"""The device of a training step, and what kinds of tensors it can be given."""
+"""The device of a training step, what kinds of tensors it can be given, and tensors alone on their memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from memfit.errors import InvalidDeviceError, UnsupportedStepError
+from memfit.memory.place import Place, span_bytes
+from memfit.torch_private.tensors import WITHOUT_BASE
 
 
 def step_device(model: torch.nn.Module, batch: Any, where: str = "the step") -> torch.device:
@@ -84,3 +87,20 @@ def _tensors(tree: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(tree, tuple | list):
         for number, value in enumerate(tree):
             yield from _tensors(value, f"{place}[{number}]")
+
+
+def on_its_own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, or a tensor over the same memory whose storage holds nothing else, for capture to look at.
+
+    A slice of a larger tensor has a storage of the larger one's bytes, and starts within it.
+    """
+    start, end = span_bytes(tensor)
+    storage = tensor.untyped_storage()
+    if (start, end) == (0, storage.nbytes()):
+        return tensor
+    own = replace(Place.of(tensor), offset=0).on(storage[start:end])
+    own.requires_grad_(tensor.requires_grad)
+    if tensor.is_leaf:
+        return own
+    with torch.enable_grad():  # a leaf would be written to without a trace in autograd; and this is no view of one
+        return WITHOUT_BASE(own, own.shape)

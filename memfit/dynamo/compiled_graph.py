@@ -17,6 +17,7 @@ from memfit.capture import with_real_results
 from memfit.capture.corrected_fakes import corrected_fakes
 from memfit.capture.eager_draws import with_eagers_draws
 from memfit.capture.joint import JointCapture, capture_joint
+from memfit.capture.placement import on_its_own
 from memfit.cost.calibration import linked_device
 from memfit.cost.observations import Corrections
 from memfit.dynamo.inputs import (
@@ -37,7 +38,6 @@ from memfit.kernels.absent import beside_a_loss, leave_out
 from memfit.kernels.halves import partitioned
 from memfit.kernels.inductor import Compiled, Planning, compile_within
 from memfit.memory.footprint import footprint
-from memfit.memory.place import on_its_own
 from memfit.plan import Plan
 from memfit.planning import make_plan
 from memfit.step.prepare import ANEW, AS_IT_IS, Prepared, prepare, with_costs

@@ -118,23 +118,6 @@ def at_offset_zero(tensor: torch.Tensor) -> torch.Tensor:
     return replace(Place.of(tensor), offset=0).on(tensor.untyped_storage()[start:])
 
 
-def on_its_own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, or a tensor over the same memory whose storage holds nothing else, for capture to look at.
-
-    A slice of a larger tensor has a storage of the larger one's bytes, and starts within it.
-    """
-    start, end = span_bytes(tensor)
-    storage = tensor.untyped_storage()
-    if (start, end) == (0, storage.nbytes()):
-        return tensor
-    own = replace(Place.of(tensor), offset=0).on(storage[start:end])
-    own.requires_grad_(tensor.requires_grad)
-    if tensor.is_leaf:
-        return own
-    with torch.enable_grad():  # a leaf would be written to without a trace in autograd; and this is no view of one
-        return torch.ops.aten._unsafe_view(own, own.shape)
-
-
 def span_bytes(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of its storage that a tensor uses, and the one after the last."""
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))

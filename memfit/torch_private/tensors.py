@@ -24,6 +24,7 @@ BatchNormBase = _BatchNorm
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 _ATOMS = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format])
 SHORTENS = (torch.ops.aten._pack_padded_sequence,)  # leave out parts of what they are given, as values say, untagged
+WITHOUT_BASE = torch.ops.aten._unsafe_view.default  # a view that autograd takes for no view
 READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default  # what `item`, `bool` and `float` of a tensor call
 
 
