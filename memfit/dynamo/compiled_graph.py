@@ -236,12 +236,11 @@ class CompiledGraph:
             corrections=corrections,
             written_by_others=self._written_by_others,
         )
-        with real_tensors():
-            capture = None if self._leaves_out else self._planned(captured(joint), or_none=bool(beside_a_loss(joint)))
-            if capture is None:
-                self._leaves_out = True
-                leave_out(joint, beside_a_loss(joint))
-                capture = self._planned(captured(joint))
+        capture = None if self._leaves_out else self._planned(captured(joint), or_none=bool(beside_a_loss(joint)))
+        if capture is None:
+            self._leaves_out = True
+            leave_out(joint, beside_a_loss(joint))
+            capture = self._planned(captured(joint))
         assert self.prepared is not None and capture is not None
         residents = self.prepared.captured.binding.residents
         self._assumed = [resident.value for resident in residents if resident.origin is Origin.TANGENT]
@@ -252,7 +251,7 @@ class CompiledGraph:
 
     def _planned(self, capture: JointCapture, *, or_none: bool = False) -> JointCapture | None:
         """Plan a capture, and return it; None where no plan fits, if that is asked for."""
-        with suppress(NoPlanError) if or_none else nullcontext():
+        with real_tensors(), suppress(NoPlanError) if or_none else nullcontext():
             self.prepared = self.prepare(capture)
             return capture
         return None
