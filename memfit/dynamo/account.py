@@ -63,7 +63,7 @@ class Account:
         standing: what steps have shown of it.
         optimizers: whose updates are measured.
         excess_bytes: what steps took beyond what their plans allow for.
-        most_bytes: the most bytes on the device in any step that was measured.
+        most_bytes: the most bytes on the device in any step that was measured, and while a graph was compiled.
         ran: calls of graphs, which `count` adds to.
         steps: that have begun.
     """

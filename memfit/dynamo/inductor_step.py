@@ -66,7 +66,7 @@ class InductorStep(Uncopied):
 
     @property
     def most_bytes(self) -> int:
-        """The most bytes on the device in any step that was measured; a step that compiles is not."""
+        """The most bytes on the device in any step that was measured, and while graphs were compiled."""
         return self._calls.account.most_bytes
 
     def __call__(self, batch: Any) -> torch.Tensor:
