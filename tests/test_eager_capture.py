@@ -441,8 +441,11 @@ def test_a_step_that_draws_beside_another_thread_is_seen(draw: Callable[[], floa
     thread = threading.Thread(target=draw_too)
     thread.start()
     try:
-        step = fitted(lambda tensor: tensor * float(draw()))
-        assert f"draws from {name}, whose" in step.why
+        try:
+            why = fitted(lambda tensor: tensor * float(draw())).why
+        except UnsupportedStepError as refused:  # its blocks, computed again, had drawn what came after the other's draws
+            why = str(refused)
+        assert f"draws from {name}, whose" in why
     finally:
         stop.set()
         thread.join()

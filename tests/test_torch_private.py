@@ -141,6 +141,7 @@ from memfit.torch_private.tensors import (
     DATA_DEPENDENT_ERRORS,
     READS_A_NUMBER,
     SHORTENS,
+    WITHOUT_BASE,
     BatchNormBase,
     FakeTensorMode,
     StorageWeakRef,
@@ -1577,3 +1578,16 @@ def test_absent_gradients_reach_a_function_behind_a_view() -> None:
         view.sum().backward()
     assert seen == [[False, False], [False, True]]
     hand_over_absent(torch.ones(3, requires_grad=True).exp().grad_fn)
+
+
+def test_containers_that_look_at_what_they_are_given() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    assert [tensor.numel() for tensor in tensors_in((1, {"a": packed}))] == [5, 3]
+
+
+def test_a_tensor_without_a_base_is_written_to_with_a_trace() -> None:
+    own = torch.ones(3, requires_grad=True)
+    same = WITHOUT_BASE(own, own.shape)
+    assert not same._is_view() and same.data_ptr() == own.data_ptr()
+    same.mul_(2).sum().backward()
+    assert own.grad is not None and torch.equal(own.grad, torch.full((3,), 2.0))

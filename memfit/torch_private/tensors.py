@@ -82,9 +82,10 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested tuples, lists and dicts, in order."""
     found: list[torch.Tensor] = []
 
-    def look(leaf: Any) -> None:
+    def look(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
+        return leaf  # containers are put together again, and some look at what they are given: PackedSequence
 
     tree_map(look, tree)
     return found
