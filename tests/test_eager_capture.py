@@ -443,7 +443,7 @@ def test_a_step_that_draws_beside_another_thread_is_seen(draw: Callable[[], floa
     try:
         try:
             why = fitted(lambda tensor: tensor * float(draw())).why
-        except UnsupportedStepError as refused:  # its blocks, computed again, had drawn what came after the other's draws
+        except UnsupportedStepError as refused:  # blocks that draw after the other thread
             why = str(refused)
         assert f"draws from {name}, whose" in why
     finally:
