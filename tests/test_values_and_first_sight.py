@@ -132,7 +132,9 @@ def written_by_numpy(model: Any) -> None:
     SCALES[0].numpy()[...] *= 2
 
 
-@pytest.mark.parametrize("change", [doubled, replaced, written_by_numpy])
+@pytest.mark.parametrize(
+    "change", [doubled, *(pytest.param(change, marks=pytest.mark.slow) for change in (replaced, written_by_numpy))]
+)
 @pytest.mark.parametrize("name", READS)
 def test_a_value_that_is_read_is_guarded(name: str, change: Callable[[Any], None]) -> None:
     ways = []
