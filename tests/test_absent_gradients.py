@@ -164,7 +164,8 @@ USES = [(0,), (0,), (1,), (0, 1), (2,), (1, 2), (0,)]
 
 
 @pytest.mark.parametrize(
-    "door", ["backend", "recomputing", "compile", pytest.param("inductor", marks=pytest.mark.slow)]
+    "door",
+    ["recomputing", *(pytest.param(door, marks=pytest.mark.slow) for door in ("backend", "compile", "inductor"))],
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_absent_as_in_eager(name: str, door: str) -> None:
