@@ -9,7 +9,7 @@ stored beside it: a step that is over without a word is `unsaid`.
 
     python benchmarks/models.py                                 # what is not stored yet, stored model by model: hours
     python benchmarks/models.py "vit*" --doors fit --shares 0.7 # some
-    python benchmarks/models.py --fifth 3 --one                 # a fifth of the models, one door each; nothing stored
+    python benchmarks/models.py NEW --fifth 3 --one 3           # a fifth of the new ones, one door each; nothing stored
     python benchmarks/models.py --counts                        # of what is stored
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import logging
 import math
@@ -34,8 +35,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._inductor.compile_fx
-import transformers
 from _models import MODELS, NEW
 from _models_kit import Tried
 from _process import fresh_cache, in_forked_child
@@ -43,19 +42,20 @@ from _record import load, result_path, store
 from torch import Tensor
 
 import memfit
-import memfit.doors.checkpoint
-import memfit.doors.fit
-import memfit.dynamo.model
-import memfit.eager_mode.eager
 from memfit.checkpointing.uncounted import Uncounted
 from memfit.errors import MemfitError
 from memfit.system.recorder import record
 
 DOORS = ("fit", "checkpoint", "compile", "backend", "inductor", "eager")
+QUICK = ("fit", "checkpoint", "compile", "backend", "eager")  # the others compile kernels
 SHARES = (0.7, 0.9)
 STEPS, THIRD, FIFTHS = 8, 2, 5
 SEARCH_SECONDS = 0.5
 RUN_SECONDS = 75.0
+_PRELOADED = [  # which each child would import otherwise
+    *("torch._inductor.compile_fx", "transformers", "memfit.doors.checkpoint", "memfit.doors.fit"),
+    *("memfit.dynamo.model", "memfit.eager_mode.eager"),
+]
 _MESSAGE_LENGTH, _MOST_WORDS = 700, 4
 
 Step = Callable[[Any], Tensor]
@@ -202,18 +202,20 @@ def _not_finite(row: dict[str, Any]) -> str:
 
 
 def bare_of(name: str) -> dict[str, Any]:
-    """Return what the bare loop takes and leaves, and whether a second one leaves the same."""
-    bare, again = (in_forked_child(lambda: train(name, "bare", 0), timeout_seconds=RUN_SECONDS) for _ in range(2))
+    """Return what the bare loop takes and leaves."""
+    bare = in_forked_child(lambda: train(name, "bare", 0), timeout_seconds=RUN_SECONDS)
     if "error" in bare:
         raise SystemExit(f"{name}: {bare['error']}")
-    return bare | {"peak_bytes": max(bare["peaks_bytes"]), "repeats": not _other(again, bare)}
+    return bare | {"peak_bytes": max(bare["peaks_bytes"])}
 
 
 def measure(name: str, door: str, share: float, bare: dict[str, Any]) -> dict[str, Any]:
-    """Return how one run ended."""
+    """Return how one run ended; where it has other bits, also whether a second bare loop has the first one's."""
     budget_bytes, began = int(bare["peak_bytes"] * share), time.monotonic()
     row = in_forked_child(lambda: train(name, door, budget_bytes), timeout_seconds=RUN_SECONDS)
     judged = judge(row, bare, budget_bytes, has_bits=door != "inductor")
+    if judged["ended"] == "other bits":
+        judged["eager_repeats"] = not _other(bare_of(name), bare)
     return {"door": door, "share": share, "seconds": round(time.monotonic() - began, 1), **judged}
 
 
@@ -239,7 +241,7 @@ def run(names: list[str], doors: list[str], shares: list[float], *, again: bool)
                 if name not in bares:
                     bares[name] = bare_of(name)
                 bare = bares[name]
-                payload |= {"bare_bytes": bare["peak_bytes"], "repeats": bare["repeats"]}
+                payload["bare_bytes"] = bare["peak_bytes"]
                 payload["rows"][key] = row = measure(name, door, share, bare)
                 store(result_name(name), payload)
                 _show(name, row)
@@ -248,8 +250,8 @@ def run(names: list[str], doors: list[str], shares: list[float], *, again: bool)
 def run_one(names: list[str], number: int) -> None:
     """Measure each of some models by one door, another one with each number; print a line of JSON for each."""
     for place, name in enumerate(names):
-        door = DOORS[(place + number) % len(DOORS)]
-        row = measure(name, door, SHARES[(place + number) // len(DOORS) % 2], bare_of(name))
+        turn = place + number
+        row = measure(name, QUICK[turn % len(QUICK)], SHARES[turn // len(QUICK) % len(SHARES)], bare_of(name))
         print(json.dumps({"model": name, **row}), flush=True)
 
 
@@ -282,7 +284,7 @@ def main() -> None:
     parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES))
     parser.add_argument("--again", action="store_true", help="measure again what is stored already")
     parser.add_argument("--fifth", type=int, help="of the models, those of this fifth only (any number)")
-    parser.add_argument("--one", action="store_true", help="one door and share for each; nothing is stored")
+    parser.add_argument("--one", type=int, help="one door and share for each, by this number; nothing is stored")
     parser.add_argument("--counts", action="store_true", help="print the counts of what is stored")
     options = parser.parse_args()
     if options.counts:
@@ -290,7 +292,9 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    transformers.utils.logging.set_verbosity_error()
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    for module in _PRELOADED:
+        importlib.import_module(module)
     patterns = options.names or ["*"]
     found = [
         name for each in patterns for name in (NEW if each == "NEW" else MODELS) if each == "NEW" or fnmatch(name, each)
@@ -299,8 +303,8 @@ def main() -> None:
     if options.fifth is not None:
         names = [name for name in names if zlib.crc32(name.encode()) % FIFTHS == options.fifth % FIFTHS]
     with fresh_cache():
-        if options.one:
-            run_one(names, options.fifth or 0)
+        if options.one is not None:
+            run_one(names, options.one)
         else:
             run(names, options.doors, options.shares, again=options.again)
 
