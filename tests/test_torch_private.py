@@ -1578,3 +1578,8 @@ def test_absent_gradients_reach_a_function_behind_a_view() -> None:
         view.sum().backward()
     assert seen == [[False, False], [False, True]]
     hand_over_absent(torch.ones(3, requires_grad=True).exp().grad_fn)
+
+
+def test_tensors_of_packed_sequences_are_found() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2, 3), torch.zeros(1, 3)])
+    assert [each.shape for each in tensors_in((packed, {"more": packed.data}))] == [(3, 3), (2,), (3, 3)]

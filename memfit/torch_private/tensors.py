@@ -81,9 +81,10 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested tuples, lists and dicts, in order."""
     found: list[torch.Tensor] = []
 
-    def look(leaf: Any) -> None:
+    def look(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
+        return leaf  # containers of other classes are made anew of it: a PackedSequence cannot be made of None
 
     tree_map(look, tree)
     return found
