@@ -78,35 +78,40 @@ def fuzz_defects(found: Payload) -> Table:
     return ["defect, put back", "found by seed", "cases tried", "as"], rows, note
 
 
-def models(found: Payload) -> Table:
-    """How each model was captured, and its least budget."""
-    head = [
-        "model",
-        "captured",
-        "bits of three steps",
-        "eager's peak, MiB",
-        "least budget found",
-        "proved least",
-        "ops",
+ENDS = ("held", "refused", "over", "other bits", "slow", "error")
+"""How a model's run through a door may end."""
+
+
+def models(stored: dict[str, Payload]) -> Table:
+    """How many models end in which way, by door and share."""
+    ended: dict[tuple[str, str], Counter[str]] = {}
+    for payload in stored.values():
+        for row in payload["rows"].values():
+            ended.setdefault((row["door"], f"{row['share']:.0%}"), Counter())[row["ended"]] += 1
+    rows = [[*key, str(found.total()), *(str(found[kind]) for kind in ENDS)] for key, found in sorted(ended.items())]
+    return (
+        ["door", "budget", "models", *ENDS],
+        rows,
+        f"{len(stored)} models. Budgets are shares of the bare loop's peak.",
+    )
+
+
+def models_failed(stored: dict[str, Payload]) -> Table:
+    """Models that end in a way that memfit does not promise."""
+    rows = [
+        [payload["model"], row["door"], f"{row['share']:.0%}", row["ended"], _failure(row).replace("|", r"\|")]
+        for payload in stored.values()
+        for row in payload["rows"].values()
+        if row["ended"] in ("over", "other bits", "error")
     ]
-    rows: list[list[str]] = []
-    for row in found["models"]:
-        least, bound = row.get("least_budget_found_bytes"), row.get("least_budget_bound_bytes")
-        eager = row.get("eager_peak_bytes")
-        bits = {"same bits": "eager's"}.get(row.get("difference", ""), row.get("difference", row.get("message", "")))
-        rows.append(
-            [
-                row["model"],
-                row["captured"],
-                bits.replace("|", r"\|"),
-                f"{eager / MIB:.2f}" if eager else "",
-                f"{least / eager:.0%}" if least and eager else "",
-                f"{bound / eager:.0%}" if bound and eager else "",
-                str(row.get("ops", "")),
-            ]
-        )
-    counts = ", ".join(f"{count} {kind}" for kind, count in found["counts"].items())
-    return head, rows, f"{len(rows)} models: {counts}. Budgets are shares of eager's measured peak."
+    return ["model", "door", "budget", "ended", "how"], rows, ""
+
+
+def _failure(row: dict[str, Any]) -> str:
+    if row["ended"] == "over":
+        most = f"{max(row['over'].values()):.3f} of the budget in step {max(row['over'], key=row['over'].get)}"
+        return most + (", unsaid" if row["unsaid"] else ", with a warning")
+    return row.get("other") or row["message"].splitlines()[0]
 
 
 def first_fit(found: Payload) -> Table:
@@ -215,7 +220,6 @@ TESTED_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {
     "fuzz": ("fuzz_steps", fuzz),
     "fuzz-refusals": ("fuzz_steps", fuzz_refusals),
     "fuzz-defects": ("fuzz_defects", fuzz_defects),
-    "models": ("models", models),
     "first-fit": ("first_fit", first_fit),
     "variable-shapes": ("variable_shapes", variable_shapes),
 }
@@ -223,6 +227,8 @@ TESTED_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {
 
 TESTED_SET_TABLES: dict[str, tuple[str, Callable[[dict[str, Payload]], Table]]] = {
     "versions": ("versions", versions),
+    "models": ("models", models),
+    "models-failed": ("models", models_failed),
     "page-faults": ("page_faults", page_faults),
     "loop-cost": ("loop_cost", loop_cost),
 }

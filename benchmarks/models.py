@@ -1,162 +1,312 @@
-"""Models of many architectures: captured or not, bits over three steps, and the least budget beside eager's peak.
+"""Models of many architectures through each door of memfit, within shares of what the bare loop takes.
 
-Each model (`_models.py`: tiny, random weights) is trained by AdamW in a process of its own, in eager and within two
-budgets: 100% of the unplanned peak, and the least that memfit says it found. It ends as captured `whole`, in `parts`
-around a line that depends on a tensor's value, or `refused`, with the message. Nothing is skipped.
+Each of `_models.py` (tiny, random weights) is trained by AdamW for eight steps, big and small batches in turn: bare,
+which gives its peak and its bits, and then by each door within 70% and 90% of that peak, in a process of its own and
+from the same seeds. A run ends as `held`; `over`, if a step from the third on took more than the budget; `other bits`,
+if a loss, a parameter or a buffer is not the bare loop's (of Inductor's kernels: if a loss is not finite); `refused`,
+with memfit's message; `slow`; or `error`, which is any other exception. What memfit says of a step over its budget is
+stored beside it: a step that is over without a word is `unsaid`.
 
-    python benchmarks/models.py                     # all of them: about half an hour
-    python benchmarks/models.py --only bert "vit*"  # these, nothing stored
-    python benchmarks/models.py --only bert --again # these, in the place of their stored rows
+    python benchmarks/models.py                                 # what is not stored yet, stored model by model: hours
+    python benchmarks/models.py "vit*" --doors fit --shares 0.7 # some
+    python benchmarks/models.py NEW --fifth 3 --one 3           # a fifth of the new ones, one door each; nothing stored
+    python benchmarks/models.py --counts                        # of what is stored
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import hashlib
+import importlib
+import json
 import logging
-import multiprocessing
-import sys
+import math
+import os
+import random
+import re
+import time
 import warnings
+import zlib
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from fnmatch import fnmatch
 from typing import Any
 
+import numpy as np
 import torch
-from _models import MODELS, Tried
+from _models import MODELS, NEW
+from _models_kit import Tried
+from _process import fresh_cache, in_forked_child
 from _record import load, result_path, store
-from fuzz_steps import first_difference
+from torch import Tensor
 
 import memfit
-from memfit.errors import MemfitError, NoPlanError
-from memfit.step.measure import resident_bytes
+from memfit.checkpointing.uncounted import Uncounted
+from memfit.errors import MemfitError
 from memfit.system.recorder import record
 
-STEPS, MOVES = 3, 5_000
-ROOM = 1.01  # over the least budget found: ops are timed anew, and other plans come first
+DOORS = ("fit", "checkpoint", "compile", "backend", "inductor", "eager")
+QUICK = ("fit", "checkpoint", "compile", "backend", "eager")  # the others compile kernels
+SHARES = (0.7, 0.9)
+STEPS, THIRD, FIFTHS = 8, 2, 5
+SEARCH_SECONDS = 0.5
+RUN_SECONDS = 75.0
+_PRELOADED = [  # which each child would import otherwise
+    *("torch._inductor.compile_fx", "transformers", "memfit.doors.checkpoint", "memfit.doors.fit"),
+    *("memfit.dynamo.model", "memfit.eager_mode.eager"),
+]
+_MESSAGE_LENGTH, _MOST_WORDS = 700, 4
+
+Step = Callable[[Any], Tensor]
 
 
-def try_model(name: str) -> dict[str, Any]:
-    """Return what becomes of a model."""
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    tried = MODELS[name]()
-    row: dict[str, Any] = {"model": name, "class": type(tried.model).__name__}
+def train(name: str, door: str, budget_bytes: int) -> dict[str, Any]:
+    """Return what a training in one way took and left, in this process, or why it ended."""
+    words = _Words()
+    row: dict[str, Any] = {"peaks_bytes": [], "losses": []}
     try:
-        wanted, row["eager_peak_bytes"] = train_eager(copy.deepcopy(tried))
-        row["eager_repeats"] = first_difference(wanted, train_eager(copy.deepcopy(tried))[0]) or "same bits"
-        row |= train_planned(copy.deepcopy(tried), "100%", wanted)
-        if row["captured"] == "whole":
-            row["least_budget_found_bytes"] = least_bytes = least_budget(copy.deepcopy(tried), row)
-            row["at_least"] = train_planned(copy.deepcopy(tried), int(ROOM * least_bytes), wanted)
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            with record("cpu"):  # from here on all is counted
+                pass
+            older = Uncounted(torch.device("cpu"))
+            _seed(0)
+            tried = MODELS[name]()
+            for peak_bytes, loss in _steps(tried, _enter(stack, tried, door, budget_bytes), older):
+                row["peaks_bytes"].append(peak_bytes)
+                row["losses"].append(loss)
+            row["left"] = {key: _digest(each) for key, each in tried.model.state_dict().items()}
     except MemfitError as error:
-        row |= {"captured": "refused", "message": f"{type(error).__name__}: {error}".splitlines()[0]}
-    except Exception as error:  # noqa: BLE001 - one model must not end the others
-        row |= {"captured": "error", "message": f"{type(error).__name__}: {error}".splitlines()[0]}
-    return row
+        row |= {"refused": f"{type(error).__name__}: {error}"[:_MESSAGE_LENGTH], "lines": str(error).count("\n") + 1}
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is a row
+        row["error"] = f"{type(error).__name__}: {error}"[:_MESSAGE_LENGTH]
+    return row | {"said": words.said}
 
 
-def least_budget(tried: Tried, row: dict[str, Any]) -> int:
-    """Return the least budget that a search finds a plan for, in bytes: what the refusal of the proved least names."""
-    bound_bytes: int = row["least_budget_bound_bytes"]
-    optimizer = torch.optim.AdamW(tried.model.parameters(), lr=1e-3)
-    try:
-        memfit.fit(
-            tried.model, tried.loss, tried.batch, optimizer=optimizer, budget=bound_bytes, options={"iterations": MOVES}
+class _Words(logging.Handler):
+    """What memfit logs: its first words."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+        logger = logging.getLogger("memfit")
+        logger.addHandler(self)
+        logger.propagate = False
+
+    def emit(self, line: logging.LogRecord) -> None:
+        if len(self.said) < _MOST_WORDS:
+            self.said.append(line.getMessage()[:_MESSAGE_LENGTH])
+
+
+def _seed(number: int) -> None:
+    torch.manual_seed(number)
+    np.random.seed(number)  # models of transformers that mask audio draw from it
+    random.seed(number)
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def _steps(tried: Tried, step: Step, older: Uncounted) -> Iterator[tuple[int, str]]:
+    """Yield the peak bytes and the loss of one step after another."""
+    for number in range(STEPS):
+        _seed(number + 1)
+        batch = tried.batch(tried.rows if number % 2 == 0 else tried.rows // 2)
+        with record("cpu") as usage:
+            loss = step(batch)
+            tried.after(tried.model)
+        value = loss.detach().double().item().hex()
+        del loss, batch
+        yield usage.start_bytes + usage.peak_bytes + older.live_bytes(), value
+
+
+def _enter(stack: ExitStack, tried: Tried, door: str, budget_bytes: int) -> Step:
+    """Return the step of a door."""
+    model, loss = tried.model, tried.loss
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
+    if door == "fit":
+        _seed(0)
+        batch = tried.batch(tried.rows)
+        return memfit.fit(
+            model, loss, batch, optimizer=optimizer, budget=budget_bytes, time_limit_seconds=SEARCH_SECONDS
         )
-    except NoPlanError as error:
-        return error.least_budget_found_bytes or row["budget_bytes"]
-    return bound_bytes
+    called = model
+    if door == "checkpoint":
+        stack.callback(memfit.checkpoint(model, budget_bytes).close)
+    elif door == "eager":
+        stack.enter_context(memfit.eager(model, budget=budget_bytes))
+    elif door == "backend":
+        state_bytes = sum(2 * each.nbytes + 64 for each in model.parameters() if each.requires_grad)
+        options = {"budget": budget_bytes, "reserve": state_bytes, "time_limit_seconds": SEARCH_SECONDS}
+        called = torch.compile(model, backend="memfit", options=options)  # type: ignore[arg-type]
+    elif door in ("compile", "inductor"):
+        kernels = "inductor" if door == "inductor" else "eager"
+        memfit.compile(
+            model, optimizer=optimizer, budget=budget_bytes, kernels=kernels, time_limit_seconds=SEARCH_SECONDS
+        )
+
+    def step(batch: Any) -> Tensor:
+        value = loss(called, batch)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return value.detach()
+
+    return step
 
 
-def train_eager(tried: Tried) -> tuple[dict[str, Any], int]:
-    """Train in eager; return what it leaves, and the measured peak of the last step, residents included."""
-    optimizer = torch.optim.AdamW(tried.model.parameters(), lr=1e-3)
-    losses: list[torch.Tensor] = []
-    for number in range(STEPS):
-        torch.manual_seed(number)
-        held_bytes = _bytes(tried, optimizer)
-        with record("cpu") as usage:
-            loss = tried.loss(tried.model, tried.batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-            del loss
-    return _left(tried, losses), held_bytes + usage.peak_bytes
+def judge(row: dict[str, Any], bare: dict[str, Any], budget_bytes: int, *, has_bits: bool) -> dict[str, Any]:
+    """Return how a run ended, beside what it took.
+
+    Args:
+        row: what `train` gave.
+        bare: what the bare loop gave.
+        budget_bytes: of the run.
+        has_bits: whether it is to have the bare loop's; else its losses are finite.
+    """
+    over = {step: peak / budget_bytes for step, peak in enumerate(row.get("peaks_bytes", [])) if peak > budget_bytes}
+    other = _other(row, bare) if has_bits else _not_finite(row)
+    judged: dict[str, Any] = {"most_share": max(row.get("peaks_bytes") or [0]) / budget_bytes}
+    if over:
+        is_said = "refused" in row or any("more than" in each for each in row.get("said", []))
+        judged |= {"over": over, "unsaid": not is_said}
+    if row.get("said"):
+        judged["said"] = row["said"]
+    if "error" in row:
+        ended = "slow" if row.get("timed_out") else "error"
+        judged["message"] = row["error"]
+    elif other:
+        ended, judged["other"] = "other bits", other
+    elif "refused" in row:
+        ended = "refused"
+        judged |= {"message": row["refused"], "lines": row["lines"], "steps": len(row["losses"])}
+    else:
+        ended = "over" if any(step >= THIRD for step in over) else "held"
+    return {"ended": ended, **judged}
 
 
-def train_planned(tried: Tried, budget: str | int, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Train within a budget; return how it went."""
-    optimizer = torch.optim.AdamW(tried.model.parameters(), lr=1e-3)
-    step = memfit.fit(
-        tried.model, tried.loss, tried.batch, optimizer=optimizer, budget=budget, options={"iterations": MOVES}
+def _other(row: dict[str, Any], bare: dict[str, Any]) -> str:
+    for step, (ours, theirs) in enumerate(zip(row.get("losses", []), bare["losses"], strict=False)):
+        if ours != theirs:
+            return f"loss of step {step}: {float.fromhex(ours)} and not {float.fromhex(theirs)}"
+    found = [key for key, digest in row.get("left", {}).items() if digest != bare["left"][key]]
+    return f"{len(found)} of {len(bare['left'])} tensors, the first: {found[0]}" if found else ""
+
+
+def _not_finite(row: dict[str, Any]) -> str:
+    bad = [step for step, loss in enumerate(row.get("losses", [])) if not math.isfinite(float.fromhex(loss))]
+    return f"losses that are not finite: {bad}" if bad else ""
+
+
+def bare_of(name: str) -> dict[str, Any]:
+    """Return what the bare loop takes and leaves."""
+    bare = in_forked_child(lambda: train(name, "bare", 0), timeout_seconds=RUN_SECONDS)
+    if "error" in bare:
+        raise SystemExit(f"{name}: {bare['error']}")
+    return bare | {"peak_bytes": max(bare["peaks_bytes"])}
+
+
+def measure(name: str, door: str, share: float, bare: dict[str, Any]) -> dict[str, Any]:
+    """Return how one run ended; where it has other bits, also whether a second bare loop has the first one's."""
+    budget_bytes, began = int(bare["peak_bytes"] * share), time.monotonic()
+    row = in_forked_child(lambda: train(name, door, budget_bytes), timeout_seconds=RUN_SECONDS)
+    judged = judge(row, bare, budget_bytes, has_bits=door != "inductor")
+    if judged["ended"] == "other bits":
+        judged["eager_repeats"] = not _other(bare_of(name), bare)
+    return {"door": door, "share": share, "seconds": round(time.monotonic() - began, 1), **judged}
+
+
+def result_name(name: str) -> str:
+    """Return the name of the file of a model."""
+    return f"models/{re.sub('[^a-z0-9]+', '_', name)}"
+
+
+def _stored(name: str) -> dict[str, Any]:
+    path = result_path(result_name(name))
+    return load(path)["payload"] if path.exists() else {"model": name, "is_new": name in NEW, "rows": {}}
+
+
+def run(names: list[str], doors: list[str], shares: list[float], *, again: bool) -> None:
+    """Measure what is not stored yet, and store it: of all models one door and one share, then the next."""
+    bares: dict[str, dict[str, Any]] = {}
+    for share in shares:
+        for door in doors:
+            for name in names:
+                payload, key = _stored(name), f"{door} {share:.0%}"
+                if key in payload["rows"] and not again:
+                    continue
+                if name not in bares:
+                    bares[name] = bare_of(name)
+                bare = bares[name]
+                payload["bare_bytes"] = bare["peak_bytes"]
+                payload["rows"][key] = row = measure(name, door, share, bare)
+                store(result_name(name), payload)
+                _show(name, row)
+
+
+def run_one(names: list[str], number: int) -> None:
+    """Measure each of some models by one door, another one with each number; print a line of JSON for each."""
+    for place, name in enumerate(names):
+        turn = place + number
+        row = measure(name, QUICK[turn % len(QUICK)], SHARES[turn // len(QUICK) % len(SHARES)], bare_of(name))
+        print(json.dumps({"model": name, **row}), flush=True)
+
+
+def _show(name: str, row: dict[str, Any]) -> None:
+    more = row.get("other") or row.get("message", "")
+    unsaid = " UNSAID" if row.get("unsaid") else ""
+    print(
+        f"{row['door']} {row['share']:.0%} {name}: {row['ended']}{unsaid}, {row['most_share']:.3f}, "
+        f"{row['seconds']} s {more}",
+        flush=True,
     )
-    is_whole = isinstance(step, memfit.PlannedStep)
-    losses: list[torch.Tensor] = []
-    peaks_bytes: list[int] = []
-    for number in range(STEPS):
-        torch.manual_seed(number)
-        held_bytes = resident_bytes(step, tried.batch) if is_whole else 0
-        with record("cpu") as usage:
-            losses.append(step(tried.batch))
-        peaks_bytes.append(held_bytes + usage.peak_bytes)
-    row: dict[str, Any] = {
-        "captured": "whole" if is_whole else "parts",
-        "difference": first_difference(wanted, _left(tried, losses)) or "same bits",
-    }
-    if is_whole:
-        bounds = step.plan.bounds
-        row |= {
-            "budget_bytes": step.plan.budget_bytes,
-            "peak_bytes": max(peaks_bytes),
-            "corrections": len(step.corrections),
-            "overhead": step.plan.overhead,
-            "least_budget_bound_bytes": bounds.least_budget_bound_bytes,
-            "ops": len(step.captured.graph.ops),
-        }
-    return row
 
 
-def _bytes(tried: Tried, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of parameters, buffers, optimizer state and batch."""
-    held = [*tried.model.parameters(), *tried.model.buffers()]
-    held += [value for state in optimizer.state.values() for value in state.values()]
-    batch = tried.batch.values() if isinstance(tried.batch, dict) else tried.batch
-    held += batch if isinstance(tried.batch, dict | tuple) else [tried.batch]
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}
-    return sum(storages.values())
-
-
-def _left(tried: Tried, losses: list[torch.Tensor]) -> dict[str, Any]:
-    """Return what training left, by name."""
-    left: dict[str, Any] = {f"loss {number}": loss for number, loss in enumerate(losses)}
-    left |= {f"parameter {name}": each.detach() for name, each in tried.model.named_parameters()}
-    return left | {f"buffer {name}": each for name, each in tried.model.named_buffers()}
+def counts() -> None:
+    """Print the counts of what is stored."""
+    found: dict[str, Counter[str]] = {}
+    for name in MODELS:
+        for key, row in _stored(name)["rows"].items():
+            kind = row["ended"] + (", unsaid" if row["ended"] == "over" and row["unsaid"] else "")
+            found.setdefault(key, Counter())[kind] += 1
+    for key, kinds in sorted(found.items()):
+        print(f"{key}: {sum(kinds.values())} models, " + ", ".join(f"{n} {kind}" for kind, n in kinds.most_common()))
 
 
 def main() -> None:
-    """Try the models, print a line for each, and store them."""
+    """Measure, print, and store."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], help="names, or patterns of names; nothing is stored")
-    parser.add_argument("--again", action="store_true", help="replace the stored rows of these names")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="or patterns; NEW are those of no other test")
+    parser.add_argument("--doors", nargs="+", default=list(DOORS), choices=DOORS)
+    parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES))
+    parser.add_argument("--again", action="store_true", help="measure again what is stored already")
+    parser.add_argument("--fifth", type=int, help="of the models, those of this fifth only (any number)")
+    parser.add_argument("--one", type=int, help="one door and share for each, by this number; nothing is stored")
+    parser.add_argument("--counts", action="store_true", help="print the counts of what is stored")
     options = parser.parse_args()
-    names = [name for name in MODELS if not options.only or any(fnmatch(name, each) for each in options.only)]
-    rows: list[dict[str, Any]] = []
-    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
-        for row in pool.imap(try_model, names, chunksize=1):
-            rows.append(row)
-            print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    counts = Counter(row["captured"] for row in rows)
-    print(f"{len(rows)} models: {dict(counts)}", file=sys.stderr)
-    if options.again:
-        again = {row["model"]: row for row in rows}
-        rows = [again.get(row["model"], row) for row in load(result_path("models"))["payload"]["models"]]
-        counts = Counter(row["captured"] for row in rows)
-    if options.again or not options.only:
-        print(store("models", {"steps": STEPS, "counts": dict(counts), "models": rows}))
+    if options.counts:
+        counts()
+        return
+    torch.set_num_threads(1)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    for module in _PRELOADED:
+        importlib.import_module(module)
+    patterns = options.names or ["*"]
+    found = [
+        name for each in patterns for name in (NEW if each == "NEW" else MODELS) if each == "NEW" or fnmatch(name, each)
+    ]
+    names = list(dict.fromkeys(found))
+    if options.fifth is not None:
+        names = [name for name in names if zlib.crc32(name.encode()) % FIFTHS == options.fifth % FIFTHS]
+    with fresh_cache():
+        if options.one is not None:
+            run_one(names, options.one)
+        else:
+            run(names, options.doors, options.shares, again=options.again)
 
 
 if __name__ == "__main__":

@@ -193,6 +193,7 @@ IN_FOLDERS = (
     "many_ranks",
     "checkpoint",
     "doors",
+    "models",
 )
 """The scripts that store each result in a file of its own, by names that are no workloads'."""
 

@@ -168,6 +168,12 @@ def test_the_least_that_is_named_works() -> None:
     handle.close()
 
 
+def test_a_lean_step_over_the_budget_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="memfit"):
+        steered(mlps, rows, 1, steps=1)
+    assert "more than the budget" in caplog.text
+
+
 def test_a_soft_budget_warns_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="memfit"):
         got, handle = steered(mlps, rows, 1000, budget_is="soft")

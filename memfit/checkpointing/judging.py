@@ -99,8 +99,9 @@ class Judge:
         if self._compiled.is_new and shape is not None:  # the compiler itself takes memory, and compiles once
             self._compiled.is_new = False
         elif shape is None or predicted_bytes is None:
-            if usage.kind is WindowKind.EVALUATION and self.is_over(usage.taken_bytes):
-                self.warnings.warn(self.contract.over_text(usage), "evaluation")
+            if self.is_over(usage.taken_bytes):
+                kind = "evaluation" if usage.kind is WindowKind.EVALUATION else "lean"
+                self.warnings.warn(self.contract.over_text(usage), kind)
         else:
             judged = Judged(shape=shape, usage=usage, predicted_bytes=predicted_bytes)
             if self._shared is not None:
