@@ -155,6 +155,13 @@ def into_others(_: Drawing, h: Tensor) -> Tensor:
     return h + z + torch.empty_like(h).bernoulli_(0.4) * torch.bernoulli(torch.full_like(h, 0.5))
 
 
+def turned(_: Drawing, h: Tensor) -> Tensor:
+    z, image = torch.ones(WIDTH, ROWS).t(), h.reshape(ROWS, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    z.bernoulli_(0.3).add_(torch.bernoulli(z, 0.6))
+    z[1:20].bernoulli_(0.5)
+    return z * functional.alpha_dropout(h.t(), 0.2, True).t() + functional.alpha_dropout(image, 0.3, True).flatten(1)
+
+
 def pools(_: Drawing, h: Tensor) -> Tensor:
     image = h.reshape(1, -1, 8, 8)
     functional.fractional_max_pool2d(image, 2, output_size=4)
@@ -231,7 +238,7 @@ DRAWS: dict[str, Draws] = {
         draws.__name__.replace("_", " "): draws
         for draws in (
             unused, without_gradients, branches, dropouts, dropout_of_itself, into_columns, into_a_buffer, into_others,
-            pools, rectified, chosen, distributions, in_checkpoint, attended, own_generator, kept_of_a_buffer,
+            turned, pools, rectified, chosen, distributions, in_checkpoint, attended, own_generator, kept_of_a_buffer,
             unsafe_chunk, unsafe_split,
         )
     },

@@ -20,22 +20,30 @@ def with_eagers_draws(joint: GraphModule) -> GraphModule:
         joint: made by AOTAutograd, of both halves or without gradients; changed in place.
     """
     _put_dropout(joint)
-    _put_normal(joint)
+    _put_in_place(joint)
     joint.recompile()
     return joint
 
 
-def _put_normal(joint: GraphModule) -> None:
-    """Let `normal_` of a view with gaps draw into such a view: its kernel draws others into memory without gaps."""
-    for node in joint.graph.find_nodes(op="call_function", target=_aten.normal_functional.default):
+# In-place draws whose kernels give other numbers to memory of other strides, by their functional forms.
+_IN_PLACE = {
+    _aten.normal_functional.default: _aten.normal_.default,
+    _aten.bernoulli.p: _aten.bernoulli_.float,
+}
+
+
+def _put_in_place(joint: GraphModule) -> None:
+    """Let draws be made in memory of the strides that eager draws into; the functional forms lose them."""
+    for node in [each for each in joint.graph.nodes if each.target in _IN_PLACE]:
         view, (_, *given), result = node.args[0].meta["val"], node.args, node.meta["val"]
         if view.stride() == result.stride():
             continue
         with joint.graph.inserting_before(node):
             how = {"dtype": view.dtype, "device": view.device}
             empty = _call(node, _aten.empty_strided.default, view.shape, view.stride(), **how)
-            drawn = _call(node, _aten.normal_.default, empty, *given, **node.kwargs)
-            dense = _call(node, _aten.clone.default, drawn)
+            drawn = _call(node, _IN_PLACE[node.target], empty, *given, **node.kwargs)
+            kept = torch.contiguous_format if result.is_contiguous() else torch.preserve_format
+            dense = _call(node, _aten.clone.default, drawn, memory_format=kept)
         _replace(node, dense)
 
 

@@ -41,7 +41,7 @@ def trace_joint(
 
     cast = "same_as_forward" if backward_autocast else "off"
     settings = torch._functorch.config.patch(backward_pass_autocast=cast)
-    with settings, _eagers_kernels(), _checks_kept(), _parts_are_views():
+    with settings, _eagers_kernels(), _checks_kept(), _functionalized_as_eager():
         return aot_module_simplified(
             module,
             inputs,
@@ -90,11 +90,14 @@ def _effects_of(operator: str) -> Any:
 
 
 @contextmanager
-def _parts_are_views() -> Iterator[None]:
-    """Let functionalization take what `unsafe_chunk` and its like return for views, which they are for eager's kernels.
+def _functionalized_as_eager() -> Iterator[None]:
+    """Let functionalization keep what it would lose of two kinds of calls.
 
-    Their schemas say that the results are on memory of their own, so that a write to one of them would leave the
-    others as they were. Autograd, which stands before, records the calls as eager does.
+    Their schemas say that the results of `unsafe_chunk` and its like are on memory of their own, so that a write to one
+    of them would leave the others as they were. They are views for eager's kernels, and here. Autograd, which stands
+    before, records the calls as eager does. And `bernoulli_` becomes the call that `torch.bernoulli` makes: its result
+    is contiguous, and it draws in another order than `bernoulli_` into other strides. Here it is called with a tensor
+    of the strides that are drawn into, which `memfit.capture.eager_draws` keeps to.
     """
     aten, dispatch = torch.ops.aten, FunctionalTensorMode.__torch_dispatch__
     views = {
@@ -102,10 +105,18 @@ def _parts_are_views() -> Iterator[None]:
         aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
     }
 
-    def as_views(mode: Any, func: Any, *args: Any) -> Any:
-        return dispatch(mode, views.get(func, func), *args)
+    def as_eager(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.bernoulli.p:
+            with mode:
+                args = (aten.empty_like.default(args[0], memory_format=torch.contiguous_format), *args[1:])
+        elif func is aten.bernoulli_.float and not args[0].is_contiguous():
+            given = args if len(args) > 1 else (args[0], 0.5)  # the default, which calls leave out
+            drawn = dispatch(mode, aten.bernoulli.p, types, given, kwargs)
+            with mode:
+                return aten.copy_.default(args[0], drawn)
+        return dispatch(mode, views.get(func, func), types, args, kwargs)
 
-    with replaced(FunctionalTensorMode, "__torch_dispatch__", as_views):
+    with replaced(FunctionalTensorMode, "__torch_dispatch__", as_eager):
         yield
 
 
