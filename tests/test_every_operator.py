@@ -8,14 +8,11 @@ import pytest
 import torch
 from test_planned_bits import COMPUTE_AGAIN
 from torch import Tensor, nn
+from torch.testing._internal.common_methods_invocations import op_db
 
 import memfit
 from memfit.doors.fit import fit_step
 from memfit.planning import Settings
-
-pytest.importorskip("expecttest")  # which torch's list asks for
-
-from torch.testing._internal.common_methods_invocations import op_db
 
 SAMPLES = 6
 IN_PLACE = {f"{each.name} {each.variant_test_name}".strip(): each for each in op_db if each.inplace_variant is not None}
