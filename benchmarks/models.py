@@ -52,6 +52,7 @@ SHARES = (0.7, 0.9)
 STEPS, THIRD, FIFTHS = 8, 2, 5
 SEARCH_SECONDS = 0.5
 RUN_SECONDS = 75.0
+ONE_SECONDS = 120.0
 _PRELOADED = [  # which each child would import otherwise
     *("torch._inductor.compile_fx", "transformers", "memfit.doors.checkpoint", "memfit.doors.fit"),
     *("memfit.dynamo.model", "memfit.eager_mode.eager"),
@@ -248,8 +249,14 @@ def run(names: list[str], doors: list[str], shares: list[float], *, again: bool)
 
 
 def run_one(names: list[str], number: int) -> None:
-    """Measure each of some models by one door, another one with each number; print a line of JSON for each."""
-    for place, name in enumerate(names):
+    """Measure each of some models by one door, another one with each number; print a line of JSON for each.
+
+    It begins at another model with each number, and begins none after `ONE_SECONDS`.
+    """
+    ends, first = time.monotonic() + ONE_SECONDS, number % len(names)
+    for place, name in enumerate(names[first:] + names[:first]):
+        if time.monotonic() > ends:
+            break
         turn = place + number
         row = measure(name, QUICK[turn % len(QUICK)], SHARES[turn // len(QUICK) % len(SHARES)], bare_of(name))
         print(json.dumps({"model": name, **row}), flush=True)
