@@ -193,3 +193,38 @@ def test_a_view_that_shares_no_memory_with_its_tensor_is_refused() -> None:
     trace.add_call(view, (whole, [16]), {}, whole.view(16))
     with pytest.raises(CaptureError, match=r"layer calls aten\.view\.default, and the result shares no memory"):
         trace.add_call(view, (whole, [16]), {}, other)
+
+
+EINSUMS = {
+    "hn,hnl->hl": ((24, 8), (24, 8, 64)),
+    "bhd,bhmd->bhm": ((4, 6, 16), (4, 6, 1, 16)),
+    "bi,bij->bj": ((9, 16), (9, 16, 1)),
+    "bij,bjk->bik": ((7, 1, 16), (7, 16, 24)),
+    "abc,abd->acd": ((5, 1, 8), (5, 1, 12)),
+    "nk,kmd->nmd": ((1, 16), (16, 3, 8)),
+}
+
+
+@pytest.mark.parametrize("door", ["fit", "backend"])
+@pytest.mark.parametrize("expression", EINSUMS)
+def test_products_over_dimensions_of_one_have_eagers_bits(expression: str, door: str) -> None:
+    torch.manual_seed(0)
+    left, right = (torch.randn(shape) for shape in EINSUMS[expression])
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(left.clone())
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return torch.einsum(expression, self.weight, values)
+
+    bare, twin = Product(), Product()
+    bare(right).square().sum().backward()
+    if door == "fit":
+        memfit.fit(twin, lambda model, values: model(values).square().sum(), right, budget="1MiB")(right)
+    else:
+        options = {"budget": "1GiB", "reserve": 0}
+        torch.compile(twin, backend="memfit", options=options)(right).square().sum().backward()
+    assert bare.weight.grad is not None and twin.weight.grad is not None
+    assert torch.equal(bare.weight.grad, twin.weight.grad)

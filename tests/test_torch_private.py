@@ -166,6 +166,7 @@ from memfit.torch_private.tensors import (
     real_tensors,
     storage_key,
     storage_users,
+    strided_as_real,
     tensors_in,
     tree_flatten,
     tree_map,
@@ -1591,3 +1592,14 @@ def test_a_tensor_without_a_base_is_written_to_with_a_trace() -> None:
     assert not same._is_view() and same.data_ptr() == own.data_ptr()
     same.mul_(2).sum().backward()
     assert own.grad is not None and torch.equal(own.grad, torch.full((3,), 2.0))
+
+
+def test_views_of_fakes_have_the_strides_of_real_ones() -> None:
+    view, mode = torch.ops.aten.view.default, FakeTensorMode()
+    for shape, stride, wanted in (((24, 1, 64), (64, 1, 1), (24, 1, 64)), ((4, 1, 3), (3, 7, 1), (4, 3, 1))):
+        real = torch.empty_strided(shape, stride)
+        with mode:
+            fake = torch.empty_strided(shape, stride)
+            found = strided_as_real(view, (fake, wanted), view(fake, wanted))
+        assert found.stride() == real.view(wanted).stride()
+    assert strided_as_real(torch.ops.aten.exp.default, (real,), real) is real

@@ -30,6 +30,7 @@ from memfit.torch_private.tensors import (
     is_fake,
     known_value,
     storage_key,
+    strided_as_real,
     tensors_in,
     tree_map,
 )
@@ -123,7 +124,7 @@ class CallRecorder(TorchDispatchMode):
             with symbolic_kernels() if not func.is_view else nullcontext():
                 return corrected(func, args, func(*args, **without_generator(kwargs)))
         try:
-            return corrected(func, args, func(*args, **without_generator(kwargs)))
+            return corrected(func, args, strided_as_real(func, args, func(*args, **without_generator(kwargs))))
         except DATA_DEPENDENT_ERRORS:
             if func is _aten.bincount.default and self._counts_as_asked and args[2:] > (0,):
                 return Counts(func=func, line="", length=args[2]).fake(*args[:2])

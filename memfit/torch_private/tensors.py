@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._dispatch.python import no_python_dispatcher
 from torch._functorch.aot_autograd import make_boxed_func as make_boxed_func
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -24,6 +25,7 @@ BatchNormBase = _BatchNorm
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 _ATOMS = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format])
 SHORTENS = (torch.ops.aten._pack_padded_sequence,)  # leave out parts of what they are given, as values say, untagged
+_VIEWS_OF_SHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 WITHOUT_BASE = torch.ops.aten._unsafe_view.default  # a view that autograd takes for no view
 READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default  # what `item`, `bool` and `float` of a tensor call
 
@@ -174,6 +176,26 @@ def failing_fakes_unlogged() -> Iterator[None]:
         log.setLevel(level)
 
 
+def strided_as_real(func: Any, args: Any, returned: Any) -> Any:
+    """Return a fake view with the strides of a real one, which may be others where a dimension has the size 1.
+
+    Kernels choose by these, too: a product of matrices has other bits then.
+
+    Args:
+        func: the overload that was called.
+        args: its arguments.
+        returned: the fake that it returned.
+    """
+    if func not in _VIEWS_OF_SHAPES or 1 not in returned.shape or not all(type(n) is int for n in returned.shape):
+        return returned
+    given = args[0]
+    with _disable_current_modes(), no_python_dispatcher():  # which has formulas of torch's in the places of kernels
+        real = func(torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta"), *args[1:])
+    if real.stride() == returned.stride():
+        return returned
+    return torch.as_strided(given, real.shape, real.stride(), given.storage_offset())
+
+
 @contextmanager
 def fakes_corrected(corrected: Callable[[Any, Any, Any, Any], Any]) -> Iterator[None]:
     """Let fake kernels return `corrected(func, args, kwargs, returned)` inside the block, in all fake modes.
@@ -184,7 +206,7 @@ def fakes_corrected(corrected: Callable[[Any, Any, Any, Any], Any]) -> Iterator[
     original = FakeTensorMode.dispatch
 
     def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returned = original(mode, func, types, args, kwargs or {})
+        returned = strided_as_real(func, args, original(mode, func, types, args, kwargs or {}))
         return corrected(func, args, kwargs or {}, returned)
 
     with replaced(FakeTensorMode, "dispatch", dispatch):
