@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -30,6 +31,12 @@ _LARGE_BYTES = 1 << 16  # a buffer whose copy is not kept unless the forward pas
 _MOST_LOOKED_AT = 1000  # entries of a container, for new ones in it
 _GIVEN = "an argument"
 _ATOMS = frozenset(ATOMS)
+_AWAITED: dict[int, WeakSet[CallSnapshot]] = {}  # by the id of a parameter: calls that have yet to be computed again
+
+
+def is_awaited(parameter: torch.Tensor) -> bool:
+    """Return whether a block that reads a parameter has yet to be computed again."""
+    return bool(_AWAITED.get(id(parameter)))
 
 
 @dataclass(slots=True)
@@ -96,6 +103,8 @@ class CallSnapshot:
             self._lost += [(each, each.before) for each in found.lost()]
         self._given = [(path, tensor, tensor._version) for path, tensor in watched if not tensor.is_inference()]
         self._drawn = Snapshot(reach.generators if copies_all else ())
+        for tensor, *_ in self._parameters:
+            _AWAITED.setdefault(id(tensor), WeakSet()).add(self)
 
     def _look_at_own(self) -> list[tuple[str, Any]]:
         """Note the tensors in the module's tables, and return the containers and objects that were not looked into."""
@@ -236,6 +245,8 @@ class CallSnapshot:
         with self._ambient.again(), self._held.again(), self._drawn.again(), self._flags_again():
             self._lay_out_copies()  # in the tables, which hold at the end what they do now
             yield
+        for tensor, *_ in self._parameters:
+            _AWAITED[id(tensor)].discard(self)
 
     def _require_there(self) -> None:
         name = self._reach.name

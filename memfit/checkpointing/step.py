@@ -19,6 +19,7 @@ from memfit.checkpointing.explaining import Explanation
 from memfit.checkpointing.handle import Checkpointed
 from memfit.checkpointing.loop import Loop
 from memfit.checkpointing.reporting import Report
+from memfit.checkpointing.snapshots import is_awaited
 from memfit.errors import (
     BudgetNotHeldError,
     CaptureError,
@@ -227,7 +228,9 @@ class CheckpointedStep(Uncopied, MeasurableStep):
         self._loop.bytes_to_come = max(0, self._most_state_bytes - self._state_bytes())
         self._loop.is_paused = False
         try:
-            loss = run_updating(self.step, batch) if self._updates_in_backward else self.step.run_eager(batch)
+            loss = (
+                run_updating(self.step, batch, is_awaited) if self._updates_in_backward else self.step.run_eager(batch)
+            )
             self._loop.end()
         except BaseException:
             self._loop.discard()

@@ -8,6 +8,7 @@ step is compared with eager's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,20 +19,26 @@ from memfit.capture.optimizer import ParameterUpdate, overlap, updates_one_by_on
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def run_updating(step: TrainingStep, batch: Any) -> torch.Tensor:
+def run_updating(step: TrainingStep, batch: Any, is_awaited: Callable[[torch.Tensor], bool]) -> torch.Tensor:
     """Run a step with the updates in backward where that gives eager's bits, else as `step.run_eager`; return the loss.
 
     Args:
         step: the training step.
         batch: nested like the step's own.
+        is_awaited: whether a parameter has to stay as it is, since what reads it is computed again later.
     """
     if not updates_in_backward(step):
         return step.run_eager(batch)
     updates = _updates(step)
     loss = step.compute_loss(step.model, batch)
 
+    waiting: list[torch.Tensor] = []
+
     def update(parameter: torch.Tensor) -> None:
-        _update(updates[parameter], parameter)
+        waiting.append(parameter)
+        for each in [each for each in waiting if not is_awaited(each)]:
+            _update(updates[each], each)
+        waiting[:] = [each for each in waiting if is_awaited(each)]
 
     handles = [parameter.register_post_accumulate_grad_hook(update) for parameter in updates if parameter.requires_grad]
     try:
