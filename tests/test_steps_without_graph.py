@@ -379,7 +379,7 @@ def test_a_scheduler_sees_that_there_was_an_update() -> None:
         model=model, loss=lambda m, b: functional.cross_entropy(m(b[0]), b[1]), batch=batch_of(8), optimizer=optimizer
     )
     assert updates_in_backward(step)
-    run_updating(step, step.batch)
+    run_updating(step, step.batch, lambda _: False)
     scheduler.step()  # would warn
     assert optimizer.param_groups[0]["lr"] == 0.05
 
@@ -447,3 +447,28 @@ def test_the_command_line_says_the_same(run: Run, tmp_path: Path, caplog: pytest
     assert "runs under memfit.checkpoint" in caplog.text
     status, _, error = run("fit", target, "--budget", "70%", "--report", str(tmp_path / "page.html"))
     assert status == 2 and "is no graph" in error
+
+
+def test_a_parameter_is_not_updated_before_its_block_is_computed_again() -> None:
+    class Speech(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.out = nn.GRU(16, 24, batch_first=True), nn.Linear(24, 20)
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            found = self.out(self.inner(batch[0])[0]).log_softmax(2).transpose(0, 1)
+            lengths = torch.full((found.shape[1],), found.shape[0])
+            return functional.ctc_loss(found, batch[1], lengths, torch.full_like(lengths, 8))
+
+    torch.manual_seed(0)
+    model: Any = Speech()
+    twin, batch = copy.deepcopy(model), (torch.randn(8, 32, 16), torch.randint(1, 20, (8, 8)))
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, twin)]
+    step = memfit.fit(model, lambda model, batch: model(batch), batch, optimizer=optimizers[0], budget="1MiB")
+    for _ in range(3):
+        loss = twin(batch)
+        loss.backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        assert torch.equal(step(batch), loss)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
