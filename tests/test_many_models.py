@@ -15,10 +15,6 @@ pytest.importorskip("pytorchcv")
 
 ROOT = Path(__file__).parents[1]
 KNOWN = {
-    **{
-        ("s4", door): "a fake view has other strides in a dimension of size 1, and bmm other bits"
-        for door in ("fit", "compile", "backend")
-    },
     ("decision transformer", "checkpoint"): "transformers' flag turns use_cache off, and keys are no longer contiguous",
 }
 """Other bits that are to be mended."""
