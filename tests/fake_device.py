@@ -96,14 +96,14 @@ def start(folder: str) -> FakeDevice:
     """Load the fakes, and let every arena on CUDA of this process be one on the fake devices."""
     standing = ctypes.PyDLL(f"{folder}/libc10_cuda.so")  # found by its name in what needs it
     os.environ["LIBRARY_PATH"] = folder  # of the linker
-    from memfit.memory.arena import arena
+    from memfit.memory.arena import planned_memory
     from memfit.memory.arena.cuda import CudaArenaLibrary
     from memfit.memory.arena.library import load_arena_library
 
     fake = FakeDevice(standing, load_arena_library("cuda").library)
     torch.cuda.current_stream = lambda _device: type("Stream", (), {"cuda_stream": fake.stream})  # pyright: ignore
     libraries = [CudaArenaLibrary(fake.library, index) for index in (0, 1)]
-    arena.library_for = lambda device: libraries[device.index or 0]  # pyright: ignore
+    planned_memory.library_for = lambda device: libraries[device.index or 0]  # pyright: ignore
     return fake
 
 
@@ -120,7 +120,7 @@ def start_with_tensors(folder: str) -> FakeDevice:
     os.environ["MEMFIT_CACHE"] = str(cache)
     from memfit.cost import calibration
     from memfit.memory import in_arena
-    from memfit.memory.arena import arena, devices
+    from memfit.memory.arena import devices, planned_memory
     from memfit.system import instruments, recorder
 
     class Counters(instruments.Segmented):
@@ -146,6 +146,6 @@ def start_with_tensors(folder: str) -> FakeDevice:
     instruments.instruments[torch.device("cpu")] = Counters(source="the stand-in's counters")
     devices.ALIGNMENT_BYTES["cpu"] = ALIGNMENT_BYTES
     calibration.CPU_ALIGNMENT_BYTES = recorder.CPU_ALIGNMENT_BYTES = ALIGNMENT_BYTES  # pyright: ignore
-    in_arena.library_for = arena.library_for  # pyright: ignore
+    in_arena.library_for = planned_memory.library_for  # pyright: ignore
     ctypes.CDLL(f"{folder}/libstand_in.so").stand_in()
     return fake

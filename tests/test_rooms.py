@@ -101,7 +101,6 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             "agreement",
             "backward_updates",
-            "beside",
             "eager_peak",
             "hooks",
             "measured",

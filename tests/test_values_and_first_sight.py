@@ -94,6 +94,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "from_numpy": lambda model: torch.from_numpy(np.sqrt(model.table.numpy())).sum(),
     "tensor of a list": lambda model: torch.tensor([model.one, model.one]).sum(),
     "as_tensor of a list": lambda model: torch.as_tensor([model.one, 2.0]).sum(),
+    "asarray of a named list": lambda model: torch.asarray(obj=[model.one, 2.0]).sum(),
     "asarray of a list": lambda model: torch.asarray([model.one, 2.0]).sum(),
     "new_tensor of a list": lambda model: model.table.new_tensor([model.one, 2.0]).sum(),
     "FloatTensor": lambda model: torch.FloatTensor([model.one, 2.0]).sum(),

@@ -49,7 +49,8 @@ class ValuesRead(TorchFunctionMode):
         if func in _NUMBERS and not is_fake(args[0]):
             self._note(args[0])
         if func in _MAKERS:
-            data = kwargs.get("data", args[-1] if func is _Tensor.new_tensor else (args or (None,))[0])
+            given = args[-1] if func is _Tensor.new_tensor else (args or (None,))[0]
+            data = kwargs.get("data", kwargs.get("obj", given))
             if not isinstance(data, torch.Tensor):  # its items are read, beside the dispatcher
                 for tensor in tensors_in(data):
                     self._note(tensor)

@@ -242,11 +242,16 @@ class CallSnapshot:
                 if each.is_written or _differs(each):
                     self._reach.written.add((id(each.table), each.key))
         self._require_there()
-        with self._ambient.again(), self._held.again(), self._drawn.again(), self._flags_again():
-            self._lay_out_copies()  # in the tables, which hold at the end what they do now
-            yield
-        for tensor, *_ in self._parameters:
-            _AWAITED[id(tensor)].discard(self)
+        try:
+            with self._ambient.again(), self._held.again(), self._drawn.again(), self._flags_again():
+                self._lay_out_copies()  # in the tables, which hold at the end what they do now
+                yield
+        finally:  # torch ends a second forward pass by an error, as soon as it has all that was saved
+            for tensor, *_ in self._parameters:
+                calls = _AWAITED.get(id(tensor), set())
+                calls.discard(self)
+                if not calls:
+                    _AWAITED.pop(id(tensor), None)
 
     def _require_there(self) -> None:
         name = self._reach.name

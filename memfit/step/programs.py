@@ -31,7 +31,6 @@ from memfit.step.prepare import ANEW, AS_IT_IS
 from memfit.step.signature import batch_signature
 from memfit.step.step_program import StepProgram, adds_to_gradients, make_step_program
 from memfit.step.variants import Variant, Variants
-from memfit.system.budget import parse_budget
 from memfit.system.recorder import empty_cache
 
 
@@ -46,7 +45,6 @@ class Programs:
         memory: of the step's calls.
         graphs: of the step, if it has CUDA graphs.
         beside_bytes: returns what is on the device before a step on a batch.
-        kept_bytes: returns what is there then that is not the step's.
 
     Attributes:
         settings: by which the step is planned. The budget is in bytes once there is a program: a share of another
@@ -66,19 +64,16 @@ class Programs:
         memory: StepMemory,
         graphs: StepGraphs | None,
         beside_bytes: Callable[[Any], int],
-        kept_bytes: Callable[[Any], int],
     ) -> None:
         self.settings = self._first_settings = settings
         self.variants = Variants()
         self.sizes = NearSizes()
         self.capture_seconds = 0.0
         self._step, self._ranks, self._store = step, ranks, store
-        self._memory, self._graphs = memory, graphs
-        self._beside_bytes, self._kept_bytes = beside_bytes, kept_bytes
+        self._memory, self._graphs, self._beside_bytes = memory, graphs, beside_bytes
         self._captures = CapturedSizes(step)
         self._comparisons = Comparisons()
         self._first_adds: bool | None = None
-        self._own_signature: Hashable = None
 
     @property
     def first(self) -> StepProgram:
@@ -105,7 +100,7 @@ class Programs:
                     "the step was called with None, expected a batch like the one that it was made with"
                 )
             signature = self._signature(batch)
-            if signature == self._own_signature and self._step.has_backward:
+            if self._step.has_backward:
                 object.__setattr__(self._step, "batch", batch)
             variant, difference = self.variants.find(signature, batch)
             if variant is None:
@@ -141,7 +136,6 @@ class Programs:
         signature = self._signature(batch)
         if self._first_adds is None:
             self._first_adds = adds_to_gradients(program.prepared.captured)
-            self._own_signature = signature
             self.settings = self.settings.within(program.plan.budget_bytes)
         variant, dropped = self.variants.add(signature, program)
         for old in dropped:
@@ -171,7 +165,7 @@ class Programs:
         """Give a variant another program, whose steps may take other memory."""
         self._forget(variant)
         empty_cache(self._store.device)
-        variant.program, variant.beside_bytes = program, 0
+        variant.program = program
         variant.standing.replace_plan(is_least=False, is_most=False)
         self.sizes.add(variant.key, program.prepared, self.settings)
 
@@ -197,7 +191,7 @@ class Programs:
             captured.guards.arm()
             streams.append(captured.stream)
             captured = replace(captured, stream=None)  # long, and of no use once it is compared
-            settings = self._settings_for(captured, batch)
+            settings = self._settings_for(captured)
             if plan is None:
                 device = settings.device or local_device(self._store.device)
                 settings = with_eager_peak(settings, self._step, captured, device)
@@ -215,14 +209,7 @@ class Programs:
         self._comparisons.require_as_eager(self._step, batch, streams[-1], limit_bytes=limit_bytes)
         return program
 
-    def _settings_for(self, captured: Captured, batch: Any) -> Settings:
-        """Return the settings: a budget in percent is a share of each of the two peaks of accumulation.
-
-        Of a budget in bytes, a later program gets what is left beside what is not the step's. Ranks plan alike, and so
-        do not count it.
-        """
+    def _settings_for(self, captured: Captured) -> Settings:
+        """Return the settings: a budget in percent is a share of each of the two peaks of accumulation."""
         is_other = self._step.optimizer is None and adds_to_gradients(captured) != self._first_adds
-        settings = self._first_settings if is_other else self.settings
-        if self._first_adds is None or self._step.across is not None or not settings.is_in_bytes:
-            return settings
-        return settings.within(max(1, parse_budget(settings.budget, 0) - self._kept_bytes(batch)))
+        return self._first_settings if is_other else self.settings

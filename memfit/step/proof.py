@@ -91,18 +91,9 @@ class Proof:
         if budget_bytes > self._contract.budget_bytes:
             self._contract = self._contract.of_budget(budget_bytes)
 
-    def leave(self, variant: Variant, kept_bytes: int) -> None:
-        """Plan for less, if there is such a plan, where what else is on the device would not fit beside the plan.
-
-        Args:
-            variant: of the call.
-            kept_bytes: results of earlier calls, and a batch; what stays on another stream is added.
-        """
-        beside_bytes = kept_bytes + self._memory.stranded_bytes
-        if beside_bytes <= variant.beside_bytes:
-            return
-        variant.beside_bytes = beside_bytes
-        left_bytes = self._contract.budget_bytes - beside_bytes
+    def leave_stranded(self, variant: Variant) -> None:
+        """Plan for less, if there is such a plan, where what stays on another stream would not fit beside the plan."""
+        left_bytes = self._contract.budget_bytes - self._memory.stranded_bytes
         if variant.program.peak_bytes > left_bytes:
             with suppress(*_CORRECTED):  # the step shows what it takes
                 self._plan_within(variant, max(1, left_bytes))
@@ -114,7 +105,6 @@ class Proof:
         run: Callable[[], Any],
         resident_bytes: Callable[[], int],
         beside_bytes: int,
-        kept_bytes: int,
     ) -> Any:
         """Run a call, and return what it returns; if it took more than the budget, plan its variant for less.
 
@@ -125,7 +115,6 @@ class Proof:
             resident_bytes: returns what is on the device before the call. It is asked once for a key, before the
                 call, which may make state that the recorder counts.
             beside_bytes: beside that: an arena, and workspaces that libraries keep.
-            kept_bytes: what is there that is not the plan's: results of earlier calls, and a batch.
 
         Raises:
             BudgetNotHeldError: the budget is firm, and no plan keeps it.
@@ -136,7 +125,7 @@ class Proof:
             variant.resident_bytes[key] = resident_bytes()
         returned, measured_bytes = None, 0
         if is_measured:
-            bytes_before = variant.resident_bytes[key] + beside_bytes + kept_bytes
+            bytes_before = variant.resident_bytes[key] + beside_bytes
             budget_bytes = self._contract.budget_bytes
             with capped(self._device, budget_bytes, bytes_before) if self.is_capped else nullcontext():
                 returned, measured_bytes = self._meter.run(run, bytes_before, is_proved=is_proved)
@@ -144,19 +133,18 @@ class Proof:
             returned = run()
         measured_bytes = self._ranks.most_bytes(measured_bytes)
         if measured_bytes > self._contract.budget_bytes or (is_measured and self._memory.is_settled):
-            self._judge(variant, key, measured_bytes, kept_bytes)
+            self._judge(variant, key, measured_bytes)
         elif is_measured:
             del variant.resident_bytes[key]
         return returned
 
-    def _judge(self, variant: Variant, key: Hashable, measured_bytes: int, kept_bytes: int) -> None:
+    def _judge(self, variant: Variant, key: Hashable, measured_bytes: int) -> None:
         """Hold a step against the budget; plan the variant for less if it took more."""
         program, standing = variant.program, variant.standing
         if key != variant.judged_key:
             variant.judged_key, standing.kept_in_a_row = key, 0
         usage = Usage(taken_bytes=measured_bytes, live_bytes=measured_bytes)
-        predicted_bytes = program.peak_bytes + kept_bytes
-        verdict = self._contract.judge(standing, usage, predicted_bytes)
+        verdict = self._contract.judge(standing, usage, program.peak_bytes)
         if isinstance(verdict, Held) or (isinstance(verdict, Aim) and verdict.is_larger):
             if standing.kept_in_a_row == STEPS_IN_A_ROW:
                 variant.proved.add(key)
@@ -166,23 +154,20 @@ class Proof:
         if self._contract.is_firm or measured_bytes > variant.told_bytes:
             correction = Correction(
                 budget_bytes=self._contract.budget_bytes,
-                predicted_bytes=predicted_bytes,
+                predicted_bytes=program.peak_bytes,
                 measured_bytes=measured_bytes,
                 aim_bytes=max(1, verdict.aim_bytes) if isinstance(verdict, Aim) else None,
             )
-            self._correct(variant, correction, kept_bytes)
+            self._correct(variant, correction)
 
-    def _correct(self, variant: Variant, correction: Correction, kept_bytes: int) -> None:
+    def _correct(self, variant: Variant, correction: Correction) -> None:
         """Replace a variant's program by one that allows for what its plan mispredicted, if there is one."""
         if correction.measured_bytes <= correction.predicted_bytes:
-            why = "no plan that was found takes less as its bytes are placed"
-            if kept_bytes:
-                why = f"results of earlier steps, and a batch, take {format_bytes(kept_bytes)} beside it; {why}"
-            return self._give_up(variant, correction, why)
+            return self._give_up(variant, correction, "no plan that was found takes less as its bytes are placed")
         if correction.aim_bytes is None:
             return self._give_up(variant, correction, variant.given_up or f"so did {MOST_CORRECTIONS} plans before it")
         try:
-            self._plan_within(variant, max(1, correction.aim_bytes - kept_bytes))
+            self._plan_within(variant, correction.aim_bytes)
         except _CORRECTED as error:
             return self._give_up(variant, correction, str(error).partition(";")[0])
         self.corrections.append(correction)

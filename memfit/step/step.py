@@ -23,7 +23,6 @@ from memfit.memory.what_is_left import saying_what_is_left
 from memfit.plan import Plan
 from memfit.planning import Settings
 from memfit.simulate.overlap import Transfers
-from memfit.step.beside import Beside
 from memfit.step.cuda_graph import StepGraphs, require_capturable
 from memfit.step.distributed.ranks import ranks_of
 from memfit.step.measure import measure_step, resident_bytes
@@ -54,8 +53,8 @@ class PlannedStep(Uncopied):
     such steps, and of one that adds to gradients for those.
 
     Attributes:
-        step: the TrainingStep that it carries out, with the latest batch of the size that it was made with: the first
-            one would stay alive beside those of later steps.
+        step: the TrainingStep that it carries out, with the latest batch: the first one would stay alive beside those
+            of later steps.
         device: the device that the step runs on.
         corrections: the plans of which a step took more than the budget, and what replaced them.
         seconds: how long capture, measurement and planning of the first plan took.
@@ -78,7 +77,6 @@ class PlannedStep(Uncopied):
             self._graphs = StepGraphs(step, self._memory, self.device)
         self._on_stream = nullcontext if self._graphs is None else self._graphs.stream
         self._store = HostStore(self.device, settings.host_budget_bytes, settings.host_dir)
-        self._beside = Beside(self.device, settings)
         self._programs = Programs(
             step,
             settings,
@@ -87,7 +85,6 @@ class PlannedStep(Uncopied):
             memory=self._memory,
             graphs=self._graphs,
             beside_bytes=lambda batch: resident_bytes(self, batch) + self.held_bytes,
-            kept_bytes=lambda batch: self._beside.bytes_beside(batch, self.step.batch),
         )
         with self._on_stream(), turn_for(step, self.device, "memfit.fit"):
             self._programs.variants.latest = self._programs.add(step.batch, plan)
@@ -182,9 +179,8 @@ class PlannedStep(Uncopied):
         if takes_workspaces:
             for each in variants:
                 each.forget_steps()  # what steps take on this stream was not seen
-        kept_bytes = self._beside.bytes_beside(batch, self.step.batch)
-        if self.step.across is None:  # ranks correct a plan together, and this one's stream is its own
-            self._proof.leave(variant, kept_bytes)
+            if self.step.across is None:  # ranks correct a plan together, and this one's stream is its own
+                self._proof.leave_stranded(variant)
         variants.latest, program = variant, variant.program
         self._memory.expect(variant.key, program)
         key, run = self._memory.key(variant.key), partial(self._run, variant, batch)
@@ -192,16 +188,13 @@ class PlannedStep(Uncopied):
             variant.proved.discard(key)  # what a graph takes is proved as well
             variant.judged_key = None
         library_bytes = 0 if takes_workspaces else program.library_bytes
-        returned = self._proof.run(
+        return self._proof.run(
             variant,
             key,
             run,
             lambda: resident_bytes(self, batch) + variant.gradient_bytes(self.device),
             library_bytes + self.held_bytes,
-            kept_bytes,
         )
-        self._beside.note(returned)
-        return returned
 
     def prove(self) -> None:
         """Run steps on the step's own batch until two in a row keep the budget; they leave no trace.
@@ -228,7 +221,7 @@ class PlannedStep(Uncopied):
         Raises:
             VerificationError: a loss, gradient, parameter, buffer, optimizer state or generator differs in its bits.
         """
-        with turn_for(self.step, self.device, "`verify`"), self._beside.uncounted():
+        with turn_for(self.step, self.device, "`verify`"):
             require_same(self, self.step.batch if batch is None else batch)
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -36,7 +36,6 @@ class Variant:
         judged_key: of the memory of the step that was judged last.
         given_up: why nothing more can be done against a step that took too much; empty if something can.
         told_bytes: the most that a step took that no plan could prevent, as far as was said.
-        beside_bytes: the most that was beside its plan, and was planned for if it could be.
     """
 
     key: Hashable
@@ -48,7 +47,6 @@ class Variant:
     judged_key: Hashable = None
     given_up: str = ""
     told_bytes: int = 0
-    beside_bytes: int = 0
 
     def gradient_bytes(self, device: torch.device) -> int:
         """Return the bytes of the gradients on a device that the variant adds to; several may share a bucket."""
