@@ -165,8 +165,9 @@ def test_an_evaluation_without_training_is_held_to_the_budget(tmp_path: Path) ->
     small_gpt()
     from memfit.integrations.transformers import MemfitCallback
 
+    large = small_gpt(vocab_size=20_000)  # 20 MiB of logits, so that what other tests let go meanwhile does not count
     with pytest.raises(OverBudgetError, match="evaluation smaller"):
-        trainer_of(tmp_path, [MemfitCallback(bytes_now(CPU) + (1 << 19))]).evaluate()
+        trainer_of(tmp_path, [MemfitCallback(bytes_now(CPU) + (8 << 20))], model=large).evaluate()
     late = trainer_of(tmp_path)
     late.add_callback(MemfitCallback("1GiB"))
     with pytest.raises(UnsupportedStepError, match="callbacks=\\[MemfitCallback"):
