@@ -84,6 +84,22 @@ def test_where_there_is_no_plan_the_next_one_is_made_for_the_middle() -> None:
     assert (found.made, found.plans) == (925, 3)
 
 
+def test_where_no_plan_is_leaner_those_in_between_are_tried() -> None:
+    """What an allocator takes need not grow with the plan."""
+
+    def make(aim_bytes: int) -> int:
+        if aim_bytes < 780:
+            raise NoPlanError("too little", least_budget_found_bytes=800, least_budget_bound_bytes=700)
+        return aim_bytes
+
+    def sizes_of(made: int) -> Sizes:
+        return Sizes(planned_bytes=made, taken_bytes=990 if 850 < made < 950 else 1200, budget_bytes=1000)
+
+    found = fit_by(make, sizes_of, 1000, most_plans=6)
+    assert found.fits
+    assert 850 < found.made < 950
+
+
 def test_a_plan_that_was_placed_before_ends_the_search() -> None:
     def make(aim_bytes: int) -> int:
         if aim_bytes < 1000:

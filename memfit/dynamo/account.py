@@ -115,7 +115,7 @@ class Account:
         if self._is_in_step:
             return
         self._close()
-        self._last_stream.follow()
+        self._follow_stream()
         others_bytes = max(0, held_bytes(self.device) - (self._left_bytes or 0))  # what other code has left unused
         # what steps of another plan took must not count once more
         is_new = self.standing.windows == 0 or self.steps == self._last_compiled
@@ -128,6 +128,13 @@ class Account:
         self._ran_before = self.ran
         self.steps += 1
         self._planned_from_now_bytes = 0
+
+    def _follow_stream(self) -> None:
+        """Plan for less on the first other stream: no step has shown what is unused in the segments of its own."""
+        knew_others = self._last_stream.stranded_bytes > 0
+        self._last_stream.follow()
+        if self._last_stream.stranded_bytes and not knew_others:
+            self.excess_bytes += _unused_bytes(self.budget_bytes, self.device)
 
     def count(self, room_bytes: int, *, is_least: bool) -> None:
         """Count a call of a graph in the present step.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 from memfit.errors import MemfitError, NoPlanError
@@ -74,7 +75,8 @@ def fit_by(
     Each plan is made for as much less as the one before took too much, or for twice as much less where that one took no
     less than its own predecessor: an allocator takes pages. With `closely` it is made by the ratio, for code takes a
     share more or less than its plan. Where there is no plan for that, or one is known to be too large, the next one is
-    made for the middle.
+    made for the middle; and where none can be made for less, in the middle of the widest gap between those that were
+    made: what an allocator takes for a larger plan may be less.
 
     Args:
         make: makes a plan for so many bytes.
@@ -91,6 +93,7 @@ def fit_by(
     sizes = sizes_of(made)
     best = Fitted(made, sizes, 1)
     floor_bytes, too_large_bytes, power = 0, _NONE, 1
+    too_large: list[int] = []
     is_leanest = sizes.planned_bytes > first_bytes
     for plans in range(2, most_plans + 1):
         fits, near_bytes = sizes.excess_bytes <= 0, _CLOSE * sizes.budget_bytes
@@ -102,18 +105,23 @@ def fit_by(
             floor_bytes = max(floor_bytes, sizes.planned_bytes)
         else:
             too_large_bytes = min(too_large_bytes, sizes.planned_bytes)
+            too_large.append(sizes.planned_bytes)
         aim_bytes = sizes.planned_bytes - power * sizes.excess_bytes
         if closely:
             aim_bytes = int(sizes.planned_bytes * sizes.budget_bytes / max(1, sizes.taken_bytes) * (1 - _MARGIN))
         if not floor_bytes < aim_bytes < too_large_bytes:
             aim_bytes = (floor_bytes + min(too_large_bytes, sizes.planned_bytes)) // 2
+        if too_large_bytes - floor_bytes <= near_bytes and not best.fits:
+            aim_bytes = _in_widest_gap(floor_bytes, too_large, near_bytes)
         is_narrow = best.fits and too_large_bytes - floor_bytes <= near_bytes
         if aim_bytes <= floor_bytes or is_narrow:
             break
         try:
             made = make(max(1, aim_bytes))
         except NoPlanError as error:
-            floor_bytes = max(floor_bytes, aim_bytes, error.least_budget_bound_bytes)
+            floor_bytes = max(
+                floor_bytes, aim_bytes, error.least_budget_bound_bytes, error.least_budget_found_bytes or 0
+            )
             continue
         except SamePlanError:
             break
@@ -122,6 +130,13 @@ def fit_by(
         power = 2 * power if sizes.taken_bytes == before_bytes else 1
         best = max(best, Fitted(made, sizes, plans), key=_worth)
     return best
+
+
+def _in_widest_gap(floor_bytes: int, made_bytes: list[int], near_bytes: float) -> int:
+    """Return the middle of the widest gap between plans that were made, 0 if none is wider than `near_bytes`."""
+    edges = sorted({floor_bytes, *(size for size in made_bytes if size > floor_bytes)})
+    width, lower = max(((upper - lower, lower) for lower, upper in pairwise(edges)), default=(0, 0))
+    return lower + width // 2 if width > near_bytes else 0
 
 
 def _worth(fitted: Fitted[Made]) -> tuple[bool, int]:

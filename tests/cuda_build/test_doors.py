@@ -9,7 +9,7 @@ import pytest
 from _gpu_doors import BY_ITERATIONS, CASES, GPT, USERS_SEGMENTS, Case, measure_case
 from _measure import MIB
 from conftest import InChild
-from expected_failures import EXPECTED, VARYING
+from varying import VARYING
 
 SHARES = (0.9, 0.75, 0.6)
 OFFLOAD = {"planner": "offload", "host_budget": "1GiB"}
@@ -55,9 +55,9 @@ BY_NAME = {case.name: case for case in (*CASES, *BESIDE)}
 
 
 def _cases() -> list[Any]:
-    """Return name and share of each case; those which are expected to fail must fail."""
-    unknown = {*EXPECTED, *VARYING} - set(BY_NAME)
-    assert not unknown, f"expected to fail, and no case: {unknown}"
+    """Return name and share of each case."""
+    unknown = set(VARYING) - set(BY_NAME)
+    assert not unknown, f"said to vary, and no case: {unknown}"
     return [
         pytest.param(name, share, id=f"{name}, {share:.0%}", marks=_marks(name, share))
         for name in BY_NAME
@@ -66,9 +66,7 @@ def _cases() -> list[Any]:
 
 
 def _marks(name: str, share: float) -> list[Any]:
-    is_expected, varies = share in EXPECTED.get(name, ()), share in VARYING.get(name, ())
-    reason = "see expected_failures.py"
-    return [pytest.mark.xfail(strict=is_expected, reason=reason)] if is_expected or varies else []
+    return [pytest.mark.xfail(strict=False, reason="see varying.py")] if share in VARYING.get(name, ()) else []
 
 
 @pytest.mark.parametrize(("name", "share"), _cases())
