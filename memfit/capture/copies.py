@@ -131,8 +131,8 @@ class Globals(Table):
         )
 
 
-class Place:
-    """A single place that holds a value: a slot of an object, what a weak reference refers to, a context variable.
+class Variable:
+    """What holds one value: a slot of an object, what a weak reference refers to, a context variable.
 
     Args:
         path: names it in messages.
@@ -160,7 +160,7 @@ class Place:
         self.write(self.before)
 
 
-class Cell(Place):
+class Cell(Variable):
     """A closure variable."""
 
     def __init__(self, name: str, cell: CellType, code: CodeType) -> None:

@@ -23,8 +23,8 @@ from memfit.torch_private.tensors import contiguous_strides
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's bucket_cap_mb
 
 
-class Place(NamedTuple):
-    """The place of a gradient in its bucket, in elements."""
+class Slice(NamedTuple):
+    """The part of a bucket that is a gradient's, in elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,13 +39,13 @@ class Bucket:
     Attributes:
         dtype, device: of the parameters, and so of the storage.
         size: elements of the storage.
-        places: of the gradients, in the order in which they are ready.
+        slices: of the gradients, in the order in which they are ready.
     """
 
     dtype: torch.dtype
     device: torch.device
     size: int
-    places: tuple[Place, ...]
+    slices: tuple[Slice, ...]
 
 
 class DataParallel(Across):
@@ -156,8 +156,8 @@ class DataParallel(Across):
         with torch.no_grad():
             for bucket in self.buckets({name: p for name, p in parameters.items() if p.grad is not None}):
                 flat = torch.empty(bucket.size, dtype=bucket.dtype, device=bucket.device)
-                views = [flat.as_strided(place.shape, place.stride, place.offset) for place in bucket.places]
-                gradients = [parameters[place.name].grad for place in bucket.places]
+                views = [flat.as_strided(one.shape, one.stride, one.offset) for one in bucket.slices]
+                gradients = [parameters[one.name].grad for one in bucket.slices]
                 for view, gradient in zip(views, gradients, strict=True):
                     assert gradient is not None
                     torch.mul(gradient, 1.0 / self.size, out=view)
@@ -222,14 +222,14 @@ def _require_plain(model: torch.nn.parallel.DistributedDataParallel) -> None:
 
 
 def _bucket(parameters: Sequence[tuple[str, torch.Tensor]]) -> Bucket:
-    places: list[Place] = []
+    slices: list[Slice] = []
     offset = 0
     for name, parameter in parameters:
         if parameter.is_complex():
             raise UnsupportedStepError(f"parameter {name!r} is complex; memfit reduces gradients of real numbers only")
         shape = tuple(parameter.shape)
         stride = parameter.stride() if fills_memory(parameter) else contiguous_strides(shape)
-        places.append(Place(name, shape, tuple(stride), offset))
+        slices.append(Slice(name, shape, tuple(stride), offset))
         offset += parameter.numel()
     first = parameters[0][1]
-    return Bucket(dtype=first.dtype, device=first.device, size=offset, places=tuple(places))
+    return Bucket(dtype=first.dtype, device=first.device, size=offset, slices=tuple(slices))

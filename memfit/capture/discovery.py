@@ -45,8 +45,8 @@ from memfit.capture.copies import (
     Cell,
     Globals,
     Items,
-    Place,
     Table,
+    Variable,
     each_of,
     entries_of,
     function_of,
@@ -80,7 +80,7 @@ class Discovery:
         self._ahead: deque[tuple[Any, str]] = deque()
         self._is_discovering = False
         self.tables: dict[int, Table] = {}
-        self.cells: list[Place] = []
+        self.cells: list[Variable] = []
         self.items: list[Items] = []
         self._known_cells: dict[int, Cell] = {}
         self.positions: list[Position] = []
@@ -220,7 +220,7 @@ class Discovery:
             self.positions.append(Position(path, value))
 
     def _add_place(self, path: str, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
-        self.cells.append(Place(path, read, write))
+        self.cells.append(Variable(path, read, write))
         self._discover(self.cells[-1].before, path)
 
     def _discover_each(self, values: Any, path: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from memfit.capture.copies import Place, entries_of, function_parts, is_fixed, is_same
+from memfit.capture.copies import Variable, entries_of, function_parts, is_fixed, is_same
 from memfit.capture.discovery import MODULE_NAMES
 from memfit.capture.guarded_table import Difference, GuardedTable, name_of
 from memfit.capture.reads import Reads
@@ -60,7 +60,9 @@ class Guards:
         self._paths: list[str] = []
         self._tables: list[GuardedTable] = []
         self._empty: list[tuple[str, dict[Any, Any]]] = []
-        self._cells: list[tuple[Place, Any]] = [(c, c.before) for c in reads.cells if not (c.is_log or c.only_counts())]
+        self._cells: list[tuple[Variable, Any]] = [
+            (c, c.before) for c in reads.cells if not (c.is_log or c.only_counts())
+        ]
         self._items = [items for items in reads.items if not items.is_log]
         self._functions = reads.functions
         self._optimizer = step.optimizer

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memfit.binding import Value
-from memfit.capture.data_parallel import Bucket, Place
+from memfit.capture.data_parallel import Bucket, Slice
 from memfit.capture.trace import Trace
 from memfit.capture.traced import TracedCall
 from memfit.errors import UnsupportedStepError
@@ -98,7 +98,7 @@ class Reductions:
         """
         buckets = self._across.buckets({ready.name: ready.fake for ready in self._ready})
         opened = [_Open(bucket=bucket) for bucket in buckets]
-        place_of = {place.name: (each, place) for each in opened for place in each.bucket.places}
+        place_of = {one.name: (each, one) for each in opened for one in each.bucket.slices}
         calls: list[tuple[int, TracedCall]] = []
         averaged: dict[torch.Tensor, Value] = {}
         started = finished = 0
@@ -111,7 +111,7 @@ class Reductions:
 
         for ready in self._ready:
             calls.extend((ready.position, call) for call in self._fill(*place_of[ready.name], ready))
-            while started < len(opened) and len(opened[started].filled) == len(opened[started].bucket.places):
+            while started < len(opened) and len(opened[started].filled) == len(opened[started].bucket.slices):
                 calls.append((ready.position, self._start(opened[started])))
                 started += 1
                 if is_at_once:
@@ -126,7 +126,7 @@ class Reductions:
             made = torch.empty(size, dtype=dtype, device=self._trace.device)
         return self._trace.add_storage(made, name=name, role=Role.GRADIENT)
 
-    def _fill(self, opened: _Open, place: Place, ready: Ready) -> Iterator[TracedCall]:
+    def _fill(self, opened: _Open, one: Slice, ready: Ready) -> Iterator[TracedCall]:
         """Yield the call that scales a gradient into its bucket; the bucket's first one makes it before."""
         module = ready.module
         if opened.flat is None:
@@ -134,7 +134,7 @@ class Reductions:
             opened.flat = self._storage("bucket", size, opened.bucket.dtype)
             make = torch.ops.aten.empty.memory_format
             yield backward_call("bucket", make, ([size],), module, kwargs=options, made=[opened.flat])
-        view = replace(opened.flat, shape=place.shape, stride=place.stride, offset=place.offset)
+        view = replace(opened.flat, shape=one.shape, stride=one.stride, offset=one.offset)
         opened.filled.append((ready, view))
         scaled, kwargs = (ready.gradient, 1.0 / self._across.size), {"out": view}
         yield backward_call("into_bucket", torch.ops.aten.mul.out, scaled, module, kwargs=kwargs, mutated=view)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memfit.capture.gradient_use import GradientUse
-from memfit.capture.side_effects import Place
+from memfit.capture.side_effects import Entry
 from memfit.capture.trace import Trace
 from memfit.errors import NoGraphError, UnsupportedStepError
 from memfit.torch_private.modules import module_tables
@@ -22,7 +22,7 @@ from memfit.torch_private.tensors import is_fake, storage_key
 
 
 def write_replaced(
-    places: list[Place],
+    entries: list[Entry],
     fakes: Mapping[torch.Tensor, torch.Tensor],
     memory: Mapping[torch.Tensor, torch.Tensor],
     trace: Trace,
@@ -31,7 +31,7 @@ def write_replaced(
     """Write the values of replaced buffers, and of tensors with replaced memory, to where the next step reads them.
 
     Args:
-        places: as `swapped` gives them, inside its block.
+        entries: as `swapped` gives them, inside its block.
         fakes: as `swapped` was given them.
         memory: an alias of each fake from before the step, by the fake's tensor.
         trace: of the step, after its backward pass.
@@ -42,19 +42,19 @@ def write_replaced(
         UnsupportedStepError: the values cannot be written there, or the step lets two tensors share memory.
     """
     with torch.no_grad():
-        for fake, values in _values_of_replaced(places, fakes):
+        for fake, values in _values_of_replaced(entries, fakes):
             fake.copy_(values)
         shared = {storage_key(each) for each in memory.values()}
-        for place in _with_replaced_memory(places, fakes, memory):
-            fake, own = fakes[place.tensor], memory[place.tensor]
+        for entry in _with_replaced_memory(entries, fakes, memory):
+            fake, own = fakes[entry.tensor], memory[entry.tensor]
             if storage_key(fake) in shared or trace.storages[trace.value(fake).storage].resident:
                 raise UnsupportedStepError(
-                    f"the step lets {place.path!r} share memory with another tensor (`.data = ...`), which a planned "
+                    f"the step lets {entry.path!r} share memory with another tensor (`.data = ...`), which a planned "
                     "step would not: copy the values (`.data.copy_(...)`), or do it between steps"
                 )
             if gradients.is_updated_early(fake):
                 raise UnsupportedStepError(
-                    f"the step replaces the values of {place.path!r} in backward (`.data = ...`), and a planned step "
+                    f"the step replaces the values of {entry.path!r} in backward (`.data = ...`), and a planned step "
                     "may have updated it by then: replace them in forward, or after the step"
                 )
             own.copy_(fake)
@@ -102,84 +102,84 @@ def require_none_made(model: torch.nn.Module, known: Mapping[torch.nn.Module, se
                     )
 
 
-def _replaced(places: list[Place], fakes: Mapping[torch.Tensor, torch.Tensor]) -> list[tuple[Place, torch.Tensor]]:
-    """Return the places whose tensor the step replaced, each with the new tensor.
+def _replaced(entries: list[Entry], fakes: Mapping[torch.Tensor, torch.Tensor]) -> list[tuple[Entry, torch.Tensor]]:
+    """Return the entries whose tensor the step replaced, each with the new tensor.
 
     Args:
-        places: as `swapped` gives them, inside its block.
+        entries: as `swapped` gives them, inside its block.
         fakes: as `swapped` was given them.
 
     Raises:
         NoGraphError: the new tensor cannot be written into the old one.
     """
-    found: list[tuple[Place, torch.Tensor]] = []
-    for place in places:
-        before, after = fakes[place.tensor], place.table.get(place.name)
+    found: list[tuple[Entry, torch.Tensor]] = []
+    for entry in entries:
+        before, after = fakes[entry.tensor], entry.table.get(entry.name)
         if after is before:
             continue
         like_before = after is not None and after.shape == before.shape and after.dtype == before.dtype
-        if not like_before or isinstance(place.tensor, torch.nn.Parameter):
+        if not like_before or isinstance(entry.tensor, torch.nn.Parameter):
             now = "nothing" if after is None else f"a tensor of shape {tuple(after.shape)} and {after.dtype}"
             raise NoGraphError(
-                f"the step replaces {place.path!r}, of shape {tuple(before.shape)} and {before.dtype}, by {now}, and "
+                f"the step replaces {entry.path!r}, of shape {tuple(before.shape)} and {before.dtype}, by {now}, and "
                 "a planned step keeps parameters, and the sizes of buffers",
                 "write into it in place, or replace it between steps",
             )
         assert after is not None
-        found.append((place, after))
+        found.append((entry, after))
     return found
 
 
 def _values_of_replaced(
-    places: list[Place], fakes: Mapping[torch.Tensor, torch.Tensor]
+    entries: list[Entry], fakes: Mapping[torch.Tensor, torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the fake of each buffer that the step replaced, with its new values: copies, if they are another buffer's.
 
     Args:
-        places, fakes: as `_replaced` takes them.
+        entries, fakes: as `_replaced` takes them.
 
     Raises:
         UnsupportedStepError: the new tensor cannot be written into the old one, or is a tensor of the model that
             stays in its place.
     """
-    found = _replaced(places, fakes)
-    written = {storage_key(fakes[place.tensor]) for place, _ in found}
-    for place, after in found:
-        for other in places:
+    found = _replaced(entries, fakes)
+    written = {storage_key(fakes[entry.tensor]) for entry, _ in found}
+    for entry, after in found:
+        for other in entries:
             if other.table.get(other.name) is fakes[other.tensor] and fakes[other.tensor] is after:
                 raise UnsupportedStepError(
-                    f"the step lets {place.path!r} be the tensor {other.path!r}, and a planned step would keep two: "
+                    f"the step lets {entry.path!r} be the tensor {other.path!r}, and a planned step would keep two: "
                     "assign a clone, or do it between steps"
                 )
-    return [(fakes[place.tensor], after.clone() if storage_key(after) in written else after) for place, after in found]
+    return [(fakes[entry.tensor], after.clone() if storage_key(after) in written else after) for entry, after in found]
 
 
 def _with_replaced_memory(
-    places: list[Place], fakes: Mapping[torch.Tensor, torch.Tensor], memory: Mapping[torch.Tensor, torch.Tensor]
-) -> list[Place]:
-    """Return the places of tensors that the step has given other memory, by `tensor.data = ...`, each tensor once.
+    entries: list[Entry], fakes: Mapping[torch.Tensor, torch.Tensor], memory: Mapping[torch.Tensor, torch.Tensor]
+) -> list[Entry]:
+    """Return the entries of tensors that the step has given other memory, by `tensor.data = ...`, each tensor once.
 
     Args:
-        places: as `swapped` gives them, inside its block.
+        entries: as `swapped` gives them, inside its block.
         fakes: as `swapped` was given them.
         memory: of each fake's memory as it was before the step, by the fake's tensor.
 
     Raises:
         UnsupportedStepError: the new values cannot be written into the old memory.
     """
-    found: dict[torch.Tensor, Place] = {}
-    for place in places:
-        before, after = memory[place.tensor], fakes[place.tensor]
+    found: dict[torch.Tensor, Entry] = {}
+    for entry in entries:
+        before, after = memory[entry.tensor], fakes[entry.tensor]
         if storage_key(after) == storage_key(before) and _form(after) == _form(before):
             continue
         is_alike = (after.shape, after.stride(), after.dtype) == (before.shape, before.stride(), before.dtype)
         if storage_key(after) == storage_key(before) or not is_alike:
             raise UnsupportedStepError(
-                f"the step changes the shape, strides, dtype or place in memory of {place.path!r} (`.data = ...`) from "
+                f"the step changes the shape, strides, dtype or place in memory of {entry.path!r} (`.data = ...`) from "
                 f"{tuple(before.shape)} and {before.dtype} to {tuple(after.shape)} and {after.dtype}, which a planned "
                 "step would not: do it between steps"
             )
-        found.setdefault(place.tensor, place)
+        found.setdefault(entry.tensor, entry)
     return list(found.values())
 
 

@@ -19,7 +19,7 @@ from memfit.torch_private.tensors import BatchNormBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Entry:
     """The entry of a parameter or a buffer in its module's table.
 
     Attributes:
@@ -41,7 +41,7 @@ class Place:
 
 
 @contextmanager
-def swapped(model: torch.nn.Module, fakes: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[list[Place]]:
+def swapped(model: torch.nn.Module, fakes: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[list[Entry]]:
     """Replace the model's parameters and buffers by their fakes inside the block, and restore its tables at the end.
 
     Args:
@@ -49,20 +49,20 @@ def swapped(model: torch.nn.Module, fakes: Mapping[torch.Tensor, torch.Tensor]) 
         fakes: of each parameter and buffer of it; what has none stays in its place.
     """
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    places: list[Place] = []
+    entries: list[Entry] = []
     for module_name, module in model.named_modules():
         kept.append((submodules_table(module), dict(submodules_table(module))))
         for table in module_tables(module):
             kept.append((table, dict(table)))
-            places += [
-                Place(module=module_name, table=table, name=name, tensor=tensor)
+            entries += [
+                Entry(module=module_name, table=table, name=name, tensor=tensor)
                 for name, tensor in table.items()
                 if tensor is not None and tensor in fakes
             ]
-    for place in places:
-        place.table[place.name] = fakes[place.tensor]
+    for entry in entries:
+        entry.table[entry.name] = fakes[entry.tensor]
     try:
-        yield places
+        yield entries
     finally:
         for table, before in kept:
             if len(table) != len(before) or any(table.get(name) is not value for name, value in before.items()):
