@@ -75,6 +75,11 @@ def has_own_dispatch(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Return a context in which tensors of classes with functions of their own, and modes, see no function of torch."""
+    return torch._C.DisableTorchFunction()
+
+
 def is_zero_tensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is one of autograd's zeros, which have no memory: of a derivative that vanishes."""
     return tensor._is_zerotensor()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
