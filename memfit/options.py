@@ -78,6 +78,12 @@ class FitOptions(FunctionOptions, total=False):
         "graphs' in the docs on the arena). Before the graph is used, two replays are compared with two planned steps, "
         "bit by bit",
     ]
+    chunk_loss: Annotated[
+        bool | str,
+        "compute the logits of the model's head, and what the loss makes of them, some rows at a time, forward and "
+        "backward, so that they are never whole; True finds the head, or name it. Off by default: last bits differ, "
+        "since gradients of its weight are added up chunk by chunk",
+    ]
 
 
 class CompileOptions(SearchOptions, total=False):
@@ -147,4 +153,4 @@ def settings_from(budget: str | int, given: Mapping[str, Any]) -> Settings:
     )
 
 
-_OF_SETTINGS = set(help_texts(FitOptions)) - {"host_budget", "host_dir"}
+_OF_SETTINGS = set(help_texts(FitOptions)) - {"host_budget", "host_dir", "chunk_loss"}

@@ -25,6 +25,7 @@ from memfit.checkpointing.shared_policy import Agreed, has_ranks
 from memfit.checkpointing.steering import Steering
 from memfit.checkpointing.uncounted import Uncounted
 from memfit.checkpointing.windows import History, Meter, Updates
+from memfit.chunked_loss.logits import sources
 from memfit.errors import UnsupportedStepError
 from memfit.memory.contract import Contract, WindowKind
 from memfit.memory.host.room import Host
@@ -198,9 +199,10 @@ class Loop:
         self.steering.present.link = None  # or the last input would be held until the end of backward
         awaited = Awaited(self._backward_begins)
         for tensor in tensors_in(output):  # a loop may use any of them
-            if tensor.requires_grad:
-                self._awaited.add(awaited)
-                tensor.register_hook(awaited)
+            for source in sources(tensor):
+                if source.requires_grad:
+                    self._awaited.add(awaited)
+                    source.register_hook(awaited)
 
     def _watch_evaluation(self, output: Any) -> None:
         """Warn if a call in eval mode is trained on, which is not steered."""

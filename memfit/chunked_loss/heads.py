@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from memfit.chunked_loss.logits import project
+from memfit.chunked_loss.logits import ChunkedLogits, project
 from memfit.errors import InvalidOptionError, UnsupportedStepError
 from memfit.torch_private.sharding import is_sharded
 
@@ -43,7 +43,8 @@ class ChunkedHead(TorchFunctionMode):
         if func is torch.nn.functional.linear and torch.is_grad_enabled():
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | named
             row, weight = given["input"], given["weight"]
-            if any(weight is each.weight for each in self._projections) and type(row) is torch.Tensor and row.dim() > 1:
+            is_plain = not isinstance(row, ChunkedLogits) and not is_sharded(row) and row.dim() > 1
+            if is_plain and any(weight is each.weight for each in self._projections):
                 return project(row, weight, given.get("bias"))
         return func(*args, **named)
 
@@ -61,7 +62,9 @@ def _projections_of(model: torch.nn.Module, head: str | bool) -> list[torch.nn.L
     if isinstance(head, str):
         inside = {name: each for name, each in linear.items() if name == head or name.startswith(f"{head}.")}
         if not inside:
-            raise InvalidOptionError(f"chunk_loss={head!r}: the model has no projection (nn.Linear) of that name or in it")
+            raise InvalidOptionError(
+                f"chunk_loss={head!r}: the model has no projection (nn.Linear) of that name or in it"
+            )
     else:
         alike = Counter((_NUMBER.sub("N", name), *each.weight.shape) for name, each in linear.items())
         inside = {n: each for n, each in linear.items() if alike[_NUMBER.sub("N", n), *each.weight.shape] == 1}

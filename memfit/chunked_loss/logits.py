@@ -12,7 +12,7 @@ import torch
 from memfit.chunked_loss import reductions
 from memfit.chunked_loss.rows import FIXED, ROW, STEP, By, Projection, Rows, Step, autocast_now, joined
 from memfit.errors import UnsupportedStepError
-from memfit.torch_private.tensors import tree_map, without_torch_function
+from memfit.torch_private.tensors import real_tensors, tree_map, without_torch_function
 
 _log = logging.getLogger("memfit")
 
@@ -102,10 +102,16 @@ def project(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     fixed = (weight,) if bias is None else (weight, bias)
     projection = Projection(row=0, weight=0, bias=None if bias is None else 1, autocast=autocast)
     shape = torch.Size((*row.shape[:-1], weight.shape[0]))
-    of = Rows(
-        rows=(row,), fixed=fixed, projections=(projection,), shape=shape, dtype=autocast or torch.promote_types(row.dtype, weight.dtype)
+    return ChunkedLogits(
+        Rows(
+            rows=(row,),
+            fixed=fixed,
+            projections=(projection,),
+            shape=shape,
+            dtype=autocast or row.dtype,
+            versions=tuple((each, each._version) for each in (row, *fixed)),
+        )
     )
-    return ChunkedLogits(of)
 
 
 def sources(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -156,7 +162,7 @@ def _of_numbers(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str
             places = dict.fromkeys(places, one) | {id(each): other}
     if len(places) > 2:
         return NotImplemented
-    rows, fixed = list(both.rows), list(both.fixed)
+    rows, fixed, versions = list(both.rows), list(both.fixed), list(both.versions)
 
     def noted(leaf: Any) -> Any:
         if isinstance(leaf, ChunkedLogits):
@@ -165,6 +171,7 @@ def _of_numbers(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str
             return leaf
         if leaf.device != first.device and leaf.dim():
             raise _NotByRowsError
+        versions.append((leaf, leaf._version))
         if leaf.shape[:-1] == first.shape[:-1] and leaf.shape and leaf.shape[-1] in (1, first.shape[-1]):
             rows.append(leaf)
             return By(ROW, len(rows) - 1)
@@ -179,7 +186,7 @@ def _of_numbers(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str
         )
     except _NotByRowsError:
         return NotImplemented
-    of = replace(both, rows=tuple(rows), fixed=tuple(fixed), steps=(*both.steps, step))
+    of = replace(both, rows=tuple(rows), fixed=tuple(fixed), steps=(*both.steps, step), versions=tuple(versions))
     dtype = _dtype_of(of)
     return NotImplemented if dtype is None else ChunkedLogits(replace(of, dtype=dtype))
 
@@ -196,11 +203,11 @@ def _dtype_of(of: Rows) -> torch.dtype | None:
     """Return the dtype that the last step makes; None if it makes other than numbers on the same device."""
     before = of.dtype
     like = {
-        ROW: lambda n: torch.empty((1, of.rows[n].shape[-1]), dtype=of.rows[n].dtype, device=of.device),
-        FIXED: lambda n: torch.empty(of.fixed[n].shape[-1:], dtype=of.fixed[n].dtype, device=of.device),
-        STEP: lambda _: torch.empty((1, of.shape[-1]), dtype=before, device=of.device),
+        ROW: lambda n: torch.zeros((1, of.rows[n].shape[-1]), dtype=of.rows[n].dtype, device=of.device),
+        FIXED: lambda n: torch.zeros(of.fixed[n].shape[-1:], dtype=of.fixed[n].dtype, device=of.device),
+        STEP: lambda _: torch.zeros((1, of.shape[-1]), dtype=before, device=of.device),
     }
-    with torch.no_grad():
+    with real_tensors(), torch.no_grad():
         found = of.steps[-1].run(lambda by: like[by.kind](by.number), of.device)
     is_like_before = found.shape == (1, of.shape[-1]) and found.device == of.device and found.is_floating_point()
     return found.dtype if is_like_before else None
@@ -213,7 +220,11 @@ def _along_rows(logits: ChunkedLogits, dim: Any) -> bool:
 def _of_rows(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Note a softmax along the last dimension."""
     given = {**dict(zip(("input", "dim"), args, strict=False)), **named}
-    if len(args) > 2 or not isinstance(given["input"], ChunkedLogits) or not _along_rows(given["input"], given.get("dim")):
+    if (
+        len(args) > 2
+        or not isinstance(given["input"], ChunkedLogits)
+        or not _along_rows(given["input"], given.get("dim"))
+    ):
         return NotImplemented
     dtype = given.get("dtype")
     call = torch.log_softmax if _name_of(func) == "log_softmax" else torch.softmax
@@ -253,7 +264,8 @@ def _view(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
     of, width = logits.of, logits.of.shape[-1]
     if _name_of(func) == "view" and isinstance(args[1], torch.dtype):
         return NotImplemented
-    shape = func(torch.empty(of.shape, dtype=torch.bool, device="meta"), *args[1:], **named).shape
+    with real_tensors():
+        shape = func(torch.empty(of.shape, dtype=torch.bool, device="meta"), *args[1:], **named).shape
     if len(shape) < 2 or shape[-1] != width:
         return NotImplemented
     return ChunkedLogits(of.viewed(lambda each: each.reshape(*shape[:-1], each.shape[-1])))
@@ -265,7 +277,11 @@ def _item(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
     if not isinstance(logits, ChunkedLogits) or logits.has_classes_second:
         return NotImplemented
     parts = index if isinstance(index, tuple) else (index,)
-    taken = sum(part.dim() if isinstance(part, torch.Tensor) and part.dtype == torch.bool else 1 for part in parts if part is not None and part is not Ellipsis)
+    taken = sum(
+        part.dim() if isinstance(part, torch.Tensor) and part.dtype == torch.bool else 1
+        for part in parts
+        if part is not None and part is not Ellipsis
+    )
     if Ellipsis not in [part for part in parts if not isinstance(part, torch.Tensor)]:
         parts = (*parts, Ellipsis)
     if taken >= logits.dim():
@@ -285,7 +301,8 @@ def _turn(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
     if not isinstance(logits, ChunkedLogits):
         return NotImplemented
     sizes = torch.Size(range(2, 2 + logits.dim()))
-    turned = tuple(func(torch.empty(sizes, dtype=torch.bool, device="meta"), *args[1:], **named).shape)
+    with real_tensors():
+        turned = tuple(func(torch.empty(sizes, dtype=torch.bool, device="meta"), *args[1:], **named).shape)
     second = (sizes[0], sizes[-1], *sizes[1:-1])
     last = (sizes[0], *sizes[2:], sizes[1])
     if turned == (last if logits.has_classes_second else second) and logits.dim() > 2:

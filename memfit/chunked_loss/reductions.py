@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ def of_each_row(of: Rows, reduce: Reduce) -> torch.Tensor:
         of: the rows.
         reduce: of some rows; returns a tensor with as many.
     """
+    of.require_unchanged()
     return _OfEachRow.apply(of, reduce, *of.tensors)
 
 
@@ -37,6 +38,7 @@ def of_all_rows(of: Rows, reduce: Reduce) -> torch.Tensor:
         of: the rows.
         reduce: of some rows; returns a number.
     """
+    of.require_unchanged()
     return _OfAllRows.apply(of, reduce, *of.tensors)
 
 
@@ -46,6 +48,7 @@ def whole(of: Rows) -> torch.Tensor:
     Args:
         of: the rows.
     """
+    of.require_unchanged()
     made: list[torch.Tensor] = []
     for each in of.projections:
         bias = None if each.bias is None else of.fixed[each.bias]
@@ -67,7 +70,9 @@ class _OfEachRow(torch.autograd.Function):
         flat, parts = _flat(of), []
         for at in of.chunks():
             parts.append(reduce(Chunk(of, flat, at, [False] * len(tensors)).result(), at))
-        ctx.of, ctx.reduce = of, reduce
+        ctx.save_for_backward(*tensors)
+        ctx.of, ctx.reduce = replace(of, rows=(), fixed=(), versions=()), reduce
+        ctx.rows = len(of.rows)
         found = torch.cat(parts)
         if not found.is_floating_point():
             ctx.mark_non_differentiable(found)
@@ -75,13 +80,14 @@ class _OfEachRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: torch.Tensor) -> Any:
-        of: Rows = ctx.of
+        saved = ctx.saved_tensors
+        of = replace(ctx.of, rows=saved[: ctx.rows], fixed=saved[ctx.rows :])
         gradient = given[0].reshape(of.count, *given[0].shape[len(of.lead) :])
         gradients, flat = Gradients(of), _flat(of)
         for at in of.chunks():
             chunk = Chunk(of, flat, at, ctx.needs_input_grad[2:])
             with torch.enable_grad():
-                reduced = ctx.reduce(chunk.result(), at)
+                reduced = chunk.reduced(lambda result, at=at: ctx.reduce(result, at))
             chunk.add_gradients([reduced], [gradient[at]], gradients)
         return None, None, *gradients.take()
 
@@ -95,7 +101,7 @@ class _OfAllRows(torch.autograd.Function):
         for at in of.chunks():
             chunk = Chunk(of, flat, at, wants)
             with torch.set_grad_enabled(any(wants)):
-                loss = reduce(chunk.result(), at)
+                loss = chunk.reduced(lambda result, at=at: reduce(result, at))
             if any(wants):
                 chunk.add_gradients([loss], [torch.ones_like(loss)], gradients)
             total = loss.detach() if total is None else total + loss.detach()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from memfit.errors import UnsupportedStepError
 from memfit.torch_private.tensors import tree_map
 
 _ALIGNED_ROWS = 64  # chunks begin at multiples, so that vectors of a kernel hold the same rows
@@ -108,6 +109,7 @@ class Rows:
         steps: that follow, in order.
         shape: of the result, `[*lead, width]`.
         dtype: of it.
+        versions: of the tensors, when they were noted.
     """
 
     rows: tuple[torch.Tensor, ...]
@@ -116,6 +118,15 @@ class Rows:
     steps: tuple[Step, ...] = ()
     shape: torch.Size
     dtype: torch.dtype
+    versions: tuple[tuple[torch.Tensor, int], ...] = ()
+
+    def require_unchanged(self) -> None:
+        """Raise UnsupportedStepError if the code has written to a tensor since: eager would have taken its old content."""
+        if any(tensor._version != version for tensor, version in self.versions):
+            raise UnsupportedStepError(
+                "chunk_loss: what the logits are made of was written to in place before they were used (the head's input, "
+                "its weight, or what they were scaled by); use the logits first, or leave chunk_loss out"
+            )
 
     @property
     def device(self) -> torch.device:
@@ -196,6 +207,7 @@ def joined(one: Rows, other: Rows) -> tuple[Rows, By, By]:
         fixed=tuple(fixed),
         projections=(*one.projections, *projections),
         steps=(*(each.moved(places) for each in other.steps), *(each.moved(own_places) for each in one.steps)),
+        versions=(*one.versions, *other.versions),
     )
     of_one = By(STEP, first + steps - 1)
     return both, own_places.get(of_one, of_one), places[By(STEP, more + len(other.steps) - 1)]
@@ -216,6 +228,15 @@ class Chunk:
         self._rows = [each[at] for each in flat]
         self._leaves: dict[By, torch.Tensor] = {}
         self._projected: list[torch.Tensor] = []
+
+    def reduced(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return what is left of these rows, with a graph that keeps its tensors as they are, whatever hooks there are.
+
+        Args:
+            reduce: takes the results.
+        """
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return reduce(self.result())
 
     def result(self) -> torch.Tensor:
         """Return the results of these rows, `[rows, width]`; a graph of them goes back to what is asked for."""
@@ -305,7 +326,9 @@ class Gradients:
         """Add the gradient of the present rows of a tensor."""
         if number not in self._rows:
             self._rows[number] = torch.zeros(
-                (self._of.count, self._of.rows[number].shape[-1]), dtype=self._of.rows[number].dtype, device=self._of.device
+                (self._of.count, self._of.rows[number].shape[-1]),
+                dtype=self._of.rows[number].dtype,
+                device=self._of.device,
             )
         self._rows[number][self._start : self._start + gradient.shape[0]].add_(gradient)
 
@@ -317,7 +340,8 @@ class Gradients:
         """Let `add` add to the gradient of a fixed tensor, which is kept in float32 if that has more bits."""
         fixed = self._of.fixed[number]
         if number not in self._fixed:
-            self._fixed[number] = torch.zeros_like(fixed, dtype=torch.promote_types(fixed.dtype, torch.float32))
+            is_short = torch.finfo(fixed.dtype).bits < torch.finfo(torch.float32).bits
+            self._fixed[number] = torch.zeros_like(fixed, dtype=torch.float32 if is_short else fixed.dtype)
         add(self._fixed[number])
 
     def take(self) -> list[torch.Tensor | None]:

@@ -101,7 +101,14 @@ def fit(
         model = sharded(model, process_group, optimizer)
     bare, across = across_ranks(model, process_group)
     step = TrainingStep(
-        model=bare, loss=loss, batch=batch, optimizer=optimizer, clip_norm=clip_norm, scaler=scaler, across=across
+        model=bare,
+        loss=loss,
+        batch=batch,
+        optimizer=optimizer,
+        clip_norm=clip_norm,
+        scaler=scaler,
+        across=across,
+        chunk_loss=options.get("chunk_loss", False),
     )
     check_step(step, "memfit.fit")
     if read_kernels(kernels, settings) == INDUCTOR:
