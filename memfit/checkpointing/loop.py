@@ -25,7 +25,6 @@ from memfit.checkpointing.shared_policy import Agreed, has_ranks
 from memfit.checkpointing.steering import Steering
 from memfit.checkpointing.uncounted import Uncounted
 from memfit.checkpointing.windows import History, Meter, Updates
-from memfit.chunked_loss.logits import sources
 from memfit.errors import UnsupportedStepError
 from memfit.memory.contract import Contract, WindowKind
 from memfit.memory.host.room import Host
@@ -64,6 +63,7 @@ class Loop:
         host_budget_bytes: that inputs of blocks may take on the host.
         host_dir: for the file of a model on a CPU; by default the system's temporary directory.
         given: a policy in the place of plans: elements of the batch -> name of a module -> rule.
+        hooks: that are removed with it.
 
     Attributes:
         is_paused: whether calls of the model run as without it.
@@ -84,6 +84,7 @@ class Loop:
         host_budget_bytes: int = 0,
         host_dir: Path | None = None,
         given: Policy | None = None,
+        hooks: Sequence[Any] = (),
     ) -> None:
         model = uncompiled(called)
         self.model, self.contract, self.device, self._find = model, contract, device, find
@@ -118,6 +119,7 @@ class Loop:
         self._is_lazy = has_lazy_parameters(model)
         self._model_hooks = self._hooks_on(model)
         self._hooks: list[Any] = [
+            *hooks,
             register_optimizer_step_pre_hook(WeakHook(self._before_step)),
             register_optimizer_step_post_hook(WeakHook(self._stepped)),
         ]
@@ -199,10 +201,9 @@ class Loop:
         self.steering.present.link = None  # or the last input would be held until the end of backward
         awaited = Awaited(self._backward_begins)
         for tensor in tensors_in(output):  # a loop may use any of them
-            for source in sources(tensor):
-                if source.requires_grad:
-                    self._awaited.add(awaited)
-                    source.register_hook(awaited)
+            if tensor.requires_grad:
+                self._awaited.add(awaited)
+                tensor.register_hook(awaited)
 
     def _watch_evaluation(self, output: Any) -> None:
         """Warn if a call in eval mode is trained on, which is not steered."""

@@ -48,12 +48,23 @@ class ChunkedHead(TorchFunctionMode):
                 return project(row, weight, given.get("bias"))
         return func(*args, **named)
 
-    def hooked(self) -> list[Any]:
-        """Enter the block in each call of the projections, and leave it behind; return the hooks, to remove."""
+    def hooked(self, hook: Callable[[Callable[..., Any]], Callable[..., Any]]) -> list[Any]:
+        """Enter the block before each call of the projections, and leave it behind; return the hooks, to remove.
+
+        Args:
+            hook: makes a hook of a function.
+        """
+
+        def enter(*_: Any) -> None:
+            self.__enter__()
+
+        def leave(*_: Any) -> None:
+            self.__exit__(None, None, None)
+
         hooks: list[Any] = []
         for each in self._projections:
-            hooks.append(each.register_forward_pre_hook(lambda *_: self.__enter__(), prepend=True))
-            hooks.append(each.register_forward_hook(lambda *_: self.__exit__(None, None, None), always_call=True))
+            hooks.append(each.register_forward_pre_hook(hook(enter), prepend=True))
+            hooks.append(each.register_forward_hook(hook(leave), always_call=True))
         return hooks
 
 

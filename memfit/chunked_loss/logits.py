@@ -12,26 +12,38 @@ import torch
 from memfit.chunked_loss import reductions
 from memfit.chunked_loss.rows import FIXED, ROW, STEP, By, Projection, Rows, Step, autocast_now, joined
 from memfit.errors import UnsupportedStepError
-from memfit.torch_private.tensors import real_tensors, tree_map, without_torch_function
+from memfit.torch_private.tensors import (
+    INGREDIENTS,
+    real_tensors,
+    tree_map,
+    without_memory,
+    without_torch_function,
+)
 
 _log = logging.getLogger("memfit")
 
-# by the names of functions and methods of torch
-_FACTS = frozenset(
-    "shape dtype device ndim layout is_cuda is_cpu is_sparse is_nested is_quantized is_meta is_mps is_xpu size dim numel "
-    "nelement ndimension is_floating_point is_complex is_tensor __len__ __hash__ names is_leaf element_size itemsize".split()
+
+def _names(of: str) -> frozenset[str]:
+    return frozenset(of.split())
+
+
+# functions and methods of torch
+_FACTS = _names(
+    "shape dtype device ndim layout is_cuda is_cpu is_sparse is_nested is_quantized is_meta is_mps is_xpu size dim "
+    "numel nelement ndimension is_floating_point is_complex is_tensor __len__ __hash__ names is_leaf element_size "
+    "itemsize"
 )
-_OF_NUMBERS = frozenset(
+_OF_NUMBERS = _names(
     "add sub subtract mul multiply div divide true_divide neg negative tanh clamp clip clamp_min clamp_max sigmoid exp "
     "softplus square relu abs where masked_fill maximum minimum pow float half bfloat16 double to type type_as "
     "nan_to_num rsub __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ __neg__ "
-    "__pow__ detach contiguous clone".split()
+    "__pow__ contiguous clone"
 )
-_OF_ROWS = frozenset(["log_softmax", "softmax"])
-_LEFT_OF_ROWS = frozenset("logsumexp argmax argmin amax amin sum mean gather take_along_dim".split())
-_VIEWS = frozenset("view reshape flatten unflatten squeeze unsqueeze view_as reshape_as".split())
-_TURNS = frozenset("transpose swapaxes swapdims permute movedim moveaxis mT".split())
-_WRITES = frozenset("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__".split())
+_OF_ROWS = _names("log_softmax softmax")
+_LEFT_OF_ROWS = _names("logsumexp argmax argmin amax amin sum mean gather take_along_dim")
+_VIEWS = _names("view reshape flatten unflatten squeeze unsqueeze view_as reshape_as")
+_TURNS = _names("transpose swapaxes swapdims permute movedim moveaxis mT")
+_WRITES = _names("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__")
 
 
 class ChunkedLogits(torch.Tensor):
@@ -52,7 +64,7 @@ class ChunkedLogits(torch.Tensor):
     @staticmethod
     def __new__(cls, of: Rows, *, has_classes_second: bool = False) -> ChunkedLogits:
         shape = torch.Size((of.shape[0], of.shape[-1], *of.shape[1:-1])) if has_classes_second else of.shape
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=of.dtype, device=of.device)
+        made = without_memory(cls, shape, of.dtype, of.device)
         made.of, made.has_classes_second, made._whole = of, has_classes_second, None
         return made
 
@@ -65,13 +77,14 @@ class ChunkedLogits(torch.Tensor):
         if name in _FACTS:
             with without_torch_function():
                 return func(*args, **named)
-        answer = _HANDLERS.get(name, _refused)(func, args, named)
+        is_there = any(isinstance(each, ChunkedLogits) and each._whole is not None for each in (*args, *named.values()))
+        answer = NotImplemented if is_there else _HANDLERS.get(name, _none)(func, args, named)
         if answer is not NotImplemented:
             return answer
         if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
             raise UnsupportedStepError(
-                f"chunk_loss: {name} writes to the logits, which are never whole; make new ones (logits = logits * x), or "
-                "leave chunk_loss out"
+                f"chunk_loss: {name} writes to the logits, which are never whole; make new ones (logits = logits * x), "
+                "or leave chunk_loss out"
             )
         return func(*tree_map(_made_whole(name), args), **tree_map(_made_whole(name), named))
 
@@ -114,11 +127,7 @@ def project(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     )
 
 
-def sources(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors whose gradients a backward pass from `tensor` computes first: itself, or what logits are of."""
-    if not isinstance(tensor, ChunkedLogits):
-        return [tensor]
-    return [each for each in tensor.of.rows if each.requires_grad]
+INGREDIENTS[ChunkedLogits] = lambda logits: logits.of.rows
 
 
 def _name_of(func: Any) -> str:
@@ -144,8 +153,14 @@ def _made_whole(name: str) -> Callable[[Any], Any]:
 # -- what is noted, and what is computed by chunks
 
 
-def _refused(*_: Any) -> Any:
+def _none(*_: Any) -> Any:
     return NotImplemented
+
+
+def _detached(_func: Callable[..., Any], args: tuple[Any, ...], _named: dict[str, Any]) -> Any:
+    of = args[0].of
+    rows, fixed = (tuple(each.detach() for each in tensors) for tensors in (of.rows, of.fixed))
+    return ChunkedLogits(replace(of, rows=rows, fixed=fixed), has_classes_second=args[0].has_classes_second)
 
 
 def _of_numbers(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -271,7 +286,7 @@ def _view(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
     return ChunkedLogits(of.viewed(lambda each: each.reshape(*shape[:-1], each.shape[-1])))
 
 
-def _item(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _item(_func: Callable[..., Any], args: tuple[Any, ...], _named: dict[str, Any]) -> Any:
     """Note an index into the dimensions before the last one."""
     logits, index = args
     if not isinstance(logits, ChunkedLogits) or logits.has_classes_second:
@@ -311,7 +326,7 @@ def _turn(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
 
 
 def _loss(compute: Callable[..., torch.Tensor], names: Sequence[str]) -> Callable[..., Any]:
-    def loss(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def loss(_func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         given = {**dict(zip(names, args, strict=False)), **named}
         logits, target = given.pop("input"), given.pop("target")
         for old in ("size_average", "reduce"):
@@ -337,6 +352,8 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_VIEWS, _view),
     **dict.fromkeys(_TURNS, _turn),
     "__getitem__": _item,
+    "detach": _detached,
+    "requires_grad_": lambda _func, args, _named: args[0],
     "requires_grad": lambda _func, args, _named: any(each.requires_grad for each in args[0].of.tensors),
     "cross_entropy": _loss(
         reductions.cross_entropy,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -94,7 +94,7 @@ class _OfEachRow(torch.autograd.Function):
 
 class _OfAllRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, of: Rows, reduce: Reduce, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, of: Rows, reduce: Reduce, *_: torch.Tensor) -> torch.Tensor:
         wants = [bool(each) for each in ctx.needs_input_grad[2:]]
         gradients, flat = Gradients(of), _flat(of)
         total: torch.Tensor | None = None

@@ -1,9 +1,9 @@
 """Rows: what logits are made of, and how to compute some rows of them at a time, forward and backward.
 
-A projection acts on each row by itself, and so do the scaling, casts and soft caps behind it. Logits are therefore kept
-as what is projected, the weights, and the steps from there; each use of them runs the steps for some rows, takes what it
-needs, and lets the rows go (as Liger's fused linear cross entropy does, Hsu et al. 2024). Gradients of weights add up in
-float32 if the weights have fewer bits.
+A projection acts on each row by itself, and so do the scaling, casts and soft caps behind it. Logits are therefore
+kept as what is projected, the weights, and the steps from there; each use of them runs the steps for some rows, takes
+what it needs, and lets the rows go (as Liger's fused linear cross entropy does, Hsu et al. 2024). Gradients of weights
+add up in float32 if the weights have fewer bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALIGNED_ROWS = 64  # chunks begin at multiples, so that vectors of a kernel hol
 
 @dataclass(frozen=True, slots=True)
 class By:
-    """The place of a tensor in the arguments of a step: of the rows, of what is fixed, or of an earlier step's result."""
+    """The place of a tensor in a step's arguments: among the rows, what is fixed, or the results of earlier steps."""
 
     kind: str
     number: int
@@ -121,11 +121,11 @@ class Rows:
     versions: tuple[tuple[torch.Tensor, int], ...] = ()
 
     def require_unchanged(self) -> None:
-        """Raise UnsupportedStepError if the code has written to a tensor since: eager would have taken its old content."""
+        """Raise UnsupportedStepError if code has written to a tensor since: eager would have taken its old content."""
         if any(tensor._version != version for tensor, version in self.versions):
             raise UnsupportedStepError(
-                "chunk_loss: what the logits are made of was written to in place before they were used (the head's input, "
-                "its weight, or what they were scaled by); use the logits first, or leave chunk_loss out"
+                "chunk_loss: what the logits are made of was written to in place before they were used (the head's "
+                "input, its weight, or what they were scaled by); use the logits first, or leave chunk_loss out"
             )
 
     @property

@@ -52,6 +52,7 @@ HostDir = Annotated[Path | None, _of_record("host_dir", metavar="DIR")]
 BudgetIs = Annotated[str, _of_record("budget_is", metavar="firm|soft")]
 Hard = Annotated[bool, _of_record("hard")]
 CudaGraph = Annotated[bool, _of_record("cuda_graph")]
+ChunkLoss = Annotated[bool, _of_record("chunk_loss", "--chunk-loss")]
 Planner = Annotated[str, _of_record("planner", "--planner", "-p", metavar="NAME")]
 PlannerOptions = Annotated[
     list[str] | None,
