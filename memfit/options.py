@@ -17,12 +17,6 @@ from memfit.planning import Settings
 from memfit.system.budget import parse_host_budget
 from memfit.system.spill_file import parse_host_dir
 
-CHUNK_LOSS = (
-    "compute the logits of the model's head, and what the loss makes of them, some rows at a time, forward and "
-    "backward, so that they are never whole; True finds the head, or name it. Off by default: last bits differ, since "
-    "gradients of its weight are added up chunk by chunk"
-)
-
 
 class SearchOptions(TypedDict, total=False):
     """How plans are searched, and what they may use."""
@@ -84,7 +78,6 @@ class FitOptions(FunctionOptions, total=False):
         "graphs' in the docs on the arena). Before the graph is used, two replays are compared with two planned steps, "
         "bit by bit",
     ]
-    chunk_loss: Annotated[bool | str, CHUNK_LOSS]
 
 
 class CompileOptions(SearchOptions, total=False):
@@ -154,4 +147,4 @@ def settings_from(budget: str | int, given: Mapping[str, Any]) -> Settings:
     )
 
 
-_OF_SETTINGS = set(help_texts(FitOptions)) - {"host_budget", "host_dir", "chunk_loss"}
+_OF_SETTINGS = set(help_texts(FitOptions)) - {"host_budget", "host_dir"}
