@@ -33,6 +33,7 @@ ORDER = (
     ("memory/python_places",),
     ("memory/footprint", "memory/hard_cap", "memory/host"),
     ("capture",),
+    ("chunked_loss",),
     ("cost",),
     ("options",),
     ("compile_ahead", "near_plans", "planning", "plan_cache"),
@@ -117,6 +118,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("lowering",),
         ("absent", "chains", "direct_calls", "joint_graphs", "node_halves", "race", "rehearse"),
     ),
+    "chunked_loss": (("heads",), ("logits",), ("reductions",), ("rows",)),
     "memory/host": (("layout", "room"), ("store",), ("slab",)),
     "memory/arena": (
         ("arena",),
@@ -184,6 +186,7 @@ TORCH_ROOMS = {
     "baselines",
     "capture",
     "checkpointing",
+    "chunked_loss",
     "cost",
     "doors",
     "dynamo",

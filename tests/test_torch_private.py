@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -139,6 +139,7 @@ from memfit.torch_private.sharding import (
 from memfit.torch_private.symbols import guesses_noted, make_size_environment, make_size_symbol, symbolic_kernels
 from memfit.torch_private.tensors import (
     DATA_DEPENDENT_ERRORS,
+    INGREDIENTS,
     READS_A_NUMBER,
     SHORTENS,
     WITHOUT_BASE,
@@ -171,6 +172,8 @@ from memfit.torch_private.tensors import (
     tree_flatten,
     tree_map,
     tree_unflatten,
+    without_memory,
+    without_torch_function,
 )
 from memfit.torch_private.tracing import answered_as_eager, checkpoints_inlined, stood_for
 
@@ -556,6 +559,26 @@ def test_the_end_of_a_backward_pass_is_seen() -> None:
     values.register_hook(lambda _: seen.append("leaf"))
     doubled.sum().backward()
     assert seen == ["leaf", "end"]
+
+
+def test_a_tensor_without_memory_has_sizes_and_ingredients(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Absent(torch.Tensor):
+        asked: ClassVar[list[Any]] = []
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cls.asked.append(func)
+            return super().__torch_function__(func, types, args, kwargs)
+
+        __torch_dispatch__ = torch.Tensor.__torch_function__
+
+    made, part = without_memory(Absent, (2, 3), torch.float16, torch.device("cpu")), torch.ones(2)
+    with without_torch_function():
+        assert (made.shape, made.dtype, made.device.type) == ((2, 3), torch.float16, "cpu")
+    assert not Absent.asked
+    assert made.dim() == 2 and Absent.asked
+    monkeypatch.setitem(INGREDIENTS, Absent, lambda _: [part])
+    assert [id(each) for each in tensors_in({"a": [made], "b": 1})] == [id(part)]
 
 
 def test_dispatch_mode_and_pytrees() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from memfit.capture.across import Across
+from memfit.chunked_loss.heads import ChunkedHead
 from memfit.errors import InvalidOptionError
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
@@ -39,6 +41,8 @@ class TrainingStep:
         clip_norm: the largest global gradient norm, as `torch.nn.utils.clip_grad_norm_` takes it; None clips nothing.
         scaler: a `torch.amp.GradScaler` that scales the loss and guards the update.
         across: how gradients are averaged over ranks; None for a step of this process alone.
+        chunk_loss: compute the logits of the model's head, and what the loss makes of them, some rows at a time; True,
+            or the name of the head. Last bits differ: see `memfit.chunked_loss`.
         name: shown in reports; the model's class name where it is empty.
 
     Attributes:
@@ -54,6 +58,7 @@ class TrainingStep:
     clip_norm: float | None = None
     scaler: torch.amp.GradScaler | None = None
     across: Across | None = None
+    chunk_loss: bool | str = False
     name: str = ""
 
     def compute_loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -63,10 +68,11 @@ class TrainingStep:
             model: the step's own, or a compiled form of it.
             batch: nested like the step's own.
         """
-        if _takes_outputs(self.loss):
-            inputs, target = batch
-            return self.loss(model(inputs), target)
-        return self.loss(model, batch)
+        with ChunkedHead(self.model, self.chunk_loss) if self.chunk_loss else nullcontext():
+            if _takes_outputs(self.loss):
+                inputs, target = batch
+                return self.loss(model(inputs), target)
+            return self.loss(model, batch)
 
     def run_eager(self, batch: Any, *, model: torch.nn.Module | None = None) -> torch.Tensor:
         """Run the step as plain PyTorch does, and return the loss, detached. All comparisons refer to this run.

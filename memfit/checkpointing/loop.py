@@ -63,6 +63,7 @@ class Loop:
         host_budget_bytes: that inputs of blocks may take on the host.
         host_dir: for the file of a model on a CPU; by default the system's temporary directory.
         given: a policy in the place of plans: elements of the batch -> name of a module -> rule.
+        hooks: that are removed with it.
 
     Attributes:
         is_paused: whether calls of the model run as without it.
@@ -83,6 +84,7 @@ class Loop:
         host_budget_bytes: int = 0,
         host_dir: Path | None = None,
         given: Policy | None = None,
+        hooks: Sequence[Any] = (),
     ) -> None:
         model = uncompiled(called)
         self.model, self.contract, self.device, self._find = model, contract, device, find
@@ -117,6 +119,7 @@ class Loop:
         self._is_lazy = has_lazy_parameters(model)
         self._model_hooks = self._hooks_on(model)
         self._hooks: list[Any] = [
+            *hooks,
             register_optimizer_step_pre_hook(WeakHook(self._before_step)),
             register_optimizer_step_post_hook(WeakHook(self._stepped)),
         ]

@@ -54,6 +54,7 @@ def fit(
     budget_is: options.BudgetIs = FIRM,
     hard: options.Hard = False,
     cuda_graph: options.CudaGraph = False,
+    chunk_loss: options.ChunkLoss = False,
     search: options.Search,
     set_: options.WorkloadOptions = None,
     device_profile: options.DeviceProfile = None,
@@ -77,6 +78,7 @@ def fit(
         settings = replace(work.follow(asked), device=load_device(device_profile) if device_profile else None)
         refusal = f"{target} is a graph file, which can be planned but not run; use `memfit plan`"
         step = require_step(resolve(target, of_workload), refusal)
+        step = replace(step, chunk_loss=True) if chunk_loss else step
         planned = fit_step(step, settings, plan=given)
         if report and not _is_of_graph(planned):
             raise InvalidOptionError(

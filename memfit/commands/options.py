@@ -52,6 +52,14 @@ HostDir = Annotated[Path | None, _of_record("host_dir", metavar="DIR")]
 BudgetIs = Annotated[str, _of_record("budget_is", metavar="firm|soft")]
 Hard = Annotated[bool, _of_record("hard")]
 CudaGraph = Annotated[bool, _of_record("cuda_graph")]
+ChunkLoss = Annotated[
+    bool,
+    typer.Option(
+        "--chunk-loss",
+        help="Compute the logits of the model's head, and what the loss makes of them, some rows at a time, so that "
+        "they are never whole. Last bits differ.",
+    ),
+]
 Planner = Annotated[str, _of_record("planner", "--planner", "-p", metavar="NAME")]
 PlannerOptions = Annotated[
     list[str] | None,

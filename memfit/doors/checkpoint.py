@@ -13,11 +13,13 @@ from memfit.checkpointing.blocks import find_all
 from memfit.checkpointing.handle import Checkpointed
 from memfit.checkpointing.loop import Loop
 from memfit.checkpointing.policy import read_policy
-from memfit.errors import InvalidDeviceError, InvalidOptionError
+from memfit.chunked_loss.heads import ChunkedHead
+from memfit.errors import InvalidDeviceError, InvalidOptionError, UnsupportedStepError
 from memfit.memory.contract import FIRM, SOFT, Contract
+from memfit.step.hooks import Hook
 from memfit.system.budget import parse_host_budget
 from memfit.system.recorder import page_bytes
-from memfit.torch_private.modules import uncompiled
+from memfit.torch_private.modules import is_compiled, uncompiled
 
 
 def checkpoint(
@@ -28,6 +30,7 @@ def checkpoint(
     blocks: Sequence[str] | None = None,
     host_budget: str | int | None = None,
     budget_is: str = FIRM,
+    chunk_loss: bool | str = False,
 ) -> Checkpointed:
     """Keep any training loop of a model within a budget of bytes, by torch's own checkpoints.
 
@@ -61,13 +64,16 @@ def checkpoint(
             computing again what they free.
         budget_is: `firm`: a step that took more than the budget, although all was computed again, is an error at the
             next call of the model; `soft`: it is a warning.
+        chunk_loss: compute the logits of the model's head, and what the loss makes of them, some rows at a time, so
+            that they are never whole: True finds the head, or name it. Last bits differ.
 
     Raises:
         InvalidBudgetError: no size.
         HostMemoryError: the host, or the disk, has no room for the host budget.
         InvalidOptionError: neither budget nor policy, or blocks that the model does not have.
         InvalidFileError: a policy that cannot be read.
-        UnsupportedStepError: at the first call of the model, a block cannot be computed again.
+        UnsupportedStepError: `chunk_loss` of a head whose weight is sharded; at the first call of the model, a block
+            cannot be computed again.
         BudgetNotHeldError: at a call of the model, where the last step took too much.
     """
     if budget is None and policy is None:
@@ -78,6 +84,9 @@ def checkpoint(
     is_firm = budget_is == FIRM
     contract = None if budget is None else Contract(budget, page_bytes=page_bytes(device), is_firm=is_firm)
     given = None if policy is None else read_policy(policy)
+    head = ChunkedHead(uncompiled(model), chunk_loss) if chunk_loss else None
+    if head is not None and is_compiled(model):
+        raise UnsupportedStepError("memfit.checkpoint: chunk_loss needs a model that is not compiled as a whole")
     is_sharded = any(base.__name__ == "FSDPModule" for module in model.modules() for base in type(module).__mro__)
     loop = Loop(
         model,
@@ -87,6 +96,7 @@ def checkpoint(
         may_chain=not is_sharded,
         host_budget_bytes=parse_host_budget(host_budget),
         given=given,
+        hooks=[] if head is None else head.hooked(Hook),
     )
     return Checkpointed(loop)
 

@@ -18,6 +18,7 @@ from memfit.options import CompileOptions
 from memfit.torch_private.modules import eager_call
 
 _log = logging.getLogger("memfit")
+LEAVES_WHOLE = "logits leave a compiled graph whole, and chunk_loss computes them by rows"
 
 
 def compile(
@@ -25,6 +26,7 @@ def compile(
     *,
     budget: str | int,
     optimizer: torch.optim.Optimizer | None = None,
+    chunk_loss: bool | str = False,
     **options: Unpack[CompileOptions],
 ) -> torch.nn.Module:
     """Let all calls of `model` run inside `budget`, in a loop that stays as it is; return the model itself.
@@ -41,6 +43,7 @@ def compile(
         model: is changed in place, like `model.compile(...)`: its parameters, its class and its `state_dict` stay.
         budget: the bytes for everything on the device during a step: `"6GiB"`, or an integer.
         optimizer: counts the state that its first step will make, and holds its updates to the budget.
+        chunk_loss: as for `memfit.checkpoint`, which then holds the model: its logits leave a compiled graph whole.
         options: how plans are searched, and calls are run; see `memfit.options.CompileOptions`.
 
     Raises:
@@ -56,6 +59,9 @@ def compile(
     soft budget only warns.
     """
     given = {"budget": budget, **options}
+    if chunk_loss:
+        hand_over(model, {**given, "chunk_loss": chunk_loss}, LEAVES_WHOLE, "memfit.compile")
+        return model
 
     def otherwise(why: str) -> Callable[..., Any]:
         release(model)

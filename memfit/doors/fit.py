@@ -37,6 +37,7 @@ def fit(
     process_group: torch.distributed.ProcessGroup | None = None,
     shard: bool = False,
     kernels: str = EAGER,
+    chunk_loss: bool | str = False,
     **options: Unpack[FitOptions],
 ) -> PlannedStep | CheckpointedStep | InductorStep:
     """Plan a training step within `budget` and return it, ready to be called with batches.
@@ -72,6 +73,8 @@ def fit(
             (DTensors from now on), of the gradients and of the optimizer's state.
         kernels: `"eager"`: those that eager calls, to the bit; `"inductor"`: generated, as `torch.compile` does, for
             forward, loss and backward. Such a step is compiled and planned when it is first called.
+        chunk_loss: compute the logits of the model's head, and what the loss makes of them, some rows at a time, so
+            that they are never whole: True finds the head, or name it. Last bits differ.
         options: how plans are searched and steps are run: `planner`, `time_limit_seconds`, `host_budget`, `arena`,
             `budget_is` and more; see `memfit.options.FitOptions`.
 
@@ -101,11 +104,20 @@ def fit(
         model = sharded(model, process_group, optimizer)
     bare, across = across_ranks(model, process_group)
     step = TrainingStep(
-        model=bare, loss=loss, batch=batch, optimizer=optimizer, clip_norm=clip_norm, scaler=scaler, across=across
+        model=bare,
+        loss=loss,
+        batch=batch,
+        optimizer=optimizer,
+        clip_norm=clip_norm,
+        scaler=scaler,
+        across=across,
+        chunk_loss=chunk_loss,
     )
     check_step(step, "memfit.fit")
     if read_kernels(kernels, settings) == INDUCTOR:
-        refuse_with_inductor(settings, plan=plan, verify=verify, process_group=across is not None)
+        refuse_with_inductor(
+            settings, plan=plan, verify=verify, process_group=across is not None, chunk_loss=bool(chunk_loss)
+        )
         return InductorStep(step, settings)
     return fit_step(step, settings, plan=plan, verify=verify)
 

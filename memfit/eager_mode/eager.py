@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from memfit.capture.placement import step_device
 from memfit.capture.under_modes import gradients_that_differ
+from memfit.chunked_loss.heads import ChunkedHead
 from memfit.eager_mode.mode import BudgetMode
 from memfit.eager_mode.needs import Needs
 from memfit.eager_mode.passes import Ran, Way
@@ -84,7 +85,12 @@ class Eager(Uncopied):
     """The `with` block of `eager`."""
 
     def __init__(
-        self, model: torch.nn.Module, budget_bytes: int, host_budget_bytes: int, host_dir: Path | None
+        self,
+        model: torch.nn.Module,
+        budget_bytes: int,
+        host_budget_bytes: int,
+        host_dir: Path | None,
+        head: ChunkedHead | None,
     ) -> None:
         self.device, self.budget_bytes, self._model = step_device(model, ()), budget_bytes, model
         self._host_budget_bytes, self._host_dir = host_budget_bytes, host_dir
@@ -92,7 +98,7 @@ class Eager(Uncopied):
         self._ended: Report | None = None
         self._usage: Usage | None = None
         self._limit: CpuLimit | None = None
-        self._hook: Any = None
+        self._head, self._hooks = head, list[Any]()
 
     def __enter__(self) -> Eager:
         if self._usage is not None:
@@ -123,9 +129,10 @@ class Eager(Uncopied):
         model_bytes = partial(_model_bytes, self._model)
         self._mode = BudgetMode(self.budget_bytes, live_bytes, model_bytes, needs, host, may_grow=may_grow)
         self._mode.__enter__()
+        self._hooks = [] if self._head is None else self._head.hooked(Hook)
         contents = self._mode.contents
         if self.device.type == "cuda":
-            self._hook = self._model.register_forward_pre_hook(Hook(self._mode.follow_stream))
+            self._hooks.append(self._model.register_forward_pre_hook(Hook(self._mode.follow_stream)))
         else:
             self._limit = CpuLimit(contents.budget_bytes - offset_bytes, contents.make_room_within)
             self._limit.__enter__()
@@ -140,8 +147,8 @@ class Eager(Uncopied):
         if self._limit is not None:
             self._limit.__exit__(*raised)
             self._limit = None  # which refers to what autograd still holds
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._mode.__exit__(*raised)
         self._turn.close()
         if self._freezes:
@@ -180,7 +187,12 @@ class Eager(Uncopied):
 
 
 def eager(
-    model: torch.nn.Module, *, budget: str | int, host_budget: str | int = 0, host_dir: Path | str | None = None
+    model: torch.nn.Module,
+    *,
+    budget: str | int,
+    host_budget: str | int = 0,
+    host_dir: Path | str | None = None,
+    chunk_loss: bool | str = False,
 ) -> Eager:
     """Keep a training loop within a budget, without changing it: `with memfit.eager(model, budget="6GiB") as steps:`.
 
@@ -208,6 +220,8 @@ def eager(
             for a model on a GPU, a file without a name for one on a CPU, taken when the block is entered. With 0, the
             default, nothing is copied.
         host_dir: a directory on the disk that has that file; by default the system's temporary one.
+        chunk_loss: compute the logits of the model's head, and what the loss makes of them, some rows at a time, so
+            that they are never whole: True finds the head, or name it. Last bits differ.
 
     Raises:
         InvalidBudgetError: no positive size; a percentage has no meaning here.
@@ -224,7 +238,8 @@ def eager(
         )
     host_budget_bytes, directory = parse_host_budget(host_budget), parse_host_dir(host_dir)
     require_host_budget(directory, host_budget_bytes)
-    return Eager(model, parse_budget(budget, 0), host_budget_bytes, directory)
+    head = ChunkedHead(model, chunk_loss) if chunk_loss else None
+    return Eager(model, parse_budget(budget, 0), host_budget_bytes, directory, head)
 
 
 def bytes_of_tensors(device: torch.device) -> int:

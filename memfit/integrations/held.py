@@ -9,7 +9,7 @@ import torch
 
 from memfit.checkpointing.handle import Checkpointed
 from memfit.checkpointing.reporting import Report
-from memfit.doors.compile import hand_over
+from memfit.doors.compile import LEAVES_WHOLE, hand_over
 from memfit.dynamo.model import PlannedCalls, compile_in_place, release
 from memfit.eager_mode.eager import Eager, eager
 from memfit.eager_mode.eager import Report as EagerReport
@@ -18,7 +18,10 @@ from memfit.plan import Plan
 from memfit.torch_private.modules import eager_call, own_call
 
 AUTO, COMPILE, CHECKPOINT, EAGER = "auto", "compile", "checkpoint", "eager"
-_OPTIONS = {CHECKPOINT: ("blocks", "budget_is", "host_budget"), EAGER: ("host_budget", "host_dir")}
+_OPTIONS = {
+    CHECKPOINT: ("blocks", "budget_is", "chunk_loss", "host_budget"),
+    EAGER: ("chunk_loss", "host_budget", "host_dir"),
+}
 
 
 class Reporting:
@@ -121,6 +124,7 @@ class HeldModel:
             UnsupportedStepError: the door is compile, which may not hold it.
             MemfitError: as the door.
         """
+        why_not_compile = why_not_compile or (LEAVES_WHOLE if self._options.get("chunk_loss") else "")
         self.require_allowed(why_not_compile)
         compiles = self._door == COMPILE or (self._door == AUTO and not why_not_compile)
         if model is self.model and (own_call(model) is self._by or not isinstance(self._by, PlannedCalls)):

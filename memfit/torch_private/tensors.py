@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch._dispatch.python import no_python_dispatcher
@@ -67,6 +67,7 @@ def is_freed(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0 and (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 
+_Made = TypeVar("_Made", bound=torch.Tensor)
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -75,17 +76,38 @@ def has_own_dispatch(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Return a context in which tensors of classes with functions of their own, and modes, see no function of torch."""
+    return torch._C.DisableTorchFunction()
+
+
 def is_zero_tensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is one of autograd's zeros, which have no memory: of a derivative that vanishes."""
     return tensor._is_zerotensor()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
 
 
+def without_memory(kind: type[_Made], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> _Made:
+    """Return a tensor of a class that has dispatch code of its own, with sizes and no memory.
+
+    Args:
+        kind: the class.
+        shape, dtype, device: that it shows.
+    """
+    return torch.Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)
+
+
+INGREDIENTS: dict[type, Callable[[Any], Iterable[torch.Tensor]]] = {}
+"""What returns the tensors that are there, of tensors of a class that are not."""
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested tuples, lists and dicts, in order."""
+    """Return the tensors in nested tuples, lists and dicts, in order; of those in INGREDIENTS what they are made of."""
     found: list[torch.Tensor] = []
 
     def look(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
+        if type(leaf) in INGREDIENTS:
+            found.extend(INGREDIENTS[type(leaf)](leaf))
+        elif isinstance(leaf, torch.Tensor):
             found.append(leaf)
         return leaf  # containers are put together again, and some look at what they are given: PackedSequence
 

@@ -1,0 +1,1 @@
+"""Chunked loss: the logits of a large vocabulary are computed some rows at a time, and never whole."""
