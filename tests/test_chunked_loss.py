@@ -333,3 +333,14 @@ def test_gradients_of_the_logits_themselves_are_kept() -> None:
         cross_entropy(logits, target).backward()
     assert logits.grad is not None
     assert logits.grad.shape == (*ROWS, CLASSES)
+
+
+def test_a_sum_that_is_too_large_for_float16_is_scaled_first() -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(1, 4, bias=False).half()
+    hidden, target = torch.full((100_000, 1), 8.0).half(), torch.zeros(100_000, dtype=torch.long)
+    for chunked in (False, True):
+        with ChunkedHead(nn.ModuleDict({"head": head})) if chunked else torch.enable_grad():
+            functional.cross_entropy(head(hidden).float(), target).backward()
+    assert head.weight.grad is not None
+    assert head.weight.grad.isfinite().all()

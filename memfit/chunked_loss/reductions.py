@@ -89,7 +89,8 @@ class _OfEachRow(torch.autograd.Function):
             with torch.enable_grad():
                 reduced = chunk.reduced(lambda result, at=at: ctx.reduce(result, at))
             chunk.add_gradients([reduced], [gradient[at]], gradients)
-        return None, None, *gradients.take()
+        found = zip(gradients.take(), saved, strict=True)
+        return None, None, *(None if each is None else each.to(tensor.dtype) for each, tensor in found)
 
 
 class _OfAllRows(torch.autograd.Function):
@@ -106,6 +107,7 @@ class _OfAllRows(torch.autograd.Function):
                 chunk.add_gradients([loss], [torch.ones_like(loss)], gradients)
             total = loss.detach() if total is None else total + loss.detach()
         ctx.gradients = gradients.take() if any(wants) else None
+        ctx.dtypes = [each.dtype for each in of.tensors]
         assert total is not None
         return total
 
@@ -114,7 +116,14 @@ class _OfAllRows(torch.autograd.Function):
         found, ctx.gradients = ctx.gradients, None
         if found is None:
             raise RuntimeError(_TWICE)
-        return None, None, *(None if each is None else each.mul_(given[0].to(each.dtype)) for each in found)
+        return (
+            None,
+            None,
+            *(
+                None if each is None else each.mul_(given[0].to(each.dtype)).to(dtype)
+                for each, dtype in zip(found, ctx.dtypes, strict=True)
+            ),
+        )
 
 
 def cross_entropy(of: Rows, target: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 from memfit.errors import UnsupportedStepError
 from memfit.torch_private.tensors import tree_map
 
+_PARTS = 16  # of the gradient of a weight, each of which is added by itself
 _ALIGNED_ROWS = 64  # chunks begin at multiples, so that vectors of a kernel hold the same rows
 
 
@@ -304,9 +305,16 @@ def _add_outer(total: torch.Tensor, gradient: torch.Tensor, row: torch.Tensor) -
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.t(), row)
         return
-    rows = max(1, gradient.shape[0])
+    rows = -(-total.shape[0] // _PARTS)
     for start in range(0, total.shape[0], rows):
-        total[start : start + rows].add_(gradient[:, start : start + rows].t() @ row)
+        part = gradient[:, start : start + rows].t()
+        if part.is_cuda:  # whose kernels add up in float32 in any case
+            product = torch.mm(part, row, out_dtype=total.dtype)
+        elif part.dtype == torch.float16:  # a sum over rows may be too large for it
+            product = part.to(total.dtype) @ row.to(total.dtype)
+        else:
+            product = part @ row
+        total[start : start + rows].add_(product)
 
 
 class Gradients:
@@ -345,9 +353,13 @@ class Gradients:
         add(self._fixed[number])
 
     def take(self) -> list[torch.Tensor | None]:
-        """Return the gradient of each of the rows' tensors, None of those that have none."""
+        """Return the gradient of each of the rows' tensors, None of those that have none.
+
+        Those of fixed tensors in float16 stay in float32: a sum over all rows may be too large for it.
+        """
         of = self._of
         rows = [self._rows.pop(n, None) for n in range(len(of.rows))]
         shaped = [None if each is None else each.reshape(of.rows[n].shape) for n, each in enumerate(rows)]
         fixed = [self._fixed.pop(n, None) for n in range(len(of.fixed))]
-        return [*shaped, *(None if each is None else each.to(of.fixed[n].dtype) for n, each in enumerate(fixed))]
+        kinds = [torch.float32 if each.dtype == torch.float16 else each.dtype for each in of.fixed]
+        return [*shaped, *(None if each is None else each.to(kind) for each, kind in zip(fixed, kinds, strict=True))]
