@@ -59,6 +59,12 @@ class WithoutMemory(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return what a call returns: real tensors, or fake ones of this mode."""
+        try:
+            return self._returned(func, types, args, kwargs)
+        finally:  # weak references to parameters, with which `module.bfloat16()` would fail
+            self.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+    def _returned(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         kwargs = dict(kwargs or {})
         if isinstance(kwargs.get("device"), torch.device):
             kwargs["device"] = _here(kwargs["device"])
