@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from memfit.commands.graph_with_costs import Costed
 from memfit.commands.targets import resolve
 from memfit.errors import InvalidOptionError, InvalidTargetError, NoPlanError
 from memfit.graph import Graph
-from memfit.options import Cluster
+from memfit.options import Cluster, RanksOptions, require_options
 from memfit.report.live import Run, play
 from memfit.report.ranks import COLUMNS, RankFigures, rank_figures
 from memfit.schedule import Schedule
@@ -60,6 +60,21 @@ class Ranks:
         return [Cluster(ranks=int(text), **shared) for text in texts]
 
 
+def clusters_from(given: RanksOptions) -> list[Cluster]:
+    """Return the clusters that options in Python ask for, none without `ranks`.
+
+    Raises:
+        InvalidOptionError: an option that does not exist, or numbers that do not fit together.
+    """
+    require_options(given, RanksOptions, "memfit.frontier")
+    ranks, shared = given.get("ranks"), {name: value for name, value in given.items() if name != "ranks"}
+    if ranks is None:
+        if shared:
+            raise InvalidOptionError(f"{next(iter(shared))} is for steps across ranks: give ranks as well")
+        return []
+    return [Cluster(ranks=count, **shared) for count in ([ranks] if isinstance(ranks, int) else ranks)]  # pyright: ignore[reportArgumentType]
+
+
 @dataclass(frozen=True, slots=True)
 class There:
     """Where a target is made: in this process alone, or on one of many ranks that are not there."""
@@ -80,6 +95,10 @@ class There:
                 "path/to/file.py:function"
             )
         return resolved
+
+    def made(self, make: Callable[[], TrainingStep]) -> TrainingStep:
+        """Return the step that a function makes."""
+        return make() if self.ranks is None else self.ranks.step(make)
 
     def figures(self, costed: Costed, schedule: Schedule, *, has_seconds: bool = True) -> RankFigures:
         """Return the figures of a schedule of one rank's step.

@@ -6,6 +6,7 @@ all-reduce twice as many. Latencies are those of NCCL's own model. A real link d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -84,6 +85,8 @@ class Link:
             ranks: of the group, by their numbers; nodes have consecutive ones.
         """
         size, nodes = len(ranks), len({rank // self.node_ranks for rank in ranks})
+        if size == 1:
+            return CollectiveRates(latency_seconds=0.0, bytes_per_second=math.inf)
         if nodes == 1:
             rate = self.node_bytes_per_second
         else:  # several rings, each over another link of a node to the network

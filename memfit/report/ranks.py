@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from memfit.graph import Role, Storage
+from memfit.graph import Graph, Phase, Role, Storage
 from memfit.options import Cluster
 from memfit.report.formatting import seconds_text
 from memfit.report.live import Run
@@ -15,7 +15,6 @@ from memfit.schedule import Code
 from memfit.system.budget import format_bytes
 
 KINDS = ("parameters", "gradients", "state", "activations", "gathers")
-_OF_ROLE = {Role.GRADIENT: "gradients", Role.STATE: "state"}
 
 
 class RankFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +24,8 @@ class RankFigures(msgspec.Struct, frozen=True, kw_only=True):
         ranks: how many there are.
         shards: over how many of them the model is sharded; 1 if each has all of it.
         by_kind: kind -> bytes at the peak. Parameters are those that the rank keeps, gathers those that it has gathered
-            from others; activations are all that is none of the other kinds, workspace and batch among it.
+            from others, gradients those of parameters, and state the optimizer's, and buffers; activations are all
+            else: their gradients, workspace and the batch among it.
         peak_bytes: their sum.
         resident_bytes: what is there before and after the step.
         seconds: of the step; None if they are not known.
@@ -65,9 +65,9 @@ def rank_figures(cluster: Cluster, run: Run, *, shards: int, has_seconds: bool) 
         has_seconds: whether the graph has the seconds of its ops.
     """
     graph, position = run.graph, run.timeline.peak_position
-    by_kind = dict.fromkeys(KINDS, 0)
+    by_kind, of_parameters = dict.fromkeys(KINDS, 0), _gradients_of_parameters(graph)
     for storage in run.live_at(position):
-        by_kind[_kind(graph.storages[storage])] += run.device.aligned(graph.storages[storage].bytes)
+        by_kind[_kind(graph.storages[storage], of_parameters)] += run.device.aligned(graph.storages[storage].bytes)
     by_kind["activations"] += run.timeline.peak_bytes - sum(by_kind.values())
     gathers = [op.id for op in graph.ops if op.is_gather]
     computed = run.schedule.operands[run.schedule.codes == Code.COMPUTE].tolist()
@@ -84,7 +84,20 @@ def rank_figures(cluster: Cluster, run: Run, *, shards: int, has_seconds: bool) 
     )
 
 
-def _kind(storage: Storage) -> str:
+def _kind(storage: Storage, of_parameters: set[int]) -> str:
     if storage.role is Role.PARAMETER:
         return "parameters" if storage.resident else "gathers"
-    return _OF_ROLE.get(Role(storage.role), "activations")
+    if storage.role is Role.STATE:
+        return "state"
+    return "gradients" if storage.id in of_parameters else "activations"
+
+
+def _gradients_of_parameters(graph: Graph) -> set[int]:
+    """Return the gradients that are reduced, kept or used by an update; others are those of activations."""
+    gradients = {storage.id for storage in graph.storages if storage.role is Role.GRADIENT}
+    found = {storage.id for storage in graph.storages if storage.resident or storage.required_at_end} & gradients
+    for op in graph.ops:
+        if op.phase is Phase.UPDATE or (op.group is not None and not op.is_gather):
+            found |= gradients & {*op.reads, *op.mutates, *op.writes}
+    into = {read for op in graph.ops if not found.isdisjoint((*op.mutates, *op.writes)) for read in op.reads}
+    return found | (into & gradients)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from memfit.torch_private.tensors import (
     DATA_DEPENDENT_ERRORS,
@@ -87,6 +88,17 @@ class WithoutMemory(FakeTensorMode):
         return func(*args, **kwargs)
 
 
+class DevicesHere(TorchFunctionMode):
+    """Lets code inside a `with` block move to devices that are not here: what it moves stays on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return what a call returns, with the CPU in the place of devices that are not here."""
+        if func is torch.Tensor.cuda and not torch.cuda.is_available():
+            return args[0]
+        args = tuple(_named_here(each) for each in args)
+        return func(*args, **{name: _named_here(each) for name, each in (kwargs or {}).items()})
+
+
 def has_no_memory(tensor: object) -> bool:
     """Return whether a tensor was made inside `WithoutMemory`, and has a form, but no memory."""
     return is_fake(tensor) and isinstance(getattr(tensor, "fake_mode", None), WithoutMemory)
@@ -105,6 +117,13 @@ def real_form(tensor: torch.Tensor) -> torch.Tensor:
 def _here(device: torch.device) -> torch.device:
     is_there = device.type != "meta" and (device.type != "cuda" or torch.cuda.is_available())
     return device if is_there else torch.device("cpu")
+
+
+def _named_here(value: Any) -> Any:
+    """Return a device, or a text that names one, as a device that is here; anything else as it is."""
+    if isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] in ("cuda", "meta")):
+        return _here(torch.device(value))
+    return value
 
 
 def _is_elsewhere(device: Any, given: list[torch.Tensor]) -> bool:

@@ -18,7 +18,7 @@ from memfit.capture.placement import require_dense
 from memfit.errors import InvalidOptionError, MemfitError, UnsupportedStepError
 from memfit.options import Cluster, ClusterOptions, require_options
 from memfit.step.distributed.sharding import require_bare, shard_blocks
-from memfit.torch_private.absent import WithoutMemory, absent_ranks
+from memfit.torch_private.absent import DevicesHere, WithoutMemory, absent_ranks
 from memfit.torch_private.sharding import is_fully_sharded
 from memfit.torch_private.tensors import is_data_dependent
 
@@ -73,8 +73,8 @@ class AbsentRanks:
     def step(self, make: Callable[[], TrainingStep]) -> TrainingStep:
         """Return the step of one rank that a function makes, its model sharded or replicated over the ranks.
 
-        Tensors of more than 1 MiB that are made in it have no memory. A model may come bare, in
-        `DistributedDataParallel`, or with `fully_shard` applied to it.
+        Tensors of more than 1 MiB that are made in it have no memory. Where there is no CUDA, `cuda` is the CPU. A model
+        may come bare, in `DistributedDataParallel`, or with `fully_shard` applied to it.
 
         Args:
             make: makes a training step with the batch of one rank.
@@ -84,7 +84,7 @@ class AbsentRanks:
             InvalidOptionError: the model is sharded already, and is to be sharded.
             MemfitError: as `memfit.fit` for models that cannot be trained across ranks.
         """
-        with WithoutMemory():
+        with DevicesHere(), WithoutMemory():
             try:
                 step = make()
             except Exception as raised:
@@ -102,8 +102,6 @@ class AbsentRanks:
     def _spread(self, step: TrainingStep) -> TrainingStep:
         if not step.has_backward:
             raise UnsupportedStepError(f"{step.name or 'the step'} has no backward pass, and is not trained on ranks")
-        if self.cluster.ranks == 1:
-            return step
         require_dense(step.batch, "batch")
         model, is_wrapped = step.model, isinstance(step.model, torch.nn.parallel.DistributedDataParallel)
         if self.cluster.shard and (is_wrapped or is_fully_sharded(model)):
@@ -111,6 +109,8 @@ class AbsentRanks:
                 f"{step.name or type(model).__name__}: the model is sharded, or in DistributedDataParallel, already: "
                 "leave out shard (--shard), or give the bare model"
             )
+        if self.cluster.ranks == 1 and not is_wrapped and not is_fully_sharded(model):
+            return step
         if self.cluster.shard:
             require_bare(model, step.optimizer, "shard")
             shard_blocks(model, _mesh(self.cluster, model), step.optimizer)
