@@ -1,7 +1,7 @@
 """Plans that are made before there are any ranks, and what they take on two and on four real ones (gloo, CPU).
 
-    python benchmarks/absent_ranks.py              # stored; ten minutes
-    python benchmarks/absent_ranks.py --ranks 2 --steps ddp sharded
+python benchmarks/absent_ranks.py              # stored; ten minutes
+python benchmarks/absent_ranks.py --ranks 2 --steps ddp sharded
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def rows_of(ranks: int, names: list[str]) -> list[dict[str, Any]]:
             absent_steps.plan_all(ranks, Path(folder), names)
         meeting = Path(folder) / "ranks"
         meeting.mkdir()
-        found = [each[absent_steps.run_planned.__name__] for each in on_ranks([absent_steps.run_planned], ranks, meeting)]
+        found = [
+            each[absent_steps.run_planned.__name__] for each in on_ranks([absent_steps.run_planned], ranks, meeting)
+        ]
     rows: list[dict[str, Any]] = []
     for name in found[0]:
         step, budget = name.split(" at ")

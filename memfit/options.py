@@ -107,16 +107,16 @@ class ClusterOptions(TypedDict, total=False):
 
     shard: Annotated[
         bool,
-        "shard the model over the ranks, as `fully_shard` does: each repeated block, and the rest. Without it each rank "
-        "has all of it, as with DistributedDataParallel, unless the step's own code shards it",
+        "shard the model over the ranks, as `fully_shard` does: each repeated block, and the rest. Without it each "
+        "rank has all of it, as with DistributedDataParallel, unless the step's own code shards it",
     ]
     replicas: Annotated[
         int, "divide the ranks into so many replicas of the model, each of which is sharded within itself (HSDP)"
     ]
     link: Annotated[
         str | None,
-        "what joins the ranks: `nvlink`, nodes of 8 with a link of InfiniBand for each rank; `ib`, InfiniBand alone; or "
-        "the rate that each rank sends at, such as `25GB/s`. By default `nvlink` where the device has it, else `ib`",
+        "what joins the ranks: `nvlink`, nodes of 8 with a link of InfiniBand for each rank; `ib`, InfiniBand alone; "
+        "or the rate that each rank sends at, such as `25GB/s`. By default `nvlink` where the device has it, else `ib`",
     ]
 
 
@@ -156,8 +156,8 @@ class Cluster:
                 raise InvalidOptionError(f"{name} is {number!r}, expected a whole number from 1 on")
         if self.replicas > 1 and not self.shard:
             raise InvalidOptionError(
-                f"replicas is {self.replicas}, but the model is not sharded, so that each of the {self.ranks} ranks has "
-                "all of it: give shard (--shard) as well, or leave replicas out"
+                f"replicas is {self.replicas}, but the model is not sharded, so that each of the {self.ranks} ranks "
+                "has all of it: give shard (--shard) as well, or leave replicas out"
             )
         if self.ranks % self.replicas or self.ranks == self.replicas > 1:
             raise InvalidOptionError(

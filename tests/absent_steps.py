@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from rank_steps import convolutions, loss, loss_in_bfloat16, perceptron
 from shard_steps import Blocks, Tied, in_blocks
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import memfit
@@ -21,9 +20,10 @@ FOLDER = "MEMFIT_ABSENT_RANKS"  # where plans are
 SEARCH = ("--option", "iterations=600", "--time-limit", "60")
 
 
-def _step(
+def step_of(
     model: Any, batch: Any, function: Any = loss, *, clip_norm: float | None = None, make: Any = torch.optim.AdamW
 ) -> memfit.TrainingStep:
+    """Return a step of some parameters."""
     optimizer = make([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     return memfit.TrainingStep(model=model, loss=function, batch=batch, optimizer=optimizer, clip_norm=clip_norm)
 
@@ -33,44 +33,44 @@ def _data(width: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ddp() -> memfit.TrainingStep:
-    return _step(perceptron(), _data(64, 512))
+    return step_of(perceptron(), _data(64, 512))
 
 
 def ddp_clipped_in_bfloat16() -> memfit.TrainingStep:
-    return _step(perceptron(), _data(64, 512), loss_in_bfloat16, clip_norm=0.5)
+    return step_of(perceptron(), _data(64, 512), loss_in_bfloat16, clip_norm=0.5)
 
 
 def ddp_of_convolutions() -> memfit.TrainingStep:
-    return _step(convolutions(), (torch.randn(8, 3, 32, 32), torch.randint(0, 8, (8,))), make=torch.optim.SGD)
+    return step_of(convolutions(), (torch.randn(8, 3, 32, 32), torch.randint(0, 8, (8,))), make=torch.optim.SGD)
 
 
 def sharded() -> memfit.TrainingStep:
-    return _step(Blocks(128, inner=512), _data(128, 256))
+    return step_of(Blocks(128, inner=512), _data(128, 256))
 
 
 def sharded_of_many_parameters() -> memfit.TrainingStep:
-    return _step(Blocks(256, inner=1024), _data(256, 16), make=torch.optim.SGD)
+    return step_of(Blocks(256, inner=1024), _data(256, 16), make=torch.optim.SGD)
 
 
 def sharded_unevenly_and_clipped() -> memfit.TrainingStep:
-    return _step(Blocks(33, inner=65), _data(33, 300), clip_norm=1.0)
+    return step_of(Blocks(33, inner=65), _data(33, 300), clip_norm=1.0)
 
 
 def sharded_with_tied_weights() -> memfit.TrainingStep:
     tokens = torch.randint(0, 8, (400,))
-    return _step(Tied(), (tokens, tokens.clone()))
+    return step_of(Tied(), (tokens, tokens.clone()))
 
 
 def sharded_with_a_frozen_base() -> memfit.TrainingStep:
     model = Blocks(128, inner=512)
     model.blocks[:2].requires_grad_(False)
-    return _step(model, _data(128, 256))
+    return step_of(model, _data(128, 256))
 
 
 def by_its_own_code_in_mixed_precision() -> memfit.TrainingStep:
     """What a user's file does that calls `fully_shard` itself."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.bfloat16)
-    return _step(in_blocks(Blocks(128, inner=512), mp_policy=policy), _data(128, 256))
+    return step_of(in_blocks(Blocks(128, inner=512), mp_policy=policy), _data(128, 256))
 
 
 MAKERS: dict[str, Callable[[], memfit.TrainingStep]] = {

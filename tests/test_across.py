@@ -31,7 +31,7 @@ from memfit.system.recorder import record
 
 H100 = load_device("h100")
 WIDTH = 1 << 14  # a layer of 1 GiB
-STEP = '''
+STEP = """
 import torch, memfit
 from torch import nn
 
@@ -40,7 +40,7 @@ def make_step(layers=4, batch=8):
     loss = lambda model, batch: model(batch).square().mean()
     optimizer = torch.optim.AdamW(model.parameters())
     return memfit.TrainingStep(model=model, loss=loss, batch=torch.randn(batch, 1 << 14), optimizer=optimizer)
-'''
+"""
 
 
 @pytest.fixture
@@ -127,17 +127,25 @@ def test_files_may_shard_or_wrap_their_models_themselves() -> None:
         optimizer = torch.optim.SGD(model.parameters())
         return memfit.TrainingStep(model=model, loss=step.loss, batch=step.batch, optimizer=optimizer)
 
-    def wrapped() -> memfit.TrainingStep:
-        step = wide()
+    def wrapped(width: int = 64) -> memfit.TrainingStep:
+        step = narrow(width)
         model = nn.parallel.DistributedDataParallel(step.model)
         return memfit.TrainingStep(model=model, loss=step.loss, batch=step.batch, optimizer=step.optimizer)
 
+    def narrow(width: int = 64) -> memfit.TrainingStep:
+        return absent_steps.step_of(nn.Linear(width, 8), (torch.randn(4, width), torch.zeros(4, dtype=torch.int64)))
+
     graphs: list[Graph] = []
-    for make, options in ((sharded, {}), (wide, {"shard": True}), (wrapped, {}), (wide, {})):
+    for make, options in ((sharded, {}), (wide, {"shard": True}), (wrapped, {}), (narrow, {})):
         with memfit.across(8, **options) as there:
             graphs.append(capture(there.step(make)).graph)
     assert graphs[0].fingerprint == graphs[1].fingerprint
     assert [op.target for op in graphs[2].ops] == [op.target for op in graphs[3].ops]
+    with (
+        memfit.across(8) as there,
+        pytest.raises(UnsupportedStepError, match="give the bare model, which is planned as"),
+    ):
+        there.step(lambda: wrapped(1 << 20))
     with memfit.across(8, shard=True) as there, pytest.raises(InvalidOptionError, match="already: leave out shard"):
         there.step(sharded)
 
@@ -315,9 +323,7 @@ def test_ranks_take_what_was_planned_before_they_were_there(
     _require_predicted(ranks, tmp_path, monkeypatch, tuple(absent_steps.MAKERS))
 
 
-def _require_predicted(
-    ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
-) -> None:
+def _require_predicted(ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
     monkeypatch.setenv(absent_steps.FOLDER, str(folder))
     absent_steps.plan_all(ranks, folder, names)
     meeting = folder / "ranks"

@@ -146,7 +146,6 @@ class ShardReductions(Reductions):
                 yield backward_call("add_", _aten.add_.Tensor, (gradient, view), ready.module, mutated=gradient)
             yield from self._use(ready, gradient, update, reduced)
 
-
     def _sum_of_replicas(self, part: Value, module: str) -> Iterator[TracedCall]:
         """Yield the calls that sum a part over the replicas of the model, if there are several."""
         replicas = self._sharded.replicas

@@ -115,7 +115,10 @@ def estimate(
     with working() as work:
         with on_ranks(one_of(clusters)) as there:
             costed = graph_with_costs(
-                there.resolve(target, settings), device_profile, work, costs=seconds or _has_rates(clusters, device_profile)
+                there.resolve(target, settings),
+                device_profile,
+                work,
+                costs=seconds or _has_rates(clusters, device_profile),
             )
         timed = _freed_run(costed, within, work) if seconds else None
         run = _unplanned(costed, forward_only=forward_only)

@@ -46,7 +46,7 @@ memfit plan resnet50 --budget 50% --frontier 10
 
 memfit plan train.py:make_step --budget 72GiB --ranks 64 --shard --device-profile h100
 
-memfit plan train.py:make_step --budget 72GiB --ranks 8,16,32,64 --shard --replicas 2 --link 25GB/s --device-profile h100
+memfit plan train.py:make_step --budget 72GiB --ranks 8,16,64 --shard --replicas 2 --link 25GB/s --device-profile h100
 """
 
 

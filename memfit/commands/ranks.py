@@ -52,7 +52,7 @@ class Ranks:
                     raise InvalidOptionError(f"--{option} is for steps across ranks: give --ranks N as well")
             return []
         texts = [text.strip() for text in self.ranks.split(",")]
-        if not all(text.isdecimal() and len(text) < 10 for text in texts) or len(set(texts)) < len(texts):  # noqa: PLR2004
+        if not all(text.isdecimal() and len(text) < 10 for text in texts) or len(set(texts)) < len(texts):
             raise InvalidOptionError(
                 f"--ranks {self.ranks!r}: expected a whole number of ranks, or several with commas between, each once"
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +23,8 @@ from memfit.step.distributed.sharding import require_bare, shard_blocks
 from memfit.torch_private.absent import DevicesHere, WithoutMemory, absent_ranks
 from memfit.torch_private.sharding import is_fully_sharded
 from memfit.torch_private.tensors import is_data_dependent
+
+_DDP_FILE = inspect.getfile(torch.nn.parallel.DistributedDataParallel)
 
 
 @contextmanager
@@ -73,8 +77,8 @@ class AbsentRanks:
     def step(self, make: Callable[[], TrainingStep]) -> TrainingStep:
         """Return the step of one rank that a function makes, its model sharded or replicated over the ranks.
 
-        Tensors of more than 1 MiB that are made in it have no memory. Where there is no CUDA, `cuda` is the CPU. A model
-        may come bare, in `DistributedDataParallel`, or with `fully_shard` applied to it.
+        Tensors of more than 1 MiB that are made in it have no memory. Where there is no CUDA, `cuda` is the CPU. A
+        model may come bare, with `fully_shard` applied to it or, a small one, in `DistributedDataParallel`.
 
         Args:
             make: makes a training step with the batch of one rank.
@@ -89,6 +93,11 @@ class AbsentRanks:
                 step = make()
             except Exception as raised:
                 error = raised.__cause__ if isinstance(raised, MemfitError) else raised
+                if isinstance(error, Exception) and _is_in_ddp(error):
+                    raise UnsupportedStepError(
+                        f"{user_line(error)}: the model is wrapped in DistributedDataParallel, which needs the memory "
+                        "of its parameters: give the bare model, which is planned as in DDP unless it is to be sharded"
+                    ) from raised
                 if not isinstance(error, Exception) or not is_data_dependent(error):
                     raise
                 raise UnsupportedStepError(
@@ -119,6 +128,10 @@ class AbsentRanks:
         assert found is not None
         found.absent_link = self.cluster.link
         return replace(step, model=bare, across=found)
+
+
+def _is_in_ddp(error: Exception) -> bool:
+    return any(frame.filename == _DDP_FILE for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _mesh(cluster: Cluster, model: torch.nn.Module) -> DeviceMesh:
