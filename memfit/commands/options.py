@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, cast, get_type_hints
 
 import msgspec
 import typer
@@ -140,11 +140,12 @@ class Search:
 def with_each_option(command: Callable[..., int]) -> Callable[..., int]:
     """Return a command as typer takes it: with each option of a group, such as `Search`, in the place of the group."""
     taken: dict[str, inspect.Parameter] = {}
-    groups: dict[str, tuple[type, list[str]]] = {}
+    groups: dict[str, tuple[Any, list[str]]] = {}
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
-        if is_dataclass(parameter.annotation):
-            own = inspect.signature(parameter.annotation, eval_str=True).parameters
-            groups[name] = parameter.annotation, list(own)
+        group: Any = parameter.annotation
+        if is_dataclass(group):
+            own = inspect.signature(cast("type", group), eval_str=True).parameters
+            groups[name] = group, list(own)
             taken |= own
         else:
             taken[name] = parameter

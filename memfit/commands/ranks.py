@@ -56,8 +56,7 @@ class Ranks:
             raise InvalidOptionError(
                 f"--ranks {self.ranks!r}: expected a whole number of ranks, or several with commas between, each once"
             )
-        shared = {"shard": self.shard, "replicas": self.replicas, "link": self.link}
-        return [Cluster(ranks=int(text), **shared) for text in texts]
+        return [Cluster(ranks=int(text), shard=self.shard, replicas=self.replicas, link=self.link) for text in texts]
 
 
 def clusters_from(given: RanksOptions) -> list[Cluster]:
@@ -72,7 +71,10 @@ def clusters_from(given: RanksOptions) -> list[Cluster]:
         if shared:
             raise InvalidOptionError(f"{next(iter(shared))} is for steps across ranks: give ranks as well")
         return []
-    return [Cluster(ranks=count, **shared) for count in ([ranks] if isinstance(ranks, int) else ranks)]  # pyright: ignore[reportArgumentType]
+    counts = [ranks] if isinstance(ranks, int) else list(ranks)
+    if not counts:
+        raise InvalidOptionError("ranks is empty: expected a whole number of ranks, or several")
+    return [Cluster(ranks=count, **shared) for count in counts]  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,7 @@ class RankRow:
 
     def keys(self) -> dict[str, Any]:
         """The row as JSON."""
-        keys = {"ranks": self.cluster.ranks} if self.figures is None else self.figures.keys()
+        keys: dict[str, Any] = {"ranks": self.cluster.ranks} if self.figures is None else self.figures.keys()
         if self.error is not None:
             keys["least_budget_bound_bytes"] = self.error.least_budget_bound_bytes
             keys["least_budget_found_bytes"] = self.error.least_budget_found_bytes

@@ -106,7 +106,7 @@ def _call(path: Path, name: str, options: Mapping[str, OptionValue], ranks: Abse
         with _blame(path, f"{name}() raised"):
             return function(**arguments)
 
-    made = _made(make, ranks)
+    made: Any = _made(make, ranks)
     from memfit.capture.step_check import check_step
     from memfit.capture.training_step import TrainingStep
 

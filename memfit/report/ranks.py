@@ -14,7 +14,7 @@ from memfit.report.live import Run
 from memfit.schedule import Code
 from memfit.system.budget import format_bytes
 
-KINDS = ("parameters", "gradients", "state", "activations", "gathers")
+KINDS: tuple[str, ...] = ("parameters", "gradients", "state", "activations", "gathers")
 
 
 class RankFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,8 @@ def rank_figures(cluster: Cluster, run: Run, *, shards: int, has_seconds: bool) 
         has_seconds: whether the graph has the seconds of its ops.
     """
     graph, position = run.graph, run.timeline.peak_position
-    by_kind, of_parameters = dict.fromkeys(KINDS, 0), _gradients_of_parameters(graph)
+    by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
+    of_parameters = _gradients_of_parameters(graph)
     for storage in run.live_at(position):
         by_kind[_kind(graph.storages[storage], of_parameters)] += run.device.aligned(graph.storages[storage].bytes)
     by_kind["activations"] += run.timeline.peak_bytes - sum(by_kind.values())

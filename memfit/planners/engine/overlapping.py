@@ -123,7 +123,7 @@ class _Overlap:
         return self._instructions[self.order[place]]
 
     def _collectives(self) -> list[int]:
-        return np.flatnonzero(self._is_collective[self.order]).tolist()
+        return [int(place) for place in np.flatnonzero(self._is_collective[self.order])]
 
     def _op(self, place: int) -> Op:
         return self._graph.ops[self._compute(place).op]
