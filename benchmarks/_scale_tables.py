@@ -53,7 +53,7 @@ _KINDS = ("parameters", "gradients", "state", "activations", "gathers")
 def many_ranks(stored: dict[str, Payload]) -> Table:
     """A row for each budget of each model on a number of ranks."""
     head = ["model", "ranks", "budget, GiB", *_KINDS, "peak, GiB", "ms a step", "overhead", "proved bound"]
-    head += ["all-gathers", "all kept: GiB, ms", "search, s", "command, s", "command, GiB"]
+    head += ["all-gathers", "all kept: GiB, ms", "search, s", "command, s", "of a core, s", "command, GiB"]
     payloads = sorted(stored.values(), key=lambda payload: (len(payload["model"]), payload["ranks"]))
     rows = [_ranks_row(payload, point) for payload in payloads for point in payload["points"]]
     shapes = dict.fromkeys(
@@ -61,18 +61,19 @@ def many_ranks(stored: dict[str, Payload]) -> Table:
     )
     limits = sorted({payload["time_limit_seconds"] for payload in payloads})
     note = (
-        "All but the last three columns predicted, for one of so many H100s in nodes of 8: Llama 3, fully sharded, "
+        "All but the last four columns predicted, for one of so many H100s in nodes of 8: Llama 3, fully sharded, "
         f"bfloat16 compute, AdamW in float32; a rank has {' and '.join(shapes)}. The kinds are GiB at the peak. "
         "All-gathers: how often a group of parameters is gathered in a step, on average. The command is one `memfit "
         f"plan --ranks` with a limit of {' or '.join(f'{limit:.0f}' for limit in limits)} s for its search, from its "
-        "start to its answer, and the most memory that its process had."
+        "start to its answer, on a machine that others used as well, and the most memory that its process had."
     )
     return head, rows, note
 
 
 def _ranks_row(payload: Payload, point: dict[str, Any]) -> list[str]:
     begin = [f"{payload['model']}", f"{payload['ranks']}", point["budget"].removesuffix("GiB")]
-    took = [f"{point['wall_seconds']:.0f}", _gibibytes(point["process_bytes"])]
+    took = [f"{point[name]:.0f}" for name in ("wall_seconds", "processor_seconds")]
+    took.append(_gibibytes(point["process_bytes"]))
     if "predicted" not in point:
         bound = _gibibytes(point["least_budget_bound_bytes"])
         return [*begin, *("" for _ in _KINDS), f"no plan; none is below {bound}", *([""] * 6), *took]

@@ -96,8 +96,13 @@ def point(case: str, budget: str, time_limit_seconds: float, layers: int) -> dic
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode not in (0, *NO_PLAN):
         raise RuntimeError(f"{case} at {budget}: {answer}")
-    took = {"wall_seconds": time.perf_counter() - started, "process_bytes": usage.ru_maxrss * 1024}
-    return {"budget": budget, **answer, **took}
+    return {
+        "budget": budget,
+        **answer,
+        "wall_seconds": time.perf_counter() - started,
+        "processor_seconds": usage.ru_utime + usage.ru_stime,
+        "process_bytes": usage.ru_maxrss * 1024,
+    }
 
 
 def main() -> None:
