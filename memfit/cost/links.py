@@ -29,8 +29,9 @@ _SUM = "start_sum"  # the kind of collective that is an all-reduce: it goes arou
 class Link:
     """What joins ranks: nodes of so many ranks, with one rate within and one between them.
 
-        >>> Link.parse("25GB/s", load_device("h100")).rates("start_gather", range(4)).bytes_per_second / 1e9
-        33.333333333333336
+        >>> from memfit.cost.device_profiles import load_device
+        >>> round(Link.parse("25GB/s", load_device("h100")).rates("start_gather", range(4)).bytes_per_second / 1e9, 1)
+        33.3
 
     Attributes:
         node_ranks: of a node; 1 if all ranks are joined by the network.
