@@ -119,21 +119,14 @@ def ranks(payload: Payload) -> Table:
     return head, rows, note
 
 
-def absent_ranks(payload: Payload) -> Table:
+def absent_ranks(stored: dict[str, Payload]) -> Table:
     """A row for each step on each number of ranks: what was predicted before, and what it took."""
-    head = ["step", "budget", "2 ranks: predicted, MiB", "measured, MiB", "off by"]
-    head += ["4 ranks: predicted, MiB", "measured, MiB", "off by"]
-    by_step: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
-    for row in payload["rows"]:
-        by_step.setdefault((row["step"], row["budget"]), {})[row["ranks"]] = row
+    head = ["ranks", "step", "budget", "predicted, MiB", "measured, MiB", "off by"]
     rows: list[list[str]] = []
-    for (step, budget), found in by_step.items():
-        cells = [step.replace("_", " "), budget]
-        for ranks in (2, 4):
-            row = found[ranks]
-            predicted, measured = row["predicted_bytes"], row["measured_bytes"]
-            cells += [f"{predicted / 2**20:.3f}", f"{measured / 2**20:.3f}", f"{predicted / measured - 1:+.2%}"]
-        rows.append(cells)
+    for row in (row for _, payload in sorted(stored.items()) for row in payload["rows"]):
+        predicted, measured = row["predicted_bytes"], row["measured_bytes"]
+        name, sizes = row["step"].replace("_", " "), [f"{size / 2**20:.3f}" for size in (predicted, measured)]
+        rows.append([f"{row['ranks']}", name, row["budget"], *sizes, f"{predicted / measured - 1:.2%}"])
     note = (
         "Planned by `memfit plan --ranks` in one process, whose plan file the ranks then ran by `memfit.fit(..., "
         "plan=file)`; measured with gloo, on the rank that took most. A budget is a share of the unplanned peak."
@@ -146,12 +139,12 @@ def _gibibytes(size_bytes: int) -> str:
 
 
 SCALE_SET_TABLES: dict[str, tuple[str, Callable[[dict[str, Payload]], Table]]] = {
-    "many-ranks": ("many_ranks", many_ranks)
+    "absent-ranks": ("absent_ranks", absent_ranks),
+    "many-ranks": ("many_ranks", many_ranks),
 }
 """The same for tables of all results in a folder."""
 SCALE_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {
     "planning-time": ("planning_time", planning_time),
     "ranks": ("ranks", ranks),
-    "absent-ranks": ("absent_ranks", absent_ranks),
 }
 """Each table by name: the script whose only result it shows, and what makes it."""

@@ -22,6 +22,7 @@ import absent_steps
 from rank_runs import on_ranks
 
 RANKS = (2, 4)
+LIMIT_SECONDS = 3600.0  # of a busy machine
 
 
 def rows_of(ranks: int, names: list[str]) -> list[dict[str, Any]]:
@@ -33,7 +34,8 @@ def rows_of(ranks: int, names: list[str]) -> list[dict[str, Any]]:
         meeting = Path(folder) / "ranks"
         meeting.mkdir()
         found = [
-            each[absent_steps.run_planned.__name__] for each in on_ranks([absent_steps.run_planned], ranks, meeting)
+            each[absent_steps.run_planned.__name__]
+            for each in on_ranks([absent_steps.run_planned], ranks, meeting, seconds=LIMIT_SECONDS)
         ]
     rows: list[dict[str, Any]] = []
     for name in found[0]:
@@ -51,10 +53,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--steps", nargs="+", choices=absent_steps.MAKERS, default=list(absent_steps.MAKERS))
+    parser.add_argument("--dry", action="store_true", help="store nothing")
     arguments = parser.parse_args()
-    rows = [row for ranks in arguments.ranks for row in rows_of(ranks, list(arguments.steps))]
-    if tuple(arguments.ranks) == RANKS and set(arguments.steps) == set(absent_steps.MAKERS):
-        print(store("absent_ranks", {"rows": rows}))
+    for ranks in arguments.ranks:
+        rows = rows_of(ranks, list(arguments.steps))
+        if not arguments.dry:
+            print(store(f"absent_ranks/{ranks}", {"ranks": ranks, "rows": rows}))
 
 
 if __name__ == "__main__":

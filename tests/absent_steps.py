@@ -127,8 +127,6 @@ def run_planned(rank: int, _count: int) -> dict[str, dict[str, Any]]:
             process_group=dist.group.WORLD,
             shard=name.startswith("sharded"),
         )
-        for _ in range(2):
-            planned(step.batch)
         measured = planned.measure(repeats=1)
         found[f"{name} at {budget}"] = {
             "predicted_bytes": plan.predicted.peak_bytes,
