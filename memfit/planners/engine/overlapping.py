@@ -123,7 +123,8 @@ class _Overlap:
         return self._instructions[self.order[place]]
 
     def _collectives(self) -> list[int]:
-        return [int(place) for place in np.flatnonzero(self._is_collective[self.order])]
+        places: NDArray[np.int64] = np.flatnonzero(self._is_collective[self.order])
+        return [int(place) for place in places]
 
     def _op(self, place: int) -> Op:
         return self._graph.ops[self._compute(place).op]
