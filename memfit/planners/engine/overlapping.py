@@ -120,11 +120,10 @@ class _Overlap:
             self.order, self.timeline = order, timeline
 
     def _at(self, place: int) -> Instruction:
-        return self._instructions[self.order[place]]
+        return self._instructions[int(self.order[place])]
 
     def _collectives(self) -> list[int]:
-        places: NDArray[np.int64] = np.flatnonzero(self._is_collective[self.order])
-        return [int(place) for place in places]
+        return [int(place) for place in np.flatnonzero(self._is_collective[self.order])]
 
     def _op(self, place: int) -> Op:
         return self._graph.ops[self._compute(place).op]
