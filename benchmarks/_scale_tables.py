@@ -47,41 +47,48 @@ def _best_after(point: dict[str, Any], moment: float) -> str:
     return f"{found[-1]:.3%}" if found and moment <= point["time_limit_seconds"] else ""
 
 
+_KINDS = ("parameters", "gradients", "state", "activations", "gathers")
+
+
 def many_ranks(stored: dict[str, Payload]) -> Table:
-    """A row for each budget of each number of ranks."""
-    head = ["ranks", "budget", "peak, GiB", "resident, GiB", "ms a step", "overhead", "proved bound", "all-gathers"]
-    head += ["ms a step if all is kept", "its peak, GiB"]
-    payloads = sorted(stored.values(), key=lambda payload: payload["ranks"])
+    """A row for each budget of each model on a number of ranks."""
+    head = ["model", "ranks", "budget, GiB", *_KINDS, "peak, GiB", "ms a step", "overhead", "proved bound"]
+    head += ["all-gathers", "all kept: GiB, ms", "search, s", "command, s", "of a core, s", "command, GiB"]
+    payloads = sorted(stored.values(), key=lambda payload: (len(payload["model"]), payload["ranks"]))
     rows = [_ranks_row(payload, point) for payload in payloads for point in payload["points"]]
-    model = payloads[0]["model"]
+    shapes = dict.fromkeys(
+        f"{payload['batch']} x {payload['length']:,} tokens ({payload['model']})" for payload in payloads
+    )
     limits = sorted({payload["time_limit_seconds"] for payload in payloads})
     note = (
-        f"All predicted, for one of so many H100s: Llama 3 8B, {model['layers']} layers, {model['batch']} sequences of "
-        f"{model['length']:,} tokens on each rank, {payloads[0]['ops']:,} ops. Resident: parts of parameters and of "
-        "optimizer states. All-gathers: how often a group of parameters is gathered in a step, on average. "
-        f"{' or '.join(f'{limit:.0f}' for limit in limits)} s of search for each plan; capture took at most "
-        f"{max(payload['capture_seconds'] for payload in payloads):.0f} s, and the process "
-        f"{max(payload['process_bytes'] for payload in payloads) / 2**30:.1f} GiB."
+        "All but the last four columns predicted, for one of so many H100s in nodes of 8: Llama 3, fully sharded, "
+        f"bfloat16 compute, AdamW in float32; a rank has {' and '.join(shapes)}. The kinds are GiB at the peak. "
+        "All-gathers: how often a group of parameters is gathered in a step, on average. The command is one `memfit "
+        f"plan --ranks` with a limit of {' or '.join(f'{limit:.0f}' for limit in limits)} s for its search, from its "
+        "start to its answer, on a machine that others used as well, and the most memory that its process had."
     )
     return head, rows, note
 
 
 def _ranks_row(payload: Payload, point: dict[str, Any]) -> list[str]:
-    begin = [f"{payload['ranks']}", point["budget"].replace("GiB", " GiB")]
-    if "peak_bytes" not in point:
-        found = point["least_bytes"]
-        reached = "no plan" if found is None else f"no plan; {_gibibytes(found)} were reached"
-        return [*begin, f"{reached}, none is below {_gibibytes(point['bound_bytes'])}"]
+    begin = [f"{payload['model']}", f"{payload['ranks']}", point["budget"].removesuffix("GiB")]
+    took = [f"{point[name]:.0f}" for name in ("wall_seconds", "processor_seconds")]
+    took.append(_gibibytes(point["process_bytes"]))
+    if "predicted" not in point:
+        bound = _gibibytes(point["least_budget_bound_bytes"])
+        return [*begin, *("" for _ in _KINDS), f"no plan; none is below {bound}", *([""] * 6), *took]
+    by_kind = point["rank"]["by_kind"]
     return [
         *begin,
-        _gibibytes(point["peak_bytes"]),
-        _gibibytes(payload["resident_bytes"]),
-        f"{point['seconds'] * 1e3:,.0f}",
+        *(_gibibytes(by_kind[kind]) for kind in _KINDS),
+        _gibibytes(point["predicted"]["peak_bytes"]),
+        f"{point['predicted']['seconds'] * 1e3:,.0f}",
         f"{point['overhead']:.1%}",
-        f"{point['bound']:.1%}",
-        f"{point['gathers']:.2f}",
-        f"{point['unplanned_seconds'] * 1e3:,.0f}",
-        _gibibytes(point["unplanned_peak_bytes"]),
+        f"{point['bounds']['overhead']:.1%}",
+        f"{point['rank']['gathers']:.2f}",
+        f"{_gibibytes(point['unplanned']['peak_bytes'])}, {point['unplanned']['seconds'] * 1e3:,.0f}",
+        f"{point['plan_seconds']:.1f}",
+        *took,
     ]
 
 
@@ -112,12 +119,28 @@ def ranks(payload: Payload) -> Table:
     return head, rows, note
 
 
+def absent_ranks(stored: dict[str, Payload]) -> Table:
+    """A row for each step on each number of ranks: what was predicted before, and what it took."""
+    head = ["ranks", "step", "budget", "predicted, MiB", "measured, MiB", "off by"]
+    rows: list[list[str]] = []
+    for row in (row for _, payload in sorted(stored.items()) for row in payload["rows"]):
+        predicted, measured = row["predicted_bytes"], row["measured_bytes"]
+        name, sizes = row["step"].replace("_", " "), [f"{size / 2**20:.3f}" for size in (predicted, measured)]
+        rows.append([f"{row['ranks']}", name, row["budget"], *sizes, f"{predicted / measured - 1:.2%}"])
+    note = (
+        "Planned by `memfit plan --ranks` in one process, whose plan file the ranks then ran by `memfit.fit(..., "
+        "plan=file)`; measured with gloo, on the rank that took most. A budget is a share of the unplanned peak."
+    )
+    return head, rows, note
+
+
 def _gibibytes(size_bytes: int) -> str:
     return f"{size_bytes / 2**30:.1f}"
 
 
 SCALE_SET_TABLES: dict[str, tuple[str, Callable[[dict[str, Payload]], Table]]] = {
-    "many-ranks": ("many_ranks", many_ranks)
+    "absent-ranks": ("absent_ranks", absent_ranks),
+    "many-ranks": ("many_ranks", many_ranks),
 }
 """The same for tables of all results in a folder."""
 SCALE_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {

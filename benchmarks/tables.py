@@ -190,6 +190,7 @@ IN_FOLDERS = (
     "versions",
     "page_faults",
     "loop_cost",
+    "absent_ranks",
     "many_ranks",
     "checkpoint",
     "doors",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from memfit.memory.arena.arena import arena
     from memfit.papers.planners.mirror import mirror
     from memfit.plan import Plan, Problem
+    from memfit.step.distributed.across import across
     from memfit.step.step import PlannedStep
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "PlannedStep",
     "Problem",
     "TrainingStep",
+    "across",
     "arena",
     "check",
     "checkpoint",
@@ -45,6 +47,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "across": "memfit.step.distributed.across",
     "arena": "memfit.memory.arena.arena",
     "Graph": "memfit.graph",
     "MemfitError": "memfit.errors",

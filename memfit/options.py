@@ -7,15 +7,19 @@ of `Settings`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, get_type_hints
 
-from memfit.errors import InvalidOptionError
+from memfit.errors import InvalidBudgetError, InvalidOptionError
 from memfit.plan import Progress
 from memfit.planning import Settings
-from memfit.system.budget import parse_host_budget
+from memfit.system.budget import parse_host_budget, parse_rate
 from memfit.system.spill_file import parse_host_dir
+
+NVLINK, INFINIBAND = "nvlink", "ib"
+"""Links of `ClusterOptions`."""
 
 
 class SearchOptions(TypedDict, total=False):
@@ -96,6 +100,82 @@ class CompileOptions(SearchOptions, total=False):
         "whether the loop calls `backward` inside `torch.autocast`, which torch advises against; without it, such a "
         "backward is refused",
     ]
+
+
+class ClusterOptions(TypedDict, total=False):
+    """How ranks that are not there share a model, for `memfit.across`, `memfit.frontier` and the commands."""
+
+    shard: Annotated[
+        bool,
+        "shard the model over the ranks, as `fully_shard` does: each repeated block, and the rest. Without it each "
+        "rank has all of it, as with DistributedDataParallel, unless the step's own code shards it",
+    ]
+    replicas: Annotated[
+        int, "divide the ranks into so many replicas of the model, each of which is sharded within itself (HSDP)"
+    ]
+    link: Annotated[
+        str | None,
+        "what joins the ranks: `nvlink`, nodes of 8 with a link of InfiniBand for each rank; `ib`, InfiniBand alone; "
+        "or the rate that each rank sends at, such as `25GB/s`. By default `nvlink` where the device has it, else `ib`",
+    ]
+
+
+class RanksOptions(ClusterOptions, total=False):
+    """The same, and how many ranks: for `memfit.frontier` and the commands."""
+
+    ranks: Annotated[
+        Sequence[int] | int | None,
+        "plan the step of one of so many ranks, which do not have to be there, and allocate nothing for it; several "
+        "numbers, such as 8,64, give a table. The batch is that of one rank",
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Ranks that train one model together, each on batches of its own.
+
+        >>> Cluster(ranks=64, shard=True, replicas=4).shards
+        16
+
+    Args:
+        ranks: in all.
+        shard, replicas, link: see `ClusterOptions`.
+
+    Raises:
+        InvalidOptionError: numbers that do not fit together, or a link that cannot be read.
+    """
+
+    ranks: int
+    shard: bool = False
+    replicas: int = 1
+    link: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, number in (("ranks", self.ranks), ("replicas", self.replicas)):
+            if not isinstance(number, int) or number < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise InvalidOptionError(f"{name} is {number!r}, expected a whole number from 1 on")
+        if self.replicas > 1 and not self.shard:
+            raise InvalidOptionError(
+                f"replicas is {self.replicas}, but the model is not sharded, so that each of the {self.ranks} ranks "
+                "has all of it: give shard (--shard) as well, or leave replicas out"
+            )
+        if self.ranks % self.replicas or self.ranks == self.replicas > 1:
+            raise InvalidOptionError(
+                f"replicas is {self.replicas}, expected a divisor of the {self.ranks} ranks that leaves at least 2 of "
+                "them to each replica"
+            )
+        if self.link not in (None, NVLINK, INFINIBAND):
+            try:
+                parse_rate(str(self.link))
+            except InvalidBudgetError as error:
+                raise InvalidOptionError(
+                    f"link is {self.link!r}, expected {NVLINK!r}, {INFINIBAND!r}, or a rate such as 25GB/s"
+                ) from error
+
+    @property
+    def shards(self) -> int:
+        """The ranks that a model is sharded over."""
+        return self.ranks // self.replicas if self.shard else 1
 
 
 def help_texts(record: type) -> dict[str, str]:

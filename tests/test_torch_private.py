@@ -28,6 +28,14 @@ from torch.utils.checkpoint import checkpoint
 
 from memfit import torch_private
 from memfit.torch_private import cuda
+from memfit.torch_private.absent import (
+    DevicesHere,
+    WithoutMemory,
+    absent_ranks,
+    has_no_memory,
+    is_absent,
+    real_form,
+)
 from memfit.torch_private.ambient import Ambient, saved_as_they_are
 from memfit.torch_private.aot import boxed, hand_over_absent, trace_joint
 from memfit.torch_private.autograd import (
@@ -228,6 +236,43 @@ def test_the_groups_of_a_collective_are_told() -> None:
         assert groups_of(functional, (ones, "sum", alone.group_name), {}, [ones]) == []
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_ranks_that_are_not_there_answer_at_once() -> None:
+    with absent_ranks(4) as world:
+        assert is_absent(world) and not is_absent(None)
+        assert torch.distributed.get_world_size() == 4
+        ones = torch.ones(2)
+        torch.distributed.all_reduce(ones)
+        assert ones.tolist() == [1.0, 1.0]
+        assert is_gloo(world, torch.device("cpu"))
+    assert not torch.distributed.is_initialized()
+
+
+def test_large_tensors_have_no_memory_and_modules_of_them_can_be_converted() -> None:
+    with WithoutMemory():
+        small, large = torch.arange(4.0), torch.nn.Linear(1 << 10, 1 << 10)
+        assert small.sum().item() == 6.0
+        assert has_no_memory(large.weight) and not has_no_memory(large.bias)
+        large.bfloat16()  # which swaps tensors, and refuses those with weak references
+        moved = torch.empty(1 << 20, device="meta")
+        half = large.weight[: 1 << 9]
+    assert large.weight.dtype is torch.bfloat16 and has_no_memory(large.weight)
+    assert moved.device.type == "cpu" and has_no_memory(moved)
+    assert half.untyped_storage().nbytes() == 1 << 21
+    assert real_form(small) is small
+    real = real_form(large.weight.detach().t())
+    assert not has_no_memory(real) and real.stride() == (1, 1 << 10)
+    fake = FakeTensorMode().from_tensor(large.weight)  # as a capture shows it
+    assert isinstance(fake, torch.nn.Parameter) and not has_no_memory(fake)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="cuda is here")
+def test_devices_that_are_not_here_are_the_cpu() -> None:
+    with DevicesHere():
+        model = torch.nn.Linear(2, 2).cuda()
+        assert model.weight.device.type == torch.ones(2, device="cuda:1").device.type == "cpu"
+        assert torch.ones(2).to("cuda").to(torch.device("cuda", 0), torch.float64).dtype is torch.float64
 
 
 def test_every_public_name_of_the_room_is_tested_here() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -20,12 +20,20 @@ class Across(ABC):
         group: of the ranks.
         rank: of this process in the group.
         size: how many ranks there are.
+        absent_link: what would join the ranks, where none is there, as text: see `memfit.cost.links`.
     """
+
+    absent_link: str | None = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks the model is sharded: 1 if each has all of it."""
+        return 1
 
     @property
     @abstractmethod
@@ -39,6 +47,14 @@ class Across(ABC):
         Raises:
             UnsupportedStepError: the ranks cannot do that.
         """
+
+    def ring_of(self, kind: str) -> Sequence[int]:  # noqa: ARG002 (one group by default)
+        """Return the ranks, by their numbers, that a kind of collectives runs between.
+
+        Args:
+            kind: as `memfit.cost.collectives.kinds_of` names it.
+        """
+        return dist.get_process_group_ranks(self.group)
 
     def begin(self, model: torch.nn.Module) -> None:  # noqa: B027 (nothing to do by default)
         """Give all ranks the same model, where each has all of it.

@@ -19,6 +19,7 @@ from memfit.capture.symbols import Symbols, at_hand
 from memfit.capture.trace import Trace
 from memfit.capture.under_modes import UnderModes, is_looked_at
 from memfit.errors import UnsupportedStepError
+from memfit.torch_private.absent import has_no_memory
 from memfit.torch_private.autograd import TorchDispatchMode, only_mode
 from memfit.torch_private.sharding import is_sharded
 from memfit.torch_private.symbols import symbolic_kernels
@@ -152,7 +153,9 @@ class CallRecorder(TorchDispatchMode):
         )
 
     def _faked(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or is_fake(leaf) or leaf.layout is not torch.strided:
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+            return leaf
+        if is_fake(leaf) and not has_no_memory(leaf):
             return leaf
         if is_sharded(leaf):
             raise UnsupportedStepError(

@@ -7,6 +7,7 @@ graph, which a plan may repeat, and their gradients are reduced by others, in th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from memfit.capture.across import Across
 from memfit.capture.data_parallel import data_parallel
 from memfit.errors import InvalidOptionError, UnsupportedStepError
-from memfit.torch_private.ranks import is_gloo
+from memfit.torch_private.absent import is_absent
+from memfit.torch_private.ranks import is_gloo, start_sum
 from memfit.torch_private.sharding import (
     GroupFacts,
     ShardedFacts,
@@ -27,6 +29,8 @@ from memfit.torch_private.sharding import (
     reduces_gradients,
     sharded_groups,
 )
+
+SUM = start_sum.__name__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +60,7 @@ class FullySharded(Across):
 
     Attributes:
         groups: see above.
+        replicas: the ranks that have the same parts of other replicas (HSDP); None for one replica.
     """
 
     def __init__(self, model: torch.nn.Module, groups: list[GroupFacts]) -> None:
@@ -65,6 +70,12 @@ class FullySharded(Across):
             for facts in groups
         )
         super().__init__(groups[0].process_group)
+        self.replicas: dist.ProcessGroup | None = groups[0].replicas
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks the model is sharded."""
+        return self.size
 
     @property
     def reduces(self) -> bool:
@@ -91,6 +102,11 @@ class FullySharded(Across):
             "in `.grad` all the same"
         )
 
+    def ring_of(self, kind: str) -> Sequence[int]:
+        """Return the ranks that parts are gathered from and scattered to; of a sum those of the other replicas."""
+        group = self.replicas if kind == SUM and self.replicas is not None else self.group
+        return dist.get_process_group_ranks(group)
+
     def divisions(self, group: ShardedGroup, dtype: torch.dtype) -> tuple[float | None, float | None, str]:
         """Return by what gradients are divided before their sum and after it, and the name of the sum.
 
@@ -108,8 +124,9 @@ class FullySharded(Across):
                 f"{_title(group.facts)} has a gradient divide factor of its own, whose sum a planned step does not "
                 "make; leave it out, or call set_force_sum_reduction_for_comms(True)"
             )
-        if operation == "avg" and is_gloo(self.group, device):
-            return before, float(self.size), "sum"  # as gloo does, of which each rank needs its part only
+        if operation == "avg" and (self.replicas is not None or is_gloo(self.group, device)):
+            replicas = 1 if self.replicas is None else self.replicas.size()
+            return before, float(self.size * replicas), "sum"  # as gloo does, of which each rank needs its part only
         return before, after, operation
 
 
@@ -169,7 +186,8 @@ def _require_plain(facts: GroupFacts) -> None:
     found = {
         **dict.fromkeys(facts.refused, True),
         **dict.fromkeys((what for each in facts.parameters for what in each.refused), True),
-        "a mesh of several dimensions": facts.process_group is None,
+        "a mesh of several dimensions": facts.process_group is None
+        or (facts.replicas is not None and not is_absent(facts.replicas)),
         "parameters of several dtypes": len(dtypes) > 1 or len(trained) > 1,
     }
     named = [what for what, is_there in found.items() if is_there]

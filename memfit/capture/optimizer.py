@@ -21,6 +21,7 @@ from memfit.capture.training_step import TrainingStep
 from memfit.cost.environment import free_bytes
 from memfit.cost.single_op import undisturbed
 from memfit.errors import UnsupportedStepError
+from memfit.torch_private.absent import real_form
 from memfit.torch_private.autograd import TorchDispatchMode
 from memfit.torch_private.sharding import is_sharded, local, with_local
 from memfit.torch_private.tensors import (
@@ -314,7 +315,7 @@ def trial_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Par
     trial.state = defaultdict(dict)
     copies: dict[torch.Tensor, torch.nn.Parameter] = {}
     for parameter in parameters:
-        copies[parameter] = made = torch.nn.Parameter(local(parameter).detach().clone())
+        copies[parameter] = made = torch.nn.Parameter(real_form(local(parameter).detach()).clone())
         made.grad = torch.full_like(made, _GRADIENT)
         if parameter in optimizer.state:
             trial.state[made] = {name: copy.deepcopy(local(held)) for name, held in optimizer.state[parameter].items()}

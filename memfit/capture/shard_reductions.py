@@ -19,7 +19,7 @@ from memfit.capture.reductions import Ready, Reductions, UpdateCall, backward_ca
 from memfit.capture.shards import COLLECTIVES, Shards
 from memfit.capture.trace import Trace
 from memfit.capture.traced import TracedCall
-from memfit.torch_private.ranks import finish_scatter, start_scatter
+from memfit.torch_private.ranks import finish_scatter, start_scatter, start_sum, wait_for_sum
 from memfit.torch_private.sharding import ShardedFacts
 from memfit.torch_private.tensors import FakeTensorMode, contiguous_strides
 
@@ -127,6 +127,7 @@ class ShardReductions(Reductions):
         assert whole is not None and part is not None
         args = (part, whole, self._sharded.rank)
         yield backward_call("scattered", finish_scatter, args, module, mutated=part, recomputable=False)
+        yield from self._sum_of_replicas(part, module)
         _, after, _ = self._sharded.divisions(opened.group, opened.dtype)
         if after not in (None, 1):
             yield backward_call("div_", _aten.div_.Scalar, (part, after), module, mutated=part)
@@ -144,6 +145,14 @@ class ShardReductions(Reductions):
                 gradient = self._trace.value(self._shards.gradients[ready.fake])
                 yield backward_call("add_", _aten.add_.Tensor, (gradient, view), ready.module, mutated=gradient)
             yield from self._use(ready, gradient, update, reduced)
+
+    def _sum_of_replicas(self, part: Value, module: str) -> Iterator[TracedCall]:
+        """Yield the calls that sum a part over the replicas of the model, if there are several."""
+        replicas = self._sharded.replicas
+        if replicas is not None:
+            args, facts = (part, replicas.group_name), {"mutated": part, "recomputable": False}
+            yield backward_call("start_sum", start_sum, args, module, group=COLLECTIVES, **facts)
+            yield backward_call("wait_for_sum", wait_for_sum, (part,), module, **facts)
 
 
 def _rows(whole: Value, length: int, start: int, each: ShardedFacts, gradient: Value) -> Iterator[tuple[Value, Value]]:

@@ -44,6 +44,7 @@ from memfit.errors import (
 )
 from memfit.graph import Role
 from memfit.memory.place import lazy_view
+from memfit.torch_private.absent import has_no_memory
 from memfit.torch_private.autograd import autocast_watched
 from memfit.torch_private.modules import gradient_hooks, has_accumulation_hooks
 from memfit.torch_private.tensors import (
@@ -255,7 +256,8 @@ class StepRecording:
                 return plain(leaf)
             if id(leaf) in entered:
                 return entered[id(leaf)]
-            fake = entered[id(leaf)] = leaf if is_fake(leaf) else self._fake_input(leaf, number)
+            own = is_fake(leaf) and not has_no_memory(leaf)
+            fake = entered[id(leaf)] = leaf if own else self._fake_input(leaf, number)
             self.trace.add_resident(fake, role=Role.INPUT, origin=Origin.INPUT, key=number, name=f"batch_{number}")
             return fake
 

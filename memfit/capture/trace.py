@@ -26,6 +26,7 @@ from memfit.capture.traced import Entry, TracedCall, TracedStorage, mutated_tens
 from memfit.cost.observations import Corrections, RealResult, call_key
 from memfit.errors import CaptureError, UnsupportedStepError
 from memfit.graph import Phase, Role
+from memfit.torch_private.absent import has_no_memory
 from memfit.torch_private.tensors import draws, is_fake, is_view, storage_key, tensors_in, tree_flatten, tree_map
 
 
@@ -110,7 +111,7 @@ class Trace:
         key = storage_key(tensor)
         if key not in self._storage_of:
             real = self.stands_for.get(key, tensor)
-            if is_fake(real):
+            if is_fake(real) and not has_no_memory(real):
                 raise CaptureError(f"a tensor of shape {tuple(tensor.shape)} came from outside of the captured step")
             number = sum(resident.origin is Origin.CONSTANT for resident in self.residents)
             name = f"constant_{number}"

@@ -40,7 +40,9 @@ class TrainingStep:
         optimizer: updates the model's parameters; None leaves the gradients in `.grad`.
         clip_norm: the largest global gradient norm, as `torch.nn.utils.clip_grad_norm_` takes it; None clips nothing.
         scaler: a `torch.amp.GradScaler` that scales the loss and guards the update.
-        across: how gradients are averaged over ranks; None for a step of this process alone.
+        across: how gradients are averaged over ranks; None for a step of this process alone. It is never given by hand:
+            `memfit.fit` and the commands take it from their options, and from a model in `DistributedDataParallel` or
+            one that `fully_shard` was applied to.
         chunk_loss: compute the logits of the model's head, and what the loss makes of them, some rows at a time; True,
             or the name of the head. Last bits differ: see `memfit.chunked_loss`.
         name: shown in reports; the model's class name where it is empty.

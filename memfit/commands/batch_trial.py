@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from memfit.commands.graph_with_costs import graph_with_costs
+from memfit.commands.ranks import There
 from memfit.commands.work import Work
 from memfit.device import GENERIC, Device
 from memfit.errors import InfeasibleBudgetError, NoPlanError
@@ -14,6 +15,7 @@ from memfit.plan import Plan
 from memfit.planners.engine.bounds.bounds import least_budget_bound
 from memfit.planning import Settings, make_plan, make_problem
 from memfit.report.frontier_page import BatchPoint, FrontierRow
+from memfit.report.live import play
 from memfit.system.budget import format_bytes
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ class Trial:
     settings: Settings
     work: Work
     step: TrainingStep
+    there: There = field(default_factory=There)
     device: Device = GENERIC  # the one that plans are made for, once a size was tried
     points: dict[int, BatchPoint] = field(default_factory=dict[int, BatchPoint])
     errors: dict[int, NoPlanError] = field(default_factory=dict[int, NoPlanError])
@@ -61,7 +64,7 @@ class Trial:
         """Return whether a plan was found for a batch size; its figures are kept in `points`."""
         if size not in self.points:
             try:
-                self.points[size] = _point(size, self._plan(size))
+                self.points[size] = self._point(size, self._plan(size))
             except NoPlanError as error:
                 self.points[size] = BatchPoint(batch=size, least_bytes=error.least_budget_bound_bytes)
                 self.errors[size] = error
@@ -70,7 +73,7 @@ class Trial:
     def _plan(self, size: int) -> Plan:
         from memfit.workloads.batch_sizes import at_batch_size
 
-        step = at_batch_size(self.target, self.of_workload, self.step, size)
+        step = at_batch_size(self.target, self.of_workload, self.step, size, self.there.ranks)
         graph, self.device, *_ = graph_with_costs(step, self.device_profile, self.work, settings=self.settings)
         self.work.stage(f"searching a plan for batch {size}", expected_seconds=self.settings.time_limit_seconds)
         bound_bytes, _ = least_budget_bound(make_problem(graph, self.device, self.settings))
@@ -81,6 +84,19 @@ class Trial:
                 least_budget_bound_bytes=bound_bytes,
             )
         return make_plan(graph, self.device, replace(self.settings, progress=self.work.on_search))
+
+    def _point(self, size: int, plan: Plan) -> BatchPoint:
+        cluster = self.there.cluster
+        run = None if cluster is None else play(plan.graph, plan.schedule, plan.device)
+        return BatchPoint(
+            batch=size,
+            least_bytes=plan.bounds.least_budget_bound_bytes,
+            unplanned_bytes=plan.unplanned.peak_bytes,
+            peak_bytes=plan.predicted.peak_bytes,
+            overhead=plan.overhead,
+            samples_per_second=size * (1 if cluster is None else cluster.ranks) / plan.predicted.seconds,
+            rank=None if run is None else self.there.figures_of(run, self.step),
+        )
 
     def refusal(self) -> NoPlanError:
         """Return the error for a budget in which no batch of 1 was planned."""
@@ -97,17 +113,6 @@ class Trial:
             least_budget_found_bytes=error.least_budget_found_bytes,
             least_budget_bound_bytes=error.least_budget_bound_bytes,
         )
-
-
-def _point(size: int, plan: Plan) -> BatchPoint:
-    return BatchPoint(
-        batch=size,
-        least_bytes=plan.bounds.least_budget_bound_bytes,
-        unplanned_bytes=plan.unplanned.peak_bytes,
-        peak_bytes=plan.predicted.peak_bytes,
-        overhead=plan.overhead,
-        samples_per_second=size / plan.predicted.seconds,
-    )
 
 
 def largest_fitting(fits: Callable[[int], bool], first: int, largest: int, work: Work) -> int:

@@ -12,16 +12,18 @@ from rich.text import Text
 from memfit.commands import options
 from memfit.commands.answer import Answer, columns_table, deliver, rows_table
 from memfit.commands.graph_with_costs import Costed, graph_with_costs
-from memfit.commands.targets import resolve
+from memfit.commands.ranks import RankRow, Ranks, on_ranks, one_of, ranks_answer, require_alone
 from memfit.commands.work import Work, working
 from memfit.errors import InvalidBudgetError, InvalidOptionError, InvalidTargetError
 from memfit.graph import Graph, Phase, Role, Storage
+from memfit.options import Cluster
 from memfit.packing.strategies import STRATEGIES, ParallelBytes, parallel_bytes, strategy_bytes
 from memfit.plan import Problem
 from memfit.planners.engine.results import unplanned_peak_bytes, unplanned_schedule
 from memfit.rebuild import rebuilt
 from memfit.report.formatting import count_text, printable, share_text
 from memfit.report.live import Run, play
+from memfit.report.ranks import COLUMNS, RankFigures
 from memfit.system.budget import format_bytes, parse_budget
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ memfit estimate gpt2 --forward-only --device-profile h100
 memfit estimate gpt2 --set batch=64 --seconds --within 8GiB
 
 memfit estimate inceptionv3 --forward-only --parallel-safe
+
+memfit estimate train.py:make_step --ranks 8,16,32,64 --shard --device-profile h100
 """
 
 _STRATEGY_ROWS = {"none": "each storage apart", "inplace": "and in place", "sharing": "and shared, packed"}
@@ -55,6 +59,7 @@ _MODULE_DEPTH = 3  # `features.stage1.unit1.body.conv1` is counted under `featur
 
 def estimate(
     target: options.Target,
+    ranks: Ranks,
     forward_only: Annotated[
         bool, typer.Option("--forward-only", help="Leave out backward and update: what inference needs.")
     ] = False,
@@ -98,19 +103,60 @@ def estimate(
     The workspace of kernels, and the real bytes of what they return, are not known without running them: workspace is
     left out unless TARGET is a graph file that has it, and bytes are those of fake tensors. With --seconds ops run.
     """
-    settings = options.read_settings(set_, "--set")
+    settings, clusters = options.read_settings(set_, "--set"), ranks.clusters()
     strategies = _read_strategies(strategy)
     _require_no_run_asked_in_vain(seconds, within, forward_only, device_profile)
+    if clusters:
+        require_alone({"--seconds": seconds} | ({"--parallel-safe": parallel_safe} if len(clusters) > 1 else {}))
+    if len(clusters) > 1:
+        with working() as work:
+            rows = [_row(target, settings, device_profile, each, work, forward_only=forward_only) for each in clusters]
+        return deliver(ranks_answer(target, rows, f"{target}, unplanned", work.exit_status), as_json=as_json)
     with working() as work:
-        costed = graph_with_costs(resolve(target, settings), device_profile, work, costs=seconds)
+        with on_ranks(one_of(clusters)) as there:
+            costed = graph_with_costs(
+                there.resolve(target, settings),
+                device_profile,
+                work,
+                costs=seconds or _has_rates(clusters, device_profile),
+            )
         timed = _freed_run(costed, within, work) if seconds else None
-        graph, device = forward_part(costed.graph) if forward_only else costed.graph, costed.device
-        schedule = unplanned_schedule(Problem(graph=graph, device=device, budget_bytes=0))
-        run = play(graph, schedule, device)
+        run = _unplanned(costed, forward_only=forward_only)
         work.stage("packing")
-        needs = strategy_bytes(graph, schedule, device, strategies=strategies)
-        parallel = parallel_bytes(graph, device) if parallel_safe else None
-    return deliver(_answer(target, run, needs, parallel, timed), as_json=as_json)
+        needs = strategy_bytes(run.graph, run.schedule, run.device, strategies=strategies)
+        parallel = parallel_bytes(run.graph, run.device) if parallel_safe else None
+        has_seconds = bool(device_profile)
+        figures = there.figures_of(run, costed.step, has_seconds=has_seconds) if clusters else None
+    return deliver(_answer(target, run, needs, parallel, timed, figures), as_json=as_json)
+
+
+def _row(
+    target: str,
+    settings: dict[str, str],
+    device_profile: str | None,
+    cluster: Cluster,
+    work: Work,
+    *,
+    forward_only: bool,
+) -> RankRow:
+    """Return the row of one number of ranks in the table."""
+    has_seconds = _has_rates([cluster], device_profile)
+    with on_ranks(cluster) as there:
+        costed = graph_with_costs(there.resolve(target, settings), device_profile, work, costs=has_seconds)
+        run = _unplanned(costed, forward_only=forward_only)
+        figures = there.figures_of(run, costed.step, has_seconds=has_seconds)
+    return RankRow(cluster=cluster, device=costed.device.name, figures=figures)
+
+
+def _has_rates(clusters: list[Cluster], device_profile: str | None) -> bool:
+    """Return whether ops get seconds: those of a roofline, for which nothing runs."""
+    return bool(clusters) and device_profile is not None
+
+
+def _unplanned(costed: Costed, *, forward_only: bool) -> Run:
+    graph = forward_part(costed.graph) if forward_only else costed.graph
+    schedule = unplanned_schedule(Problem(graph=graph, device=costed.device, budget_bytes=0))
+    return play(graph, schedule, costed.device)
 
 
 def _require_no_run_asked_in_vain(
@@ -161,7 +207,12 @@ def forward_part(graph: Graph) -> Graph:
 
 
 def _answer(
-    target: str, run: Run, needs: dict[str, int], parallel: ParallelBytes | None, timed: FreedRun | None
+    target: str,
+    run: Run,
+    needs: dict[str, int],
+    parallel: ParallelBytes | None,
+    timed: FreedRun | None,
+    figures: RankFigures | None,
 ) -> Answer:
     graph, position = run.graph, run.timeline.peak_position
     live = [graph.storages[storage] for storage in run.live_at(position)]
@@ -179,6 +230,8 @@ def _answer(
     }
     if parallel is not None:
         keys["parallel"] = {**parallel.needed_bytes, "series_dependences": parallel.series_dependences}
+    if figures is not None:
+        keys["rank"] = figures.keys()
     if timed is not None:
         keys["seconds"] = {
             "freed_run": timed.step_seconds,
@@ -186,10 +239,10 @@ def _answer(
             "freed_run_peak_bytes": timed.peak_bytes,
             "freed_bytes": timed.freed_bytes,
         }
-    return Answer(target=target, device=run.device.name, keys=keys, parts=_parts(run, keys, op))
+    return Answer(target=target, device=run.device.name, keys=keys, parts=_parts(run, keys, op, figures))
 
 
-def _parts(run: Run, keys: dict[str, Any], op: int | None) -> tuple[RenderableType, ...]:
+def _parts(run: Run, keys: dict[str, Any], op: int | None, figures: RankFigures | None) -> tuple[RenderableType, ...]:
     peak_bytes = run.timeline.peak_bytes
     head = {"peak": format_bytes(peak_bytes), "step": printable(run.graph.name)}
     if op is not None:
@@ -214,6 +267,7 @@ def _parts(run: Run, keys: dict[str, Any], op: int | None) -> tuple[RenderableTy
     ]
     return (
         rows_table(head),
+        *((Text(), columns_table(COLUMNS, [figures.cells()])) if figures else ()),
         *(_parallel_parts(keys["parallel"]) if "parallel" in keys else ()),
         Text(),
         columns_table(("role", "bytes at the peak", "share"), roles),

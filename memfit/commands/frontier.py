@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
+import msgspec
 import typer
 from rich.console import RenderableType
 from rich.text import Text
@@ -14,11 +16,14 @@ from rich.text import Text
 from memfit.commands import options
 from memfit.commands.answer import Answer, columns_table, deliver, rows_table
 from memfit.commands.batch_trial import Trial
-from memfit.commands.targets import require_step, resolve
+from memfit.commands.ranks import Ranks, There, clusters_from, on_ranks
+from memfit.commands.targets import require_step
 from memfit.commands.work import Work, working
 from memfit.errors import InfeasibleBudgetError, InvalidBudgetError, InvalidOptionError, TimeLimitError
+from memfit.options import Cluster, RanksOptions
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Settings
 from memfit.report.frontier_page import FrontierRow, write_frontier_page
+from memfit.report.ranks import COLUMNS
 from memfit.system.budget import format_bytes, parse_budget
 
 if TYPE_CHECKING:
@@ -34,6 +39,8 @@ memfit batch resnet50 --budget 4GiB
 memfit batch gpt2 --budget 40GiB --device-profile a100-40 --report batch.html
 
 memfit batch train.py:make_step --budget 16GB --json
+
+memfit batch train.py:make_step --budget 72GiB --ranks 8,16,32,64 --shard --device-profile h100
 """
 
 EXAMPLES = """
@@ -44,6 +51,8 @@ memfit frontier gpt2 --budget 40GiB --set tokens=512,1024,2048 --device-profile 
 memfit frontier resnet50 --budget 8GiB --set size=224,288 --set depth=50,101 --report frontier.html
 
 memfit frontier train.py:make_step --budget 16GB --set seq=512,1024 --json
+
+memfit frontier train.py:make_step --budget 72GiB --set seq=2048,4096 --ranks 8,64 --shard --device-profile h100
 """
 
 
@@ -57,6 +66,7 @@ def frontier(
     time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS,
     seed: int = 0,
     largest: int = _MOST_BATCH,
+    **ranks: Unpack[RanksOptions],
 ) -> list[FrontierRow]:
     """Return the largest batch that fits a budget, and its price, for each combination of sizes.
 
@@ -74,6 +84,8 @@ def frontier(
         time_limit_seconds: for the search of each plan; several batches are planned in each row.
         seed: of the searches.
         largest: no batch above this is tried.
+        ranks: `ranks`, how many there are, or several numbers, each of which is a row; and `shard`, `replicas`, `link`:
+            see `memfit.options.RanksOptions`. None of them has to be there, and the batch is that of one rank.
 
     Raises:
         InvalidBudgetError: a budget in percent.
@@ -81,14 +93,16 @@ def frontier(
         CaptureError, UnsupportedStepError: a step cannot be captured.
     """
     settings = _in_bytes(Settings(budget=budget, planner=planner, time_limit_seconds=time_limit_seconds, seed=seed))
+    clusters = clusters_from(ranks)
     with working() as work:
-        return [row for row, _ in _rows(target, over or {}, device_profile, settings, largest, work)]
+        return [row for row, _ in _rows(target, over or {}, clusters, device_profile, settings, largest, work)]
 
 
 def batch(
     target: options.StepTarget,
     budget: options.Budget,
     search: options.Search,
+    ranks: Ranks,
     set_: options.WorkloadOptions = None,
     device_profile: options.DeviceProfile = None,
     largest: options.LargestBatch = _MOST_BATCH,
@@ -97,10 +111,12 @@ def batch(
 ) -> int:
     """Find the largest batch of TARGET that fits a budget, and its overhead. Several batch sizes are planned."""
     options.require_writable(report)
-    settings = _in_bytes(search.settings(budget))
+    settings, clusters = _in_bytes(search.settings(budget)), ranks.clusters()
     over = {name: [value] for name, value in options.read_settings(set_, "--set").items()}
+    if len(clusters) > 1:
+        return _table(target, over, clusters, device_profile, settings, largest, report, as_json=as_json)
     with working() as work:
-        ((row, trial),) = _rows(target, over, device_profile, settings, largest, work)
+        ((row, trial),) = _rows(target, over, clusters, device_profile, settings, largest, work)
         _write_report("memfit batch", trial.name, [(row, trial)], settings, report, work)
     if row.largest_batch == 0 and not work.interrupted:
         raise trial.refusal()
@@ -114,7 +130,7 @@ def batch(
     head = f"{trial.name}: the largest batch within {format_bytes(trial.budget_bytes)} is {row.largest_batch}"
     columns = ("batch", "peak", "unplanned", "overhead", "samples a second (predicted)")
     table = columns_table(columns, [point.cells(trial.budget_bytes) for point in row.points])
-    parts = (Text(head), table, *_written(report))
+    parts = (Text(head), table, *_rank_table([row]), *_written(report))
     answer = Answer(target=target, device=trial.device.name, keys=keys, parts=parts, exit_status=work.exit_status)
     return deliver(answer, as_json=as_json)
 
@@ -123,6 +139,7 @@ def command(
     target: options.StepTarget,
     budget: options.Budget,
     search: options.Search,
+    ranks: Ranks,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=V1,V2,...", help="Values of an option; every combination is a row."),
@@ -134,20 +151,46 @@ def command(
 ) -> int:
     """Find the largest batch that fits a budget, and its price, for every combination of sizes. Nothing is trained."""
     options.require_writable(report)
-    settings = _in_bytes(search.settings(budget))
+    settings, clusters = _in_bytes(search.settings(budget)), ranks.clusters()
     over = {name: _values(name, text) for name, text in options.read_settings(set_, "--set").items()}
+    return _table(target, over, clusters, device_profile, settings, largest, report, as_json=as_json)
+
+
+def _table(
+    target: str,
+    over: Mapping[str, Sequence[str]],
+    clusters: Sequence[Cluster],
+    device_profile: str | None,
+    settings: Settings,
+    largest: int,
+    report: Path | None,
+    *,
+    as_json: bool,
+) -> int:
+    """Answer with a row for every combination of sizes and numbers of ranks."""
     with working() as work:
-        found = list(_rows(target, over, device_profile, settings, largest, work))
+        found = list(_rows(target, over, clusters, device_profile, settings, largest, work))
         _write_report("memfit frontier", target, found, settings, report, work)
     rows = [row for row, _ in found]
     keys = {"budget_bytes": int(settings.budget), "rows": [row.keys() for row in rows]}
     titles = ("largest batch", "peak", "unplanned", "overhead", "samples a second", "fastest batch, its samples")
-    lines = [(*(str(row.options[name]) for name in over), *row.cells()) for row in rows]
-    head = Text(f"{target} within {format_bytes(int(settings.budget))}")
-    parts = (head, columns_table((*over, *titles), lines), *_written(report))
+    names = (*(("ranks",) if clusters else ()), *over)
+    lines = [(*(str(row.options[name]) for name in names), *row.cells()) for row in rows]
+    head = Text(f"{target} within {format_bytes(int(settings.budget))}{' on each rank' if clusters else ''}")
+    parts = (head, columns_table((*names, *titles), lines), *_rank_table(rows), *_written(report))
     device = found[-1][1].device.name
     answer = Answer(target=target, device=device, keys=keys, parts=parts, exit_status=work.exit_status)
     return deliver(answer, as_json=as_json)
+
+
+def _rank_table(rows: Sequence[FrontierRow]) -> tuple[RenderableType, ...]:
+    """Return the table of what one of many ranks holds at its largest batch; nothing for steps without ranks."""
+    lines: list[tuple[str, ...]] = []
+    for row in rows:
+        point = next((point for point in row.points if point.batch == row.largest_batch), None)
+        if point is not None and point.rank is not None:
+            lines.append((*point.rank.cells(), f"{point.batch:,}", f"{point.batch * point.rank.ranks:,}"))
+    return (Text(), columns_table((*COLUMNS, "largest batch", "of all ranks"), lines)) if lines else ()
 
 
 def _write_report(
@@ -181,6 +224,7 @@ def _values(name: str, text: str) -> list[str]:
 def _rows(
     target: str | Callable[..., TrainingStep],
     over: Mapping[str, Sequence[Any]],
+    clusters: Sequence[Cluster],
     device_profile: str | None,
     settings: Settings,
     largest: int,
@@ -190,19 +234,22 @@ def _rows(
     from memfit.workloads.batch_sizes import batch_size  # imports torch
 
     first = 0  # a row begins with the batch that the one before ended with
-    for values in itertools.product(*over.values()):
+    for cluster, *values in itertools.product(clusters or (None,), *over.values()):
         if work.interrupted:
             return
         chosen = dict(zip(over, values, strict=True))
-        work.stage(f"building the step{''.join(f', {name} {value}' for name, value in chosen.items())}")
-        trial = Trial(str(target), chosen, device_profile, settings, work, _step_of(target, chosen))
-        row = trial.row(first or batch_size(trial.step), largest)
+        shown = chosen if cluster is None else {"ranks": cluster.ranks, **chosen}
+        work.stage(f"building the step{''.join(f', {name} {value}' for name, value in shown.items())}")
+        with on_ranks(cluster) as there:
+            step = _step_of(target, chosen, there)
+            trial = Trial(str(target), chosen, device_profile, settings, work, step, there)
+            row = trial.row(first or batch_size(trial.step), largest)
         first = max(1, row.largest_batch)
-        yield row, trial
+        yield msgspec.structs.replace(row, options=shown), trial
 
 
-def _step_of(target: str | Callable[..., TrainingStep], chosen: Mapping[str, Any]) -> TrainingStep:
+def _step_of(target: str | Callable[..., TrainingStep], chosen: Mapping[str, Any], there: There) -> TrainingStep:
     if not isinstance(target, str):
-        return target(**chosen)
+        return there.made(partial(target, **chosen))
     refusal = f"{target} is a graph of one size; a batch is sought for a workload or path/to/file.py:function"
-    return require_step(resolve(target, chosen), refusal)
+    return require_step(there.resolve(target, chosen), refusal)

@@ -83,7 +83,8 @@ def graph_with_costs(
         return Costed(captured.graph, profile or linked_device(captured.binding.device, *host), resolved, captured)
     if profile is not None:
         captured = capture(resolved)
-        return Costed(roofline(captured.graph, captured.binding, profile), profile, resolved, captured)
+        graph = roofline(captured.graph, captured.binding, profile)
+        return Costed(_with_links(graph, resolved, profile), profile, resolved, captured)
 
     def finished(corrections: Corrections) -> Captured:
         captured = capture(resolved, corrections=corrections)
@@ -92,4 +93,14 @@ def graph_with_costs(
 
     captured = with_real_results(finished)
     graph = measure(captured.graph, captured.binding, captured.observed)
-    return Costed(graph, linked_device(captured.binding.device, *host), resolved, captured)
+    device = linked_device(captured.binding.device, *host)
+    return Costed(_with_links(graph, resolved, device), device, resolved, captured)
+
+
+def _with_links(graph: Graph, step: TrainingStep, device: Device) -> Graph:
+    """Return the graph with the seconds of its collectives, over links that the ranks would have."""
+    if step.across is None:
+        return graph
+    from memfit.cost.links import Link, with_links
+
+    return with_links(graph, step.across.ring_of, Link.parse(step.across.absent_link, device))

@@ -5,23 +5,24 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, cast, get_type_hints
 
 import msgspec
 import typer
 
 from memfit.errors import InvalidFileError, InvalidOptionError
-from memfit.options import FitOptions, help_texts, settings_from
+from memfit.options import FitOptions, RanksOptions, help_texts, settings_from
 from memfit.planners import PLANNERS, make_planner
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Settings
 from memfit.system.budget import parse_budget
 
 _ANY_PEAK_BYTES = 1 << 50  # the peak that a percentage is taken of while only its form is checked
 
-_HELP = {name: f"{text[:1].upper()}{text[1:]}." for name, text in help_texts(FitOptions).items()}
+_TEXTS = help_texts(FitOptions) | help_texts(RanksOptions)
+_HELP = {name: f"{text[:1].upper()}{text[1:]}." for name, text in _TEXTS.items()}
 
 
 def _of_record(name: str, *names: str, metavar: str | None = None) -> Any:
@@ -96,6 +97,10 @@ CurvePoints = Annotated[
     int, typer.Option("--curve", metavar="N", min=0, help="Points of the report's trade-off curve; 0 leaves it out.")
 ]
 Repeats = Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Steps to measure; medians are shown.")]
+RanksText = Annotated[str | None, _of_record("ranks", metavar="N|N,N,...")]
+Shard = Annotated[bool, _of_record("shard", "--shard")]
+Replicas = Annotated[int, _of_record("replicas", metavar="N")]
+LinkText = Annotated[str | None, _of_record("link", metavar="nvlink|ib|RATE")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on standard output.")]
 
 
@@ -141,18 +146,24 @@ class Search:
 
 
 def with_each_option(command: Callable[..., int]) -> Callable[..., int]:
-    """Return a command as typer takes it: with each option of `Search` in the place of its parameter `search`."""
-    own = inspect.signature(Search, eval_str=True).parameters
+    """Return a command as typer takes it: with each option of a group, such as `Search`, in the place of the group."""
     taken: dict[str, inspect.Parameter] = {}
+    groups: dict[str, tuple[Any, list[str]]] = {}
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
-        taken |= own if parameter.annotation is Search else {name: parameter}
+        group: Any = parameter.annotation
+        if is_dataclass(group):
+            own = inspect.signature(cast("type", group), eval_str=True).parameters
+            groups[name] = group, list(own)
+            taken |= own
+        else:
+            taken[name] = parameter
     keyword = inspect.Parameter.KEYWORD_ONLY
     signature = inspect.Signature([parameter.replace(kind=keyword) for parameter in taken.values()])
 
     @wraps(command)
     def run(**given: Any) -> int:
-        chosen = {name: given.pop(name) for name in own} if taken.keys() >= own.keys() else {}
-        return command(**given, **({"search": Search(**chosen)} if chosen else {}))
+        chosen = {group: kind(**{name: given.pop(name) for name in own}) for group, (kind, own) in groups.items()}
+        return command(**given, **chosen)
 
     vars(run).update(__signature__=signature)
     run.__annotations__ = {name: parameter.annotation for name, parameter in taken.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,15 +15,19 @@ from memfit.commands.answer import INTERRUPTED, Answer, columns_table, deliver, 
 from memfit.commands.curves import trade_off, write_report
 from memfit.commands.graph_with_costs import graph_with_costs
 from memfit.commands.plan_keys import bounds_of, counts_of, host_of
-from memfit.commands.targets import resolve
-from memfit.commands.work import working
+from memfit.commands.ranks import RankRow, Ranks, on_ranks, one_of, ranks_answer, require_alone
+from memfit.commands.work import Work, working
+from memfit.errors import NoPlanError
+from memfit.options import Cluster
 from memfit.plan import Plan
-from memfit.planning import make_plan
+from memfit.planning import Settings, make_plan
 from memfit.report import text_summary
 from memfit.report.curve import CurvePoint
-from memfit.report.formatting import change_text, status_text
+from memfit.report.formatting import change_text, seconds_text, status_text
+from memfit.report.ranks import COLUMNS, RankFigures
 from memfit.report.taken import is_for_gpu, taken_of
 from memfit.system.budget import format_bytes
+from memfit.workloads.registry import OptionValue
 
 EXAMPLES = """
 Examples:
@@ -38,6 +43,10 @@ memfit plan gpt2 --set batch=64 --budget 40GiB --device-profile a100-40
 memfit plan step.graph.json.gz --budget 6GiB --device-profile h100 --host-budget 64GiB
 
 memfit plan resnet50 --budget 50% --frontier 10
+
+memfit plan train.py:make_step --budget 72GiB --ranks 64 --shard --device-profile h100
+
+memfit plan train.py:make_step --budget 72GiB --ranks 8,16,64 --shard --replicas 2 --link 25GB/s --device-profile h100
 """
 
 
@@ -45,6 +54,7 @@ def plan(
     target: options.Target,
     budget: options.Budget,
     search: options.Search,
+    ranks: Ranks,
     set_: options.WorkloadOptions = None,
     device_profile: options.DeviceProfile = None,
     save: options.Save = None,
@@ -63,22 +73,62 @@ def plan(
 ) -> int:
     """Find a plan for TARGET within a budget, and show its cost. Nothing is run."""
     options.require_writable(save, report)
-    asked = search.settings(budget)
+    asked, clusters = search.settings(budget), ranks.clusters()
     of_workload = options.read_settings(set_, "--set")
+    if len(clusters) > 1:
+        require_alone({"--save": save, "--report": report, "--frontier": frontier})
+        with working() as work:
+            rows = [_planned(target, of_workload, device_profile, asked, each, work) for each in clusters]
+        head = f"{target} within {budget} on each rank; all predicted"
+        return deliver(ranks_answer(target, rows, head, work.exit_status), as_json=as_json)
     with working() as work:
         settings = work.follow(asked)
-        resolved = resolve(target, of_workload)
-        costed = graph_with_costs(resolved, device_profile, work, settings=settings)
-        found = make_plan(costed.graph, costed.device, costed.with_shares(settings))
+        with on_ranks(one_of(clusters)) as there:
+            costed = graph_with_costs(there.resolve(target, of_workload), device_profile, work, settings=settings)
+            settings_of_step = costed.with_shares(settings)
+        found = make_plan(costed.graph, costed.device, settings_of_step)
         work.keep(found, save)
         points = trade_off(found, frontier, settings.time_limit_seconds, settings, work) if not work.interrupted else []
         if report and not work.interrupted:
             write_report(found, report, curve, settings, work)
-    return deliver(_answer(target, found, points, save, report, work.exit_status), as_json=as_json)
+        figures = there.figures(costed, found.schedule) if clusters else None
+    return deliver(_answer(target, found, points, figures, save, report, work.exit_status), as_json=as_json)
+
+
+def _planned(
+    target: str,
+    of_workload: Mapping[str, OptionValue],
+    device_profile: str | None,
+    asked: Settings,
+    cluster: Cluster,
+    work: Work,
+) -> RankRow:
+    """Return the row of one number of ranks in the table."""
+    settings = work.follow(asked)
+    with on_ranks(cluster) as there:
+        costed = graph_with_costs(there.resolve(target, of_workload), device_profile, work, settings=settings)
+        settings = costed.with_shares(settings)
+    device = costed.device.name
+    try:
+        found = make_plan(costed.graph, costed.device, settings)
+    except NoPlanError as error:
+        return RankRow(cluster=cluster, device=device, figures=None, error=error)
+    more = {
+        "overhead": (change_text(found.overhead), found.overhead),
+        "unplanned_peak_bytes": (format_bytes(found.unplanned.peak_bytes), found.unplanned.peak_bytes),
+        "plan_seconds": (seconds_text(found.plan_seconds), found.plan_seconds),
+    }
+    return RankRow(cluster=cluster, device=device, figures=there.figures(costed, found.schedule), more=more)
 
 
 def _answer(
-    target: str, plan: Plan, points: list[CurvePoint], save: Path | None, report: Path | None, exit_status: int
+    target: str,
+    plan: Plan,
+    points: list[CurvePoint],
+    figures: RankFigures | None,
+    save: Path | None,
+    report: Path | None,
+    exit_status: int,
 ) -> Answer:
     taken = taken_of(plan) if is_for_gpu(plan) else None
     keys: dict[str, Any] = {
@@ -98,6 +148,8 @@ def _answer(
         **host_of(plan),
         **({"reserved": taken.keys()} if taken else {}),
     }
+    if figures:
+        keys["rank"] = figures.keys()
     if points:
         keys["frontier"] = [
             {"budget_bytes": point.budget_bytes, "overhead": point.overhead, "status": point.status} for point in points
@@ -109,6 +161,8 @@ def _answer(
     elif report:
         written["report"] = str(report)
     parts: list[RenderableType] = [text_summary(plan)]
+    if figures:
+        parts += [Text(), columns_table(COLUMNS, [figures.cells()])]
     if taken:
         parts += [Text(), rows_table(taken.rows())]
     if points:

@@ -23,13 +23,16 @@ from memfit.workloads.registry import WORKLOADS, OptionValue, did_you_mean
 
 if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
+    from memfit.step.distributed.across import AbsentRanks
 
 GRAPH_ENDINGS = (".graph.json", ".graph.json.gz")
 _REQUIRED_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _EXPECTED = "expected memfit.TrainingStep(model=..., loss=..., batch=..., optimizer=...)"
 
 
-def resolve(target: str, options: Mapping[str, OptionValue] | None = None) -> TrainingStep | Graph:
+def resolve(
+    target: str, options: Mapping[str, OptionValue] | None = None, ranks: AbsentRanks | None = None
+) -> TrainingStep | Graph:
     """Return the training step or the graph that `target` names.
 
         >>> from memfit.commands.targets import resolve
@@ -41,6 +44,7 @@ def resolve(target: str, options: Mapping[str, OptionValue] | None = None) -> Tr
         target: a built-in workload, `path/to/file.py:function` (a function that can be called without arguments and
             returns a TrainingStep), or a graph file.
         options: of a built-in workload, or arguments of the function; a graph file has none.
+        ranks: that are not there, one of which the step is made for; None is this process alone.
 
     Raises:
         InvalidTargetError: the target does not exist, or does not give a training step; names the user's line.
@@ -52,10 +56,10 @@ def resolve(target: str, options: Mapping[str, OptionValue] | None = None) -> Tr
     if target in WORKLOADS:
         from memfit.workloads.building import build_workload
 
-        return build_workload(target, options or {})
+        return _made(lambda: build_workload(target, options or {}), ranks)
     path, colon, function = target.rpartition(":")
     if colon and path.endswith(".py"):
-        return _call(Path(path), function, options or {})
+        return _call(Path(path), function, options or {}, ranks)
     if options and target.endswith(GRAPH_ENDINGS):
         raise InvalidOptionError(f"target {target} is a graph file, which has no options; got {', '.join(options)}")
     if target.endswith(GRAPH_ENDINGS):
@@ -95,11 +99,14 @@ def _explain(target: str) -> str:
     )
 
 
-def _call(path: Path, name: str, options: Mapping[str, OptionValue]) -> TrainingStep:
-    function = _function(_load_module(path), path, name)
-    arguments = _arguments(function, f"{path}:{name}", options)
-    with _blame(path, f"{name}() raised"):
-        made = function(**arguments)
+def _call(path: Path, name: str, options: Mapping[str, OptionValue], ranks: AbsentRanks | None) -> TrainingStep:
+    def make() -> TrainingStep:
+        function = _function(_load_module(path), path, name)
+        arguments = _arguments(function, f"{path}:{name}", options)
+        with _blame(path, f"{name}() raised"):
+            return function(**arguments)
+
+    made: Any = _made(make, ranks)
     from memfit.capture.step_check import check_step
     from memfit.capture.training_step import TrainingStep
 
@@ -108,6 +115,10 @@ def _call(path: Path, name: str, options: Mapping[str, OptionValue]) -> Training
         raise InvalidTargetError(f"{path}:{name}() returned {what}, {_EXPECTED}")
     check_step(made, f"{path}:{name}()")
     return made
+
+
+def _made(make: Callable[[], TrainingStep], ranks: AbsentRanks | None) -> TrainingStep:
+    return make() if ranks is None else ranks.step(make)
 
 
 def _load_module(path: Path) -> ModuleType:

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from memfit.plan import PROVED_TO, Problem, Progress
+from memfit.plan import PROVED_TO, Prediction, Problem, Progress
 from memfit.planners.engine.annealing.run import AnnealRun, warm_up
-from memfit.planners.engine.bounds.bounds import Proofs, least_budget_bound, least_recompute_seconds
+from memfit.planners.engine.bounds.bounds import LeastBudget, Proofs, least_budget_bound, least_recompute_seconds
 from memfit.planners.engine.bounds.minimum_cuts import NO_BOUND
 from memfit.planners.engine.bounds.per_op import exact
 from memfit.planners.engine.overlapping import largest_gather_bytes
@@ -41,6 +41,8 @@ _BOUNDING = 0.15  # share of the time, at most, for the bound by minimum cuts
 _EXACTLY = 0.05  # share of the time, at most, for the exact bound at one op
 _EXPLORING, _VARYING = 0.55, 0.8  # share of the search until which runs explore; vary the best; the rest polishes
 _SHORTEST_WAVE = 0.02  # of the search: a shorter wave is added to the next
+_OF_RESULT = 2.5  # times the check and simulation of the unplanned step: the result's own takes longer
+_LEAST_SEARCHING = 0.5  # of the time limit is left to searches of a graph with gathers
 _MOVES_PER_INTERVAL = 400  # of one run, where there is time for several; fewer gain little, more too
 
 
@@ -73,7 +75,8 @@ class SearchPlanner(SearchOptions):
             warm: retention of the same graph to start from as well.
         """
         parts, started_seconds = Parts.without(self.without), problem.clock()
-        instance = build_instance(problem, search_order(problem.graph, problem.device, parts))
+        order = search_order(problem.graph, problem.device, parts)
+        instance = build_instance(problem, order)
         if all(problem.pinned.values()):  # nothing has to be recomputed
             schedule = kept_schedule(instance)
             if predict(problem, schedule).peak_bytes <= problem.budget_bytes:
@@ -82,28 +85,41 @@ class SearchPlanner(SearchOptions):
         if not any(op.is_gather for op in problem.graph.ops):
             ending, retention = _Search(self, problem, instance, warm, parts).run()
         else:
-            ending, retention = self._with_gathers(problem, warm, parts)
+            spent_seconds = problem.clock() - started_seconds
+            _compile(problem, instance)
+            ending, retention = self._with_gathers(problem, order, warm, problem.clock() - spent_seconds, parts)
         return Searched(result=make_result(problem, ending), retention=retention)
 
-    def _with_gathers(self, problem: Problem, warm: Sequence[Retention], parts: Parts) -> tuple[Ending, Retention]:
+    def _with_gathers(
+        self,
+        problem: Problem,
+        order: Sequence[int],
+        warm: Sequence[Retention],
+        started_seconds: float,
+        parts: Parts,
+    ) -> tuple[Ending, Retention]:
         """Return the fastest of three searches: how much of a gather compute hides is known only once all are placed.
 
         A repeated gather costs the first search nothing and the second all of its seconds. The third one leaves room
-        for the largest gather to start early.
+        for the largest gather to start early. What is known before them takes its part of the time limit, too.
         """
-        share = replace(problem, time_limit_seconds=problem.time_limit_seconds / 3)
         room_bytes = largest_gather_bytes(problem.graph, problem.device)
         variants = (
-            share,
-            replace(share, gather_weight=1.0),
-            replace(share, budget_bytes=problem.budget_bytes - room_bytes),
+            problem,
+            replace(problem, gather_weight=1.0),
+            replace(problem, budget_bytes=problem.budget_bytes - room_bytes),
         )
         iterations = None if self.iterations is None else max(1, self.iterations // len(variants))
         options = replace(self, iterations=iterations)
-        order = search_order(problem.graph, problem.device, parts)
+        limit_seconds, known = problem.time_limit_seconds, _Known.of(problem, parts)
         found: list[tuple[Ending, Retention]] = []
-        for variant in variants:
-            found.append(_Search(options, variant, build_instance(variant, order), warm, parts).run())
+        for number, variant in enumerate(variants):
+            left = len(variants) - number  # each ends with a check and a simulation, and so does the result
+            ending_seconds = (left + _OF_RESULT) * known.predicting_seconds
+            left_seconds = limit_seconds - ending_seconds - (problem.clock() - started_seconds)
+            seconds = max(left_seconds / left, _LEAST_SEARCHING * limit_seconds / len(variants))
+            share = replace(variant, time_limit_seconds=seconds)
+            found.append(_Search(options, share, build_instance(share, order), warm, parts, known).run())
             if found[-1][0].interrupted:
                 break
         moves = sum(ending.stats["moves"] for ending, _ in found)
@@ -111,7 +127,34 @@ class SearchPlanner(SearchOptions):
         least = min(each.least_found_bytes for each, _ in found if each.least_found_bytes is not None)
         best, retention = min(found, key=lambda each: _promise(problem, each[0]))
         changed = {"schedule": best.schedule, "least_found_bytes": least, "interrupted": found[-1][0].interrupted}
-        return replace(first, **changed, stats={"moves": moves}), retention
+        return replace(first, **changed, started_seconds=started_seconds, stats={"moves": moves}), retention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """What holds for all searches of a graph, whatever their budgets: the unplanned step, and the least budget.
+
+    `predicting_seconds` is how long its schedule took to be made, checked and simulated.
+    """
+
+    unplanned: Prediction
+    least_budget: LeastBudget
+    predicting_seconds: float
+
+    @staticmethod
+    def of(problem: Problem, parts: Parts) -> _Known:
+        started_seconds = problem.clock()
+        unplanned = predict(problem, unplanned_schedule(problem))
+        predicting_seconds = problem.clock() - started_seconds
+        least_budget = least_budget_bound(problem, parts)
+        return _Known(unplanned=unplanned, least_budget=least_budget, predicting_seconds=predicting_seconds)
+
+
+def _compile(problem: Problem, instance: Instance) -> None:
+    """Compile the search, once on a machine."""
+    compiling = "compiling the search, once on a machine"
+    problem.progress(Progress(elapsed_seconds=0.0, best_overhead=None, best_peak_bytes=None, message=compiling))
+    warm_up(instance, keep_everything(instance))
 
 
 def _promise(problem: Problem, ending: Ending) -> tuple[int, float]:
@@ -139,17 +182,21 @@ class _Search:
     """One search: bounds, then starting points, then waves of annealing runs."""
 
     def __init__(
-        self, options: SearchPlanner, problem: Problem, instance: Instance, warm: Sequence[Retention], parts: Parts
+        self,
+        options: SearchPlanner,
+        problem: Problem,
+        instance: Instance,
+        warm: Sequence[Retention],
+        parts: Parts,
+        known: _Known | None = None,
     ) -> None:
         self.problem, self.warm, self.parts, self.threads = problem, warm, parts, options.threads
         self.instance = instance
-        compiling = "compiling the search, once on a machine"
-        problem.progress(Progress(elapsed_seconds=0.0, best_overhead=None, best_peak_bytes=None, message=compiling))
-        warm_up(self.instance, keep_everything(self.instance))
+        _compile(problem, instance)
         self.started_seconds = problem.clock()
-        self.unplanned = predict(problem, unplanned_schedule(problem))
+        known = known or _Known.of(problem, parts)
+        self.unplanned, self.least_budget = known.unplanned, known.least_budget
         self.pace = Pace(problem, options.iterations, self.threads, self.started_seconds)
-        self.least_budget = least_budget_bound(problem, parts)
         self.is_hopeless = problem.budget_bytes < self.least_budget[0]
         self.once_seconds = float(self.instance.tables.positions["seconds"].sum())
         self.bound = NO_BOUND

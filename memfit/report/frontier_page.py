@@ -11,6 +11,7 @@ import msgspec
 from memfit.device import Device
 from memfit.report.formatting import change_text
 from memfit.report.html_template import make_page, table_row
+from memfit.report.ranks import RankFigures
 from memfit.system.budget import format_bytes
 from memfit.system.files import write_atomically
 
@@ -18,7 +19,8 @@ from memfit.system.files import write_atomically
 class BatchPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One batch size: its plan's peak, overhead and speed, all predicted; None where there is no plan.
 
-    `least_bytes` is the proved least budget: no plan of this size fits less.
+    `least_bytes` is the proved least budget: no plan of this size fits less. `rank` has the figures of one of many
+    ranks; the speed is then that of all ranks together.
     """
 
     batch: int
@@ -27,11 +29,13 @@ class BatchPoint(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int | None = None
     overhead: float | None = None
     samples_per_second: float | None = None
+    rank: RankFigures | None = None
 
     def keys(self) -> dict[str, Any]:
         """The point as JSON."""
         shown = ("batch", "peak_bytes", "overhead", "samples_per_second")
-        return {name: getattr(self, name) for name in shown}
+        of_rank = {} if self.rank is None else {"rank": self.rank.keys()}
+        return {name: getattr(self, name) for name in shown} | of_rank
 
     def no_plan_text(self, budget_bytes: int) -> str:
         """Return why there is no plan for this size: it is proved that none fits, or the planner found none."""

@@ -96,3 +96,18 @@ def parse_host_budget(given: str | int | None) -> int:
     if str(given).strip().endswith("%"):
         raise InvalidBudgetError(f"host budget {given!r} is a share; expected a size such as 64GiB")
     return parse_budget(given, unplanned_peak_bytes=0)
+
+
+def parse_rate(text: str) -> float:
+    """Return the bytes per second that a text stands for.
+
+    >>> parse_rate("12.5GB/s")
+    12500000000.0
+
+    Raises:
+        InvalidBudgetError: not a size by the second.
+    """
+    size = text.strip()
+    if not size.endswith("/s") or size.endswith("%/s"):
+        raise InvalidBudgetError(f"rate {text!r} is not a size by the second: write 25GB/s")
+    return float(parse_budget(size.removesuffix("/s"), unplanned_peak_bytes=0))

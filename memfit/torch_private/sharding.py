@@ -90,7 +90,8 @@ class GroupFacts:
         own, state: the objects that torch keeps for the group, and for its module's hooks.
         name: of the module that the group was made for.
         parameters: in the order in which they are gathered.
-        process_group: the ranks; None if they are a mesh of several dimensions.
+        process_group: the ranks; None if they are a mesh of several dimensions, but for replicas of shards (HSDP).
+        replicas: the ranks that have the same part of each replica (HSDP); None for one replica.
         reduce_dtype: in which gradients are reduced; None for their own.
         stays: whether the parameters stay gathered after forward.
         refused: what else it was asked for, in words.
@@ -101,6 +102,7 @@ class GroupFacts:
     name: str
     parameters: tuple[ShardedFacts, ...]
     process_group: Any
+    replicas: Any
     reduce_dtype: torch.dtype | None
     stays: bool
     refused: tuple[str, ...]
@@ -167,7 +169,7 @@ def divisions(group: GroupFacts, dtype: torch.dtype, device_type: str) -> tuple[
     own = group.own
     before, after, operation, _ = _get_gradient_divide_factors(
         group.process_group,
-        None,
+        group.replicas,
         dtype,
         device_type,
         own.gradient_divide_factor,
@@ -201,15 +203,16 @@ def _facts(group: Any, state: Any, name: str) -> GroupFacts:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
     mesh_info = group.mesh_info
-    is_line = isinstance(mesh_info, FSDPMeshInfo) and not isinstance(mesh_info, HSDPMeshInfo)
-    is_line = is_line and mesh_info.mesh.ndim == 1
+    has_replicas = isinstance(mesh_info, HSDPMeshInfo)
+    is_plain = isinstance(mesh_info, FSDPMeshInfo) and mesh_info.mesh.ndim == 1 + has_replicas
     reduce_dtypes = {each.reduce_dtype for each in group.fsdp_params if each.sharded_param.requires_grad}
     return GroupFacts(
         own=group,
         state=state,
         name=name,
         parameters=tuple(_parameter_facts(each) for each in group.fsdp_params),
-        process_group=mesh_info.shard_process_group if is_line else None,
+        process_group=mesh_info.shard_process_group if is_plain else None,
+        replicas=mesh_info.replicate_process_group if is_plain and has_replicas else None,
         reduce_dtype=next(iter(reduce_dtypes), None),
         stays=group.post_forward_mesh_info is None,
         refused=_asked_for(group),

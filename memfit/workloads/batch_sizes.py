@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +14,9 @@ from memfit.errors import InvalidTargetError
 from memfit.torch_private.tensors import tree_flatten, tree_map
 from memfit.workloads.building import build_workload
 from memfit.workloads.registry import WORKLOADS, OptionValue
+
+if TYPE_CHECKING:
+    from memfit.step.distributed.across import AbsentRanks
 
 
 def batch_size(step: TrainingStep) -> int:
@@ -36,7 +40,13 @@ def batch_size(step: TrainingStep) -> int:
     return int(next(iter(sizes)) or 0)
 
 
-def at_batch_size(target: str, settings: Mapping[str, OptionValue], step: TrainingStep, size: int) -> TrainingStep:
+def at_batch_size(
+    target: str,
+    settings: Mapping[str, OptionValue],
+    step: TrainingStep,
+    size: int,
+    ranks: AbsentRanks | None = None,
+) -> TrainingStep:
     """Return the step of `target` with another batch size.
 
     A built-in workload is built anew. Other targets get a batch of zeros, which take no memory until they are written.
@@ -46,12 +56,14 @@ def at_batch_size(target: str, settings: Mapping[str, OptionValue], step: Traini
         settings: options of a built-in workload.
         step: the step at its own batch size.
         size: the new batch size, in samples.
+        ranks: that are not there, one of which the step is made for.
 
     Raises:
         InvalidTargetError, InvalidOptionError: as `memfit.workloads.build`.
     """
     if target in WORKLOADS:
-        return build_workload(target, {**settings, "batch": size})
+        make = partial(build_workload, target, {**settings, "batch": size})
+        return make() if ranks is None else ranks.step(make)
 
     def resized(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

@@ -7,8 +7,6 @@ with all that depends on them: as far as compute needs to hide them, and the bud
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,6 +15,9 @@ from memfit.graph import Graph, Op
 from memfit.planners.engine.order import ordered_by
 from memfit.schedule import Compute, CrossBoundary, Drop, Instruction, Schedule
 from memfit.simulate import Timeline, simulate
+
+Order = NDArray[np.int64]
+"""Places of instructions in a given schedule, in the order in which they are carried out."""
 
 _UNLIMITED = 1 << 62
 
@@ -47,83 +48,97 @@ def with_overlap(graph: Graph, device: Device, schedule: Schedule, budget_bytes:
         return schedule
     timeline = simulate(graph, schedule, device)
     limit = _UNLIMITED if budget_bytes is None else max(budget_bytes, timeline.peak_bytes)
-    found = _Overlap(graph=graph, device=device, limit_bytes=limit, schedule=schedule, timeline=timeline)
+    found = _Overlap(graph, device, schedule, timeline, limit)
     found.defer_waits()
     found.prefetch()
     return found.schedule
 
 
-@dataclass(slots=True, kw_only=True)
 class _Overlap:
-    """A schedule that is made faster, its timeline, and the most bytes that its graph may take."""
+    """A schedule that is made faster by other orders of its instructions, and its timeline.
 
-    graph: Graph
-    device: Device
-    limit_bytes: int
-    schedule: Schedule
-    timeline: Timeline
+    Args:
+        graph, device: of the schedule.
+        schedule: legal on the graph.
+        timeline: of the schedule.
+        limit_bytes: the most that the graph may take.
+    """
+
+    def __init__(self, graph: Graph, device: Device, schedule: Schedule, timeline: Timeline, limit_bytes: int) -> None:
+        self._graph, self._device, self._limit_bytes = graph, device, limit_bytes
+        self._given, self._instructions = schedule, tuple(schedule)
+        ops = [graph.ops[each.op] if isinstance(each, Compute) else None for each in self._instructions]
+        self._seconds = np.array([0.0 if op is None else op.compute_seconds for op in ops])
+        self._is_collective = np.array([op is not None and op.group is not None for op in ops], np.bool_)
+        self._known: dict[Instruction, tuple[set[int | str], set[int | str]]] = {}
+        self.timeline = timeline
+        self.order: Order = np.arange(len(self._instructions))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The instructions in their present order."""
+        return self._ordered(self.order)
+
+    def _ordered(self, order: Order) -> Schedule:
+        given = self._given
+        return Schedule(given.codes[order], given.operands[order], given.extras[order])
 
     def defer_waits(self) -> None:
         """Move the waits for sums, and what depends on them, behind so much compute as hides them; the last first."""
         starts = [place for place in self._collectives() if not self._op(place).is_gather]
         for start in reversed(starts):
-            instructions, clock = list(self.schedule), self._clock()
-            wait = self._first_use(instructions, start)
-            if wait < len(instructions):
-                self._take(self._deferred(instructions, clock, wait, self._ends(clock)[start]))
+            clock, wait = self._clock(), self._first_use(start)
+            if wait < len(self.order):
+                self._take(self._deferred(clock, wait, self._ends(clock)[start]))
 
     def prefetch(self) -> None:
         """Start gathers so early that they have ended when compute needs them."""
-        instructions, clock = list(self.schedule), self._clock()
-        places = self._collectives()
+        clock, places = self._clock(), self._collectives()
         device_bytes = self.timeline.device_bytes.copy()
         targets: dict[int, int] = {}
         first = 0
-        for place, latest in zip(places, self._latest_starts(instructions, places, clock), strict=True):
+        for place, latest in zip(places, self._latest_starts(places, clock), strict=True):
             op = self._op(place)
             if op.is_gather:
                 size = self._written_bytes(op)
                 target = place
                 while target > first and clock[target] > latest:
-                    passed = instructions[target - 1]
-                    is_full = device_bytes[target - 1] + size > self.limit_bytes
-                    if is_full or not self._may_pass(passed, self._compute(place)):
+                    is_full = device_bytes[target - 1] + size > self._limit_bytes
+                    if is_full or not self._may_pass(self._at(target - 1), self._compute(place)):
                         break
                     target -= 1
                 device_bytes[target:place] += size
                 targets[place] = first = target
             else:
                 first = place + 1
-        self._take(_moved_back(instructions, targets))
+        self._take(_moved_back(self.order, targets))
 
-    def _take(self, instructions: list[Instruction]) -> None:
-        """Take a schedule if it is faster, and fits."""
-        schedule = Schedule.of(instructions)
-        timeline = simulate(self.graph, schedule, self.device)
-        if timeline.peak_bytes <= self.limit_bytes and timeline.makespan_seconds < self.timeline.makespan_seconds:
-            self.schedule, self.timeline = schedule, timeline
+    def _take(self, order: Order) -> None:
+        """Take an order if it is faster, and fits."""
+        timeline = simulate(self._graph, self._ordered(order), self._device)
+        if timeline.peak_bytes <= self._limit_bytes and timeline.makespan_seconds < self.timeline.makespan_seconds:
+            self.order, self.timeline = order, timeline
+
+    def _at(self, place: int) -> Instruction:
+        return self._instructions[int(self.order[place])]
 
     def _collectives(self) -> list[int]:
-        ops = ((place, each.op) for place, each in enumerate(self.schedule) if isinstance(each, Compute))
-        return [place for place, op in ops if self.graph.ops[op].group is not None]
+        return [int(place) for place in np.flatnonzero(self._is_collective[self.order])]
 
     def _op(self, place: int) -> Op:
-        return self.graph.ops[self._compute(place).op]
+        return self._graph.ops[self._compute(place).op]
 
     def _compute(self, place: int) -> Compute:
-        instruction = self.schedule[place]
+        instruction = self._at(place)
         assert isinstance(instruction, Compute)
         return instruction
 
     def _written_bytes(self, op: Op) -> int:
-        return sum(self.device.aligned(self.graph.storages[storage].bytes) for storage in op.writes)
+        return sum(self._device.aligned(self._graph.storages[storage].bytes) for storage in op.writes)
 
     def _clock(self) -> NDArray[np.float64]:
         """Return when compute comes to each instruction if it never waits."""
-        seconds = [
-            self.graph.ops[each.op].compute_seconds if isinstance(each, Compute) else 0.0 for each in self.schedule
-        ]
-        return np.concatenate([[0.0], np.cumsum(seconds)])
+        return np.concatenate([[0.0], np.cumsum(self._seconds[self.order])])
 
     def _ends(self, clock: NDArray[np.float64]) -> dict[int, float]:
         """Return when each collective ends on that clock."""
@@ -133,52 +148,50 @@ class _Overlap:
             ends[place] = free = max(float(clock[place]), free) + self._op(place).seconds
         return ends
 
-    def _latest_starts(
-        self, instructions: list[Instruction], places: list[int], clock: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
+    def _latest_starts(self, places: list[int], clock: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return when each collective has to start, at the latest, so that nothing waits for it or for a later one."""
         latest = np.empty(len(places))
         next_start = np.inf
         for number in reversed(range(len(places))):
-            needed = clock[self._first_use(instructions, places[number])]
+            needed = clock[self._first_use(places[number])]
             latest[number] = next_start = min(needed, next_start) - self._op(places[number]).seconds
         return latest
 
-    def _first_use(self, instructions: list[Instruction], place: int) -> int:
+    def _first_use(self, place: int) -> int:
         """Return the first instruction that waits for the collective at a place; their number if there is none."""
         collective = self._op(place)
         storages = {*collective.writes, *collective.mutates}
-        for later in range(place + 1, len(instructions)):
-            instruction = instructions[later]
+        for later in range(place + 1, len(self.order)):
+            instruction = self._at(later)
             if isinstance(instruction, Compute):
-                op = self.graph.ops[instruction.op]
+                op = self._graph.ops[instruction.op]
                 if op.group is None and not storages.isdisjoint((*op.reads, *op.mutates)):
                     return later
-        return len(instructions)
+        return len(self.order)
 
-    def _deferred(
-        self, instructions: list[Instruction], clock: NDArray[np.float64], wait: int, until_seconds: float
-    ) -> list[Instruction]:
-        """Return the instructions with a wait, and what depends on it, behind others up to a time of the clock."""
-        chain, passed = [instructions[wait]], list[Instruction]()
-        written, read = self._touched(instructions[wait])
+    def _deferred(self, clock: NDArray[np.float64], wait: int, until_seconds: float) -> Order:
+        """Return an order with a wait, and what depends on it, behind others up to a time of the clock."""
+        order = self.order
+        chain, passed = [order[wait]], list[np.int64]()
+        written, read = (set(each) for each in self._touched(self._at(wait)))
         more_bytes, seconds, place = 0, float(clock[wait]), wait + 1
-        while place < len(instructions) and seconds < until_seconds:
-            instruction = instructions[place]
+        while place < len(order) and seconds < until_seconds:
+            instruction = self._at(place)
             writes, reads = self._touched(instruction)
             if isinstance(instruction, CrossBoundary):
                 break
-            if written.isdisjoint(writes | reads) and read.isdisjoint(writes):
-                if self.timeline.device_bytes[place] + more_bytes > self.limit_bytes:
+            if written.isdisjoint(writes) and written.isdisjoint(reads) and read.isdisjoint(writes):
+                if self.timeline.device_bytes[place] + more_bytes > self._limit_bytes:
                     break
-                passed.append(instruction)
+                passed.append(order[place])
                 seconds += float(clock[place + 1] - clock[place])
             else:
-                chain.append(instruction)
-                written, read = written | writes, read | reads
+                chain.append(order[place])
+                written |= writes
+                read |= reads
                 more_bytes += self._held_bytes(instruction)
             place += 1
-        return [*instructions[:wait], *passed, *chain, *instructions[place:]]
+        return np.array([*order[:wait], *passed, *chain, *order[place:]], np.int64)
 
     def _touched(self, instruction: Instruction) -> tuple[set[int | str], set[int | str]]:
         """Return what an instruction writes, frees or copies, and what it reads.
@@ -189,9 +202,11 @@ class _Overlap:
             return set(), set()
         if not isinstance(instruction, Compute):
             return {instruction.storage}, set()
-        op = self.graph.ops[instruction.op]
-        over = () if instruction.in_place_of is None else (instruction.in_place_of,)
-        return {*op.writes, *over, *ordered_by(self.graph, op)}, set(op.reads)
+        if instruction not in self._known:
+            op = self._graph.ops[instruction.op]
+            over = () if instruction.in_place_of is None else (instruction.in_place_of,)
+            self._known[instruction] = {*op.writes, *over, *ordered_by(self._graph, op)}, set(op.reads)
+        return self._known[instruction]
 
     def _may_pass(self, instruction: Instruction, gather: Compute) -> bool:
         """Return whether a gather may come before an instruction; gathers keep their order by themselves."""
@@ -199,31 +214,31 @@ class _Overlap:
             return False
         written, read = self._touched(instruction)
         gathered, gathered_from = self._touched(gather)
-        gathered.discard(self.graph.ops[gather.op].group)
+        gathered = gathered - {self._graph.ops[gather.op].group}
         return written.isdisjoint(gathered | gathered_from) and read.isdisjoint(gathered)
 
     def _held_bytes(self, instruction: Instruction) -> int:
         """Return by how much a deferred instruction raises the bytes of those that pass it."""
         if isinstance(instruction, Drop):
-            return self.device.aligned(self.graph.storages[instruction.storage].bytes)
+            return self._device.aligned(self._graph.storages[instruction.storage].bytes)
         if isinstance(instruction, Compute) and instruction.in_place_of is None:
-            return -self._written_bytes(self.graph.ops[instruction.op])
+            return -self._written_bytes(self._graph.ops[instruction.op])
         return 0
 
 
-def _moved_back(instructions: list[Instruction], targets: dict[int, int]) -> list[Instruction]:
-    """Return the instructions with some of them in front of others.
+def _moved_back(order: Order, targets: dict[int, int]) -> Order:
+    """Return an order with some instructions in front of others.
 
     Args:
-        instructions: of a schedule.
+        order: of the instructions of a schedule.
         targets: of each place that is moved, the place in front of which it comes.
     """
-    starting: dict[int, list[Instruction]] = {}
+    starting: dict[int, list[int]] = {}
     for place, target in targets.items():
-        starting.setdefault(target, []).append(instructions[place])
-    moved: list[Instruction] = []
-    for place, instruction in enumerate(instructions):
-        moved += starting.get(place, ())
+        starting.setdefault(target, []).append(place)
+    places: list[int] = []
+    for place in range(len(order)):
+        places += starting.get(place, ())
         if place not in targets:
-            moved.append(instruction)
-    return moved
+            places.append(place)
+    return order[np.array(places, np.int64)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,11 @@ from memfit.errors import InvalidOptionError
 from memfit.step.agreement import agreement_of
 from memfit.step.distributed.ranks import require_same_model
 from memfit.torch_private.modules import module_tables
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_ASKED = "memfit.fit(shard=True)"
 
 
 def sharded(
@@ -34,21 +40,29 @@ def sharded(
     if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
         raise InvalidOptionError("shard=True needs a process_group, such as torch.distributed.group.WORLD")
     agreement = agreement_of(group)
-    agreement.together("sharding the model", lambda: _require_bare(model, optimizer))
+    agreement.together("sharding the model", lambda: require_bare(model, optimizer, _ASKED))
     require_same_model(agreement, model, [], "models")
     DataParallel(group).begin(model)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    _apply(model, group)
-    if optimizer is not None:
-        after = dict(model.named_parameters())
-        for members in optimizer.param_groups:
-            members["params"] = [after[names[p]] if p in names else p for p in members["params"]]
+    from torch.distributed.device_mesh import DeviceMesh
+
+    shard_blocks(model, DeviceMesh.from_group(group, next(model.parameters()).device.type), optimizer)
     return model
 
 
-def _require_bare(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    check_not_distributed(model, "memfit.fit(shard=True)")
-    check_initialized(model, "memfit.fit(shard=True)")
+def require_bare(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, asked: str) -> None:
+    """Refuse a model that cannot be sharded, or whose optimizer has a state.
+
+    Args:
+        model: of a step.
+        optimizer: of the model's parameters.
+        asked: by which sharding was asked for; begins messages.
+
+    Raises:
+        InvalidTargetError, UnsupportedStepError: the model has lazy modules, or is wrapped or sharded already.
+        InvalidOptionError: the optimizer has taken a step.
+    """
+    check_not_distributed(model, asked)
+    check_initialized(model, asked)
     if optimizer is not None and optimizer.state:
         raise InvalidOptionError(
             "shard=True is for an optimizer that has no state yet; shard the model by fully_shard before its first "
@@ -56,15 +70,24 @@ def _require_bare(model: torch.nn.Module, optimizer: torch.optim.Optimizer | Non
         )
 
 
-def _apply(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
+def shard_blocks(model: torch.nn.Module, mesh: DeviceMesh, optimizer: torch.optim.Optimizer | None) -> None:
+    """Apply `fully_shard` to each repeated block of a model and to the rest, in place.
+
+    Args:
+        model: bare.
+        mesh: of the ranks; of two dimensions for replicas of shards.
+        optimizer: of the model's parameters; it gets the sharded ones in their places.
+    """
     from torch.distributed.fsdp import fully_shard
 
-    device_type = next(model.parameters()).device.type
-    mesh = DeviceMesh.from_group(group, device_type)
+    names = {parameter: name for name, parameter in model.named_parameters()}
     for block in repeated_blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    if optimizer is not None:
+        after = dict(model.named_parameters())
+        for members in optimizer.param_groups:
+            members["params"] = [after[names[p]] if p in names else p for p in members["params"]]
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
