@@ -4,12 +4,17 @@ import gc
 import sys
 from typing import NoReturn
 
-from memfit.cli import main
-
 
 def run() -> NoReturn:
     """Run the command of `sys.argv`, and exit with its status."""
-    status = main()
+    if sys.argv[1:2] == ["run"]:
+        from memfit.commands.run import main as run_script  # nothing else: the script's own imports come first
+
+        status = run_script(sys.argv[2:])
+    else:
+        from memfit.cli import main
+
+        status = main()
     gc.freeze()  # the last collection of all ops of a long step takes a second, and frees what the exit frees anyway
     sys.exit(status)
 

@@ -25,10 +25,12 @@ from memfit.commands import (
     pack,
     plan,
     report,
+    run,
 )
-from memfit.commands.answer import BAD_INPUT, DONE, WarningLines, deliver_error
+from memfit.commands.answer import BAD_INPUT, DONE, deliver_error
 from memfit.commands.options import with_each_option
 from memfit.errors import MemfitError
+from memfit.system.lines import WarningLines
 from memfit.system.version import __version__
 
 app = typer.Typer(
@@ -60,6 +62,8 @@ COMMANDS = {
 for _name, (_command, _examples) in COMMANDS.items():
     app.command(_name, epilog=_examples)(with_each_option(_command))
 
+app.command("run", epilog=run.EXAMPLES, context_settings=run.PARSING)(run.run)
+
 
 def _show_version(wanted: bool) -> None:
     if wanted:
@@ -83,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0
     """
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if words[0] == "run":  # whose script may raise what it likes
+        return run.main(words[1:])
     as_json = "--json" in words
     logger, handler = logging.getLogger("memfit"), WarningLines()
     logger.addHandler(handler)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from memfit.errors import MemfitError, NoPlanError, TimeLimitError
 from memfit.plan import Status
-from memfit.report.formatting import printable
+from memfit.system.lines import printable, say, write
 from memfit.system.version import __version__
 
 DONE = 0
@@ -75,8 +74,7 @@ def write_json(keys: Mapping[str, Any]) -> None:
 def _write(text: str) -> None:
     """Write to standard output; a pipe that its reader has closed is no error."""
     try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        write(text, sys.stdout)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
 
@@ -92,7 +90,7 @@ def deliver_error(error: MemfitError | str, *, as_json: bool, exit_status: int) 
         exit_status: of the process.
     """
     message = printable(" ".join(str(error).split()))
-    sys.stderr.write(f"memfit: error: {message}\n")
+    say(f"error: {message}")
     if as_json:
         keys: dict[str, Any] = {"error": message, "exit_status": exit_status}
         if isinstance(error, NoPlanError):
@@ -101,15 +99,6 @@ def deliver_error(error: MemfitError | str, *, as_json: bool, exit_status: int) 
             keys["least_budget_bound_bytes"] = error.least_budget_bound_bytes
         write_json(keys)
     return exit_status
-
-
-class WarningLines(logging.Handler):
-    """Writes memfit's log records as lines on standard error: on the `sys.stderr` of that time, which tests replace."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write one line."""
-        message = printable(" ".join(record.getMessage().removeprefix("memfit: ").split()))
-        sys.stderr.write(f"memfit: {record.levelname.lower()}: {message}\n")
 
 
 def rows_table(rows: Mapping[str, str]) -> Table:
