@@ -16,6 +16,7 @@ from memfit.commands.answer import Answer, columns_table, deliver, rows_table
 from memfit.commands.batch_trial import Trial
 from memfit.commands.targets import require_step, resolve
 from memfit.commands.work import Work, working
+from memfit.cost.device_profiles import load_device
 from memfit.errors import InfeasibleBudgetError, InvalidBudgetError, InvalidOptionError, TimeLimitError
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Settings
 from memfit.report.frontier_page import FrontierRow, write_frontier_page
@@ -80,7 +81,9 @@ def frontier(
         InvalidTargetError, InvalidOptionError: no such target, or option of it.
         CaptureError, UnsupportedStepError: a step cannot be captured.
     """
-    settings = _in_bytes(Settings(budget=budget, planner=planner, time_limit_seconds=time_limit_seconds, seed=seed))
+    settings = _in_bytes(
+        Settings(budget=budget, planner=planner, time_limit_seconds=time_limit_seconds, seed=seed), device_profile
+    )
     with working() as work:
         return [row for row, _ in _rows(target, over or {}, device_profile, settings, largest, work)]
 
@@ -97,7 +100,7 @@ def batch(
 ) -> int:
     """Find the largest batch of TARGET that fits a budget, and its overhead. Several batch sizes are planned."""
     options.require_writable(report)
-    settings = _in_bytes(search.settings(budget))
+    settings = _in_bytes(search.settings(budget), device_profile)
     over = {name: [value] for name, value in options.read_settings(set_, "--set").items()}
     with working() as work:
         ((row, trial),) = _rows(target, over, device_profile, settings, largest, work)
@@ -134,7 +137,7 @@ def command(
 ) -> int:
     """Find the largest batch that fits a budget, and its price, for every combination of sizes. Nothing is trained."""
     options.require_writable(report)
-    settings = _in_bytes(search.settings(budget))
+    settings = _in_bytes(search.settings(budget), device_profile)
     over = {name: _values(name, text) for name, text in options.read_settings(set_, "--set").items()}
     with working() as work:
         found = list(_rows(target, over, device_profile, settings, largest, work))
@@ -163,12 +166,21 @@ def _written(report: Path | None) -> tuple[RenderableType, ...]:
     return (rows_table({"report": str(report)}),) if report else ()
 
 
-def _in_bytes(settings: Settings) -> Settings:
+def _in_bytes(settings: Settings, device_profile: str | None) -> Settings:
+    settings = settings.on_card(lambda: _memory_bytes(device_profile))
     if not settings.is_in_bytes:
         raise InvalidBudgetError(
             f"budget {settings.budget!r} is a share of a peak that grows with the batch; give bytes, such as 6GiB"
         )
     return settings.within(parse_budget(settings.budget, 1))
+
+
+def _memory_bytes(device_profile: str | None) -> int | None:
+    if device_profile is not None:
+        return load_device(device_profile).memory_bytes
+    from memfit.cost.calibration import memory_bytes  # torch
+
+    return memory_bytes()
 
 
 def _values(name: str, text: str) -> list[str]:

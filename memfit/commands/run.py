@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memfit.errors import InvalidFileError, InvalidOptionError, MemfitError
+from memfit.errors import BudgetNotHeldError, InvalidFileError, InvalidOptionError, MemfitError
 from memfit.system.budget import format_bytes, is_of_card, parse_budget, parse_host_budget
 from memfit.system.lines import WarningLines, say
 from memfit.system.script import Script, when_imported
@@ -175,7 +175,8 @@ def main(words: Sequence[str]) -> int:
         made = app(list(words), prog_name="memfit run", standalone_mode=False)
         return made.start() if isinstance(made, Run) else 0
     except MemfitError as error:
-        say(f"error: {error}")
+        is_other = isinstance(error, BudgetNotHeldError) and "eager" not in words
+        say(f"error: {error}{', or run it with --door eager, which needs no blocks' if is_other else ''}")
         return error.exit_status
     except typer.TyperException as error:
         say(f"error: {error.format_message()} (see `memfit run --help`)")

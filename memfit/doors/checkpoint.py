@@ -13,9 +13,10 @@ from memfit.checkpointing.blocks import find_all
 from memfit.checkpointing.handle import Checkpointed
 from memfit.checkpointing.loop import Loop
 from memfit.checkpointing.policy import read_policy
+from memfit.cost.calibration import memory_bytes
 from memfit.errors import InvalidDeviceError, InvalidOptionError
 from memfit.memory.contract import FIRM, SOFT, Contract
-from memfit.system.budget import parse_host_budget
+from memfit.system.budget import on_card, parse_host_budget
 from memfit.system.recorder import page_bytes
 from memfit.torch_private.modules import uncompiled
 
@@ -51,8 +52,8 @@ def checkpoint(
 
     Args:
         model: any module; before or after DDP, `fully_shard`, and the wrappers of Trainer, Accelerate and Lightning.
-        budget: of all that is on the model's device, as text (`20GiB`) or in bytes; a percentage is of the peak that is
-            predicted for the loop without checkpoints.
+        budget: of all that is on the model's device, as text (`20GiB`, `90% of the card`) or in bytes; a percentage
+            alone is of the peak that is predicted for the loop without checkpoints.
         policy: from `policy()`, or a JSON file with it, in the place of plans.
         blocks: names of modules, or patterns of them such as `encoder.layers.*`, in the place of those that are found.
             Where none are found, steps are held to the budget as they are, and one above it is refused.
@@ -76,6 +77,7 @@ def checkpoint(
         raise InvalidOptionError(f"budget_is={budget_is!r}: expected {FIRM!r} or {SOFT!r}")
     device = _device_of(model)
     is_firm = budget_is == FIRM
+    budget = None if budget is None else on_card(budget, lambda: memory_bytes(device))
     contract = None if budget is None else Contract(budget, page_bytes=page_bytes(device), is_firm=is_firm)
     given = None if policy is None else read_policy(policy)
     is_sharded = any(base.__name__ == "FSDPModule" for module in model.modules() for base in type(module).__mro__)

@@ -81,7 +81,6 @@ class _Steered:
     name: str
     loop: weakref.ref[Loop]  # the model has it: a model that the script is done with is not kept alive
     history: History
-    report: Report | None = None
 
 
 @dataclass(slots=True)
@@ -209,9 +208,11 @@ class Running:
         """
         for hook in self._hooks:
             hook.remove()
+        steered, self._steered = self._steered, []
+        held, self._eager = self._eager, None
         refused: list[MemfitError] = []
         found: list[HeldReport] = []
-        for each in self._steered:
+        for each in steered:
             loop = each.loop()
             report = None
             if loop is not None:
@@ -223,8 +224,7 @@ class Running:
                 report = Checkpointed(loop).report()
                 loop.close(is_judged=False)
             found.append(HeldReport(name=each.name, report=report, history=each.history))
-        if self._eager is not None:
-            held = self._eager
+        if held is not None:
             held.block.__exit__(None if error is None else type(error), error, None)
             found.append(HeldReport(name=held.name, report=held.block.report(), history=None, why=held.why))
         if refused:
