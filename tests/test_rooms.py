@@ -146,7 +146,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("account", "inputs"),
         ("optimizers", "outside", "window"),
     ),
-    "doors": (("compile", "function"), ("checkpoint", "fit")),
+    "doors": (("compile", "function", "run"), ("checkpoint", "fit")),
     "memory": (("bits", "contract", "fit_by", "place"),),  # the files above `capture` stand in ORDER
     "checkpointing": (
         ("step",),

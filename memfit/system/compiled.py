@@ -31,15 +31,6 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
     return numba.njit(**_OPTIONS, no_cpython_wrapper=True)(function)  # pyright: ignore
 
 
-def compiled_in_file(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a function that may allocate, for Python and for others; numba keeps the machine code on disk.
-
-    Numba compiles again if the function's own file has changed, and looks at no other: all compiled functions that it
-    calls have to stand in that file.
-    """
-    return numba.njit(cache=True, nogil=True, error_model="numpy")(function)  # pyright: ignore
-
-
 def entry_point(function: Callable[P, R]) -> Callable[P, R]:
     """Compile a function for Python to call; the machine code is kept on disk, so that a machine compiles once.
 
