@@ -12,8 +12,10 @@ def run() -> NoReturn:
 
         status = run_script(sys.argv[2:])
     else:
-        from memfit.cli import main
-
+        try:
+            from memfit.cli import main
+        except KeyboardInterrupt:  # Ctrl-C in the first second
+            sys.exit("memfit: error: interrupted")
         status = main()
     gc.freeze()  # the last collection of all ops of a long step takes a second, and frees what the exit frees anyway
     sys.exit(status)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 from rich.console import Console, RenderableType
@@ -23,6 +24,7 @@ BAD_INPUT = 2
 VERIFICATION_FAILED = 4
 INTERRUPTED = 130
 
+_STDOUT, _STDERR = 1, 2  # file descriptors
 _PIPED_WIDTH = 160  # columns of output that is no terminal: at rich's default of 80, names would be broken in two
 
 
@@ -43,6 +45,50 @@ class Answer:
     keys: Mapping[str, Any]
     parts: tuple[RenderableType, ...] = ()
     exit_status: int = DONE
+
+
+_for_answers: TextIO | None = None
+
+
+@contextmanager
+def only_answers_on_stdout(wanted: bool) -> Generator[None]:
+    """Send to standard error whatever is written to standard output inside, by Python, C or a child, but for answers.
+
+    Args:
+        wanted: nothing is changed without.
+    """
+    global _for_answers
+    if not wanted:
+        yield
+        return
+    kept, sys.stdout = sys.stdout, sys.stderr
+    with ExitStack() as restored:
+        restored.callback(setattr, sys, "stdout", kept)
+        _for_answers = _apart(kept, restored)
+        try:
+            yield
+        finally:
+            _for_answers.flush()
+            _for_answers = None
+
+
+def _apart(stream: TextIO, restored: ExitStack) -> TextIO:
+    """Return a stream for answers alone: another descriptor of the process's standard output, which is then stderr's.
+
+    A stream that is not the process's own (of a test, of a notebook) is returned as it is: no C code writes there.
+    """
+    try:
+        is_own = stream is sys.__stdout__ and stream.fileno() == _STDOUT
+    except (OSError, ValueError):
+        is_own = False
+    if not is_own:
+        return stream
+    stream.flush()
+    apart = os.dup(_STDOUT)
+    os.dup2(_STDERR, _STDOUT)
+    restored.callback(os.close, apart)
+    restored.callback(os.dup2, apart, _STDOUT)
+    return open(apart, "w", encoding=stream.encoding, errors=stream.errors, closefd=False)
 
 
 def deliver(answer: Answer, *, as_json: bool) -> int:
@@ -74,9 +120,10 @@ def write_json(keys: Mapping[str, Any]) -> None:
 def _write(text: str) -> None:
     """Write to standard output; a pipe that its reader has closed is no error."""
     try:
-        write(text, sys.stdout)
+        write(text, _for_answers or sys.stdout)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        stream = _for_answers or sys.stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # for the flush at exit
 
 
 def deliver_error(error: MemfitError | str, *, as_json: bool, exit_status: int) -> int:

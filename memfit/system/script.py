@@ -119,7 +119,7 @@ class _WithoutOurs:
         self._hook(kind, error.with_traceback(own), own)
 
 
-def when_imported(name: str, call: Callable[[], None]) -> None:
+def when_imported(name: str, call: Callable[[], None]) -> Callable[[], None]:
     """Call `call` once a module was imported: at once if that was so before.
 
     What a script sets before its own import (threads, devices) is then read as without memfit.
@@ -127,21 +127,31 @@ def when_imported(name: str, call: Callable[[], None]) -> None:
     Args:
         name: of a package at the top.
         call: is called once.
+
+    Returns:
+        What ends the wait.
     """
+    watch = _Watch(name, call)
     if name in sys.modules:
         call()
     else:
-        sys.meta_path.insert(0, _Watch(name, call))
+        sys.meta_path.insert(0, watch)
+    return watch.end
 
 
 class _Watch(importlib.abc.MetaPathFinder):
     def __init__(self, name: str, call: Callable[[], None]) -> None:
         self._name, self._call = name, call
 
+    def end(self) -> None:
+        """Watch no more."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:  # noqa: ARG002
         if fullname != self._name:
             return None
-        sys.meta_path.remove(self)
+        self.end()
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             spec.loader = _Then(spec.loader, self._call)
