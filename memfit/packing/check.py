@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from memfit.errors import InvalidLayoutError
 from memfit.packing.blocks import Blocks, Layout
+from memfit.system.compiled import compiled, entry_point
 
 _NONE = -1
 
