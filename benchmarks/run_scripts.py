@@ -151,7 +151,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = [row for script in options.scripts or SCRIPTS for row in measure(script, options.shares)]
     if not options.scripts:
-        print("stored in", store("run_scripts", rows))
+        print("stored in", store("run_scripts", {"rows": rows}))
 
 
 if __name__ == "__main__":
