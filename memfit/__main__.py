@@ -4,6 +4,8 @@ import gc
 import sys
 from typing import NoReturn
 
+_INTERRUPTED = 130
+
 
 def run() -> NoReturn:
     """Run the command of `sys.argv`, and exit with its status."""
@@ -15,7 +17,8 @@ def run() -> NoReturn:
         try:
             from memfit.cli import main
         except KeyboardInterrupt:  # Ctrl-C in the first second
-            sys.exit("memfit: error: interrupted")
+            sys.stderr.write("memfit: error: interrupted\n")
+            sys.exit(_INTERRUPTED)
         status = main()
     gc.freeze()  # the last collection of all ops of a long step takes a second, and frees what the exit frees anyway
     sys.exit(status)
