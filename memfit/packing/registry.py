@@ -41,7 +41,8 @@ class Packer(Protocol):
         ...
 
 
-_BLOCKS, _SEED, _WORK = 200, 3, 3_000_000
+_BLOCKS, _SEED, _WORK, _SECONDS = 200, 3, 300_000_000, 3600.0  # it ends by its work
+_OF_EJECTION_SECONDS = 0.2
 _KINDS = (Portfolio, Exact, LocalSearch, Ejection, BestFit, FirstFit, Mip, Tags, Colouring)
 SEARCHING = (Portfolio, Exact, LocalSearch, Ejection)
 """Those that end by a time limit."""
@@ -75,12 +76,11 @@ def compile_packers() -> None:
     seconds once on a machine, and milliseconds later.
     """
     random = np.random.default_rng(_SEED)
-    starts = random.integers(0, _BLOCKS, _BLOCKS)
-    lengths = random.integers(1, _BLOCKS // 3, _BLOCKS)
-    blocks = Blocks(
-        ids=np.arange(_BLOCKS), sizes_bytes=random.integers(1, 40, _BLOCKS), starts=starts, ends=starts + lengths
-    )
-    check_layout(blocks, Portfolio(work=_WORK).pack(PackingProblem(blocks=blocks)))
+    starts, sizes_bytes = random.integers(0, _BLOCKS, _BLOCKS), random.integers(1, 40, _BLOCKS)
+    ends = starts + random.integers(1, _BLOCKS // 3, _BLOCKS)
+    blocks = Blocks(ids=np.arange(_BLOCKS), sizes_bytes=sizes_bytes, starts=starts, ends=ends)
+    check_layout(blocks, Portfolio(work=_WORK).pack(PackingProblem(blocks=blocks, time_limit_seconds=_SECONDS)))
+    check_layout(blocks, Ejection().pack(PackingProblem(blocks=blocks, time_limit_seconds=_OF_EJECTION_SECONDS)))
 
 
 def make_packer(name: str, **options: object) -> Packer:
