@@ -116,7 +116,7 @@ def test_each_door_takes_a_share_of_the_card() -> None:
 
 
 def test_a_plan_for_another_device_takes_a_share_of_its_memory(run: Run) -> None:
-    words = ("plan", "unet", "--set", "size=16", "--set", "width=4", "--set", "batch=1", "--json")
+    words = ("plan", "unet", "--set", "size=32", "--set", "width=4", "--set", "batch=1", "--json")
     status, out, _ = run(*words, "--budget", "50% of the card", "--device-profile", "a100-40")
     assert status == 0
     assert json_of(out)["budget_bytes"] == load_device("a100-40").memory_bytes // 2
