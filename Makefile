@@ -85,7 +85,7 @@ bench: $(INSTALLED)
 	@for script in torch_baselines sweep compare_baselines plan_shared_graphs prove_small_graphs planning_time \
 		offloading inplace simulate_speed guard_cost packing arena cuda_reserved chen_figures feng_table1 joint_plans profile_without_memory \
 		disk_tier offloading_planners offloading_planners_picture dqn_curves functions variable_shapes \
-		loop_cost eager_mode checkpoint doors dispatch_modes dense_cuts tables; do \
+		loop_cost eager_mode checkpoint run_scripts doors dispatch_modes dense_cuts tables; do \
 		echo "benchmarks/$$script.py"; $(RUN) benchmarks/$$script.py || exit 1; \
 	done
 

@@ -122,7 +122,36 @@ def _cell(row: Payload | None, *, own_peak: bool = False) -> str:
     )
 
 
-DOOR_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {"checkpoint-ranks": ("checkpoint_ranks", ranks)}
+def scripts(payload: Payload) -> Table:
+    """Scripts under `memfit run`, beside themselves."""
+    shares = sorted({row["share"] for row in payload["rows"] if row["share"]}, reverse=True)
+    head = ["script", "as it is: MiB", *(f"{share}%" for share in shares)]
+    table: dict[str, list[str]] = {}
+    for row in payload["rows"]:
+        if row["share"] is None:
+            table[row["script"]] = [row["script"], f"{row['peak_bytes'] / MIB:.1f}", *[""] * len(shares)]
+            continue
+        cells, place = table[row["script"]], 2 + shares.index(row["share"])
+        cells[place] = "; ".join(filter(None, [cells[place], _ran(row)]))
+    note = (
+        "Each cell: what held it, and the most bytes of the process as a share of the budget. Prints, exit status and "
+        "all that was stored are the script's own to the bit, unless it says otherwise."
+    )
+    return head, list(table.values()), note
+
+
+def _ran(row: Payload) -> str:
+    if row["error"]:
+        return "refused" if row["door"] == "auto" else "refused in eager mode, too"
+    by = " and ".join(door.removeprefix("memfit.") for door in row["by"])
+    over = "" if row["is_held"] else ", **over**"
+    return f"{by} {row['peak_bytes'] / row['budget_bytes']:.3f}{over}{'' if row['is_same'] else ', **other results**'}"
+
+
+DOOR_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {
+    "checkpoint-ranks": ("checkpoint_ranks", ranks),
+    "run-scripts": ("run_scripts", scripts),
+}
 """Each table of one result by name: the script that stored it, and what makes it."""
 
 DOOR_SET_TABLES: dict[str, tuple[str, Callable[[dict[str, Payload]], Table]]] = {

@@ -25,16 +25,18 @@ from memfit.commands import (
     pack,
     plan,
     report,
+    run,
 )
-from memfit.commands.answer import BAD_INPUT, DONE, WarningLines, deliver_error
+from memfit.commands.answer import BAD_INPUT, DONE, INTERRUPTED, deliver_error, only_answers_on_stdout
 from memfit.commands.options import with_each_option
 from memfit.errors import MemfitError
+from memfit.system.lines import WarningLines
 from memfit.system.version import __version__
 
 app = typer.Typer(
     name="memfit",
     help="Make a PyTorch training step fit a memory budget given in bytes, with the least slowdown, and prove it.",
-    epilog="Start with: memfit fit resnet50 --budget 60%",
+    epilog="Start with: memfit fit unet --budget 60%",
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -60,6 +62,8 @@ COMMANDS = {
 for _name, (_command, _examples) in COMMANDS.items():
     app.command(_name, epilog=_examples)(with_each_option(_command))
 
+app.command("run", epilog=run.EXAMPLES, context_settings=run.PARSING)(run.run)
+
 
 def _show_version(wanted: bool) -> None:
     if wanted:
@@ -83,9 +87,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0
     """
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if words[0] == "run":  # whose script may raise what it likes
+        return run.main(words[1:])
     as_json = "--json" in words
     logger, handler = logging.getLogger("memfit"), WarningLines()
     logger.addHandler(handler)
+    try:
+        with only_answers_on_stdout(as_json):
+            return _answered(words, as_json=as_json)
+    finally:
+        logger.removeHandler(handler)
+
+
+def _answered(words: list[str], *, as_json: bool) -> int:
     try:
         status = app(words, prog_name="memfit", standalone_mode=False)
     except MemfitError as error:
@@ -93,6 +107,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         message = f"{error.format_message()} (see `memfit --help`)"
         return deliver_error(message, as_json=as_json, exit_status=BAD_INPUT)
-    finally:
-        logger.removeHandler(handler)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "memfit"):
+            raise
+        message = f"this command needs the package {package}, which is not installed: pip install {package}"
+        return deliver_error(message, as_json=as_json, exit_status=BAD_INPUT)
+    except (KeyboardInterrupt, typer.Abort):
+        return deliver_error("interrupted", as_json=as_json, exit_status=INTERRUPTED)
     return status if isinstance(status, int) else DONE

@@ -5,7 +5,8 @@ The command line prints an error as one line on standard error, and exits with i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -49,6 +50,30 @@ class InvalidOptionError(MemfitError, ValueError):
 
 class InvalidDeviceError(MemfitError, ValueError):
     """No device profile has that name, a device is not at hand, or tensors are on the wrong device."""
+
+
+class MissingPackageError(MemfitError, ModuleNotFoundError):
+    """A package that one of memfit's extras brings is not installed."""
+
+
+@contextmanager
+def naming_extra(extra: str) -> Generator[None]:
+    """Let an import inside of the block that fails say which extra of memfit's brings the package.
+
+    Args:
+        extra: such as `lightning`.
+
+    Raises:
+        MissingPackageError: in the place of ModuleNotFoundError.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            f"memfit.integrations.{extra} needs the package {(error.name or '').partition('.')[0]}, which is not "
+            f"installed: pip install 'memfit[{extra}]'",
+            name=error.name,
+        ) from error
 
 
 class PlanMismatchError(MemfitError, ValueError):

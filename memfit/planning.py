@@ -25,7 +25,7 @@ from memfit.planners.auto import AutoPlanner
 from memfit.planners.engine.results import unplanned_peak_bytes
 from memfit.planners.engine.retention.decisions import Retention
 from memfit.planners.protocols import Planner, SearchOptions
-from memfit.system.budget import format_bytes, parse_budget
+from memfit.system.budget import format_bytes, on_card, parse_budget
 from memfit.system.spill_file import require_host_budget
 
 DEFAULT_PLANNER = "auto"
@@ -113,6 +113,17 @@ class Settings:
     def is_in_bytes(self) -> bool:
         """Whether the budget can be read before the unplanned peak is known."""
         return not str(self.budget).strip().endswith("%")
+
+    def on_card(self, memory_bytes: Callable[[], int | None]) -> Settings:
+        """Return the same settings with a budget such as `90% of the card` in bytes.
+
+        Args:
+            memory_bytes: returns the size of the device's memory, None if it is unknown.
+
+        Raises:
+            InvalidBudgetError: see `memfit.system.budget.on_card`.
+        """
+        return replace(self, budget=on_card(self.budget, memory_bytes))
 
     def within(self, budget_bytes: int) -> Settings:
         """Return the same settings with another budget."""

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from command_line import Run, json_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+import memfit
+from memfit.cost.calibration import memory_bytes
+from memfit.cost.device_profiles import load_device
+from memfit.dynamo.settings import read_options
 from memfit.errors import InvalidBudgetError
-from memfit.system.budget import format_bytes, parse_budget
+from memfit.system.budget import format_bytes, is_of_card, on_card, parse_budget, parse_host_budget
 
 
 @pytest.mark.parametrize(
@@ -80,3 +86,37 @@ def test_any_text_is_a_size_or_refused(text: str) -> None:
 def test_formatted_bytes_read_back_close(size_bytes: int) -> None:
     text = format_bytes(size_bytes).replace(",", "")
     assert parse_budget(text, unplanned_peak_bytes=0) == pytest.approx(size_bytes, rel=1e-2)
+
+
+def test_a_share_of_the_card_is_read_where_the_device_is_known() -> None:
+    assert on_card(" 12.5 % of  the Card", lambda: 1001) == 125
+    assert on_card("6GiB", lambda: 1 // 0) == "6GiB"
+    assert on_card("60%", lambda: 1 // 0) == "60%"
+    assert not is_of_card("60%")
+    for text in ("0% of the card", "101% of the card"):
+        with pytest.raises(InvalidBudgetError, match="expected more than 0% and at most 100% of the card"):
+            on_card(text, lambda: 1000)
+    with pytest.raises(InvalidBudgetError, match="no memory_bytes"):
+        on_card("90% of the card", lambda: None)
+    with pytest.raises(InvalidBudgetError, match="no device is known here"):
+        parse_budget("90% of the card", 1000)
+    with pytest.raises(InvalidBudgetError, match="is a share"):
+        parse_host_budget("90% of the card")
+
+
+def test_each_door_takes_a_share_of_the_card() -> None:
+    half_bytes = memory_bytes("cpu") // 2
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+    with memfit.checkpoint(model, "50% of the card") as handle:
+        assert handle.report().budget_bytes == half_bytes
+    assert memfit.eager(model, budget="50% of the card").budget_bytes == half_bytes
+    step = memfit.fit(model, torch.nn.MSELoss(), (torch.ones(2, 4), torch.ones(2, 4)), budget="50% of the card")
+    assert step.plan.budget_bytes == half_bytes
+    assert read_options({"budget": "50% of the card"}, device=torch.device("cpu")).settings.budget == half_bytes
+
+
+def test_a_plan_for_another_device_takes_a_share_of_its_memory(run: Run) -> None:
+    words = ("plan", "unet", "--set", "size=32", "--set", "width=4", "--set", "batch=1", "--json")
+    status, out, _ = run(*words, "--budget", "50% of the card", "--device-profile", "a100-40")
+    assert status == 0
+    assert json_of(out)["budget_bytes"] == load_device("a100-40").memory_bytes // 2

@@ -30,7 +30,7 @@ from memfit.plan import Problem, Status
 from memfit.planners.engine.results import unplanned_schedule
 from memfit.report import CurvePoint, Measured, explain, text_summary, write_html, write_png, write_trace
 from memfit.report.chart_points import chart_points
-from memfit.report.formatting import change_text, printable, seconds_text, share_text
+from memfit.report.formatting import change_text, seconds_text, share_text
 from memfit.report.frontier_page import BatchPoint
 from memfit.report.live import Layer, play
 from memfit.report.page import render
@@ -38,6 +38,7 @@ from memfit.report.storage_fates import Kind, fates, totals
 from memfit.schedule import Schedule
 from memfit.simulate import simulate
 from memfit.simulate.overlap import Transfers, simulated_transfers
+from memfit.system.lines import printable
 
 MEASURED = Measured(peak_bytes=1, step_seconds=1.0, baseline_peak_bytes=1, baseline_step_seconds=1.0, overhead=0.0)
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=hacked()>@@data@@\x1b[2J\u202e'\"&"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -290,3 +292,74 @@ def test_models_across_ranks_are_refused() -> None:
         step = TrainingStep(model=model, loss=LOSS, batch=BATCH)
         with pytest.raises(UnsupportedStepError, match=f"here: {message}; memfit plans only bare models"):
             check_step(step, "here")
+
+
+def test_importing_a_target_that_trains_is_refused_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "trains.py"
+    path.write_text(
+        "import torch\n"
+        "alone = torch.nn.Parameter(torch.ones(2))\n"
+        "optimizer = torch.optim.SGD([alone], lr=0.1)\n"
+        "while True:\n"
+        "    alone.sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    with pytest.raises(InvalidTargetError, match=r"trains.py:6: importing it trains: .* memfit run --budget B"):
+        resolve(f"{path}:step")
+    other = torch.nn.Parameter(torch.ones(2))
+    other.sum().backward()
+    torch.optim.SGD([other], lr=0.1).step()  # as before
+
+
+def test_a_target_sees_no_arguments_of_memfits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["memfit", "fit", "--budget", "6GiB"]
+    monkeypatch.setattr(sys, "argv", given)
+    path = tmp_path / "reads.py"
+    body = GOOD.replace("def step():\n", "def step():\n    assert sys.argv == seen\n")
+    path.write_text(f"import sys\nseen = list(sys.argv)\n{body}")
+    assert isinstance(resolve(f"{path}:step"), TrainingStep)
+    assert sys.modules["memfit_target_reads"].seen == [str(path)]
+    assert sys.argv is given
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_json_is_all_of_standard_output_whatever_a_target_prints(tmp_path: Path, encoding: str) -> None:
+    prints = "print('from Python')\n    os.write(1, b'from C\\n')\n    subprocess.run(['echo', 'from a child'])\n"
+    path = tmp_path / "prints.py"
+    path.write_text("import os, subprocess\n" + GOOD.replace("def step():\n", f"def step():\n    {prints}"))
+    answered = subprocess.run(
+        [sys.executable, "-m", "memfit", "estimate", f"{path}:step", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+    )
+    assert json.loads(answered.stdout)["peak_bytes"] > 0
+    assert answered.stderr.split("\n")[:3] == ["from Python", "from C", "from a child"]
+
+
+def test_ctrl_c_is_one_line_whenever_it_comes(tmp_path: Path) -> None:
+    path = tmp_path / "waits.py"
+    path.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "memfit", "estimate", f"{path}:step"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.startswith("memfit: error: interrupted")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_package_that_is_missing_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "memfit", "estimate", "unet"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+    )
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == "memfit: error: this command needs the package torch, which is not installed: pip install torch\n"
+    )

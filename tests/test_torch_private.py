@@ -47,6 +47,7 @@ from memfit.torch_private.autograd import (
     backward_keeps_graph,
     backward_node,
     default_saved_hooks,
+    has_modes,
     hooks_aside_in_transforms,
     in_backward,
     in_transform,
@@ -97,6 +98,7 @@ from memfit.torch_private.guarding import (
 )
 from memfit.torch_private.inductor import HELD, LEAN, InductorHalf, ModulePair, compiled_by_inductor
 from memfit.torch_private.modules import (
+    before_calls,
     eager_call,
     global_module_hooks,
     gradient_hooks,
@@ -1671,3 +1673,30 @@ def test_views_of_fakes_have_the_strides_of_real_ones() -> None:
             found = strided_as_real(view, (fake, wanted), view(fake, wanted))
         assert found.stride() == real.view(wanted).stride()
     assert strided_as_real(torch.ops.aten.exp.default, (real,), real) is real
+
+
+def test_all_arguments_of_calls_that_are_wanted_are_seen_before_any_hook_of_the_module() -> None:
+    seen: list[object] = []
+
+    class Scaled(torch.nn.Module):
+        def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+            return x * scale
+
+    wanted, other = Scaled(), Scaled()
+    wanted.register_forward_pre_hook(lambda *_: seen.append("own"))
+    hooks = before_calls(lambda module: module is wanted, lambda _, args, kwargs: seen.append((len(args), kwargs)))
+    for module in (wanted, other):
+        assert float(module(torch.ones(()), scale=3.0)) == 3.0
+    assert seen == [(1, {"scale": 3.0}), "own"]
+    for hook in hooks:
+        hook.remove()
+    wanted(torch.ones(()), scale=2.0)
+    assert seen == [(1, {"scale": 3.0}), "own", "own"]
+    assert not any(global_module_hooks())
+
+
+def test_modes_of_this_thread_are_seen() -> None:
+    assert not has_modes()
+    with FakeTensorMode():
+        assert has_modes()
+    assert not has_modes()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 from rich.console import Console, RenderableType
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from memfit.errors import MemfitError, NoPlanError, TimeLimitError
 from memfit.plan import Status
-from memfit.report.formatting import printable
+from memfit.system.lines import printable, say, write
 from memfit.system.version import __version__
 
 DONE = 0
@@ -24,6 +24,7 @@ BAD_INPUT = 2
 VERIFICATION_FAILED = 4
 INTERRUPTED = 130
 
+_STDOUT, _STDERR = 1, 2  # file descriptors
 _PIPED_WIDTH = 160  # columns of output that is no terminal: at rich's default of 80, names would be broken in two
 
 
@@ -44,6 +45,50 @@ class Answer:
     keys: Mapping[str, Any]
     parts: tuple[RenderableType, ...] = ()
     exit_status: int = DONE
+
+
+_for_answers: TextIO | None = None
+
+
+@contextmanager
+def only_answers_on_stdout(wanted: bool) -> Generator[None]:
+    """Send to standard error whatever is written to standard output inside, by Python, C or a child, but for answers.
+
+    Args:
+        wanted: nothing is changed without.
+    """
+    global _for_answers
+    if not wanted:
+        yield
+        return
+    kept, sys.stdout = sys.stdout, sys.stderr
+    with ExitStack() as restored:
+        restored.callback(setattr, sys, "stdout", kept)
+        _for_answers = _apart(kept, restored)
+        try:
+            yield
+        finally:
+            _for_answers.flush()
+            _for_answers = None
+
+
+def _apart(stream: TextIO, restored: ExitStack) -> TextIO:
+    """Return a stream for answers alone: another descriptor of the process's standard output, which is then stderr's.
+
+    A stream that is not the process's own (of a test, of a notebook) is returned as it is: no C code writes there.
+    """
+    try:
+        is_own = stream is sys.__stdout__ and stream.fileno() == _STDOUT
+    except (OSError, ValueError):
+        is_own = False
+    if not is_own:
+        return stream
+    stream.flush()
+    apart = os.dup(_STDOUT)
+    os.dup2(_STDERR, _STDOUT)
+    restored.callback(os.close, apart)
+    restored.callback(os.dup2, apart, _STDOUT)
+    return open(apart, "w", encoding=stream.encoding, errors=stream.errors, closefd=False)
 
 
 def deliver(answer: Answer, *, as_json: bool) -> int:
@@ -75,10 +120,10 @@ def write_json(keys: Mapping[str, Any]) -> None:
 def _write(text: str) -> None:
     """Write to standard output; a pipe that its reader has closed is no error."""
     try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        write(text, _for_answers or sys.stdout)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        stream = _for_answers or sys.stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # for the flush at exit
 
 
 def deliver_error(error: MemfitError | str, *, as_json: bool, exit_status: int) -> int:
@@ -92,7 +137,7 @@ def deliver_error(error: MemfitError | str, *, as_json: bool, exit_status: int) 
         exit_status: of the process.
     """
     message = printable(" ".join(str(error).split()))
-    sys.stderr.write(f"memfit: error: {message}\n")
+    say(f"error: {message}")
     if as_json:
         keys: dict[str, Any] = {"error": message, "exit_status": exit_status}
         if isinstance(error, NoPlanError):
@@ -101,15 +146,6 @@ def deliver_error(error: MemfitError | str, *, as_json: bool, exit_status: int) 
             keys["least_budget_bound_bytes"] = error.least_budget_bound_bytes
         write_json(keys)
     return exit_status
-
-
-class WarningLines(logging.Handler):
-    """Writes memfit's log records as lines on standard error: on the `sys.stderr` of that time, which tests replace."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write one line."""
-        message = printable(" ".join(record.getMessage().removeprefix("memfit: ").split()))
-        sys.stderr.write(f"memfit: {record.levelname.lower()}: {message}\n")
 
 
 def rows_table(rows: Mapping[str, str]) -> Table:

@@ -21,10 +21,11 @@ from memfit.packing.strategies import STRATEGIES, ParallelBytes, parallel_bytes,
 from memfit.plan import Problem
 from memfit.planners.engine.results import unplanned_peak_bytes, unplanned_schedule
 from memfit.rebuild import rebuilt
-from memfit.report.formatting import count_text, printable, share_text
+from memfit.report.formatting import count_text, share_text
 from memfit.report.live import Run, play
 from memfit.report.ranks import COLUMNS, RankFigures
 from memfit.system.budget import format_bytes, parse_budget
+from memfit.system.lines import printable
 
 if TYPE_CHECKING:
     from memfit.step.freed_run import FreedRun

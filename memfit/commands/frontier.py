@@ -19,6 +19,7 @@ from memfit.commands.batch_trial import Trial
 from memfit.commands.ranks import Ranks, There, clusters_from, on_ranks
 from memfit.commands.targets import require_step
 from memfit.commands.work import Work, working
+from memfit.cost.device_profiles import load_device
 from memfit.errors import InfeasibleBudgetError, InvalidBudgetError, InvalidOptionError, TimeLimitError
 from memfit.options import Cluster, RanksOptions
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Settings
@@ -92,7 +93,9 @@ def frontier(
         InvalidTargetError, InvalidOptionError: no such target, or option of it.
         CaptureError, UnsupportedStepError: a step cannot be captured.
     """
-    settings = _in_bytes(Settings(budget=budget, planner=planner, time_limit_seconds=time_limit_seconds, seed=seed))
+    settings = _in_bytes(
+        Settings(budget=budget, planner=planner, time_limit_seconds=time_limit_seconds, seed=seed), device_profile
+    )
     clusters = clusters_from(ranks)
     with working() as work:
         return [row for row, _ in _rows(target, over or {}, clusters, device_profile, settings, largest, work)]
@@ -111,7 +114,7 @@ def batch(
 ) -> int:
     """Find the largest batch of TARGET that fits a budget, and its overhead. Several batch sizes are planned."""
     options.require_writable(report)
-    settings, clusters = _in_bytes(search.settings(budget)), ranks.clusters()
+    settings, clusters = _in_bytes(search.settings(budget), device_profile), ranks.clusters()
     over = {name: [value] for name, value in options.read_settings(set_, "--set").items()}
     if len(clusters) > 1:
         return _table(target, over, clusters, device_profile, settings, largest, report, as_json=as_json)
@@ -151,7 +154,7 @@ def command(
 ) -> int:
     """Find the largest batch that fits a budget, and its price, for every combination of sizes. Nothing is trained."""
     options.require_writable(report)
-    settings, clusters = _in_bytes(search.settings(budget)), ranks.clusters()
+    settings, clusters = _in_bytes(search.settings(budget), device_profile), ranks.clusters()
     over = {name: _values(name, text) for name, text in options.read_settings(set_, "--set").items()}
     return _table(target, over, clusters, device_profile, settings, largest, report, as_json=as_json)
 
@@ -206,12 +209,21 @@ def _written(report: Path | None) -> tuple[RenderableType, ...]:
     return (rows_table({"report": str(report)}),) if report else ()
 
 
-def _in_bytes(settings: Settings) -> Settings:
+def _in_bytes(settings: Settings, device_profile: str | None) -> Settings:
+    settings = settings.on_card(lambda: _memory_bytes(device_profile))
     if not settings.is_in_bytes:
         raise InvalidBudgetError(
             f"budget {settings.budget!r} is a share of a peak that grows with the batch; give bytes, such as 6GiB"
         )
     return settings.within(parse_budget(settings.budget, 1))
+
+
+def _memory_bytes(device_profile: str | None) -> int | None:
+    if device_profile is not None:
+        return load_device(device_profile).memory_bytes
+    from memfit.cost.calibration import memory_bytes  # torch
+
+    return memory_bytes()
 
 
 def _values(name: str, text: str) -> list[str]:

@@ -31,11 +31,12 @@ class Costed(NamedTuple):
     captured: Captured | None = None
 
     def with_shares(self, settings: Settings) -> Settings:
-        """Return the settings with percentages of the step as the user wrote it, checkpoints and all.
+        """Return the settings with percentages of the step as the user wrote it, checkpoints and all, or of the device.
 
         Args:
             settings: the budget, and how a plan is searched.
         """
+        settings = settings.on_card(lambda: self.device.memory_bytes)
         if self.step is None or self.captured is None or not self.captured.checkpoints:
             return settings
         from memfit.step.eager_peak import with_eager_peak

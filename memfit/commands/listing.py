@@ -15,8 +15,8 @@ from memfit.commands.answer import Answer, columns_table, deliver
 from memfit.device import Device
 from memfit.packing import PACKERS
 from memfit.planners import PLANNERS
-from memfit.report.formatting import printable
 from memfit.system.budget import format_bytes
+from memfit.system.lines import printable
 from memfit.workloads import WORKLOADS
 
 _MORE = {

@@ -17,7 +17,7 @@ from memfit.errors import InvalidFileError, InvalidOptionError
 from memfit.options import FitOptions, RanksOptions, help_texts, settings_from
 from memfit.planners import PLANNERS, make_planner
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Settings
-from memfit.system.budget import parse_budget
+from memfit.system.budget import is_of_card, parse_budget
 
 _ANY_PEAK_BYTES = 1 << 50  # the peak that a percentage is taken of while only its form is checked
 
@@ -41,8 +41,8 @@ Budget = Annotated[
         "--budget",
         "-b",
         metavar="BUDGET",
-        help="6GiB, 500MB, a whole number of bytes, or 60% of the peak of the step as it was written. It covers "
-        "parameters and inputs too.",
+        help="6GiB, 500MB, a whole number of bytes, 60% of the peak of the step as it was written, or '90% of the "
+        "card'. It covers parameters and inputs too.",
     ),
 ]
 OptionalBudget = Annotated[
@@ -131,7 +131,8 @@ class Search:
             InvalidBudgetError: a budget that cannot be read.
             InvalidOptionError: no such planner, no such option, or a value that it cannot have.
         """
-        parse_budget(budget, unplanned_peak_bytes=_ANY_PEAK_BYTES)
+        if not is_of_card(budget):
+            parse_budget(budget, unplanned_peak_bytes=_ANY_PEAK_BYTES)
         of_plan = {
             "planner": self.planner,
             "options": typed_options("planner", self.planner, PLANNERS, read_settings(self.option, "--option")),

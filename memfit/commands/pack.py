@@ -23,6 +23,7 @@ from memfit.packing import PACKERS, Blocks, Layout, Packer, PackingProblem, chec
 from memfit.packing.blocks import make_layout
 from memfit.packing.check_parallel import check_parallel
 from memfit.packing.parallel import WAYS, pack_parallel, serial_blocks
+from memfit.packing.registry import SEARCHING, compile_packers
 from memfit.packing.trace_file import read_trace, write_offsets
 from memfit.report.formatting import count_text, seconds_text
 from memfit.report.layout_page import write_layout_html, write_layout_png
@@ -108,6 +109,9 @@ def pack(
     limit = options.require_time_limit(time_limit)
     with working() as work:
         work.stage("reading the file")
+        if isinstance(chosen, SEARCHING):
+            work.stage("compiling the packers, once on this machine")
+            compile_packers()
         if parallel_safe is None:
             blocks = read_trace(file, ends=ends, alignment_bytes=align)
             layout, seconds = _packed(blocks, chosen, limit, seed, work)

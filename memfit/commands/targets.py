@@ -19,6 +19,7 @@ import msgspec
 
 from memfit.errors import InvalidOptionError, InvalidTargetError, MemfitError
 from memfit.graph import Graph
+from memfit.system.script import when_imported
 from memfit.workloads.registry import WORKLOADS, OptionValue, did_you_mean
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _call(path: Path, name: str, options: Mapping[str, OptionValue], ranks: Abse
     def make() -> TrainingStep:
         function = _function(_load_module(path), path, name)
         arguments = _arguments(function, f"{path}:{name}", options)
-        with _blame(path, f"{name}() raised"):
+        with _own_arguments(path), _blame(path, f"{name}() raised"):
             return function(**arguments)
 
     made: Any = _made(make, ranks)
@@ -134,9 +135,45 @@ def _load_module(path: Path) -> ModuleType:
     folder = str(path.parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)  # as `python file.py` does: the file may import its neighbours, now or when called
-    with _blame(path, "importing it raised"):
+    with _own_arguments(path), _refusing_updates(path), _blame(path, "importing it raised"):
         spec.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def _own_arguments(path: Path) -> Generator[None]:
+    """Let the user's code see no arguments of memfit's, inside the block."""
+    kept, sys.argv = sys.argv, [str(path)]
+    try:
+        yield
+    finally:
+        sys.argv = kept
+
+
+@contextmanager
+def _refusing_updates(path: Path) -> Generator[None]:
+    """Refuse a file that trains when it is imported, at its first update, by its line."""
+    hooks: list[Any] = []
+
+    def refuse(*_: Any) -> None:
+        lines = [frame.lineno for frame in traceback.extract_stack() if Path(frame.filename).resolve() == path]
+        raise InvalidTargetError(
+            f"{path}{f':{lines[-1]}' if lines else ''}: importing it trains: an optimizer steps there. Put what trains "
+            f"behind `if __name__ == '__main__':`, or run the file as it is: memfit run --budget BUDGET {path.name}"
+        )
+
+    def watch() -> None:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        hooks.append(register_optimizer_step_pre_hook(refuse))
+
+    forget = when_imported("torch", watch)
+    try:
+        yield
+    finally:
+        forget()
+        for hook in hooks:
+            hook.remove()
 
 
 def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:

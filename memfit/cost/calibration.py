@@ -98,6 +98,22 @@ def local_device(device: torch.device | str) -> Device:
     return read_kept(path, Device, warning) or _bare_device(device)
 
 
+def memory_bytes(device: torch.device | str | None = None) -> int:
+    """Return the size of a device's memory; of a CPU that of the machine.
+
+        >>> memory_bytes("cpu") > 0
+        True
+
+    Args:
+        device: None stands for the current CUDA device if there is one, else for the CPU.
+
+    Raises:
+        InvalidDeviceError: there is no such device.
+    """
+    presumed = "cuda" if torch.cuda.device_count() else "cpu"
+    return _memory_bytes(find_device(presumed if device is None else device))
+
+
 def linked_device(device: torch.device | str, host_budget_bytes: int, directory: Path | None = None) -> Device:
     """Return the profile that predictions for `device` use, with its link if storages may be offloaded.
 
@@ -113,15 +129,20 @@ def linked_device(device: torch.device | str, host_budget_bytes: int, directory:
     return with_link(profile, find_device(device), directory) if host_budget_bytes else profile
 
 
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _bare_device(device: torch.device) -> Device:
     """Return the sizes of a device, without rates."""
     is_cuda = device.type == "cuda"
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device(
         name=hardware_name(device),
         alignment_bytes=CUDA_ALIGNMENT_BYTES if is_cuda else CPU_ALIGNMENT_BYTES,
-        memory_bytes=torch.cuda.get_device_properties(device).total_memory if is_cuda else host_bytes,
-        host_memory_bytes=host_bytes if is_cuda else None,
+        memory_bytes=_memory_bytes(device),
+        host_memory_bytes=_memory_bytes(torch.device("cpu")) if is_cuda else None,
         source="sizes as the system gives them; no rates (run `memfit calibrate`)",
     )
 

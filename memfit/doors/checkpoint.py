@@ -14,10 +14,11 @@ from memfit.checkpointing.handle import Checkpointed
 from memfit.checkpointing.loop import Loop
 from memfit.checkpointing.policy import read_policy
 from memfit.chunked_loss.heads import ChunkedHead
+from memfit.cost.calibration import memory_bytes
 from memfit.errors import InvalidDeviceError, InvalidOptionError, UnsupportedStepError
 from memfit.memory.contract import FIRM, SOFT, Contract
 from memfit.step.hooks import Hook
-from memfit.system.budget import parse_host_budget
+from memfit.system.budget import on_card, parse_host_budget
 from memfit.system.recorder import page_bytes
 from memfit.torch_private.modules import is_compiled, uncompiled
 
@@ -54,8 +55,8 @@ def checkpoint(
 
     Args:
         model: any module; before or after DDP, `fully_shard`, and the wrappers of Trainer, Accelerate and Lightning.
-        budget: of all that is on the model's device, as text (`20GiB`) or in bytes; a percentage is of the peak that is
-            predicted for the loop without checkpoints.
+        budget: of all that is on the model's device, as text (`20GiB`, `90% of the card`) or in bytes; a percentage
+            alone is of the peak that is predicted for the loop without checkpoints.
         policy: from `policy()`, or a JSON file with it, in the place of plans.
         blocks: names of modules, or patterns of them such as `encoder.layers.*`, in the place of those that are found.
             Where none are found, steps are held to the budget as they are, and one above it is refused.
@@ -82,6 +83,7 @@ def checkpoint(
         raise InvalidOptionError(f"budget_is={budget_is!r}: expected {FIRM!r} or {SOFT!r}")
     device = _device_of(model)
     is_firm = budget_is == FIRM
+    budget = None if budget is None else on_card(budget, lambda: memory_bytes(device))
     contract = None if budget is None else Contract(budget, page_bytes=page_bytes(device), is_firm=is_firm)
     given = None if policy is None else read_policy(policy)
     head = ChunkedHead(uncompiled(model), chunk_loss) if chunk_loss else None

@@ -10,8 +10,10 @@ import torch
 
 from memfit.capture import TrainingStep
 from memfit.capture.fully_sharded import across_ranks
+from memfit.capture.placement import step_device
 from memfit.capture.step_check import check_step
 from memfit.checkpointing.step import CheckpointedStep
+from memfit.cost.calibration import memory_bytes
 from memfit.dynamo.inductor_step import InductorStep, refuse_with_inductor
 from memfit.dynamo.settings import EAGER, INDUCTOR, read_kernels
 from memfit.errors import CaptureError, GraphBreakError, MemfitError, NoGraphError, UnsupportedStepError
@@ -58,7 +60,7 @@ def fit(
         batch: an example of the later batches.
         budget: the bytes that the step may use on its device, everything included: `"6GiB"`, `"60%"` of the peak of the
             step as it is written, with checkpointed regions (of the measured eager peak, if the step depends on a
-            tensor's value), or an integer.
+            tensor's value), `"90% of the card"`, or an integer.
         optimizer: see `TrainingStep`, also for the next two arguments.
         clip_norm: the largest global norm of the gradients of the optimizer's parameters.
         scaler: scales the loss and guards the update.
@@ -114,6 +116,7 @@ def fit(
         chunk_loss=chunk_loss,
     )
     check_step(step, "memfit.fit")
+    settings = settings.on_card(lambda: memory_bytes(step_device(step.model, step.batch)))
     if read_kernels(kernels, settings) == INDUCTOR:
         refuse_with_inductor(
             settings, plan=plan, verify=verify, process_group=across is not None, chunk_loss=bool(chunk_loss)
@@ -136,6 +139,7 @@ def fit_step(
     Raises:
         MemfitError: as `fit`.
     """
+    settings = settings.on_card(lambda: memory_bytes(step_device(step.model, step.batch)))
     given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
     try:
         planned = PlannedStep(step, settings, given)

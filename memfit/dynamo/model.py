@@ -87,7 +87,8 @@ class PlannedCalls:
         self._where = where
         self._model = model
         if not isinstance(options, GraphSettings):
-            options = read_options({name: value for name, value in options.items() if value is not None}, where)
+            given = {name: value for name, value in options.items() if value is not None}
+            options = read_options(given, where, next((each.device for each in model.parameters()), None))
         self._settings = options
         self._function = eager_call(model) if function is None else function
         self._otherwise = otherwise

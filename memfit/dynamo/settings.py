@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from memfit.cost.calibration import memory_bytes
 from memfit.errors import InvalidOptionError
 from memfit.graph import Graph
 from memfit.options import CompileOptions, require_options, settings_from
@@ -14,7 +17,7 @@ from memfit.papers.planners.mirror import read_mirrors
 from memfit.planners.none import KeepEverything
 from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import Settings
-from memfit.system.budget import parse_budget
+from memfit.system.budget import on_card, parse_budget
 
 _log = logging.getLogger("memfit")
 EAGER, INDUCTOR = "eager", "inductor"
@@ -38,12 +41,16 @@ class GraphSettings:
     backward_autocast: bool = False
 
 
-def read_options(options: Mapping[str, Any], where: str = "backend memfit") -> GraphSettings:
+def read_options(
+    options: Mapping[str, Any], where: str = "backend memfit", device: torch.device | None = None
+) -> GraphSettings:
     """Return options as settings.
 
     Args:
         options: `budget`, and those of `CompileOptions`.
         where: begins the message of an error.
+        device: whose memory `90% of the card` is a share of; None stands for the current CUDA device if there is one,
+            else for the CPU.
 
     Raises:
         InvalidOptionError, InvalidBudgetError: options that cannot be read.
@@ -52,7 +59,7 @@ def read_options(options: Mapping[str, Any], where: str = "backend memfit") -> G
     require_options(given, CompileOptions, where)
     if "budget" not in options:
         raise InvalidOptionError(f'{where} needs a budget: options={{"budget": "6GiB"}}')
-    budget = options["budget"]
+    budget = on_card(options["budget"], lambda: memory_bytes(device))
     if isinstance(budget, str) and budget.strip().endswith("%"):
         raise InvalidOptionError(
             f"budget {budget!r}: a share of the unplanned peak is not known before loss and optimizer are; give "

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from memfit.capture.placement import step_device
 from memfit.capture.under_modes import gradients_that_differ
 from memfit.chunked_loss.heads import ChunkedHead
+from memfit.cost.calibration import memory_bytes
 from memfit.eager_mode.mode import BudgetMode
 from memfit.eager_mode.needs import Needs
 from memfit.eager_mode.passes import Ran, Way
@@ -25,7 +26,7 @@ from memfit.step.hooks import Hook
 from memfit.step.turns import turn_on
 from memfit.step.uncopied import Uncopied
 from memfit.system.alive import alive_objects
-from memfit.system.budget import format_bytes, parse_budget, parse_host_budget
+from memfit.system.budget import format_bytes, on_card, parse_budget, parse_host_budget
 from memfit.system.cpu_limit import CpuLimit
 from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
 from memfit.system.spill_file import parse_host_dir, require_host_budget
@@ -215,7 +216,8 @@ def eager(
 
     Args:
         model: that is trained; its device is the one that has the budget.
-        budget: the bytes that all tensors on the device may take together, as text or as an integer.
+        budget: the bytes that all tensors on the device may take together, as text (`6GiB`, `90% of the card`) or as an
+            integer.
         host_budget: the bytes that copies on the host may take together, as text or as an integer: pinned host memory
             for a model on a GPU, a file without a name for one on a CPU, taken when the block is entered. With 0, the
             default, nothing is copied.
@@ -236,6 +238,7 @@ def eager(
         raise InvalidBudgetError(
             f"budget {budget!r} is a percentage, and nothing is known of the steps yet: give bytes"
         )
+    budget = on_card(budget, lambda: memory_bytes(step_device(model, ())))
     host_budget_bytes, directory = parse_host_budget(host_budget), parse_host_dir(host_dir)
     require_host_budget(directory, host_budget_bytes)
     head = ChunkedHead(model, chunk_loss) if chunk_loss else None

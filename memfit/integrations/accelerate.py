@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType, DynamoBackend
 
 from memfit.dynamo.optimizers import parameters_of
-from memfit.errors import InvalidOptionError, InvalidTargetError
+from memfit.errors import InvalidOptionError, InvalidTargetError, naming_extra
 from memfit.integrations.held import AUTO, EAGER, HeldModel
+
+with naming_extra("accelerate"):
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType, DynamoBackend
 
 _WHERE = "memfit.integrations.accelerate.prepare"
 

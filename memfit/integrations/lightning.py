@@ -7,12 +7,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from memfit.errors import InvalidTargetError, UnsupportedStepError
+from memfit.errors import InvalidTargetError, UnsupportedStepError, naming_extra
 from memfit.integrations.held import AUTO, HeldModel, Reporting
 
 # The core alone, or the whole framework, whose core has another name.
 _is_core = "pytorch_lightning" in sys.modules or find_spec("lightning") is None
-lightning: Any = import_module("pytorch_lightning" if _is_core else "lightning.pytorch")
+with naming_extra("lightning"):
+    lightning: Any = import_module("pytorch_lightning" if _is_core else "lightning.pytorch")
 
 _WHERE = "memfit.integrations.lightning"
 

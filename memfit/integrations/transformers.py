@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
-from accelerate.state import AcceleratorState
-from accelerate.utils import DynamoBackend
 
 from memfit.checkpointing.blocks import find_blocks
-from memfit.errors import UnsupportedStepError
+from memfit.errors import UnsupportedStepError, naming_extra
 from memfit.integrations.held import AUTO, HeldModel, Reporting
 from memfit.torch_private.modules import is_compiled
+
+with naming_extra("transformers"):
+    import transformers
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DynamoBackend
 
 _WHERE = "memfit.integrations.transformers"
 

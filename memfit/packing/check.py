@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from memfit.errors import InvalidLayoutError
 from memfit.packing.blocks import Blocks, Layout
+from memfit.system.compiled import compiled, entry_point
 
 _NONE = -1
 
@@ -101,7 +101,7 @@ def _first_overlap(blocks: Blocks, offsets: NDArray[np.int64], tops: NDArray[np.
     return None if first == _NONE else (int(first), int(second))
 
 
-@numba.njit(cache=True, nogil=True)  # pyright: ignore
+@entry_point
 def _most_live(by_start: Any, by_end: Any, starts: Any, ends: Any, sizes: Any) -> int:
     """Return the most bytes that are live in a step; what ends there is gone before anything starts."""
     bytes_now, most, ended = 0, 0, 0
@@ -114,7 +114,7 @@ def _most_live(by_start: Any, by_end: Any, starts: Any, ends: Any, sizes: Any) -
     return most
 
 
-@numba.njit(cache=True, nogil=True)  # pyright: ignore
+@entry_point
 def _sweep(
     by_start: Any, by_end: Any, starts: Any, ends: Any, ranks: Any, by_offset: Any, offsets: Any, tops: Any, live: Any
 ) -> tuple[int, int]:
@@ -143,7 +143,7 @@ def _sweep(
     return _NONE, _NONE
 
 
-@numba.njit(nogil=True)  # pyright: ignore
+@compiled
 def _neighbour(live: Any, node: int, side: int) -> int:
     """Return the rank of the next live leaf on one side of `node`, or -1; side 1 looks to lower ranks, 0 to higher."""
     while node > 1 and (node & 1 != side or not live[node ^ 1]):

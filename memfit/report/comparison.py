@@ -10,13 +10,14 @@ from typing import Any
 from memfit.device import Device
 from memfit.graph import Graph
 from memfit.plan import Plan
-from memfit.report.formatting import count_text, module_text, printable, status_text
+from memfit.report.formatting import count_text, module_text, status_text
 from memfit.report.html_template import make_page
 from memfit.report.live import play
 from memfit.report.storage_fates import Kind, fates
 from memfit.step.measured import Measured
 from memfit.system.budget import format_bytes
 from memfit.system.files import write_atomically
+from memfit.system.lines import printable
 
 _KINDS = tuple(Kind)
 

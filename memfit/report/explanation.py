@@ -9,11 +9,12 @@ from typing import Any
 from memfit.graph import Graph
 from memfit.plan import Plan
 from memfit.report.curve import Curve, CurvePoint, curve_points, with_plan
-from memfit.report.formatting import module_text, printable
+from memfit.report.formatting import module_text
 from memfit.report.least_budget import HoldingOp, LeastBudget, least_budget
 from memfit.report.live import Run, play
 from memfit.report.more_memory import MoreMemory, more_memory
 from memfit.report.storage_fates import Fate, fates
+from memfit.system.lines import printable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

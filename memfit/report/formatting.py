@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memfit.graph import Graph
+from memfit.system.lines import printable
 
 _SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
@@ -72,19 +73,6 @@ def status_text(status: str) -> str:
 def times_text(count: int) -> str:
     """Return a count as once, twice, or `n` times."""
     return {1: "once", 2: "twice"}.get(count, f"{count:,} times")
-
-
-def printable(name: str) -> str:
-    """Return a name of a graph with every character that is not printable replaced by `?`.
-
-    Such characters could move the cursor of a terminal.
-
-    >>> printable("relu\\x1b[2J\\n")
-    'relu?[2J?'
-    """
-    if name.isprintable():
-        return name
-    return "".join(character if character.isprintable() else "?" for character in name)
 
 
 def module_text(graph: Graph, storage: int) -> str:

@@ -11,7 +11,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from memfit.report.formatting import printable
+from memfit.system.lines import printable
 
 _PLACE = re.compile(r"@@(\w+)@@")
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)

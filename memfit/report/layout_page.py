@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.packing.blocks import Blocks, Layout, live_bytes
-from memfit.report.formatting import count_text, printable
+from memfit.report.formatting import count_text
 from memfit.report.html_template import make_page
 from memfit.report.picture import write_screenshot
 from memfit.system.budget import format_bytes
 from memfit.system.files import write_atomically
+from memfit.system.lines import printable
 
 MOST_BLOCKS = 20_000  # drawn: a browser takes a second for as many
 _MOST_LIVE_POINTS = 4000

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from memfit.device import Device
 from memfit.graph import Graph
-from memfit.report.formatting import printable
 from memfit.schedule import Code, Schedule
 from memfit.simulate import Timeline, on_compute, simulate
 from memfit.simulate.live_ranges import LiveRange, LiveRanges, live_ranges
+from memfit.system.lines import printable
 
 
 class Layer(enum.StrEnum):

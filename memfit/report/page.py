@@ -14,13 +14,14 @@ from memfit.report.chart_points import chart_points
 from memfit.report.copies import copies_spans
 from memfit.report.curve import Curve, CurvePoint
 from memfit.report.explanation import Explanation, explained
-from memfit.report.formatting import change_text, module_text, printable, seconds_text, status_text
+from memfit.report.formatting import change_text, module_text, seconds_text, status_text
 from memfit.report.html_template import make_page
 from memfit.report.live import Layer, LiveRange, Run, play
 from memfit.report.storage_fates import Kind
 from memfit.step.measured import Measured
 from memfit.system.budget import format_bytes
 from memfit.system.files import write_atomically
+from memfit.system.lines import printable
 
 _STAYS_SHOWN = 2  # of a storage in the table
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from memfit.plan import Plan
-from memfit.report.formatting import printable
 from memfit.report.live import Run, play
 from memfit.schedule import Compute, CrossBoundary, Drop, DropHost, Instruction, Offload, Prefetch, Wait
 from memfit.system.files import write_atomically
+from memfit.system.lines import printable
 
 _PROCESS = 1
 _COMPUTE, _TO_HOST, _TO_DEVICE, _COMMUNICATION = 1, 2, 3, 4

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from memfit.graph import Op
 from memfit.plan import Plan, Status
-from memfit.report.formatting import change_text, count_text, printable
+from memfit.report.formatting import change_text, count_text
 from memfit.report.least_budget import HoldingOp, LeastBudget
 from memfit.report.more_memory import MoreMemory
 from memfit.system.budget import format_bytes
+from memfit.system.lines import printable
 
 _NAMED = 3  # storages and ops named in a sentence; the rest is counted
 _LEAST_SHOWN = 0.0005  # a bound below this prints as +0.0%

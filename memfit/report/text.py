@@ -8,7 +8,7 @@ from memfit.errors import InvalidOptionError
 from memfit.plan import Plan
 from memfit.report.curve import Curve, CurvePoint
 from memfit.report.explanation import Explanation, explained
-from memfit.report.formatting import change_text, count_text, module_text, printable, seconds_text, status_text
+from memfit.report.formatting import change_text, count_text, module_text, seconds_text, status_text
 from memfit.report.least_budget import LeastBudget
 from memfit.report.live import Run, play
 from memfit.report.more_memory import MoreMemory
@@ -16,6 +16,7 @@ from memfit.report.sentences import least_lines, least_overhead, more_lines, sta
 from memfit.report.storage_fates import MEANING, Fate, Kind, Total, fates, totals
 from memfit.report.taken import is_for_gpu, taken_of
 from memfit.system.budget import format_bytes
+from memfit.system.lines import printable
 
 _STORAGES_IN_SUMMARY = 5
 _STORAGES_AT_PEAK = 10

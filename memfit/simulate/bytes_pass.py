@@ -1,7 +1,6 @@
 """The first pass of the simulator: bytes at each instruction, and the first instruction that cannot be carried out.
 
-Bytes depend on positions only. The pass is one loop in one function. The functions that it calls mostly take numbers:
-the reference count of an array passed inside the loop would cost more than the loop itself.
+Bytes depend on positions only. The pass is one loop in one function, which gets all of its arrays from Python.
 """
 
 # Numba infers the types in here; pyright sees other types for elements of arrays.
@@ -14,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from memfit.schedule import Code
+from memfit.schedule import Code, Schedule
 from memfit.simulate.arrays import GraphArrays
-from memfit.system.compiled import compiled_in_file
+from memfit.system.compiled import compiled, entry_point
 
 # Flags of a storage's state; compiled code has neither enums nor None.
 _ON_DEVICE, _ON_HOST, _OFFLOADING, _PREFETCHING, _RESIDENT = 1, 2, 4, 8, 16
@@ -34,7 +33,7 @@ class Memory(NamedTuple):
     host_peak_bytes: int
 
 
-@compiled_in_file
+@compiled
 def _moved(code: int, state: int) -> int:
     """Return a storage's state after a Drop, a copy, a Wait or a DropHost, or -1 if it is not allowed."""
     copying = state & (_OFFLOADING | _PREFETCHING)
@@ -51,7 +50,7 @@ def _moved(code: int, state: int) -> int:
     return _NONE
 
 
-@compiled_in_file
+@compiled
 def _reuse_in_place(op: int, taken: int, states: NDArray[np.uint8], graph: GraphArrays) -> int:
     """Give the memory of `taken` to a write of `op`; return that write, or -1 if none may have it."""
     if taken >= len(states) or states[taken] & (_OFFLOADING | _RESIDENT) or not states[taken] & _ON_DEVICE:
@@ -64,13 +63,13 @@ def _reuse_in_place(op: int, taken: int, states: NDArray[np.uint8], graph: Graph
     return _NONE
 
 
-@compiled_in_file
+@compiled
 def _is_unknown(code: int, operand: int, op_count: int, storage_count: int, boundary_count: int) -> bool:
     count = np.int32(op_count if code == _COMPUTE else boundary_count if code == _BOUNDARY else storage_count)
     return (operand < 0) | (operand >= count)
 
 
-@compiled_in_file
+@compiled
 def _first_unknown(codes: NDArray[np.int8], operands: NDArray[np.int32], graph: GraphArrays) -> int:
     """Return the first instruction whose operand does not exist, or -1."""
     op_count, storage_count, boundary_count = len(graph.seconds), len(graph.resident), len(graph.arrival_starts) - 1
@@ -85,7 +84,7 @@ def _first_unknown(codes: NDArray[np.int8], operands: NDArray[np.int32], graph: 
     return position
 
 
-@compiled_in_file
+@compiled
 def _cross(boundary: int, states: NDArray[np.uint8], graph: GraphArrays) -> int:
     """Cross a boundary; return the bytes of its arrivals, or -1 if one is on the device already."""
     for k in range(graph.departure_starts[boundary], graph.departure_starts[boundary + 1]):
@@ -99,27 +98,37 @@ def _cross(boundary: int, states: NDArray[np.uint8], graph: GraphArrays) -> int:
     return arrived_bytes
 
 
-@compiled_in_file
 def trace_memory(
-    codes: NDArray[np.int8],
-    operands: NDArray[np.int32],
-    extras: NDArray[np.int64],
-    graph: GraphArrays,
-    device_bytes: NDArray[np.int64],
-    host_bytes: NDArray[np.int64],
+    schedule: Schedule, graph: GraphArrays, device_bytes: NDArray[np.int64], host_bytes: NDArray[np.int64]
 ) -> Memory:
     """Fill in the bytes on device and host while each instruction runs.
 
     Args:
-        codes: with `operands` and `extras`, the schedule.
+        schedule: of n instructions.
         graph: what it carries out.
         device_bytes, host_bytes: int64[n], filled in.
     """
+    states = graph.resident * np.uint8(_ON_DEVICE | _RESIDENT)
+    rows = schedule.codes, schedule.operands, schedule.extras
+    return Memory(*_trace_memory(*rows, graph, states, device_bytes, host_bytes))
+
+
+@entry_point
+def _trace_memory(
+    codes: NDArray[np.int8],
+    operands: NDArray[np.int32],
+    extras: NDArray[np.int64],
+    graph: GraphArrays,
+    states: NDArray[np.uint8],
+    device_bytes: NDArray[np.int64],
+    host_bytes: NDArray[np.int64],
+) -> tuple[int, int, int, int]:
     unknown = _first_unknown(codes, operands, graph)
     sizes, host_sizes, read_starts, reads = graph.device_bytes, graph.host_bytes, graph.read_starts, graph.reads
     workspace, write_starts, writes = graph.workspace_bytes, graph.write_starts, graph.writes
-    states = graph.resident * np.uint8(_ON_DEVICE | _RESIDENT)
-    live, host_live, outside = (sizes * graph.resident).sum(), 0, 0
+    live, host_live, outside = 0, 0, 0
+    for storage in range(len(sizes)):
+        live += sizes[storage] * graph.resident[storage]
     peak, peak_position, host_peak = live, 0, 0
     for position in range(len(codes) if unknown == _NONE else unknown):
         code, operand, extra = codes[position], operands[position], extras[position]
@@ -127,7 +136,7 @@ def trace_memory(
         if code == _COMPUTE:
             for k in range(read_starts[operand], read_starts[operand + 1]):
                 if not states[reads[k]] & _ON_DEVICE:
-                    return Memory(position, 0, 0, 0)
+                    return position, 0, 0, 0
                 states[reads[k]] &= ~_PREFETCHING
             taker = _reuse_in_place(operand, extra, states, graph) if extra >= 0 else _NONE
             legal = extra < 0 or taker >= 0
@@ -150,9 +159,9 @@ def trace_memory(
             live += sizes[operand] * ((after & _ON_DEVICE) - (before & _ON_DEVICE))
             host_live += host_sizes[operand] * ((after & _ON_HOST) - (before & _ON_HOST)) // _ON_HOST
         if not legal:
-            return Memory(position, 0, 0, 0)
+            return position, 0, 0, 0
         device_bytes[position], host_bytes[position] = live + briefly, host_live
         if live + briefly > peak:
             peak, peak_position = live + briefly, position
         host_peak = max(host_peak, host_live)
-    return Memory(unknown, peak, peak_position, host_peak)
+    return unknown, peak, peak_position, host_peak

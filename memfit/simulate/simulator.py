@@ -93,10 +93,10 @@ def simulate(graph: Graph, schedule: Schedule, device: Device = GENERIC) -> Time
     arrays = arrays_of(graph, device.alignment_bytes)
     count = len(schedule)
     in_bytes, in_seconds = (np.empty(count, np.int64), np.empty(count, np.int64)), (np.empty(count), np.empty(count))
-    memory = trace_memory(schedule.codes, schedule.operands, schedule.extras, arrays, *in_bytes)
+    memory = trace_memory(schedule, arrays, *in_bytes)
     if memory.failed_at >= 0:
         _fail_instruction(graph, schedule, memory.failed_at)
-    seconds = trace_seconds(schedule.codes, schedule.operands, arrays, link_of(device), *in_seconds)
+    seconds = trace_seconds(schedule, arrays, link_of(device), *in_seconds)
     if seconds.failed_at >= 0:
         _fail_link(device, schedule, seconds.failed_at)
     busy_seconds = {"compute": seconds.compute, "to_host": seconds.to_host, "to_device": seconds.to_device}

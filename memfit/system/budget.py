@@ -1,4 +1,4 @@
-"""Budgets and sizes as text: `6GiB`, `500MB` and `60%` to bytes, and bytes to text.
+"""Budgets and sizes as text: `6GiB`, `500MB`, `60%` and `90% of the card` to bytes, and bytes to text.
 
 >>> from memfit.system.budget import format_bytes, parse_budget
 >>> parse_budget("1.5GiB", unplanned_peak_bytes=0)
@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 from memfit.errors import InvalidBudgetError
@@ -20,7 +21,8 @@ _BYTES_PER_UNIT = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
     _BYTES_PER_UNIT.update({f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power})
 _NUMBER = re.compile(r"(?P<number>-?[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*|%)")
-_FORMS = "write 6GiB, 500MB, a whole number of bytes, or 60% of the step's peak"
+_OF_CARD = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*%\s+of\s+the\s+card", re.IGNORECASE)
+_FORMS = "write 6GiB, 500MB, a whole number of bytes, 60% of the step's peak, or '90% of the card'"
 _MOST_BYTES = 1 << 62  # the limit of a storage in a graph file; larger numbers are typing errors
 _MOST_CHARACTERS = 64
 
@@ -37,7 +39,8 @@ def parse_budget(text: object, unplanned_peak_bytes: int) -> int:
         unplanned_peak_bytes: the bytes of 100%.
 
     Raises:
-        InvalidBudgetError: not a size, an unknown unit, less than one byte, or more than any device has.
+        InvalidBudgetError: not a size, an unknown unit, less than one byte, or more than any device has; a share of
+            the card, which `on_card` reads where the device is known.
     """
     if isinstance(text, bool) or not isinstance(text, str | int):
         raise InvalidBudgetError(f"budget {text!r} is a {type(text).__name__}, expected text or an integer: {_FORMS}")
@@ -45,6 +48,8 @@ def parse_budget(text: object, unplanned_peak_bytes: int) -> int:
         return _checked(Fraction(text), str(text))
     shown = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
     match = _NUMBER.fullmatch(text.strip()) if len(text) <= _MOST_CHARACTERS else None
+    if is_of_card(text):
+        raise InvalidBudgetError(f"budget {shown!r} is a share of a device's memory, and no device is known here")
     if match is None:
         raise InvalidBudgetError(f"budget {shown!r} is not a size: {_FORMS}")
     number, unit = Fraction(match["number"]), match["unit"].lower()
@@ -58,6 +63,42 @@ def parse_budget(text: object, unplanned_peak_bytes: int) -> int:
     if not unit and number.denominator != 1:
         raise InvalidBudgetError(f"budget {shown!r} has no unit, so it is in bytes and must be whole: {_FORMS}")
     return _checked(number * _BYTES_PER_UNIT[unit], shown)
+
+
+def is_of_card(text: object) -> bool:
+    """Return whether a budget is a share of the device's memory, and not of the peak of a step.
+
+    >>> is_of_card("90% of the card"), is_of_card("90%")
+    (True, False)
+    """
+    return isinstance(text, str) and _OF_CARD.fullmatch(text.strip()) is not None
+
+
+def on_card(text: str | int, memory_bytes: Callable[[], int | None]) -> str | int:
+    """Return a budget such as `90% of the card` in bytes, rounded down; any other budget as it is.
+
+        >>> on_card("90% of the card", lambda: 1000), on_card("90%", lambda: 1000)
+        (900, '90%')
+
+    Every door that knows its device calls it, before the budget is read by `parse_budget`.
+
+    Args:
+        text: the budget.
+        memory_bytes: returns the size of the device's memory, None if it is unknown: called only if it is asked for.
+
+    Raises:
+        InvalidBudgetError: more than the card has, nothing of it, or a device whose memory is unknown.
+    """
+    match = _OF_CARD.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is None:
+        return text
+    share = Fraction(match["number"])
+    if not 0 < share <= 100:
+        raise InvalidBudgetError(f"budget {text!r}: expected more than 0% and at most 100% of the card")
+    whole_bytes = memory_bytes()
+    if whole_bytes is None:
+        raise InvalidBudgetError(f"budget {text!r}: the device's profile has no memory_bytes; give bytes, such as 6GiB")
+    return _checked(share * whole_bytes / 100, str(text))
 
 
 def format_bytes(size_bytes: int) -> str:
@@ -93,7 +134,7 @@ def parse_host_budget(given: str | int | None) -> int:
     """
     if given is None or str(given).strip() == "0":
         return 0
-    if str(given).strip().endswith("%"):
+    if str(given).strip().endswith("%") or is_of_card(given):
         raise InvalidBudgetError(f"host budget {given!r} is a share; expected a size such as 64GiB")
     return parse_budget(given, unplanned_peak_bytes=0)
 

@@ -11,8 +11,10 @@ from functools import cache
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
-from numba.core.caching import FunctionCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
 from numba.core.dispatcher import Dispatcher
+
+from memfit.system.files import cache_folder
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,20 +33,12 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
     return numba.njit(**_OPTIONS, no_cpython_wrapper=True)(function)  # pyright: ignore
 
 
-def compiled_in_file(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a function that may allocate, for Python and for others; numba keeps the machine code on disk.
-
-    Numba compiles again if the function's own file has changed, and looks at no other: all compiled functions that it
-    calls have to stand in that file.
-    """
-    return numba.njit(cache=True, nogil=True, error_model="numpy")(function)  # pyright: ignore
-
-
 def entry_point(function: Callable[P, R]) -> Callable[P, R]:
     """Compile a function for Python to call; the machine code is kept on disk, so that a machine compiles once.
 
-    The function is compiled again if its source, or that of a compiled function it calls, has changed. Where no folder
-    can be written, each process compiles it.
+    The function is compiled again if its source, or that of a compiled function it calls, has changed. The code is
+    beside the source, in the folder for caches of numba, or in that of memfit, whichever can be written. Where none
+    can, each process compiles it.
     """
     dispatcher = numba.njit(**_OPTIONS)(function)  # pyright: ignore
     with suppress(RuntimeError):  # numba found no folder that it may write to
@@ -52,8 +46,29 @@ def entry_point(function: Callable[P, R]) -> Callable[P, R]:
     return dispatcher  # pyright: ignore
 
 
+class _InMemfitsFolder(UserProvidedCacheLocator):
+    """The place of machine code where neither the source's folder nor a home can be written."""
+
+    def __init__(self, py_func: Any, py_file: Any) -> None:
+        self._py_file = py_file
+        self._lineno = py_func.__code__.co_firstlineno
+        folder: str = self.get_suitable_cache_subpath(py_file)  # pyright: ignore
+        self._cache_path = str(cache_folder() / "compiled" / folder)
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: Any) -> Any:
+        """Return the place for a function, or None if it cannot be written either."""
+        return super(UserProvidedCacheLocator, cls).from_function(py_func, py_file)  # pyright: ignore
+
+
+class _Places(CompileResultCacheImpl):
+    _locator_classes = [*CompileResultCacheImpl._locator_classes, _InMemfitsFolder]  # pyright: ignore # noqa: RUF012
+
+
 class _CacheBySource(FunctionCache):
     """numba's machine code on disk, keyed by the source of a function and its callees; numba itself uses one file's."""
+
+    _impl_class = _Places
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
         return (*super()._index_key(sig, codegen), source_digest(self._py_func))  # pyright: ignore

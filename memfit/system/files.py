@@ -6,10 +6,13 @@ import gzip
 import os
 import re
 import secrets
+import stat
 import tempfile
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -22,20 +25,43 @@ T = TypeVar("T")
 _GZIP_MAGIC = b"\x1f\x8b"
 _MOST_FILE_BYTES = 1 << 30  # a gzip bomb must not fill the memory of the machine that reads it
 _CHUNK_BYTES = 1 << 24
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ALL_MAY_READ_AND_WRITE = 0o666  # less the umask
 _EXPECTED = re.compile(r"(?P<expected>Expected .*) - at `(?P<place>\$(\.\w+|\[\d+\])*)`")  # as msgspec writes it
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 
 
 def cache_folder() -> Path:
-    """Return the folder of memfit's caches: $MEMFIT_CACHE, ~/.cache/memfit, or without a home a temporary folder."""
+    """Return the folder of memfit's caches: $MEMFIT_CACHE, ~/.cache/memfit, or one for temporary files.
+
+    The last one is for users without a home, and for homes that can only be read and have no such folder. It is the
+    user's alone; where somebody else has made one of that name, it is another one in each process.
+    """
     named = os.environ.get("MEMFIT_CACHE")
     if named:
         return Path(named)
     try:
-        return Path.home() / ".cache" / "memfit"
+        home = Path.home() / ".cache" / "memfit"
     except RuntimeError:  # a user id without an entry, as containers have them
-        return Path(tempfile.gettempdir()) / f"memfit-{os.geteuid()}"
+        return _temporary_folder()
+    return home if home.is_dir() or _can_be_made(home) else _temporary_folder()
+
+
+def _can_be_made(folder: Path) -> bool:
+    """Return whether a folder that is not there may be made."""
+    there = next((each for each in folder.parents if each.exists()), folder)
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+@cache
+def _temporary_folder() -> Path:
+    path = Path(tempfile.gettempdir()) / f"memfit-{os.geteuid()}"
+    with suppress(OSError):
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_MAY_WRITE:
+            return path
+    return Path(tempfile.mkdtemp(prefix="memfit-"))
 
 
 def read_bytes(path: Path) -> bytes:

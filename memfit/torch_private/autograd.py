@@ -34,6 +34,11 @@ def is_on(mode: TorchDispatchMode) -> bool:
     return any(each is mode for each in _get_current_dispatch_mode_stack())
 
 
+def has_modes() -> bool:
+    """Return whether any dispatch mode is on in this thread: one that counts operators, say, or makes fakes."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def without_autocast() -> Any:
     """Return a context in which no operator is cast, whatever autocast is on."""
     return torch._C._DisableAutocast()

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 
 def module_tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -131,3 +133,32 @@ def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
 def hooks_on_all_modules() -> list[Any]:
     """Return the hooks that run with every module of the process."""
     return [hook for hooks in global_module_hooks() for hook in hooks.values()]
+
+
+def before_calls(
+    wants: Callable[[torch.nn.Module], bool], call: Callable[[torch.nn.Module, Any, Any], None]
+) -> list[RemovableHandle]:
+    """Let `call(module, args, kwargs)` run before each call of any module that `wants(module)` is true of.
+
+    PyTorch's hooks on all modules get no arguments by name: a module that is wanted says for this call that one of
+    them does.
+
+    Args:
+        wants: asked before each call of a module in the process.
+        call: runs before all hooks of the module itself.
+
+    Returns:
+        What takes both away.
+    """
+
+    def choose(module: torch.nn.Module, _args: Any) -> None:
+        if wants(module):
+            module._forward_pre_hooks_with_kwargs[late.id] = True
+
+    def run(module: torch.nn.Module, args: Any, kwargs: Any = None) -> None:
+        if module._forward_pre_hooks_with_kwargs.pop(late.id, False):
+            call(module, args, kwargs)
+
+    early = register_module_forward_pre_hook(choose)
+    late = register_module_forward_pre_hook(cast("Any", run))
+    return [early, late]

@@ -1,0 +1,240 @@
+"""The door of `memfit run`: the models that a script trains, found as they are called, and held to a budget."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from memfit.checkpointing.blocks import Piece, find_blocks
+from memfit.checkpointing.handle import Checkpointed
+from memfit.checkpointing.loop import Loop, loops_of
+from memfit.checkpointing.reporting import Report
+from memfit.checkpointing.windows import History
+from memfit.doors.checkpoint import checkpoint
+from memfit.eager_mode.eager import Eager, eager
+from memfit.eager_mode.eager import Report as EagerReport
+from memfit.errors import InvalidOptionError, MemfitError, UnsupportedStepError
+from memfit.memory.contract import FIRM
+from memfit.report.run_page import HeldShown
+from memfit.system.alive import alive_objects
+from memfit.system.recorder import allocated_bytes
+from memfit.torch_private.autograd import has_modes
+from memfit.torch_private.modules import before_calls, own_call, uncompiled
+
+AUTO, CHECKPOINT, EAGER = "auto", "checkpoint", "eager"
+DOORS = (AUTO, CHECKPOINT, EAGER)
+
+_log = logging.getLogger("memfit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldReport:
+    """What was held of one model.
+
+    Attributes:
+        name: of its class.
+        report: of the door; None of a model that is gone, of which `history` is left.
+        history: of its windows; None in eager mode.
+        why: eager mode was taken; empty if it was asked for, or not taken.
+    """
+
+    name: str
+    report: Report | EagerReport | None
+    history: History | None
+    why: str = ""
+
+    def shown(self) -> HeldShown:
+        """Return it as the page of `memfit run` shows it."""
+        lines = str(self.report).splitlines() if self.report is not None else ["The script is done with this model."]
+        if isinstance(self.report, EagerReport):
+            return HeldShown(
+                name=self.name,
+                by=f"memfit.eager{f', since {self.why}' if self.why else ''}",
+                budget_bytes=self.report.budget_bytes,
+                steps=self.report.passes,
+                over=int(self.report.peak_bytes > self.report.budget_bytes),
+                most_bytes=self.report.peak_bytes,
+                windows=(),
+                lines=lines,
+            )
+        assert self.history is not None
+        return HeldShown(
+            name=self.name,
+            by="memfit.checkpoint",
+            budget_bytes=None if self.report is None else self.report.budget_bytes,
+            steps=self.history.count,
+            over=self.history.over,
+            most_bytes=self.history.most_bytes,
+            windows=[window.taken_bytes for window in self.history.latest],
+            lines=lines,
+        )
+
+
+@dataclass(slots=True)
+class _Steered:
+    name: str
+    loop: weakref.ref[Loop]  # the model has it: a model that the script is done with is not kept alive
+    history: History
+
+
+@dataclass(slots=True)
+class _InEagerMode:
+    name: str
+    block: Eager
+    why: str
+
+
+@dataclass(slots=True)
+class Running:
+    """Holds whatever a script trains within a budget, each model from its first call in training on.
+
+    A model is the outermost module that is called with gradients and has parameters that need some. It is held by
+    `memfit.checkpoint`, from within this first call. What checkpoints cannot hold as a whole is held in eager mode,
+    which is then on for all that comes: a model without blocks, one in eval mode, one of several modules that one
+    optimizer updates together.
+
+    Args:
+        budget: as text or in bytes.
+        door: `auto`, `checkpoint` or `eager`.
+        host_budget: see the doors.
+        budget_is: see the doors; eager mode is always firm.
+
+    Raises:
+        InvalidOptionError: no such door.
+    """
+
+    budget: str | int
+    door: str = AUTO
+    host_budget: str | int | None = None
+    budget_is: str = FIRM
+    _known: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet, init=False)
+    _roots: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet, init=False)
+    _updated: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet, init=False)
+    _steered: list[_Steered] = field(default_factory=list[_Steered], init=False)
+    _eager: _InEagerMode | None = field(default=None, init=False)
+    _hooks: list[Any] = field(default_factory=list[Any], init=False)
+
+    def __post_init__(self) -> None:
+        if self.door not in DOORS:
+            raise InvalidOptionError(f"--door is {self.door!r}, expected one of {', '.join(DOORS)}")
+
+    def begin(self) -> None:
+        """Look at the calls of all modules from now on, and count bytes where they will be counted."""
+        if torch.cuda.device_count() == 0:
+            allocated_bytes("cpu")  # what comes from here on
+        self._hooks += before_calls(self._is_trained, self._hold)
+        self._hooks.append(register_optimizer_step_pre_hook(self._require_seen))
+
+    def _is_trained(self, module: torch.nn.Module) -> bool:
+        """Return whether a call that begins is the first one of a model in training."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or module in self._known:
+            return False
+        if torch.jit.is_tracing() or has_modes():
+            return False
+        return any(each.requires_grad and each.device.type != "meta" for each in module.parameters())
+
+    def _hold(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        self._roots.add(module)
+        self._known.update(module.modules())
+        if any(loops_of(each) or own_call(each) is not None for each in module.modules()):
+            _log.warning("memfit: the script holds %s by memfit or compiles it by itself", type(module).__name__)
+            return
+        why = self._why_eager(module) if self.door == AUTO and not self._steered else ""
+        if why or self.door == EAGER:
+            self._enter(module, why)
+        else:
+            self._steer(module, args, kwargs)
+
+    def _steer(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if self._steered:
+            gc.collect()  # models that the script is done with
+        checkpoint(module, self.budget, host_budget=self.host_budget, budget_is=self.budget_is)
+        (loop,) = loops_of(uncompiled(module))
+        self._steered.append(_Steered(type(module).__name__, weakref.ref(loop), loop.history))
+        if uncompiled(module) is module:  # or its own call is still to come
+            loop.begin(module, args, kwargs)
+
+    def _enter(self, module: torch.nn.Module, why: str) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        block = eager(module, budget=self.budget, host_budget=self.host_budget or 0)
+        block.__enter__()
+        self._eager = _InEagerMode(type(module).__name__, block, why)
+
+    def _why_eager(self, module: torch.nn.Module) -> str:
+        """Return why `memfit.checkpoint` cannot hold a model that is called; empty if it can."""
+        if not module.training:
+            return "it is called in eval mode"
+        blocks = find_blocks(uncompiled(module))
+        if not blocks:
+            return "it has no blocks"
+        if any(isinstance(block, Piece) and vars(block)["whole"][0] is module for _, block in blocks):
+            return "it is one sequence of single layers"
+        own = set(map(id, module.parameters()))
+        for optimizer in _optimizers():
+            updated = _updated_by(optimizer)
+            if own & updated and not updated <= own:
+                return "its optimizer updates other modules, too"
+        return ""
+
+    def _require_seen(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Refuse the first update of parameters that no call of a module was seen to use."""
+        if optimizer in self._updated:
+            return
+        self._updated.add(optimizer)
+        given = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        own = {id(each) for root in self._roots for each in root.parameters()}
+        if any(isinstance(each, torch.nn.Parameter) for each in given) and not any(id(each) in own for each in given):
+            raise UnsupportedStepError(
+                f"memfit run: {type(optimizer).__name__} updates parameters that no call of a module was seen to use, "
+                "so that the budget was not enforced: a model that `model.compile()` has compiled, or none; call "
+                "memfit.checkpoint or memfit.eager in the script"
+            )
+
+    def end(self, error: BaseException | None = None) -> list[HeldReport]:
+        """Leave all models as they were, and return what was held.
+
+        Args:
+            error: that ended the script; its last steps are then not judged.
+
+        Raises:
+            MemfitError: the last step of a script that ended well took too much.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        steered, self._steered = self._steered, []
+        held, self._eager = self._eager, None
+        refused: list[MemfitError] = []
+        found: list[HeldReport] = []
+        for each in steered:
+            loop = each.loop()
+            report = None
+            if loop is not None:
+                try:
+                    if error is None:
+                        loop.end()
+                except MemfitError as refusal:
+                    refused.append(refusal)
+                report = Checkpointed(loop).report()
+                loop.close(is_judged=False)
+            found.append(HeldReport(name=each.name, report=report, history=each.history))
+        if held is not None:
+            held.block.__exit__(None if error is None else type(error), error, None)
+            found.append(HeldReport(name=held.name, report=held.block.report(), history=None, why=held.why))
+        if refused:
+            raise refused[0]
+        return found
+
+
+def _optimizers() -> list[torch.optim.Optimizer]:
+    return [each for each in alive_objects() if issubclass(type(each), torch.optim.Optimizer)]
+
+
+def _updated_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(each) for group in getattr(optimizer, "param_groups", ()) for each in group["params"]}
