@@ -251,6 +251,7 @@ def loop_cost(stored: dict[str, Payload]) -> Table:
 
 TESTED_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {
     "fuzz": ("fuzz_steps", fuzz),
+    "fuzz-later": ("fuzz_steps_later", fuzz),
     "fuzz-refusals": ("fuzz_steps", fuzz_refusals),
     "fuzz-defects": ("fuzz_defects", fuzz_defects),
     "first-fit": ("first_fit", first_fit),

@@ -320,3 +320,31 @@ def test_what_a_step_sets_and_does_not_read_is_set() -> None:
         torch.manual_seed(0)
         ways.append(trained(Noting(), batches("abab"), lambda _: None, lambda m: (m.latest, m.shape), planned=planned))
     assert ways[0] == ways[1]
+
+
+def test_what_grows_in_backward() -> None:
+    class Growing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+            ctx.sizes = sizes
+            return tensor.sin()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+            ctx.sizes.append(len(gradients[0]))
+            return gradients[0] * len(ctx.sizes), None
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.sizes = nn.Linear(_WIDTH, _WIDTH), list[int]()
+
+        def forward(self, values: torch.Tensor, _: str) -> torch.Tensor:
+            grown: Any = Growing.apply(self.layer(values), self.sizes)
+            return grown
+
+    ways = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        ways.append(trained(Model(), batches(), lambda _: None, lambda model: model.sizes, planned=planned))
+    assert ways[0] == ways[1]

@@ -201,9 +201,9 @@ class CheckpointedStep(Uncopied, MeasurableStep):
             )
         if self.device.type == "cpu" and eager_difference.startswith("the loss"):  # no kernel there differs so
             raise UnsupportedStepError(
-                f"{self.why}: it is no graph, and two eager steps from the same state differ in {eager_difference}: the "
-                "step counts, reads a clock, or keeps in Python what cannot be put back; pass it in the batch, keep it "
-                "in a buffer, or call memfit.checkpoint in your loop"
+                f"{self.why}: it is no graph, and two eager steps from the same state differ in {eager_difference}: "
+                "the step counts, reads a clock, or keeps in Python what cannot be put back; pass it in the batch, "
+                "keep it in a buffer, or call memfit.checkpoint in your loop"
             )
         _log.warning("memfit: two eager steps differ in %s, so that nothing can be compared", eager_difference)
 
