@@ -219,6 +219,7 @@ MORE: dict[str, Make] = {
         "DecisionTransformerModel",
         "DecisionTransformerConfig",
         "decisions",
+        use_cache=False,
         state_dim=6,
         act_dim=3,
         hidden_size=32,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -105,6 +106,38 @@ def models_failed(stored: dict[str, Payload]) -> Table:
         if row["ended"] in ("over", "other bits", "error")
     ]
     return ["model", "door", "budget", "ended", "how"], rows, ""
+
+
+_LEAST = re.compile(
+    r"(?:a budget of|reached|[Rr]aise the budget to|needs at least)[^(0-9]*(?:[\d.]+ [KM]iB \()?(\d+) bytes"
+)
+_BOUND = re.compile(r"no plan fits [^(]*\((\d+) bytes.*no plan can go below [^(]*\((\d+) bytes")
+_ALL = 0.97  # of the bare loop's peak: the door lets nothing go that counts
+
+
+def models_refused(stored: dict[str, Payload]) -> Table:
+    """What the doors reached that refused a model, as shares of the bare loop's peak."""
+    found: dict[tuple[str, str], list[tuple[float | None, bool, float]]] = {}
+    for payload in stored.values():
+        peak_bytes, state_bytes = payload["bare_bytes"], payload["state_bytes"]
+        for row in payload["rows"].values():
+            if row["ended"] == "refused":
+                least, bound = _LEAST.search(row["message"]), _BOUND.search(row["message"])
+                is_proved = bound is not None and int(bound[2]) > int(bound[1])
+                share = None if least is None else int(least[1]) / peak_bytes
+                found.setdefault((row["door"], f"{row['share']:.0%}"), []).append(
+                    (share, is_proved, state_bytes / peak_bytes)
+                )
+    rows = []
+    for (door, budget), each in sorted(found.items()):
+        shares = [share for share, _, _ in each if share is not None]
+        median = f"{statistics.median(shares):.2f}" if shares else "not said"
+        most = f"{sum(share >= _ALL for share in shares)}" if shares else "not said"
+        proved, state = sum(is_proved for _, is_proved, _ in each), statistics.median(state for _, _, state in each)
+        rows.append([door, budget, str(len(each)), median, most, str(proved), f"{state:.2f}"])
+    head = ["door", "budget", "refused", "least that was reached", "of these above 0.97", "proved that no plan fits"]
+    note = "Shares of the bare loop's peak, medians; state: parameters, gradients, moments, buffers and batch."
+    return [*head, "state"], rows, note
 
 
 def _failure(row: dict[str, Any]) -> str:
@@ -218,6 +251,7 @@ def loop_cost(stored: dict[str, Payload]) -> Table:
 
 TESTED_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {
     "fuzz": ("fuzz_steps", fuzz),
+    "fuzz-later": ("fuzz_steps_later", fuzz),
     "fuzz-refusals": ("fuzz_steps", fuzz_refusals),
     "fuzz-defects": ("fuzz_defects", fuzz_defects),
     "first-fit": ("first_fit", first_fit),
@@ -229,6 +263,7 @@ TESTED_SET_TABLES: dict[str, tuple[str, Callable[[dict[str, Payload]], Table]]] 
     "versions": ("versions", versions),
     "models": ("models", models),
     "models-failed": ("models", models_failed),
+    "models-refused": ("models", models_refused),
     "page-faults": ("page_faults", page_faults),
     "loop-cost": ("loop_cost", loop_cost),
 }

@@ -11,6 +11,7 @@ stored beside it: a step that is over without a word is `unsaid`.
     python benchmarks/models.py "vit*" --doors fit --shares 0.7 # some
     python benchmarks/models.py NEW --fifth 3 --one 3           # a fifth of the new ones, one door each; nothing stored
     python benchmarks/models.py --counts                        # of what is stored
+    python benchmarks/models.py --state                         # store beside each what no plan can let go
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ import torch
 from _models import MODELS, NEW
 from _models_kit import Tried
 from _process import fresh_cache, in_forked_child
-from _record import load, result_path, store
+from _record import load, result_path, store, write_document
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import memfit
 from memfit.checkpointing.uncounted import Uncounted
@@ -242,7 +244,7 @@ def run(names: list[str], doors: list[str], shares: list[float], *, again: bool)
                 if name not in bares:
                     bares[name] = bare_of(name)
                 bare = bares[name]
-                payload["bare_bytes"] = bare["peak_bytes"]
+                payload |= {"bare_bytes": bare["peak_bytes"], "state_bytes": state_bytes(name)}
                 payload["rows"][key] = row = measure(name, door, share, bare)
                 store(result_name(name), payload)
                 _show(name, row)
@@ -272,6 +274,26 @@ def _show(name: str, row: dict[str, Any]) -> None:
     )
 
 
+def state_bytes(name: str) -> int:
+    """Return what is there at the end of a backward pass, whatever is computed again.
+
+    That is parameters, their gradients and AdamW's two moments of each, buffers and the larger batch.
+    """
+    tried = MODELS[name]()
+    mine = sum(each.nbytes * (4 if each.requires_grad else 1) for each in tried.model.parameters())
+    batch = [each for each in tree_leaves(tried.batch(tried.rows)) if isinstance(each, Tensor)]
+    return mine + sum(each.nbytes for each in (*tried.model.buffers(), *batch))
+
+
+def store_states() -> None:
+    """Store the bytes of the state of each model that has rows."""
+    for name in MODELS:
+        path = result_path(result_name(name))
+        if path.exists():
+            found = load(path)
+            write_document(path, found["name"], found["payload"] | {"state_bytes": state_bytes(name)}, found["machine"])
+
+
 def counts() -> None:
     """Print the counts of what is stored."""
     found: dict[str, Counter[str]] = {}
@@ -293,9 +315,13 @@ def main() -> None:
     parser.add_argument("--fifth", type=int, help="of the models, those of this fifth only (any number)")
     parser.add_argument("--one", type=int, help="one door and share for each, by this number; nothing is stored")
     parser.add_argument("--counts", action="store_true", help="print the counts of what is stored")
+    parser.add_argument("--state", action="store_true", help="store what no plan can let go, beside what is stored")
     options = parser.parse_args()
     if options.counts:
         counts()
+        return
+    if options.state:
+        store_states()
         return
     torch.set_num_threads(1)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"

@@ -4,7 +4,7 @@ The key of a plan is all that it was made from: the graph with its seconds, the 
 its options, the time limit, the seed, and memfit's version. When a kept plan is read, its own key and its graph must be
 those of the problem, and the checker replays it, as it does any plan. Where no plan fits, the leanest plan that was
 found is kept, for a later call with as many bytes as it needs; its bytes do not depend on seconds, so that they are no
-part of its key.
+part of its key. They depend on the workspaces of ops, as an update's with another `weight_decay`, which are.
 
 The name of a plan's file begins with the structure of its graph and its bytes, so that `kept_near` finds plans of the
 same step on batches of other sizes. All plans together take a bounded number of bytes on the disk.
@@ -75,7 +75,8 @@ def plan_or_kept(
     if result.interrupted:
         return result  # at once: keeping a plan of a long step takes a second
     if result.plan is None:
-        result = _with_leanest(result, problem, _path(shared, "leanest"))
+        taken = [(op.workspace_bytes, op.reuses) for op in problem.graph.ops]
+        result = _with_leanest(result, problem, _path(shared, taken, "leanest"))
     if result.plan is not None and not own_files:
         _keep(result.plan, path)
     return result

@@ -483,3 +483,58 @@ def test_models_whose_backward_never_comes_leave_records_to_others() -> None:
     with record("cpu") as usage:
         held = held.clone()
     assert usage.peak_bytes == held.nbytes
+
+
+class Queued(nn.Module):
+    """Keeps results in a queue, at a place that a buffer says, without gradients."""
+
+    place: torch.Tensor
+    queue: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+        self.register_buffer("queue", torch.zeros(64, 16))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            values = layer(values)
+        with torch.no_grad():
+            first = int(self.place)
+            self.queue[first : first + len(values)] = values
+            self.place[0] = (first + len(values)) % 64
+        return values @ self.queue.clone().t()
+
+
+class Routed(nn.Module):
+    """Sends rows to experts, of which some get none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(16, 4), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        chosen, results = self.router(values).argmax(1), values * 1.0
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                results = results.index_add(0, rows, expert(values[rows]))
+        return results
+
+
+@pytest.mark.parametrize("kind", [Queued, Routed])
+def test_a_model_at_which_the_compiler_stops_trains_on_and_leaves_gradients_on(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
+    memfit.compile(model, budget="1GiB", optimizer=optimizers[0])
+    for rows in (8, 2, 8):
+        batch = torch.randn(rows, 16)
+        for each, optimizer in zip((model, twin), optimizers, strict=True):
+            each(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.is_grad_enabled()
+    assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))

@@ -532,6 +532,17 @@ def test_a_method_of_the_class_that_is_replaced(monkeypatch: pytest.MonkeyPatch)
     follow(make, change)
 
 
+def test_a_module_that_is_given_another_class() -> None:
+    class Other(Settings):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs) * 5
+
+    def change(own: Case) -> None:
+        own.model.__class__ = Other
+
+    follow(lambda: case(Settings()), change, back=lambda own: setattr(own.model, "__class__", Settings))
+
+
 # --- what the loss reads
 
 

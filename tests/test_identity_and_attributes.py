@@ -101,6 +101,32 @@ def test_a_changed_or_a_new_attribute_of_a_parameter_is_seen() -> None:
     assert step(x).item() == loss(model, x).item()
 
 
+class Weight(torch.nn.Parameter):
+    """A parameter of a class of its own, as quantizing and sharding libraries have them."""
+
+
+@pytest.mark.parametrize("way", ["fit", "backend"])
+def test_parameters_of_a_class_that_only_adds_attributes(way: str) -> None:
+    torch.compiler.reset()
+    found: list[torch.Tensor] = []
+    for is_plain in (True, False):
+        model, x = linear(), torch.ones(4, 8)
+        model.weight = Weight(model.weight.detach())
+        model.weight.kind = "own"  # pyright: ignore[reportAttributeAccessIssue]
+        if way == "fit" and not is_plain:
+            step = memfit.fit(model, lambda model, x: model(x).square().mean(), x, budget="1MiB")
+            step(x)
+            step(x)
+        else:
+            options = {"budget": "1MiB", "reserve": 0}
+            call = model if is_plain else torch.compile(model, backend="memfit", options=options)  # pyright: ignore
+            for _ in range(2):
+                call(x).square().mean().backward()
+        assert type(model.weight) is Weight and model.weight.grad is not None
+        found.append(model.weight.grad)
+    assert torch.equal(*found)
+
+
 def test_a_step_that_sets_an_attribute_and_reads_it_again_is_no_graph() -> None:
     def loss(model: torch.nn.Module, x: Any) -> torch.Tensor:
         model.weight.times = getattr(model.weight, "times", 0) + 1  # pyright: ignore[reportAttributeAccessIssue]

@@ -124,3 +124,23 @@ def test_a_cache_that_cannot_be_written_costs_time_and_not_the_run(
     step = fit_step(make_step(), SETTINGS)
     assert torch.isfinite(step(step.step.batch))
     assert "the plan is not kept" in caplog.text
+
+
+def test_the_least_that_is_named_is_of_this_update_and_not_of_a_kept_plan_of_another() -> None:
+    def within(budget: int | str, weight_decay: float) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=weight_decay)
+        batch = torch.randn(8, 64), torch.randint(0, 5, (8,))
+        step = TrainingStep(model=model, loss=nn.functional.cross_entropy, batch=batch, optimizer=optimizer)
+        return fit_step(step, replace(SETTINGS, budget=budget))
+
+    leasts: list[int] = []
+    for weight_decay in (0.0, 0.1):  # the update's workspace tells them apart
+        with pytest.raises(InfeasibleBudgetError) as error:
+            within(10_000, weight_decay)
+        least_bytes, bound_bytes = error.value.least_budget_found_bytes, error.value.least_budget_bound_bytes
+        assert least_bytes is not None and bound_bytes is not None and bound_bytes <= least_bytes
+        within(least_bytes, weight_decay).prove()
+        leasts.append(least_bytes)
+    assert leasts[0] < leasts[1]

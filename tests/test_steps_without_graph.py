@@ -472,3 +472,50 @@ def test_a_parameter_is_not_updated_before_its_block_is_computed_again() -> None
         optimizers[1].zero_grad()
         assert torch.equal(step(batch), loss)
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_two_backward_passes_in_one_step_over_blocks_that_are_computed_again() -> None:
+    def loss_of(model: Any, batch: Any) -> torch.Tensor:
+        found = model(batch[0])
+        found.square().mean().backward(retain_graph=True)
+        return functional.cross_entropy(found, batch[1])
+
+    class Deriving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.pair, self.last = nn.Linear(_WIDTH, 2), nn.Bilinear(_WIDTH, _WIDTH, _WIDTH), block()
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            values = self.pair(values, values)
+            curved = torch.func.vmap(torch.func.hessian(lambda row: self.inner(row).tanh().sum()))(values[:4])
+            return self.last(values + curved.diagonal(dim1=-2, dim2=-1).mean())
+
+    torch.manual_seed(0)
+    model: Any = Deriving()
+    twin, batch = copy.deepcopy(model), batch_of(64)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
+    step = memfit.fit(model, loss_of, batch, optimizer=optimizers[0], budget="4MiB")
+    for _ in range(2):
+        loss = loss_of(twin, batch)
+        loss.backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        assert torch.equal(step(batch), loss)
+
+
+def test_state_of_python_that_cannot_be_put_back_is_refused() -> None:
+    class Quasirandom(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.engine = block(), torch.quasirandom.SobolEngine(_WIDTH)
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return self.layer(values + self.engine.draw(len(values)))
+
+    model = Quasirandom()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedStepError, match="two eager steps from the same state differ in the loss"):
+        memfit.fit(
+            model, lambda model, batch: model(batch).mean(), torch.randn(8, _WIDTH), optimizer=optimizer, budget="1MiB"
+        )

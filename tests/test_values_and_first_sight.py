@@ -78,6 +78,28 @@ class Reading(nn.Module):
         return self.last(torch.tanh(self.first(values)) * self.read(self))
 
 
+class ReadsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        ctx.table = table
+        return tensor.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.table.tolist()[3], None
+
+
+def in_a_hook(model: Any) -> torch.Tensor:
+    bias = model.first.bias * 1.0
+    bias.register_hook(lambda gradient: gradient * model.table.tolist()[2])
+    return bias
+
+
+def in_a_derivative(model: Any) -> torch.Tensor:
+    made: Any = ReadsInBackward.apply(model.first.bias, model.table)
+    return torch.autograd.grad(made.sum(), model.first.bias, create_graph=True)[0]
+
+
 READS: dict[str, Callable[[Any], Any]] = {
     "tolist": lambda model: model.table.tolist()[3],
     "tolist of one in a list": lambda model: model.tables[0].tolist()[3],
@@ -85,6 +107,10 @@ READS: dict[str, Callable[[Any], Any]] = {
     "tolist of a dataclass's": lambda model: model.options.table.tolist()[3],
     "tolist of a namespace's": lambda model: model.space.table.tolist()[3],
     "tolist of a global's": lambda _: SCALES[0].tolist()[2],
+    "tolist in backward": lambda model: ReadsInBackward.apply(model.first.bias, model.table),
+    "tolist in a hook": in_a_hook,
+    "tolist in a derivative": in_a_derivative,
+    "format of a vector": lambda model: float(f"{model.table}".split(",")[1]),
     "tolist of its data": lambda model: model.table.data.tolist()[3],
     "numpy": lambda model: float(model.table.numpy()[3]),
     "asarray": lambda model: float(np.asarray(model.table)[2]),
@@ -293,4 +319,32 @@ def test_what_a_step_sets_and_does_not_read_is_set() -> None:
     for planned in (False, True):
         torch.manual_seed(0)
         ways.append(trained(Noting(), batches("abab"), lambda _: None, lambda m: (m.latest, m.shape), planned=planned))
+    assert ways[0] == ways[1]
+
+
+def test_what_grows_in_backward() -> None:
+    class Growing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+            ctx.sizes = sizes
+            return tensor.sin()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+            ctx.sizes.append(len(gradients[0]))
+            return gradients[0] * len(ctx.sizes), None
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.sizes = nn.Linear(_WIDTH, _WIDTH), list[int]()
+
+        def forward(self, values: torch.Tensor, _: str) -> torch.Tensor:
+            grown: Any = Growing.apply(self.layer(values), self.sizes)
+            return grown
+
+    ways = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        ways.append(trained(Model(), batches(), lambda _: None, lambda model: model.sizes, planned=planned))
     assert ways[0] == ways[1]

@@ -74,6 +74,8 @@ class Guards:
             if is_plain_dense(parameter):
                 self._add_tensor(parameter, f"model.{name}")
         self._add_modules(step, reads)
+        self._modules = tuple(module for _, module in reads.modules)
+        self._kinds = tuple(map(type, self._modules))
         first_read = len(self._tables)
         self._add_reads(reads)
         # Where attributes have no versions, their tables are looked into at each step; and where the order may change.
@@ -146,6 +148,8 @@ class Guards:
         )
 
     def _state_difference(self) -> Difference | None:
+        if not all(map(is_, map(type, self._modules), self._kinds)):
+            return Difference(what="the class of a module")
         what = self._state.difference()
         return what and Difference(what=f"torch's setting {what}")
 

@@ -322,7 +322,7 @@ class StepRecording:
         self.outputs["loss"] = self.trace.value(loss)
         self.trace.storages[self.outputs["loss"].storage].role = Role.OUTPUT
         self._hooks += self._gradients.hooks()
-        self.step.scaled(loss).backward()
+        torch.autograd.backward(self.step.scaled(loss))  # a tensor's method would run without the mode that sees reads
         self._gradients.enter_waiting()
 
     def _next_state(self, batch: Any) -> None:

@@ -22,7 +22,7 @@ from memfit.binding import Call, Origin, Resident, Value, values_in
 from memfit.capture.corrected_fakes import as_corrected
 from memfit.capture.hidden_state import refuse_hidden_state
 from memfit.capture.special_calls import SPECIAL_CASES, functionalize
-from memfit.capture.traced import Entry, TracedCall, TracedStorage, mutated_tensors, short_name
+from memfit.capture.traced import Entry, TracedCall, TracedStorage, are_alike, mutated_tensors, short_name
 from memfit.cost.observations import Corrections, RealResult, call_key
 from memfit.errors import CaptureError, UnsupportedStepError
 from memfit.graph import Phase, Role
@@ -155,13 +155,13 @@ class Trace:
         self._kept_alive.append(returned)
         return True
 
-    def forward_is_as(self, other: Trace) -> bool:
+    def is_as(self, other: Trace) -> bool:
         """Return whether both forward passes make the same calls of the same Values. Closures are compared by name.
 
-        Backward passes are not compared: whether autograd copies a gradient depends on its other references.
+        Of backward passes operators and numbers are compared: whether a gradient is copied depends on who holds it.
         """
         ours, theirs = ([call.described() for call in t.calls if call.phase is Phase.FORWARD] for t in (self, other))
-        return ours == theirs
+        return ours == theirs and are_alike(self.calls, other.calls)
 
     def add_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
         """Enter one operator call, after it ran on fakes; calls that only make views leave no trace.

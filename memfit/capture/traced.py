@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from memfit.binding import Value, values_in
 from memfit.graph import Phase, Role
-from memfit.torch_private.tensors import tensors_in
+from memfit.torch_private.tensors import tensors_in, tree_flatten
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,3 +133,20 @@ def mutated_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def short_name(func: Any) -> str:
     return func._schema.name.split("::")[-1].rstrip("_")
+
+
+_OF_SUMS = ("clone", "add", "add_", "copy_")  # which autograd calls or leaves out, by other references to a gradient
+
+
+def are_alike(calls: Iterable[TracedCall], others: Iterable[TracedCall]) -> bool:
+    """Return whether two steps call the same operators with the same numbers, in whatever order."""
+    ours, theirs = (Counter(map(_with_numbers, each)) for each in (calls, others))
+    ours.pop((), None)
+    theirs.pop((), None)
+    return ours == theirs
+
+
+def _with_numbers(call: TracedCall) -> tuple[str, ...]:
+    numbers = [repr(leaf) for leaf in tree_flatten((call.args, call.kwargs))[0] if isinstance(leaf, (int, float))]
+    target = str(getattr(call.target, "__name__", call.target))
+    return () if target.partition(".")[0] in _OF_SUMS and not numbers else (target, *numbers)

@@ -18,7 +18,8 @@ from memfit.torch_private.tensors import is_fake, real_tensors, tensors_in
 
 _Tensor: Any = torch.Tensor
 _READERS = frozenset(
-    getattr(_Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__", "__reduce_ex__", "__repr__")
+    getattr(_Tensor, name)
+    for name in ("tolist", "numpy", "__array__", "__dlpack__", "__reduce_ex__", "__repr__", "__format__")
 )
 _NUMBERS = frozenset(  # which legacy constructors read beside the dispatcher
     getattr(_Tensor, name) for name in ("item", "__float__", "__int__", "__index__", "__bool__", "__complex__")

@@ -110,7 +110,7 @@ def _require_unread(step: TrainingStep, batch: Any, trace: Trace, reads: Reads) 
     second = StepRecording(step, batch, trace.corrections)
     try:
         second.run()
-        same = second.trace.forward_is_as(trace)
+        same = second.trace.is_as(trace)
     except MemfitError:  # what the step raised, for example for a fake of the first capture among its attributes
         same = False
     later = reads.carried()

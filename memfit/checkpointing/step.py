@@ -140,7 +140,7 @@ class CheckpointedStep(Uncopied, MeasurableStep):
         Raises:
             InfeasibleBudgetError: no plan holds.
         """
-        self._loop.warnings.are_on = False
+        self._loop.warnings.are_on, had_updates = False, self._updates_in_backward
         with left_as_it_was(self.step, self.generators):
             try:
                 for number in range(_SETTLING_STEPS):
@@ -149,6 +149,10 @@ class CheckpointedStep(Uncopied, MeasurableStep):
                     self._run(self.step.batch)
                     if self.step.optimizer is None:  # its gradients stay, and the next step is to make them again
                         self.step.model.zero_grad(set_to_none=True)
+            except UnsupportedStepError:
+                if not self._updates_in_backward:
+                    raise
+                self._updates_in_backward = False  # a block is computed again for each of two backward passes
             except BudgetNotHeldError as error:
                 least_bytes = self.budget_bytes + error.over_bytes
                 without = "" if self._loop.plans.blocks else f"; {NO_BLOCKS}"
@@ -163,6 +167,9 @@ class CheckpointedStep(Uncopied, MeasurableStep):
             finally:
                 self._loop.warnings.are_on = True
             self._most_state_bytes = self._state_bytes()
+        if had_updates and not self._updates_in_backward:
+            self._settle()
+            return
         if not self._loop.history.count:
             raise UnsupportedStepError(
                 f"{self.why}: it is no graph, and the loss does not call the model itself, so that memfit.checkpoint "
@@ -191,6 +198,12 @@ class CheckpointedStep(Uncopied, MeasurableStep):
             raise UnsupportedStepError(
                 f"{self.why}: it is no graph, and computing its blocks again gives other bits than eager, first in "
                 f"{difference}; use memfit.eager"
+            )
+        if self.device.type == "cpu" and eager_difference.startswith("the loss"):  # no kernel there differs so
+            raise UnsupportedStepError(
+                f"{self.why}: it is no graph, and two eager steps from the same state differ in {eager_difference}: "
+                "the step counts, reads a clock, or keeps in Python what cannot be put back; pass it in the batch, "
+                "keep it in a buffer, or call memfit.checkpoint in your loop"
             )
         _log.warning("memfit: two eager steps differ in %s, so that nothing can be compared", eager_difference)
 

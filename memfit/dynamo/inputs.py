@@ -19,7 +19,7 @@ from memfit.torch_private.modules import hooks_on_all_modules
 from memfit.torch_private.ranks import runs_under_ddp
 from memfit.torch_private.tensors import is_plain_dense, tensors_in
 
-_PLAIN = {"Tensor", "Parameter", "Buffer"}
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def signatures(inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -109,13 +109,19 @@ def refuse_other_hooks(hooks: list[Any]) -> None:
         )
 
 
+def _is_plain(kind: type) -> bool:
+    """Return whether tensors of a class are torch's own, or parameters to which a class only adds attributes."""
+    own = kind.__torch_function__, kind.__torch_dispatch__
+    return kind in _PLAIN or own == (torch.nn.Parameter.__torch_function__, torch.Tensor.__torch_dispatch__)
+
+
 def refuse_ranks(inputs: Sequence[Any]) -> None:
     """Refuse parameters that another library has spread over ranks.
 
     Raises:
         UnsupportedStepError: the model is under DDP or FSDP.
     """
-    foreign = {type(tensor).__name__ for tensor in tensors_in(inputs)} - _PLAIN
+    foreign = {type(each).__name__ for each in tensors_in(inputs) if not _is_plain(type(each))}
     if runs_under_ddp() or foreign:
         what = f"holds tensors of type {min(foreign)}, as under FSDP" if foreign else "is under DDP"
         raise UnsupportedStepError(

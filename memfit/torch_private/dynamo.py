@@ -93,9 +93,13 @@ def compiled_calls(
         nonlocal compiled
         if code.has_changed():
             compiled = compile_anew()
+        has_gradients = torch.is_grad_enabled()
         try:
             with torch._dynamo.config.patch(settings), _questions_noted:
                 return compiled(*args, **kwargs)
+        except BaseException:  # where it stops inside of torch.no_grad, Dynamo leaves it on
+            torch.set_grad_enabled(has_gradients)
+            raise
         finally:
             _name_questions(named)
 
@@ -163,9 +167,10 @@ def times_compiled() -> int:
 def is_compilers(error: BaseException) -> bool:
     """Return whether PyTorch's compiler has raised an error, and no code that it ran."""
     from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     is_refused = isinstance(error, RuntimeError) and "fullgraph=True found no compiled frames" in str(error)
-    return is_refused or isinstance(error, TorchDynamoException)
+    return is_refused or isinstance(error, (TorchDynamoException, GuardOnDataDependentSymNode))
 
 
 _LOGGING = {"debug", "info", "warning", "warn", "error", "exception", "critical", "log"}

@@ -101,16 +101,23 @@ class TensorMetadata:
         return self._root.check(tensors)
 
 
+_EXACT = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # torch asks classes of others by Python code
+
+
 class TensorAddresses:
     """Holds the addresses of real dense tensors' first elements against those from before."""
 
     def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
         self._tensors = tensors
-        self._objects = np.array(list(map(id, tensors)), dtype=np.int64)
-        self._addresses = np.array(list(map(torch.Tensor.data_ptr, tensors)), dtype=np.int64)
+        exact = [each for each in tensors if type(each) in _EXACT]
+        self._objects = np.array(list(map(id, exact)), dtype=np.int64)
+        self._addresses = np.array(list(map(torch.Tensor.data_ptr, exact)), dtype=np.int64)
+        self._others = [(each, each.data_ptr()) for each in tensors if type(each) not in _EXACT]
 
     def match(self) -> bool:
         """Return whether all tensors are where they were."""
+        if any(each.data_ptr() != address for each, address in self._others):
+            return False
         # Inductor hands this function to the code that it compiles, for the same use
         function = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr
         return returns_same(function, self._objects, self._addresses)

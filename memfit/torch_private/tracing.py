@@ -140,7 +140,8 @@ def answered_as_eager(one_hot: Callable[..., torch.Tensor]) -> Iterator[None]:
         id(torch.nn.functional.one_hot): _in_place_of(torch.nn.functional.one_hot, one_hot),
         **{id(asks): _in_place_of(asks, _without_function_mode) for asks in _ASKS_FOR_FUNCTIONS},
     }
-    tables: list[dict[str, Any]] = [vars(torch._subclasses), vars(torch.nn.functional), vars(torch.overrides)]
+    of_torch = torch._subclasses, torch.nn.functional, torch.overrides, torch.autograd
+    tables: list[dict[str, Any]] = [vars(module) for module in of_torch]
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in ("torch", "memfit") and isinstance(module, ModuleType):
             tables.append(vars(module))
