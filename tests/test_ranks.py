@@ -84,7 +84,7 @@ def test_gradients_accumulate_as_in_no_sync(two: Results) -> None:
         ("other_setting_on_one", "rank 0 has budget: '1MiB', rank 1 budget: '2MiB'; make the same model"),
         ("capture_fails_on_one", "the step raised KeyError: 'no such column'"),
         ("planning_fails_on_first", "no plan fits 200 KiB"),
-        ("graph_breaks", "across ranks use memfit.checkpoint in the loop"),
+        ("graph_breaks", "across ranks memfit.checkpoint(model, budget) holds"),
         ("verification_fails_on_one", "the loss (1 and 2) on rank 1"),
         ("sparse_gradients", "the gradient of '0.weight' is sparse"),
     ],

@@ -6,13 +6,14 @@ import math
 
 import torch
 
-from memfit.capture.across import Across
+from memfit.capture.across import BY_CHECKPOINT, Across
 from memfit.capture.fully_sharded import FullySharded
 from memfit.capture.optimizer import innermost
 from memfit.capture.placement import require_dense, step_device
 from memfit.capture.training_step import TrainingStep
 from memfit.errors import InvalidTargetError, UnsupportedStepError
 from memfit.torch_private.autograd import any_autocast
+from memfit.torch_private.ranks import replicated_class
 
 _FULLY_SHARD = "FSDP (fully_shard)"
 
@@ -94,15 +95,16 @@ def check_not_distributed(model: torch.nn.Module, where: str, across: Across | N
         kind = next((word for word, wrapper in wrappers.items() if isinstance(module, wrapper)), None)
         if kind is not None:
             part = f"module {name!r} of the model" if name else "the model"
-            remedy = "give the bare model, and process_group to memfit.fit" if kind == "DDP" else "give the bare model"
+            is_ddp = kind.startswith("DDP")
+            remedy = "give the bare model, and process_group to memfit.fit" if is_ddp else "give the bare model"
             if kind != "DataParallel":
-                remedy = f"memfit.checkpoint holds the budget of this one in its loop; or {remedy}"
+                remedy = f"{BY_CHECKPOINT}; or {remedy}"
             raise UnsupportedStepError(f"{where}: {part} is wrapped in {kind}; memfit plans only bare models: {remedy}")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, sharded) and parameter not in known:
             raise UnsupportedStepError(
                 f"{where}: parameter {name!r} is a DTensor that fully_shard has not made; memfit plans no other "
-                "sharded parameters: give the bare model, or use memfit.checkpoint in its loop"
+                f"sharded parameters: {BY_CHECKPOINT}; or give the bare model"
             )
 
 
@@ -115,6 +117,7 @@ def _distributed_kinds() -> tuple[dict[str, type], tuple[type, ...]]:
     from torch.nn.parallel import DistributedDataParallel
 
     wrappers |= {"DDP": DistributedDataParallel, "FSDP": FullyShardedDataParallel, _FULLY_SHARD: FSDPModule}
+    wrappers["DDP (replicate)"] = replicated_class()
     return wrappers, (DTensor,)
 
 

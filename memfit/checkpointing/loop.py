@@ -23,11 +23,11 @@ from memfit.checkpointing.reporting import WindowSeen
 from memfit.checkpointing.shapes import Shape
 from memfit.checkpointing.shared_policy import Agreed, has_ranks
 from memfit.checkpointing.steering import Steering
-from memfit.checkpointing.uncounted import Uncounted
 from memfit.checkpointing.windows import History, Meter, Updates
 from memfit.errors import UnsupportedStepError
 from memfit.memory.contract import Contract, WindowKind
 from memfit.memory.host.room import Host
+from memfit.memory.uncounted import Uncounted
 from memfit.step.hooks import Awaited, Hook, WeakHook
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, record
 from memfit.torch_private.autograd import at_end_of_backward

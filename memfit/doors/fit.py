@@ -9,6 +9,7 @@ from typing import Any, Unpack
 import torch
 
 from memfit.capture import TrainingStep
+from memfit.capture.across import BY_CHECKPOINT
 from memfit.capture.fully_sharded import across_ranks
 from memfit.capture.step_check import check_step
 from memfit.checkpointing.step import CheckpointedStep
@@ -131,7 +132,7 @@ def fit_step(
         if given is not None or not step.has_backward:
             raise
         if step.across is not None:
-            raise UnsupportedStepError(f"{broken}; across ranks use memfit.checkpoint in the loop") from broken
+            raise UnsupportedStepError(f"{broken}; across ranks {BY_CHECKPOINT}") from broken
         planned = _checkpointed(step, settings, broken)
     if verify:
         settings.on_stage("verifying against eager")

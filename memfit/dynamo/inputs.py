@@ -10,6 +10,7 @@ import torch
 import torch.fx
 
 from memfit.binding import Value
+from memfit.capture.across import BY_CHECKPOINT
 from memfit.capture.functionalize import CAST_INSIDE
 from memfit.errors import UnsupportedStepError
 from memfit.memory.place import span_bytes
@@ -119,7 +120,7 @@ def refuse_ranks(inputs: Sequence[Any]) -> None:
     if runs_under_ddp() or foreign:
         what = f"holds tensors of type {min(foreign)}, as under FSDP" if foreign else "is under DDP"
         raise UnsupportedStepError(
-            f"the model {what}; memfit does not plan across ranks yet: compile the bare module, or use another backend"
+            f"the model {what}, where graphs are not planned: {BY_CHECKPOINT}, under any other backend of torch.compile"
         )
 
 

@@ -220,6 +220,37 @@ def ddp_facts(module: torch.nn.parallel.DistributedDataParallel) -> dict[str, st
     return {name: str(value) for name, value in module._get_ddp_logging_data().items()}
 
 
+def first_bucket_sizes(module: torch.nn.parallel.DistributedDataParallel) -> list[int]:
+    """Return the bytes of the buckets that a module was made with; none once it has made others, in its second step.
+
+    Args:
+        module: on a CPU.
+    """
+    is_on_cpu = next(module.parameters()).device.type == "cpu"
+    return _sizes(module, "bucket_sizes") if is_on_cpu and not _sizes(module, "rebuilt_bucket_sizes") else []
+
+
+def bucket_sizes(module: torch.nn.parallel.DistributedDataParallel) -> list[int]:
+    """Return the bytes of the buckets that a module has now."""
+    return _sizes(module, "rebuilt_bucket_sizes") or _sizes(module, "bucket_sizes")
+
+
+def _sizes(module: torch.nn.parallel.DistributedDataParallel, name: str) -> list[int]:
+    return [int(each) for each in ddp_facts(module).get(name, "").split(",") if each.strip()]
+
+
+def replicated_class() -> type:
+    """Return the class of modules that `replicate` was applied to: DDP's reducer is then in their hooks."""
+    from torch.distributed._composable.replicate import DDP
+
+    return DDP
+
+
+def is_joined(module: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Return whether a module was given to `torch.distributed.algorithms.Join`."""
+    return module._join_config.enable
+
+
 def group_timeout(group: torch.distributed.ProcessGroup) -> timedelta:
     """Return how long a rank of a process group waits for the others."""
     device = group._device_types[0]
