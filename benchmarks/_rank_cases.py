@@ -59,12 +59,12 @@ _BF16_SHARE = 0.8  # half of what a step saves; parameters and the optimizer's s
 _EACH = ["accumulation", "clipping", "evaluation first", "lengths", "last batches", "bf16", "scaler"]
 _EACH += ["save and resume", "momentum", "all"]
 _MORE = {
-    "DDP": [*_EACH, "Join"],
+    "DDP": [*_EACH, "Join", "collectives in the loss"],
     "DDP after the line": ["accumulation"],
     "DDP, bucket views": ["accumulation"],
     "DDP, LoRA on bf16": ["accumulation"],
     "DDP, blocks compiled": ["accumulation", "lengths"],
-    "FSDP2": _EACH,
+    "FSDP2": [*_EACH, "collectives in the loss"],
     "FSDP2 after the line": ["accumulation"],
     "FSDP2, bf16 policy": ["all"],
     "FSDP2, LoRA on bf16": ["accumulation", "clipping"],
@@ -153,7 +153,7 @@ def _library_cases() -> list[Case]:
     return found
 
 
-CASES = [*_own_cases(), *_library_cases()]
+CASES = [*_library_cases(), *_own_cases()]
 
 FOUR_RANKS_ONLY = ("fsdp2, hsdp",)
 TIMED: dict[str, Row] = {  # of `checkpoint_ranks.py`

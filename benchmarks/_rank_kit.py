@@ -196,6 +196,7 @@ class Habits:
         last: whether every fourth batch is of fewer rows.
         autocast: whether forward runs in bfloat16.
         scales: whether a GradScaler scales the loss.
+        talks: whether the loss runs collectives: a sum of counts, and a gather of features with gradients.
         saves: whether model and optimizer are stored and read again, in another model and optimizer, half-way.
         optimizer: makes it.
     """
@@ -210,6 +211,7 @@ class Habits:
     scales: bool = False
     saves: bool = False
     joins: bool = False
+    talks: bool = False
     optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] = lambda parameters: torch.optim.AdamW(
         parameters, lr=LEARNING_RATE
     )
@@ -243,7 +245,10 @@ def train(
         for number, batch in enumerate(batches):
             with wrapped.during(number == habits.micro_batches - 1):
                 with torch.autocast("cpu", torch.bfloat16, enabled=habits.autocast):
-                    loss = loss_of(wrapped.call(batch), batch)
+                    logits = wrapped.call(batch)
+                    loss = loss_of(logits, batch)
+                    loss = _with_collectives(loss, logits) if habits.talks else loss
+                    del logits
                 scaler.scale(loss / habits.micro_batches).backward()
             losses.append(loss.detach())
         del loss
@@ -257,12 +262,12 @@ def train(
             losses.append(evaluate(wrapped, batches[0][: BATCH // 2]))
         turns.end(losses, is_largest=is_largest)
         if habits.saves and turns.step == turns.half:
-            stored = _stored(wrapped.model, optimizer)
+            kept = stored(wrapped.model, optimizer)
             let_go()
             del wrapped, optimizer
             wrapped = wrap()
             optimizer = habits.optimizer([each for each in wrapped.model.parameters() if each.requires_grad])
-            _read(wrapped.model, optimizer, stored)
+            read(wrapped.model, optimizer, kept)
             torch.manual_seed(1 + rank)
     return wrapped.model.parameters()
 
@@ -274,6 +279,17 @@ def _batches(turns: Any, rank: int, habits: Habits) -> tuple[list[torch.Tensor],
     sizes = shorter(turns.tokens) if is_short else turns.tokens, BATCH // 2 if is_last else BATCH
     batches = [tokens_of(step, 8 * rank + number, *sizes) for number in range(habits.micro_batches)]
     return batches, not (is_short or is_last)
+
+
+def _with_collectives(loss: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.nn.functional import all_gather
+
+    count = torch.tensor(float(logits[..., 0].numel()))
+    whole = count.clone()
+    dist.all_reduce(whole)
+    features = logits.float().mean(1)
+    others = torch.cat(list(all_gather(features)))  # as CLIP's loss does
+    return loss * count / whole + (features @ others.T).logsumexp(1).mean() / 100
 
 
 def _join(turns: Any, wrapped: Wrapped, optimizer: torch.optim.Optimizer) -> None:
@@ -301,7 +317,7 @@ def evaluate(wrapped: Wrapped, batch: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def _stored(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def stored(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what `torch.distributed.checkpoint` stores, read back from memory."""
     import copy
 
@@ -310,10 +326,11 @@ def _stored(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
     return copy.deepcopy(dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True)))
 
 
-def _read(model: nn.Module, optimizer: torch.optim.Optimizer, stored: dict[str, Any]) -> None:
+def read(model: nn.Module, optimizer: torch.optim.Optimizer, kept: dict[str, Any]) -> None:
+    """Give model and optimizer what `stored` returned."""
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
-    set_state_dict(model, optimizer, model_state_dict=stored["model"], optim_state_dict=stored["optim"])
+    set_state_dict(model, optimizer, model_state_dict=kept["model"], optim_state_dict=kept["optim"])
 
 
 def _whole(tensor: Any) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from _rank_kit import (
     Way,
     Wrapped,
     loss_of,
+    read,
     shorter,
+    stored,
     tokens_of,
     train,
 )
@@ -40,6 +42,32 @@ def as_torchrun_starts() -> None:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "checkpoint-ranks"}
 
 
+@contextmanager
+def fsdp_as_on_gpus() -> Iterator[None]:
+    """Let Accelerate take an FSDP plugin on CPUs as it does on GPUs, and forget what it was set to before."""
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import DistributedType
+
+    real = AcceleratorState.__init__
+
+    def init(self: Any, *given: Any, fsdp_plugin: Any = None, **named: Any) -> None:
+        real(self, *given, fsdp_plugin=fsdp_plugin, **named)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        del os.environ[name]
+    AcceleratorState.__init__ = init
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = real
+
+
 # Accelerate
 
 
@@ -53,17 +81,15 @@ def accelerate(way: Way, turns: Any, *, plugin: str = "", **habits: Any) -> Iter
         habits: `micro_batches`, `precision`, `lengths`, `evaluates`, `saves`.
     """
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
 
     as_torchrun_starts()
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
     given: dict[str, Any] = {"gradient_accumulation_steps": habits.get("micro_batches", 1)}
     if habits.get("precision"):
         given["mixed_precision"] = habits["precision"]
-    if plugin:
-        given["fsdp_plugin"] = _fsdp2_plugin()
-    accelerator = Accelerator(cpu=True, **given)
+    with fsdp_as_on_gpus():
+        if plugin:
+            given["fsdp_plugin"] = _fsdp2_plugin()
+        accelerator = Accelerator(cpu=True, **given)
 
     def prepared() -> tuple[Any, Any]:
         model = Transformer(way.width)
@@ -102,7 +128,9 @@ def accelerate(way: Way, turns: Any, *, plugin: str = "", **habits: Any) -> Iter
                 losses.append(accelerator.reduce(loss_of(model(batches[0]), batches[0])))
             model.train()
         turns.end(losses, is_largest=not is_short)
-        if habits.get("saves") and turns.step == turns.half:
+        if habits.get("saves") and turns.step == turns.half and plugin:
+            read(model, optimizer, stored(model, optimizer))
+        elif habits.get("saves") and turns.step == turns.half:
             with tempfile.TemporaryDirectory() as mine:
                 folder = [mine]
                 dist.broadcast_object_list(folder)
@@ -303,11 +331,6 @@ def _trained(
     way: Way, turns: Any, kind: Any, config: Any, make: Any = library_model, saves: bool = False, **given: Any
 ) -> Iterable[torch.Tensor]:
     as_torchrun_starts()
-    with suppress(ImportError):
-        from accelerate.state import AcceleratorState, GradientState
-
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
     named = given.pop("arguments", {})
     with tempfile.TemporaryDirectory() as mine:
         folder = [mine]
@@ -340,7 +363,8 @@ def _trained(
             is_again = saves and turns.step > 0
             if is_again:
                 arguments |= {"max_steps": 1 << 20, "save_strategy": "no"}
-            trainer = made(model=model, args=config(**arguments), callbacks=callbacks, **given)
+            with fsdp_as_on_gpus():
+                trainer = made(model=model, args=config(**arguments), callbacks=callbacks, **given)
             trainer.train(resume_from_checkpoint=is_again or None)
             if turns.are_over:
                 return model.parameters()
@@ -376,8 +400,8 @@ def _padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 def fsdp2_arguments(**more: Any) -> dict[str, Any]:
     """Return the Trainer's arguments for FSDP2, as Accelerate configures it."""
-    config = {"version": 2, "fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], **more}
-    return {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
+    config = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], **more}
+    return {"fsdp": True, "fsdp_config": config}
 
 
 def trl(way: Way, turns: Any) -> Iterable[torch.Tensor]:

@@ -289,6 +289,7 @@ HABITS = {
     "save and resume": Habits(saves=True),
     "all": Habits(micro_batches=2, clips=True, evaluates=True, lengths=True, last=True, autocast=True),
     "Join": Habits(joins=True),
+    "collectives in the loss": Habits(talks=True),
     "momentum": Habits(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
 }
 WRAPPERS: dict[str, Callable[[Way], Wrapped]] = {

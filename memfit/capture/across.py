@@ -48,11 +48,7 @@ class Across(ABC):
         return 0
 
     def settle(self) -> None:  # noqa: B027 (nothing to do by default)
-        """Bring the model to what a step finds, whatever has run since the last one.
-
-        Raises:
-            UnsupportedStepError: steps are not possible now.
-        """
+        """Bring the model to what a step finds, whatever has run since the last one."""
 
     def begin(self, model: torch.nn.Module) -> None:  # noqa: B027
         """Give all ranks the same model, where each has all of it.

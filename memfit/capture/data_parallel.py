@@ -90,7 +90,13 @@ class DataParallel(Across):
 
     @property
     def reduces(self) -> bool:
-        """Whether steps reduce their gradients now; inside `no_sync` they do not."""
+        """Whether steps reduce their gradients now; inside `no_sync` they do not.
+
+        Raises:
+            UnsupportedStepError: the DDP module was given to torch's Join.
+        """
+        if self._ddp is not None:
+            _require_not_joined(self._ddp)
         return not self._is_local and (self._ddp is None or self._ddp.require_backward_grad_sync)
 
     @property
@@ -99,11 +105,6 @@ class DataParallel(Across):
         device = next(self._ddp.parameters()).device if self._ddp is not None else None
         sizes = bucket_sizes(self._ddp) if self._ddp is not None else []
         return sum(taken_bytes(each, device) for each in sizes if device is not None)
-
-    def settle(self) -> None:
-        """Refuse a step of a model whose ranks may have batches left when others have none, and answer them."""
-        if self._ddp is not None:
-            _require_not_joined(self._ddp)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

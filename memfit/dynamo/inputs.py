@@ -12,7 +12,7 @@ import torch.fx
 from memfit.binding import Value
 from memfit.capture.across import BY_CHECKPOINT
 from memfit.capture.functionalize import CAST_INSIDE
-from memfit.errors import UnsupportedStepError
+from memfit.errors import NotOneGraphError, UnsupportedStepError
 from memfit.memory.place import span_bytes
 from memfit.step.signature import tensor_signature
 from memfit.torch_private.autograd import any_autocast, backward_keeps_graph
@@ -114,12 +114,12 @@ def refuse_ranks(inputs: Sequence[Any]) -> None:
     """Refuse parameters that another library has spread over ranks.
 
     Raises:
-        UnsupportedStepError: the model is under DDP or FSDP.
+        NotOneGraphError: the model is under DDP or FSDP.
     """
     foreign = {type(tensor).__name__ for tensor in tensors_in(inputs)} - _PLAIN
     if runs_under_ddp() or foreign:
         what = f"holds tensors of type {min(foreign)}, as under FSDP" if foreign else "is under DDP"
-        raise UnsupportedStepError(
+        raise NotOneGraphError(
             f"the model {what}, where graphs are not planned: {BY_CHECKPOINT}, under any other backend of torch.compile"
         )
 

@@ -270,8 +270,8 @@ def instrument_of(device: torch.device) -> Instrument:
 
 def _cpu_instrument() -> Instrument:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        older = (each for each in alive_objects() if isinstance(each, torch.nn.parallel.DistributedDataParallel))
-        older_reducers.update(older)
+        kind = torch.nn.parallel.DistributedDataParallel
+        older_reducers.update(each for each in alive_objects() if issubclass(type(each), kind))  # isinstance runs code
     try:
         return CpuAllocator(load_library())
     except NativeLibraryError as error:

@@ -99,7 +99,6 @@ class ManyRanks(Ranks):
         """
         failed: list[Exception] = []
         try:
-            self._across.settle()
             self._require_reduced()
             number = find()
             number = _NEW if number is None else number
