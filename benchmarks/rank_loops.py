@@ -85,7 +85,7 @@ class Steps:
         self._record.__exit__(None, None, None)
         self.peaks.append(self._usage.start_bytes + self._usage.peak_bytes + self._uncounted.live_bytes())
         self.largest.append(is_largest)
-        self.losses.append(b"".join(loss.detach().contiguous().numpy().tobytes() for loss in losses))
+        self.losses.append(b"".join(loss.detach().float().numpy().tobytes() for loss in losses))
 
 
 def run(case: Case) -> dict[str, Any]:

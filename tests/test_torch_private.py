@@ -118,6 +118,7 @@ from memfit.torch_private.ranks import (
     gradient_buckets,
     group_timeout,
     groups_of,
+    has_ranks,
     is_gloo,
     is_joined,
     replicated_class,
@@ -220,6 +221,7 @@ def test_the_groups_of_a_collective_are_told() -> None:
     try:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         whole, (first, second) = torch.distributed.group.WORLD, mesh.get_all_groups()
+        assert has_ranks()
         assert whole is not None
         ones = torch.ones(4, 4)
         functional = torch.ops._c10d_functional.all_reduce.default
@@ -1329,6 +1331,7 @@ def test_ddp_tells_whether_it_is_joined_and_replicate_makes_a_class_of_its_own()
 @pytest.mark.usefixtures("one_rank")
 def test_a_group_tells_its_timeout() -> None:
     assert group_timeout(torch.distributed.group.WORLD) == timedelta(seconds=50)
+    assert not has_ranks()
     assert is_gloo(torch.distributed.group.WORLD, torch.device("cpu"))
 
 

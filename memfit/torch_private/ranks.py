@@ -16,6 +16,12 @@ import torch
 from memfit.torch_private.tensors import contiguous_strides
 
 
+def has_ranks() -> bool:
+    """Return whether this process is one of several that are joined in a process group."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
 def runs_under_ddp() -> bool:
     """Return whether a DistributedDataParallel module's forward is running, or being compiled."""
     if not torch.distributed.is_available():
