@@ -103,7 +103,7 @@ def ddp(way: Way, *, make: Callable[[int], nn.Module] = Transformer, is_first: b
     return Wrapped(model, model, lambda is_last: nullcontext() if is_last else model.no_sync())
 
 
-def ddp_in_time(way: Way, hook: Callable[[Any], Any]) -> Wrapped:
+def ddp_hooked(way: Way, hook: Callable[[Any], Any]) -> Wrapped:
     """DDP with a communication hook."""
     wrapped = ddp(way)
     hook(wrapped.model)
@@ -114,12 +114,6 @@ def _fp16_hook(model: Any) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     model.register_comm_hook(None, fp16_compress_hook)
-
-
-def _power_hook(model: Any) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-
-    model.register_comm_hook(PowerSGDState(None, 2, start_powerSGD_iter=3), powerSGD_hook)
 
 
 def replicated(way: Way) -> Wrapped:
@@ -299,8 +293,7 @@ WRAPPERS: dict[str, Callable[[Way], Wrapped]] = {
     "DDP, static_graph": lambda way: ddp(way, static_graph=True),
     "DDP, bucket views": lambda way: ddp(way, gradient_as_bucket_view=True),
     "DDP, unused": lambda way: ddp(way, make=lambda width: Transformer(width, drops=True), find_unused_parameters=True),
-    "DDP, fp16 hook": lambda way: ddp_in_time(way, _fp16_hook),
-    "DDP, PowerSGD": lambda way: ddp_in_time(way, _power_hook),
+    "DDP, fp16 hook": lambda way: ddp_hooked(way, _fp16_hook),
     "DDP, LoRA on bf16": lambda way: ddp(way, make=adapted),
     "DDP, blocks compiled": lambda way: ddp(way, make=compiled_blocks),
     "DDP, compiled inside": lambda way: compiled_whole(way, is_outside=False),

@@ -129,7 +129,8 @@ def fit_step(
     try:
         planned = PlannedStep(step, settings, given)
     except (CaptureError, NoGraphError) as broken:
-        if given is not None or not step.has_backward:
+        is_without_graph = isinstance(broken, GraphBreakError | NoGraphError)  # or the step's code itself raised
+        if given is not None or not step.has_backward or (step.across is not None and not is_without_graph):
             raise
         if step.across is not None:
             raise UnsupportedStepError(f"{broken}; across ranks {BY_CHECKPOINT}") from broken
