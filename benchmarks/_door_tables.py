@@ -122,9 +122,9 @@ def rank_loops(payload: Payload) -> Table:
         rows.append([wrapper, loop, _HOLDERS[door], counts, ", ".join(habits), most, ", ".join(rest)])
     total, held = len(payload["rows"]), sum(map(_is_held, payload["rows"]))
     note = (
-        f"{held} of {total} cases held: losses, norms and parameters of all ranks with the bits of the stock loop, which "
-        f"ran before on the same ranks, and none of {payload['steps']} steps of any rank over its budget, 70 to 100% of "
-        "what that loop took."
+        f"{held} of {total} cases held: losses, norms and parameters of all ranks with the bits of the stock loop, run "
+        f"before on the same ranks, and none of {payload['steps']} steps of any rank over its budget, which is 70 to "
+        "100% of what that loop took."
     )
     return head, rows, note
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from _rank_kit import (
     BATCH,
     LEARNING_RATE,
-    Block,
     Habits,
     Transformer,
     Way,
@@ -184,20 +183,6 @@ def _offloaded() -> Any:
     return CPUOffloadPolicy(pin_memory=False)
 
 
-def sharded_once(way: Way) -> Wrapped:
-    """FSDP's first version."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    policy = ModuleWrapPolicy({Block})
-    cpu = torch.device("cpu")
-    inner = Transformer(way.width)
-    model = FullyShardedDataParallel(inner, auto_wrap_policy=policy, device_id=cpu, use_orig_params=True)
-    way.hold(model)
-    clip = lambda _: model.clip_grad_norm_(1.0)  # noqa: E731
-    return Wrapped(model, model, lambda is_last: nullcontext() if is_last else model.no_sync(), clip=clip)
-
-
 def divided(way: Way, *, compiles: bool = False) -> Wrapped:
     """Tensor parallelism."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -309,7 +294,6 @@ WRAPPERS: dict[str, Callable[[Way], Wrapped]] = {
     "FSDP2, LoRA on bf16": lambda way: sharded(way, make=adapted),
     "FSDP2, blocks compiled": lambda way: sharded(way, make=compiled_blocks),
     "HSDP": lambda way: sharded(way, mesh=hsdp_mesh),
-    "FSDP1": sharded_once,
     "TP": divided,
     "TP, blocks compiled": lambda way: divided(way, compiles=True),
     "torchtitan, FSDP": lambda way: titan(way, parts=1),

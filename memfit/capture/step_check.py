@@ -15,7 +15,7 @@ from memfit.errors import InvalidTargetError, UnsupportedStepError
 from memfit.torch_private.autograd import any_autocast
 from memfit.torch_private.ranks import replicated_class
 
-_FULLY_SHARD, _DATA_PARALLEL = "FSDP (fully_shard)", "DataParallel"
+_FULLY_SHARD, _FSDP_1, _DATA_PARALLEL = "FSDP (fully_shard)", "FSDP", "DataParallel"
 
 
 def check_step(step: TrainingStep, where: str) -> None:
@@ -90,7 +90,9 @@ def check_not_distributed(model: torch.nn.Module, where: str, across: Across | N
     if not kind:
         return
     remedy = "give the bare model, and process_group to memfit.fit" if kind.startswith("DDP") else "give the bare model"
-    if kind != _DATA_PARALLEL:
+    if kind == _FSDP_1:
+        remedy = f"apply fully_shard (FSDP2) in its place, where {BY_CHECKPOINT}"
+    elif kind != _DATA_PARALLEL:
         remedy = f"{BY_CHECKPOINT}; or {remedy}"
     raise UnsupportedStepError(f"{where}: {what}; memfit plans only bare models: {remedy}")
 
@@ -130,7 +132,7 @@ def _distributed_kinds() -> tuple[dict[str, type], tuple[type, ...]]:
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
 
-    wrappers |= {"DDP": DistributedDataParallel, "FSDP": FullyShardedDataParallel, _FULLY_SHARD: FSDPModule}
+    wrappers |= {"DDP": DistributedDataParallel, _FSDP_1: FullyShardedDataParallel, _FULLY_SHARD: FSDPModule}
     wrappers["DDP (replicate)"] = replicated_class()
     return wrappers, (DTensor,)
 
