@@ -29,6 +29,12 @@ _RANK_WAYS = {
     "memfit 50%": "50%",
     "memfit as by hand": "as by hand",
 }
+_HOLDERS = {
+    "auto": "its callback or `prepare`, by `memfit.checkpoint`",
+    "checkpoint": "`memfit.checkpoint`",
+    "eager": "`memfit.eager`",
+    "fit": "`memfit.fit`",
+}
 _DOORS = ("checkpoint", "fit", "compile", "eager")
 _GRAPHS = {"broken": "broken", "whole": "one", "varying": "another in each step"}
 _OUT_OF_ORDER = {"refused": "refused", "broke off": "**broke off**"}
@@ -100,6 +106,36 @@ def ranks(payload: Payload) -> Table:
     return head, rows, note
 
 
+def rank_loops(payload: Payload) -> Table:
+    """Which budget holds under which wrapper, in which loop, with which habits."""
+    head = ["who wraps", "loop", "held by", "ranks", "habits of the loop", "most of the budget", "not held"]
+    groups: dict[tuple[str, ...], list[Payload]] = {}
+    for row in payload["rows"]:
+        groups.setdefault((row["loop"], row["wrapper"], row["door"]), []).append(row)
+    rows: list[list[str]] = []
+    for (loop, wrapper, door), found in sorted(groups.items()):
+        held = [row for row in found if _is_held(row)]
+        habits = dict.fromkeys(row["habit"] for row in held)
+        rest = [f"{row['habit']} ({_why_not(row)})" for row in found if not _is_held(row)]
+        counts = " and ".join(str(count) for count in sorted({row["ranks"] for row in found}))
+        most = f"{max(row['most'] for row in held):.3f}" if held else ""
+        rows.append([wrapper, loop, _HOLDERS[door], counts, ", ".join(habits), most, ", ".join(rest)])
+    total, held = len(payload["rows"]), sum(map(_is_held, payload["rows"]))
+    note = (
+        f"{held} of {total} cases held: losses, norms and parameters of all ranks with the bits of the stock loop, run "
+        f"before on the same ranks, and none of {payload['steps']} steps of any rank over its budget, which is 70 to "
+        "100% of what that loop took."
+    )
+    return head, rows, note
+
+
+def _why_not(row: Payload) -> str:
+    if "error" in row:
+        return "ended in an error"
+    faults = ["other bits"] if not row["same_bits"] else []
+    return ", ".join([*faults, *([f"over in {row['over']}"] if row["over"] else [])])
+
+
 def _is_held(row: Payload) -> bool:
     return "error" not in row and row.get("over") == 0 and bool(row.get("same_bits"))
 
@@ -151,6 +187,7 @@ def _ran(row: Payload) -> str:
 DOOR_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {
     "checkpoint-ranks": ("checkpoint_ranks", ranks),
     "run-scripts": ("run_scripts", scripts),
+    "rank-loops": ("rank_loops", rank_loops),
 }
 """Each table of one result by name: the script that stored it, and what makes it."""
 

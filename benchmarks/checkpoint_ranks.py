@@ -39,15 +39,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _rank_rows import FOUR_RANKS_ONLY, ROWS, Way
+from _rank_cases import FOUR_RANKS_ONLY, TIMED
+from _rank_kit import Way
 from _record import load, result_path, store
 
-from memfit.checkpointing.uncounted import Uncounted
+from memfit.memory.uncounted import Uncounted
 from memfit.system.recorder import record
 
 SHARES = {2: (0.9, 0.7, 0.5), 4: (0.7,)}  # four ranks on two cores take more than twice the seconds
 SETTLE = 12  # steps until plans stay
 TURN = 2  # steps
+TOKENS, WIDTH = 256, 128  # of a sequence; of layers
 TURNS = {2: 6, 4: 4}
 FIRST_JUDGED, FIRST_USED = 2, 4  # steps before the third, and before the fifth
 _LIBRARIES = ("transformers", "accelerate", "pytorch_lightning", "trl", "peft", "datasets")
@@ -67,7 +69,10 @@ class Turns:
 
     Attributes:
         are_over: whether no step follows.
+        tokens: of a sequence.
     """
+
+    tokens = TOKENS
 
     def __init__(self, pipe: Connection, older_bytes: Callable[[], int]) -> None:
         self._pipe, self._older_bytes = pipe, older_bytes
@@ -120,7 +125,7 @@ def _run(pipe: Connection, row: str, way: Way, rank: int, count: int, folder: st
 
 
 def _trained(turns: Turns, row: str, way: Way) -> dict[str, Any]:
-    for parameter in ROWS[row](way, turns):
+    for parameter in TIMED[row](way, turns):
         whole: Any = parameter.detach()
         whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
         turns.digest.update(whole.contiguous().view(torch.uint8).numpy().tobytes())
@@ -158,7 +163,7 @@ class Ranks:
         self._processes: list[Any] = []
         for rank, budget in enumerate(budgets):
             ours, theirs = context.Pipe()
-            given = theirs, row, Way(way, budget), rank, len(budgets), self._folder.name
+            given = theirs, row, Way(way, budget, WIDTH), rank, len(budgets), self._folder.name
             self._processes.append(context.Process(target=_run, args=given, daemon=True))
             self._processes[-1].start()
             theirs.close()
@@ -314,12 +319,12 @@ def show(found: dict[str, Any]) -> None:
 def main() -> None:
     """Measure, print, and store row by row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="parts of names; default: " + "; ".join(ROWS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help="parts of names; default: " + "; ".join(TIMED))
     parser.add_argument("--ranks", type=int, nargs="+", choices=SHARES, default=list(SHARES))
     parser.add_argument("--turns", type=int, help=f"others than {TURNS} are not stored")
     parser.add_argument("--peaks", action="store_true", help="print the share of the budget of each step and rank, too")
     options = parser.parse_args()
-    names = [row for row in ROWS if not options.names or any(name in row for name in options.names)]
+    names = [row for row in TIMED if not options.names or any(name in row for name in options.names)]
     here = ["torch", "torch.distributed.fsdp", "memfit", *(name for name in _LIBRARIES if find_spec(name))]
     multiprocessing.get_context("forkserver").set_forkserver_preload(here)
     path = result_path("checkpoint_ranks")

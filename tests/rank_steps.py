@@ -11,7 +11,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import memfit
@@ -289,7 +291,10 @@ def refused_ddp(_rank: int, _count: int) -> list[str]:
 
     hooked = ddp()
     hooked.register_comm_hook(None, allreduce_hook)
+    joined = ddp()
+    Join([joined])
     models = [ddp(find_unused_parameters=True), ddp(static_graph=True), hooked, nn.Sequential(ddp())]
+    models += [joined, replicate(perceptron())]
     found = [message(lambda model=model: fitted(model, batches(0)[0])) for model in models]
     found.append(message(lambda: memfit.fit(perceptron(), loss, batches(0)[0], budget="1MiB", process_group="world")))  # pyright: ignore[reportArgumentType]
     found.append(message(lambda: fitted(perceptron(), batches(0)[0], arena=True)))
@@ -298,6 +303,10 @@ def refused_ddp(_rank: int, _count: int) -> list[str]:
     found.append(message(step.no_sync))
     with step.step.across.no_sync():
         found.append(message(lambda: step(batches(0)[0])))
+    later = ddp()
+    step = fitted(later, batches(0)[0], budget="2MiB")
+    Join([later])
+    found.append(message(lambda: step(batches(0)[0])))
     return found
 
 

@@ -280,6 +280,34 @@ def gradients_added(rank: int, _count: int) -> dict[str, Any]:
     return found | {"is_same_later": same(mine.state_dict(), twin.state_dict())}
 
 
+def evaluated(rank: int, _count: int) -> dict[str, Any]:
+    """Evaluations before `fit`, and between its steps: each leaves the root's parameters gathered."""
+    batches, mine, twin = data(rank, FEW), in_blocks(Blocks()), in_blocks(Blocks())
+    one, other = adam(mine.parameters()), adam(twin.parameters())
+
+    def evaluate(model: Any, batch: Any) -> float:
+        model.eval()
+        with torch.no_grad():
+            value = loss(model, batch).item()
+        model.train()
+        return value
+
+    losses, expected = [evaluate(mine, batches[0])], [evaluate(twin, batches[0])]
+    step = fitted(mine, batches[0], optimizer=one)
+    torch.manual_seed(rank)
+    for batch in batches:
+        losses += [step(batch).item(), evaluate(mine, batch)]
+    torch.manual_seed(rank)
+    for batch in batches:
+        expected += [*stock(twin, [batch], other), evaluate(twin, batch)]
+    measured = step.measure(repeats=1)
+    return {
+        "is_same": losses == expected and same(mine.state_dict(), twin.state_dict()) and same_states(one, other),
+        "plans": len(step.plans),
+        "is_held": measured.peak_bytes <= step.plan.budget_bytes,
+    }
+
+
 def checkpoints(rank: int, _count: int) -> dict[str, bool]:
     """Checkpoints of torch.distributed.checkpoint go from a planned step to a stock one, and back; training goes on."""
     batches = data(rank, 2 * FEW)
@@ -355,7 +383,10 @@ def refused(rank: int, _count: int) -> list[str]:
     several = {"mesh": init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("all", "parts"))}
     float64 = Blocks()
     float64.blocks[0].norm.double().requires_grad_(False)
+    with torch.device("meta"):
+        without_values = in_blocks(Blocks())
     models = [
+        without_values,
         synced,
         hooked,
         divided,

@@ -16,6 +16,7 @@ from occupied import bytes_now
 from steps import MODELS, ConvNet, conv_batch, cross_entropy, make_pair, unusual_batch
 from torch import nn
 
+import memfit
 from memfit.dynamo import backend
 from memfit.errors import (
     InfeasibleBudgetError,
@@ -241,10 +242,31 @@ def test_a_model_under_ddp_is_refused(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(ConvNet())
-        with pytest.raises(UnsupportedStepError, match="is under DDP; memfit does not plan across ranks"):
+        with pytest.raises(UnsupportedStepError, match=r"is under DDP, where graphs .*: memfit.checkpoint\(model"):
             compiled(wrapped)(conv_batch()[0])
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_compile_leaves_a_model_under_ddp_to_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        inner, batch = ConvNet(), conv_batch()
+        wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(inner))
+        memfit.compile(wrapped, budget="1GiB")
+        torch.manual_seed(0)
+        cross_entropy(wrapped, batch).backward()
+        memfit.compile(inner, budget="1GiB")
+        around = nn.parallel.DistributedDataParallel(inner)
+        torch.manual_seed(0)
+        cross_entropy(around, batch).backward()  # found out in its first call
+    finally:
+        torch.distributed.destroy_process_group()
+    told = [record.getMessage() for record in caplog.records if "is held by memfit.checkpoint" in record.getMessage()]
+    assert len(told) == 2
+    assert "since the model is wrapped in DDP" in told[0] and "since the model is under DDP" in told[1]
+    for one, other in zip(wrapped.parameters(), around.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # pyright: ignore[reportArgumentType]
 
 
 def test_retain_graph_is_refused_before_anything_is_released() -> None:

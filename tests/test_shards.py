@@ -23,7 +23,7 @@ from memfit.step.distributed.sharding import repeated_blocks
 from memfit.system.recorder import record
 
 ALIKE = ["blocks", "blocks_clipped_in_bfloat16", "mixed_precision", "bare_model", "gathers_repeated"]
-TOGETHER = [*ALIKE, "odd_models", "gradients_added", "checkpoints", "refused"]
+TOGETHER = [*ALIKE, "odd_models", "gradients_added", "evaluated", "checkpoints", "refused"]
 Results = list[dict[str, Any]]
 
 
@@ -68,6 +68,11 @@ def test_what_is_shared_or_frozen_or_computed_again_is_trained_as_by_fully_shard
 def test_gradients_of_parts_add_up(two: Results) -> None:
     for result in two:
         assert result["gradients_added"] == {"is_same": True, "is_same_later": True, "plans": 2}
+
+
+def test_evaluations_before_and_between_planned_steps_are_those_of_fully_shard(two: Results) -> None:
+    for result in two:
+        assert result["evaluated"] == {"is_same": True, "plans": 1, "is_held": True}
 
 
 def test_checkpoints_are_those_of_fully_shard(two: Results) -> None:
@@ -116,6 +121,7 @@ def test_a_step_of_many_ranks_is_captured_before_there_are_any_and_without_their
 
 def test_what_is_not_carried_out_is_refused(two: Results) -> None:
     expected = [
+        "InvalidTargetError: memfit.fit: parameter 'blocks.0.norm.weight' is on the meta device and has no values yet",
         "set_requires_gradient_sync(False) was called on the sharded model",
         "fully_shard of the model has an all-reduce hook, which",
         "has a gradient divide factor of its own, whose sum a planned step does not make",

@@ -119,14 +119,19 @@ from memfit.torch_private.modules import (
 )
 from memfit.torch_private.patching import replaced
 from memfit.torch_private.ranks import (
+    bucket_sizes,
     ddp_facts,
     finish_gather,
     finish_scatter,
     first_bucket_bytes,
+    first_bucket_sizes,
     gradient_buckets,
     group_timeout,
     groups_of,
+    has_ranks,
     is_gloo,
+    is_joined,
+    replicated_class,
     runs_under_ddp,
     start_gather,
     start_scatter,
@@ -141,7 +146,10 @@ from memfit.torch_private.sharding import (
     is_sharded,
     local,
     local_gradient,
+    modules_that_gather,
+    parameters_that_are_gathered,
     reduces_gradients,
+    reshard,
     sharded_groups,
     whole_part,
     with_local,
@@ -226,6 +234,7 @@ def test_the_groups_of_a_collective_are_told() -> None:
     try:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         whole, (first, second) = torch.distributed.group.WORLD, mesh.get_all_groups()
+        assert has_ranks()
         assert whole is not None
         ones = torch.ones(4, 4)
         functional = torch.ops._c10d_functional.all_reduce.default
@@ -1316,6 +1325,14 @@ def test_groups_of_fully_shard_tell_what_they_gather_and_reduce(sharded_model: t
     assert not groups[0].refused and not weight.refused
     assert divisions(groups[1], torch.float32, "cpu") == (None, None, "sum")
     assert divisions(groups[1], torch.float16, "cpu")[2] == "sum"
+    assert modules_that_gather(sharded_model) == [sharded_model[0]]
+    assert parameters_that_are_gathered(sharded_model) == set(sharded_model.parameters())
+    with torch.no_grad():
+        sharded_model(torch.ones(1, 3))
+    assert not any(map(is_sharded, sharded_model[1].parameters(recurse=False)))  # the root's stay gathered
+    reshard(groups)
+    reshard(groups)
+    assert all(map(is_sharded, sharded_model.parameters()))
     assert reduces_gradients(groups)
     sharded_model.set_requires_gradient_sync(False)  # pyright: ignore[reportCallIssue]
     assert not reduces_gradients(groups)
@@ -1357,17 +1374,34 @@ def test_buckets_are_those_of_ddp() -> None:
 def test_ddp_tells_its_hook_and_its_buckets() -> None:
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), bucket_cap_mb=1e-6)
     assert "rebuilt_per_bucket_param_indices" not in ddp_facts(ddp)
+    own_bytes = sum(each.nbytes for each in ddp.parameters())
+    assert sum(first_bucket_sizes(ddp)) == sum(bucket_sizes(ddp)) == own_bytes
     for _ in range(3):  # rebuilt in the second step, told in the third
         ddp(torch.ones(1, 2)).sum().backward()
     assert ddp_facts(ddp)["rebuilt_per_bucket_param_indices"] == "1, 0"
+    assert not first_bucket_sizes(ddp) and sum(bucket_sizes(ddp)) == own_bytes
     assert "comm_hook" not in ddp_facts(ddp)
     ddp.register_comm_hook(None, allreduce_hook)
     assert ddp_facts(ddp)["comm_hook"] == "allreduce_hook"
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_ddp_tells_whether_it_is_joined_and_replicate_makes_a_class_of_its_own() -> None:
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed.algorithms.join import Join
+
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    assert not is_joined(ddp)
+    Join([ddp])
+    assert is_joined(ddp)
+    assert isinstance(replicate(torch.nn.Linear(2, 2)), replicated_class())
+    assert not isinstance(ddp, replicated_class())
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_a_group_tells_its_timeout() -> None:
     assert group_timeout(torch.distributed.group.WORLD) == timedelta(seconds=50)
+    assert not has_ranks()
     assert is_gloo(torch.distributed.group.WORLD, torch.device("cpu"))
 
 

@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 
+BY_CHECKPOINT = "memfit.checkpoint(model, budget) holds the budget of this model in your own loop"  # ends refusals
+
 
 class Across(ABC):
     """The ranks of a step: see `memfit.capture.data_parallel` and `memfit.capture.fully_sharded`.
@@ -56,7 +58,15 @@ class Across(ABC):
         """
         return dist.get_process_group_ranks(self.group)
 
-    def begin(self, model: torch.nn.Module) -> None:  # noqa: B027 (nothing to do by default)
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes that a wrapper of the model keeps on the device, and that no step uses."""
+        return 0
+
+    def settle(self) -> None:  # noqa: B027 (nothing to do by default)
+        """Bring the model to what a step finds, whatever has run since the last one."""
+
+    def begin(self, model: torch.nn.Module) -> None:  # noqa: B027
         """Give all ranks the same model, where each has all of it.
 
         Args:

@@ -14,10 +14,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from memfit.capture.across import Across
+from memfit.capture.across import BY_CHECKPOINT, Across
 from memfit.errors import InvalidOptionError, UnsupportedStepError
 from memfit.memory.place import fills_memory
-from memfit.torch_private.ranks import ddp_facts, first_bucket_bytes, gradient_buckets, start_sum, wait_for_sum
+from memfit.system.recorder import taken_bytes
+from memfit.torch_private.ranks import (
+    bucket_sizes,
+    ddp_facts,
+    first_bucket_bytes,
+    gradient_buckets,
+    is_joined,
+    start_sum,
+    wait_for_sum,
+)
 from memfit.torch_private.tensors import contiguous_strides
 
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's bucket_cap_mb
@@ -81,8 +90,21 @@ class DataParallel(Across):
 
     @property
     def reduces(self) -> bool:
-        """Whether steps reduce their gradients now; inside `no_sync` they do not."""
+        """Whether steps reduce their gradients now; inside `no_sync` they do not.
+
+        Raises:
+            UnsupportedStepError: the DDP module was given to torch's Join.
+        """
+        if self._ddp is not None:
+            _require_not_joined(self._ddp)
         return not self._is_local and (self._ddp is None or self._ddp.require_backward_grad_sync)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The buckets of the DDP module that was taken apart, which it keeps."""
+        device = next(self._ddp.parameters()).device if self._ddp is not None else None
+        sizes = bucket_sizes(self._ddp) if self._ddp is not None else []
+        return sum(taken_bytes(each, device) for each in sizes if device is not None)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -217,7 +239,17 @@ def _require_plain(model: torch.nn.parallel.DistributedDataParallel) -> None:
     if named:
         raise UnsupportedStepError(
             f"memfit.fit: the model is wrapped in DDP with {' and '.join(named)}, which a planned step does not carry "
-            "out; leave that out, or give the bare model and process_group"
+            f"out: {BY_CHECKPOINT}; or leave that out, or give the bare model and process_group"
+        )
+    _require_not_joined(model)
+
+
+def _require_not_joined(model: torch.nn.parallel.DistributedDataParallel) -> None:
+    if is_joined(model):
+        raise UnsupportedStepError(
+            "the DDP model was given to torch's Join, in which ranks end at different steps; planned steps need all "
+            f"ranks in each: {BY_CHECKPOINT}; or give the bare model and process_group, and as many batches to each "
+            "rank"
         )
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from memfit.capture.across import Across
+from memfit.capture.across import BY_CHECKPOINT, Across
 from memfit.capture.data_parallel import data_parallel
-from memfit.errors import InvalidOptionError, UnsupportedStepError
+from memfit.errors import InvalidOptionError, InvalidTargetError, UnsupportedStepError
 from memfit.torch_private.absent import is_absent
 from memfit.torch_private.ranks import is_gloo, start_sum
 from memfit.torch_private.sharding import (
@@ -27,6 +27,7 @@ from memfit.torch_private.sharding import (
     is_sharded,
     local,
     reduces_gradients,
+    reshard,
     sharded_groups,
 )
 
@@ -87,9 +88,14 @@ class FullySharded(Across):
         if not reduces_gradients([each.facts for each in self.groups]):
             raise UnsupportedStepError(
                 "set_requires_gradient_sync(False) was called on the sharded model, but a planned step reduces its "
-                "gradients in each call: leave it out, gradients add up in `.grad` all the same"
+                "gradients in each call: leave it out, gradients add up in `.grad` all the same; or else "
+                f"{BY_CHECKPOINT}"
             )
         return True
+
+    def settle(self) -> None:
+        """Let go of the root's parameters, which an evaluation leaves gathered."""
+        reshard([each.facts for each in self.groups])
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Refuse: whole gradients would have to be kept on each rank.
@@ -99,7 +105,7 @@ class FullySharded(Across):
         """
         raise UnsupportedStepError(
             "no_sync is not for sharded models, whose gradients are reduced in each call: leave it out, they add up "
-            "in `.grad` all the same"
+            f"in `.grad` all the same; or else {BY_CHECKPOINT}"
         )
 
     def ring_of(self, kind: str) -> Sequence[int]:
@@ -122,7 +128,7 @@ class FullySharded(Across):
         if operation is None:
             raise UnsupportedStepError(
                 f"{_title(group.facts)} has a gradient divide factor of its own, whose sum a planned step does not "
-                "make; leave it out, or call set_force_sum_reduction_for_comms(True)"
+                f"make; leave it out, or call set_force_sum_reduction_for_comms(True); or else {BY_CHECKPOINT}"
             )
         if operation == "avg" and (self.replicas is not None or is_gloo(self.group, device)):
             replicas = 1 if self.replicas is None else self.replicas.size()
@@ -153,13 +159,21 @@ def fully_sharded(model: torch.nn.Module, group: dist.ProcessGroup | None) -> Fu
 
     Raises:
         InvalidOptionError: another group than the model's.
+        InvalidTargetError: a parameter is on the meta device.
         UnsupportedStepError: the model is sharded in another way than a planned step can carry out; names the module.
     """
     if not dist.is_available() or not dist.is_initialized() or not any(map(is_sharded, model.parameters())):
         return None
     if not is_fully_sharded(model):
         return None
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise InvalidTargetError(
+                f"memfit.fit: parameter {name!r} is on the meta device and has no values yet: call "
+                "model.to_empty(device=...) and initialize it, or load a checkpoint, first"
+            )
     groups = sharded_groups(model)
+    reshard(groups)
     for facts in groups:
         _require_plain(facts)
     found = {id(facts.process_group): facts for facts in groups}
@@ -167,7 +181,7 @@ def fully_sharded(model: torch.nn.Module, group: dist.ProcessGroup | None) -> Fu
         one, other = list(found.values())[:2]
         raise UnsupportedStepError(
             f"memfit.fit: {_title(one)} and {_title(other)} are sharded over different process groups, expected one; "
-            "give the same mesh to each fully_shard"
+            f"give the same mesh to each fully_shard; or else {BY_CHECKPOINT}"
         )
     sharded = FullySharded(model, groups)
     if group is not None and group is not sharded.group:
@@ -194,5 +208,5 @@ def _require_plain(facts: GroupFacts) -> None:
     if named:
         raise UnsupportedStepError(
             f"memfit.fit: fully_shard of {_title(facts)} has {' and '.join(named)}, which a planned step does not "
-            "carry out; leave that out"
+            f"carry out: {BY_CHECKPOINT}; or leave that out"
         )

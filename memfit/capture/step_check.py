@@ -6,15 +6,16 @@ import math
 
 import torch
 
-from memfit.capture.across import Across
+from memfit.capture.across import BY_CHECKPOINT, Across
 from memfit.capture.fully_sharded import FullySharded
 from memfit.capture.optimizer import innermost
 from memfit.capture.placement import require_dense, step_device
 from memfit.capture.training_step import TrainingStep
 from memfit.errors import InvalidTargetError, UnsupportedStepError
 from memfit.torch_private.autograd import any_autocast
+from memfit.torch_private.ranks import replicated_class
 
-_FULLY_SHARD = "FSDP (fully_shard)"
+_FULLY_SHARD, _FSDP_1, _DATA_PARALLEL = "FSDP (fully_shard)", "FSDP", "DataParallel"
 
 
 def check_step(step: TrainingStep, where: str) -> None:
@@ -85,36 +86,54 @@ def check_not_distributed(model: torch.nn.Module, where: str, across: Across | N
         where: begins the message: the file and line, or the name, of what was asked for.
         across: the ranks of a step; those of a fully sharded one have taken its model apart.
     """
+    what, kind = how_distributed(model, across)
+    if not kind:
+        return
+    remedy = "give the bare model, and process_group to memfit.fit" if kind.startswith("DDP") else "give the bare model"
+    if kind == _FSDP_1:
+        remedy = f"apply fully_shard (FSDP2) in its place, where {BY_CHECKPOINT}"
+    elif kind != _DATA_PARALLEL:
+        remedy = f"{BY_CHECKPOINT}; or {remedy}"
+    raise UnsupportedStepError(f"{where}: {what}; memfit plans only bare models: {remedy}")
+
+
+def how_distributed(model: torch.nn.Module, across: Across | None = None) -> tuple[str, str]:
+    """Return how a model, or a part of it, is spread over devices: a clause, and the kind; two empty texts if not.
+
+    Args:
+        model, across: as for `check_not_distributed`.
+    """
     wrappers, sharded = _distributed_kinds()
     known: set[torch.Tensor] = set()
     if isinstance(across, FullySharded):
         del wrappers[_FULLY_SHARD]
         known = {each.parameter for group in across.groups for each in group.parameters}
     for name, module in model.named_modules():
-        kind = next((word for word, wrapper in wrappers.items() if isinstance(module, wrapper)), None)
-        if kind is not None:
-            part = f"module {name!r} of the model" if name else "the model"
-            remedy = "give the bare model, and process_group to memfit.fit" if kind == "DDP" else "give the bare model"
-            if kind != "DataParallel":
-                remedy = f"memfit.checkpoint holds the budget of this one in its loop; or {remedy}"
-            raise UnsupportedStepError(f"{where}: {part} is wrapped in {kind}; memfit plans only bare models: {remedy}")
+        kind = next((word for word, wrapper in wrappers.items() if isinstance(module, wrapper)), "")
+        if kind:
+            return f"{f'module {name!r} of the model' if name else 'the model'} is wrapped in {kind}", kind
     for name, parameter in model.named_parameters():
         if isinstance(parameter, sharded) and parameter not in known:
-            raise UnsupportedStepError(
-                f"{where}: parameter {name!r} is a DTensor that fully_shard has not made; memfit plans no other "
-                "sharded parameters: give the bare model, or use memfit.checkpoint in its loop"
-            )
+            return f"parameter {name!r} is a DTensor that fully_shard has not made", "DTensor"
+    return "", ""
+
+
+def is_over_ranks(model: torch.nn.Module) -> str:
+    """Return in a clause how several processes train a model; empty if they do not, or by DataParallel in one."""
+    what, kind = how_distributed(model)
+    return "" if kind == _DATA_PARALLEL else what
 
 
 def _distributed_kinds() -> tuple[dict[str, type], tuple[type, ...]]:
-    wrappers: dict[str, type] = {"DataParallel": torch.nn.DataParallel}
+    wrappers: dict[str, type] = {_DATA_PARALLEL: torch.nn.DataParallel}
     if not torch.distributed.is_available():
         return wrappers, ()
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
 
-    wrappers |= {"DDP": DistributedDataParallel, "FSDP": FullyShardedDataParallel, _FULLY_SHARD: FSDPModule}
+    wrappers |= {"DDP": DistributedDataParallel, _FSDP_1: FullyShardedDataParallel, _FULLY_SHARD: FSDPModule}
+    wrappers["DDP (replicate)"] = replicated_class()
     return wrappers, (DTensor,)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from memfit.binding import Call, Origin, Resident, Value, values_in
+from memfit.capture.across import BY_CHECKPOINT
 from memfit.capture.corrected_fakes import as_corrected
 from memfit.capture.hidden_state import refuse_hidden_state
 from memfit.capture.special_calls import SPECIAL_CASES, functionalize
@@ -215,7 +216,7 @@ class Trace:
         if "c10d" in func.namespace:
             raise UnsupportedStepError(
                 f"{self.scope()[1] or 'the step'} runs the collective {func}; a planned step runs no "
-                "collectives but its own: see process_group of memfit.fit"
+                f"collectives but its own (process_group): {BY_CHECKPOINT}"
             )
 
     def _corrected(self, entry: Entry, returned: Any) -> Any:

@@ -21,17 +21,18 @@ from memfit.checkpointing.policy import Policy
 from memfit.checkpointing.recording import LeanRecorder
 from memfit.checkpointing.reporting import WindowSeen
 from memfit.checkpointing.shapes import Shape
-from memfit.checkpointing.shared_policy import Agreed, has_ranks
+from memfit.checkpointing.shared_policy import Agreed
 from memfit.checkpointing.steering import Steering
-from memfit.checkpointing.uncounted import Uncounted
 from memfit.checkpointing.windows import History, Meter, Updates
 from memfit.errors import UnsupportedStepError
 from memfit.memory.contract import Contract, WindowKind
 from memfit.memory.host.room import Host
+from memfit.memory.uncounted import Uncounted
 from memfit.step.hooks import Awaited, Hook, WeakHook
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, record
 from memfit.torch_private.autograd import at_end_of_backward
 from memfit.torch_private.modules import has_lazy_parameters, module_hooks, uncompiled
+from memfit.torch_private.ranks import has_ranks
 from memfit.torch_private.tensors import tensors_in
 
 _MOST_LEAN_PASSES = 64  # without an optimizer's step, before a plan is made all the same

@@ -17,13 +17,14 @@ from memfit.checkpointing.shapes import Race, Shape, bucket_of
 from memfit.memory.contract import MOST_PLANS, WINDOWS_BEFORE_LARGER, Contract, Standing, Usage, WindowKind
 from memfit.memory.host.room import Host
 from memfit.system.recorder import empty_cache
+from memfit.torch_private.ranks import has_ranks
 
 _MOST_LEAN_PASSES = 8  # of one shape
 _MOST_FORMS = 16  # of passes of one size and kind
 _HOPELESS = 2.0  # a plan that is predicted to take so many times the seconds is not tried
 _RIVALS_SLACK = 7  # what no window has shown leaves 1/2**7
 _COMPILERS_SLACK = 4  # 1/2**4 of the budget is left to what the compiler keeps more than eager mode
-_SLACK = 9  # a plan leaves 1/2**9 of the budget to what grows between steps
+_SLACK, _RANKS_SLACK = 9, 7  # a plan leaves 1/2**9 of the budget to what grows between steps, or threads free late
 
 
 class Plans:
@@ -191,7 +192,7 @@ class Plans:
         has_grown = shape.planned is not None and shape.planned.predicted_bytes + grown > aim_bytes and grown > 0
         if not shape.wants_plan and (not has_grown or shape.standing.is_least):
             return
-        limit_bytes = aim_bytes - (contract.budget_bytes >> _SLACK)
+        limit_bytes = aim_bytes - (contract.budget_bytes >> (_RANKS_SLACK if has_ranks() else _SLACK))
         limit_bytes -= self._uncalled_bytes(lean, self._called if shape.standing.plans else self.blocks)
         with_modes = shape.race is None or not shape.race.is_over or shape.planned_has_mode
         planned = planner.plan(limit_bytes, more_bytes, with_modes=with_modes and not self._is_shared)

@@ -135,11 +135,6 @@ class SharedPolicy:
         return sum(self._most(_digests(thing))) == 0
 
 
-def has_ranks() -> bool:
-    """Return whether this process is one of several."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def _digests(thing: object) -> tuple[int, int]:
     """Return a digest of a thing's `repr`, and the same negative: the maxima add up to zero if no rank differs."""
     digest = int.from_bytes(sha256(repr(thing).encode()).digest()[:7], "little")

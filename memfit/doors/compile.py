@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 import torch
 
+from memfit.capture.step_check import is_over_ranks
 from memfit.checkpointing.handle import Checkpointed
 from memfit.checkpointing.loop import loops_of
 from memfit.doors.checkpoint import checkpoint
@@ -49,10 +50,11 @@ def compile(
     Raises:
         InvalidTargetError: no module, or one that is compiled already.
         InvalidOptionError, InvalidBudgetError: a value that cannot be read.
-        UnsupportedStepError: a model under DDP, FSDP or DataParallel, or an optimizer that evaluates the loss itself.
+        UnsupportedStepError: a model under DataParallel, or an optimizer that evaluates the loss itself.
 
     Guarantees: a call with gradients runs as one planned graph. At the first one that PyTorch's compiler cannot take in
-    as one, `memfit.checkpoint` takes over with the same budget, which one line says. A call without gradients runs
+    as one, `memfit.checkpoint` takes over with the same budget, which one line says; of a model that several processes
+    train (DDP, FSDP, tensor parallelism), from the beginning. A call without gradients runs
     unplanned (with Inductor's kernels as `torch.compile` runs it), and raises OverBudgetError if it takes more than
     the budget. An update that takes more raises InfeasibleBudgetError. If forward, loss and backward take more than was
     planned, a warning says so, and they are planned again for less; after three times it raises BudgetNotHeldError. A
@@ -68,6 +70,10 @@ def compile(
         hand_over(model, given, why, "memfit.compile")
         return eager_call(model)
 
+    over_ranks = is_over_ranks(model) if isinstance(model, torch.nn.Module) else ""
+    if over_ranks:
+        hand_over(model, given, over_ranks, "memfit.compile")
+        return model
     calls = compile_in_place(model, given, "memfit.compile", otherwise=otherwise)
     if optimizer is not None:
         calls.account.optimizers.follow(optimizer)

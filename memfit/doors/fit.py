@@ -9,6 +9,7 @@ from typing import Any, Unpack
 import torch
 
 from memfit.capture import TrainingStep
+from memfit.capture.across import BY_CHECKPOINT
 from memfit.capture.fully_sharded import across_ranks
 from memfit.capture.placement import step_device
 from memfit.capture.step_check import check_step
@@ -144,10 +145,11 @@ def fit_step(
     try:
         planned = PlannedStep(step, settings, given)
     except (CaptureError, NoGraphError) as broken:
-        if given is not None or not step.has_backward:
+        is_without_graph = isinstance(broken, GraphBreakError | NoGraphError)  # or the step's code itself raised
+        if given is not None or not step.has_backward or (step.across is not None and not is_without_graph):
             raise
         if step.across is not None:
-            raise UnsupportedStepError(f"{broken}; across ranks use memfit.checkpoint in the loop") from broken
+            raise UnsupportedStepError(f"{broken}; across ranks {BY_CHECKPOINT}") from broken
         planned = _checkpointed(step, settings, broken)
     if verify:
         settings.on_stage("verifying against eager")

@@ -10,8 +10,9 @@ import torch
 import torch.fx
 
 from memfit.binding import Value
+from memfit.capture.across import BY_CHECKPOINT
 from memfit.capture.functionalize import CAST_INSIDE
-from memfit.errors import UnsupportedStepError
+from memfit.errors import NotOneGraphError, UnsupportedStepError
 from memfit.memory.place import span_bytes
 from memfit.step.signature import tensor_signature
 from memfit.torch_private.autograd import any_autocast, backward_keeps_graph
@@ -119,13 +120,13 @@ def refuse_ranks(inputs: Sequence[Any]) -> None:
     """Refuse parameters that another library has spread over ranks.
 
     Raises:
-        UnsupportedStepError: the model is under DDP or FSDP.
+        NotOneGraphError: the model is under DDP or FSDP.
     """
     foreign = {type(each).__name__ for each in tensors_in(inputs) if not _is_plain(type(each))}
     if runs_under_ddp() or foreign:
         what = f"holds tensors of type {min(foreign)}, as under FSDP" if foreign else "is under DDP"
-        raise UnsupportedStepError(
-            f"the model {what}; memfit does not plan across ranks yet: compile the bare module, or use another backend"
+        raise NotOneGraphError(
+            f"the model {what}, where graphs are not planned: {BY_CHECKPOINT}, under any other backend of torch.compile"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -156,6 +156,13 @@ class Contents:
             kept = self.kept.pop(before, None) if before is not None else None
             if kept is not None:
                 kept.source, self.kept[after] = after, kept
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let contents count as what cannot be recomputed: what they are made of will be gone by then."""
+        for tensor in tensors:
+            source = self.sources.find(tensor.untyped_storage()) if is_dense(tensor) else None
+            if source is not None:
+                source.call = None
 
     def pack(self, tensor: torch.Tensor) -> Saved:
         """Return what autograd holds in the place of a tensor that it saves."""

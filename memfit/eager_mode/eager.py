@@ -13,25 +13,28 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from memfit.capture.across import BY_CHECKPOINT
 from memfit.capture.placement import step_device
 from memfit.capture.under_modes import gradients_that_differ
 from memfit.chunked_loss.heads import ChunkedHead
 from memfit.cost.calibration import memory_bytes
+from memfit.eager_mode.contents import Contents
 from memfit.eager_mode.mode import BudgetMode
 from memfit.eager_mode.needs import Needs
 from memfit.eager_mode.passes import Ran, Way
 from memfit.errors import InvalidBudgetError, InvalidOptionError, UnsupportedStepError
 from memfit.memory.host.room import Host
+from memfit.memory.uncounted import Uncounted
 from memfit.step.hooks import Hook
 from memfit.step.turns import turn_on
 from memfit.step.uncopied import Uncopied
-from memfit.system.alive import alive_objects
 from memfit.system.budget import format_bytes, on_card, parse_budget, parse_host_budget
 from memfit.system.cpu_limit import CpuLimit
-from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
+from memfit.system.recorder import Usage, allocated_bytes, record
 from memfit.system.spill_file import parse_host_dir, require_host_budget
 from memfit.torch_private.cuda import turn_on_expandable_segments
-from memfit.torch_private.tensors import is_plain_dense
+from memfit.torch_private.sharding import is_sharded, modules_that_gather, parameters_that_are_gathered
+from memfit.torch_private.tensors import tensors_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +117,10 @@ class Eager(Uncopied):
     def _begin(self) -> None:
         gradients_that_differ()  # which is found out outside of any mode
         host = Host(self.device, self._host_budget_bytes, self._host_dir) if self._host_budget_bytes else None
-        allocated_bytes(self.device)  # from here on the recorder counts
         may_grow = self.device.type != "cuda" or turn_on_expandable_segments(self.device)
         gc.collect()
         before_bytes = bytes_of_tensors(self.device)
+        offset_bytes = before_bytes - allocated_bytes(self.device)
         self._freezes = gc.get_freeze_count() == 0
         if self._freezes:  # or what is remembered of calls would have all older objects looked through again and again
             gc.freeze()
@@ -125,13 +128,14 @@ class Eager(Uncopied):
         self._usage = self._window.__enter__()
         self._before_bytes = before_bytes
         needs = Needs(self.device)
-        offset_bytes = 0 if self.device.type == "cuda" else before_bytes - allocated_bytes(self.device)
         live_bytes = partial(_live, self.device, offset_bytes)
         model_bytes = partial(_model_bytes, self._model)
         self._mode = BudgetMode(self.budget_bytes, live_bytes, model_bytes, needs, host, may_grow=may_grow)
         self._mode.__enter__()
         self._hooks = [] if self._head is None else self._head.hooked(Hook)
         contents = self._mode.contents
+        for module in modules_that_gather(self._model):  # which let go of their parameters after each pass
+            self._hooks.append(module.register_forward_hook(Hook(partial(_keep_results, contents))))
         if self.device.type == "cuda":
             self._hooks.append(self._model.register_forward_pre_hook(Hook(self._mode.follow_stream)))
         else:
@@ -150,6 +154,7 @@ class Eager(Uncopied):
             self._limit = None  # which refers to what autograd still holds
         for hook in self._hooks:
             hook.remove()
+        self._hooks.clear()
         self._mode.__exit__(*raised)
         self._turn.close()
         if self._freezes:
@@ -231,8 +236,9 @@ def eager(
         HostMemoryError: at the block's entry, where the host or the disk has no room for the host budget; in the
             block, where a copy fails.
         OverBudgetError: in the block, where a call does not fit and nothing is left to free.
-        UnsupportedStepError: at the block's entry, where another thread runs a planned step, or is in a block, on the
-            device; in the block, where another thread runs backward of what the block saved.
+        UnsupportedStepError: a model under tensor parallelism; at the block's entry, where another thread runs a
+            planned step, or is in a block, on the device; in the block, where another thread runs backward of what the
+            block saved.
     """
     if isinstance(budget, str) and budget.strip().endswith("%"):
         raise InvalidBudgetError(
@@ -241,24 +247,29 @@ def eager(
     budget = on_card(budget, lambda: memory_bytes(step_device(model, ())))
     host_budget_bytes, directory = parse_host_budget(host_budget), parse_host_dir(host_dir)
     require_host_budget(directory, host_budget_bytes)
+    _refuse_divided(model)
     head = ChunkedHead(model, chunk_loss) if chunk_loss else None
     return Eager(model, parse_budget(budget, 0), host_budget_bytes, directory, head)
 
 
+def _keep_results(contents: Contents, _module: torch.nn.Module, _args: Any, output: Any) -> None:
+    contents.keep(tensors_in(output))
+
+
+def _refuse_divided(model: torch.nn.Module) -> None:
+    """Refuse tensor parallelism, whose operators on DTensors show no storage that could be freed."""
+    gathered = parameters_that_are_gathered(model)
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter) and parameter not in gathered:
+            raise UnsupportedStepError(
+                f"memfit.eager: parameter {name!r} is a DTensor (tensor parallelism), whose operators cannot be "
+                f"recomputed here: {BY_CHECKPOINT}"
+            )
+
+
 def bytes_of_tensors(device: torch.device) -> int:
-    """Return the bytes of the storages of all tensors that Python has on a device."""
-    found = alive_objects()
-    sizes: dict[int, int] = {}
-    for thing in found:
-        if not issubclass(type(thing), torch.Tensor) or is_lazy(thing):
-            continue
-        try:
-            if is_plain_dense(thing) and thing.device == device:
-                storage = thing.untyped_storage()
-                sizes[storage.data_ptr()] = taken_bytes(storage.nbytes(), device)
-        except (NotImplementedError, RuntimeError):  # wrappers of torch.func and of AOTAutograd have none, or no device
-            continue
-    return sum(sizes.values())
+    """Return the bytes that are live on a device, those of tensors that Python does not see included."""
+    return Uncounted(device).live_bytes() + allocated_bytes(device)
 
 
 def _model_bytes(model: torch.nn.Module) -> int:

@@ -19,8 +19,8 @@ from memfit.torch_private.tensors import SHORTENS, is_zero_tensor
 
 VIEW, PLAIN, WRITES, DATA_DECIDES, FOREIGN, ONCE = range(6)
 """Kinds of operators: that move no data; that write to their arguments; whose results' sizes the data decides; of which
-memfit knows nothing; whose results differ in bytes without a meaning each time that they are made; and all others
-(PLAIN)."""
+memfit knows nothing; whose results differ in bytes without a meaning each time that they are made, or that fill
+gathered parameters with what these had before; and all others (PLAIN)."""
 
 _aten = torch.ops.aten
 _LIFTED = _aten.lift_fresh.default
@@ -31,6 +31,7 @@ _HIDDEN_STATE = (
     _aten.batch_norm_gather_stats_with_counts,
 )
 _PADDED = (_aten.mkldnn_rnn_layer,)  # parts of its workspace are never written
+_FULLY_SHARDED = "fsdp"  # the namespace of what `fully_shard` calls
 _MOST_NEEDS = 1 << 13  # of an operator that are remembered: the shapes of some loops never repeat
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -113,6 +114,8 @@ def _kind(func: Any) -> int:
     schema = func._schema
     if func.namespace == "profiler":  # a label of the optimizer's step, or the user's
         return VIEW
+    if func.namespace == _FULLY_SHARDED:
+        return ONCE
     if func.namespace not in ("aten", "prims") or func.overloadpacket in _HIDDEN_STATE:
         return FOREIGN
     if torch.Tag.inplace_view in func.tags:

@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from memfit.binding import Origin, Value
+from memfit.capture.across import BY_CHECKPOINT
 from memfit.capture.joint import JointCapture, is_tangent
 from memfit.errors import UnsupportedStepError
 from memfit.kernels.absent import Absent
@@ -206,7 +207,7 @@ def _require_unmoved(saved: Sequence[torch.Tensor], addresses: torch.Tensor) -> 
                 f"a tensor of shape {list(tensor.shape)} that the compiled forward pass read, such as a parameter, was "
                 "given other memory before backward (tensor.data = ..., or a move to another device), so that its "
                 "gradients would be neither of the old content nor of the new: call backward first, or write into it "
-                "with copy_"
+                f"with copy_; fully_shard (FSDP2) gives parameters their memory anew: there {BY_CHECKPOINT}"
             )
 
 

@@ -155,7 +155,8 @@ def _resident_bytes(
     if step.optimizer is not None:
         tensors += [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
         tensors += [value for state in step.optimizer.state.values() for value in state.values()]
-    return sum((_batch_storages(batch, device) | footprint(tensors, device)).values())
+    kept_bytes = 0 if step.across is None else step.across.kept_bytes
+    return kept_bytes + sum((_batch_storages(batch, device) | footprint(tensors, device)).values())
 
 
 def _batch_storages(batch: Any, device: torch.device) -> dict[int, int]:

@@ -233,17 +233,18 @@ def adds_to_gradients(captured: Captured) -> bool:
 
 
 def bytes_of_others(step: TrainingStep, captured: Captured) -> int:
-    """Return the bytes on the step's device that the optimizer holds and the captured step does not touch.
+    """Return the bytes on the step's device that the optimizer or a wrapper holds and the captured step does not touch.
 
-    These are the states of frozen parameters, which some optimizers make for all, and parameters with their states that
-    are no longer the model's, because a layer was replaced.
+    These are buckets of a wrapper, the states of frozen parameters, which some optimizers make for all, and parameters
+    with their states that are no longer the model's, because a layer was replaced.
 
     Args:
         step: the training step.
         captured: its capture.
     """
+    kept_bytes = 0 if step.across is None else step.across.kept_bytes
     if step.optimizer is None:
-        return 0
+        return kept_bytes
     names = {parameter: name for name, parameter in step.model.named_parameters()}
     touched = {resident.key for resident in captured.binding.residents if resident.origin is Origin.STATE}
     held: list[Any] = []
@@ -254,7 +255,7 @@ def bytes_of_others(step: TrainingStep, captured: Captured) -> int:
         held += [value for key, value in state.items() if name is None or f"{name}.{key}" not in touched]
     device = captured.binding.device
     own = footprint(names, device)
-    return sum(size for pointer, size in footprint(held, device).items() if pointer not in own)
+    return kept_bytes + sum(size for pointer, size in footprint(held, device).items() if pointer not in own)
 
 
 def set_gradients(outputs: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.nn.Parameter]) -> None:

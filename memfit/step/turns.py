@@ -91,6 +91,8 @@ def turn_for(
 ) -> AbstractContextManager[None]:
     """Return a block for work on a training step, which no other thread's planned steps run beside.
 
+    A model that ranks share is brought to what a step finds, whatever has run since the last one.
+
     Args:
         step: is planned, run or measured.
         device: that it runs on.
@@ -100,4 +102,6 @@ def turn_for(
     Raises:
         UnsupportedStepError: as `Turn.of`.
     """
+    if step.across is not None:
+        step.across.settle()
     return turn_on(device).of(planned or step, f"{what} of {step.name or type(step.model).__name__}")

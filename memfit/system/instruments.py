@@ -13,10 +13,12 @@ import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 
 from memfit.errors import InvalidDeviceError, MemfitError
+from memfit.system.alive import alive_objects
 from memfit.system.native import NativeLibrary, NativeLibraryError
 
 CPU_ALIGNMENT_BYTES = 64  # c10/core/alignment.h, gAlignment
@@ -241,6 +243,7 @@ def _aligned(size_bytes: int) -> int:
 
 
 instruments: dict[torch.device, Instrument] = {}  # an allocator is installed once in a process, and never removed
+older_reducers: WeakSet[torch.nn.parallel.DistributedDataParallel] = WeakSet()  # than the recorder of a CPU
 
 
 def instrument_of(device: torch.device) -> Instrument:
@@ -266,6 +269,9 @@ def instrument_of(device: torch.device) -> Instrument:
 
 
 def _cpu_instrument() -> Instrument:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        kind = torch.nn.parallel.DistributedDataParallel
+        older_reducers.update(each for each in alive_objects() if issubclass(type(each), kind))  # isinstance runs code
     try:
         return CpuAllocator(load_library())
     except NativeLibraryError as error:

@@ -16,6 +16,12 @@ import torch
 from memfit.torch_private.tensors import contiguous_strides
 
 
+def has_ranks() -> bool:
+    """Return whether this process is one of several that are joined in a process group."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
 def runs_under_ddp() -> bool:
     """Return whether a DistributedDataParallel module's forward is running, or being compiled."""
     if not torch.distributed.is_available():
@@ -219,6 +225,37 @@ def first_bucket_bytes() -> int:
 def ddp_facts(module: torch.nn.parallel.DistributedDataParallel) -> dict[str, str]:
     """Return what DistributedDataParallel logs of itself: its communication hook and, once rebuilt, its buckets."""
     return {name: str(value) for name, value in module._get_ddp_logging_data().items()}
+
+
+def first_bucket_sizes(module: torch.nn.parallel.DistributedDataParallel) -> list[int]:
+    """Return the bytes of the buckets that a module was made with; none once it has made others, in its second step.
+
+    Args:
+        module: on a CPU.
+    """
+    is_on_cpu = next(module.parameters()).device.type == "cpu"
+    return _sizes(module, "bucket_sizes") if is_on_cpu and not _sizes(module, "rebuilt_bucket_sizes") else []
+
+
+def bucket_sizes(module: torch.nn.parallel.DistributedDataParallel) -> list[int]:
+    """Return the bytes of the buckets that a module has now."""
+    return _sizes(module, "rebuilt_bucket_sizes") or _sizes(module, "bucket_sizes")
+
+
+def _sizes(module: torch.nn.parallel.DistributedDataParallel, name: str) -> list[int]:
+    return [int(each) for each in ddp_facts(module).get(name, "").split(",") if each.strip()]
+
+
+def replicated_class() -> type:
+    """Return the class of modules that `replicate` was applied to: DDP's reducer is then in their hooks."""
+    from torch.distributed._composable.replicate import DDP
+
+    return DDP
+
+
+def is_joined(module: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Return whether a module was given to `torch.distributed.algorithms.Join`."""
+    return module._join_config.enable
 
 
 def group_timeout(group: torch.distributed.ProcessGroup) -> timedelta:

@@ -113,6 +113,25 @@ def is_fully_sharded(model: torch.nn.Module) -> bool:
     return any(_state(module) is not None for module in model.modules())
 
 
+def modules_that_gather(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules of a model that gather parameters for their forward pass and let go of them after it.
+
+    Args:
+        model: that itself keeps its own until the end of backward, as `fully_shard` has it.
+    """
+    return [
+        module
+        for module in model.modules()
+        if module is not model and any(group.post_forward_mesh_info is not None for group in _groups(_state(module)))
+    ]
+
+
+def parameters_that_are_gathered(model: torch.nn.Module) -> set[torch.Tensor]:
+    """Return the parameters of a model that are whole in its forward pass, each a DTensor between passes."""
+    groups = [group for module in model.modules() for group in _groups(_state(module))]
+    return {each.sharded_param for group in groups for each in group.fsdp_params if not each.is_dtensor}
+
+
 def sharded_groups(model: torch.nn.Module) -> list[GroupFacts]:
     """Return the groups of a model, in the order of their modules; `fully_shard` can be applied to no more modules.
 
@@ -128,6 +147,17 @@ def sharded_groups(model: torch.nn.Module) -> list[GroupFacts]:
             if id(group) not in seen:
                 seen[id(group)] = _facts(group, state, name)
     return list(seen.values())
+
+
+def reshard(groups: Sequence[GroupFacts]) -> None:
+    """Let go of parameters that are gathered: a forward pass without a backward one leaves those of the root so.
+
+    Args:
+        groups: of one model, of which no pass is running.
+    """
+    for facts in groups:
+        if facts.own.is_unsharded:
+            facts.own.reshard()
 
 
 @contextmanager
@@ -186,6 +216,8 @@ def reduces_gradients(groups: Sequence[GroupFacts]) -> bool:
 
 
 def _state(module: torch.nn.Module) -> Any:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
     from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
     return _get_module_fsdp_state(module)

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from memfit.capture import Captured
-from memfit.capture.across import Across
+from memfit.capture.across import BY_CHECKPOINT, Across
 from memfit.cost.collectives import (
     CollectiveRates,
     keep_rates,
@@ -92,7 +92,7 @@ class AcrossRanks(Planning):
             "the steps",
             graph.fingerprint,
             lambda: _lines(graph),
-            "give all ranks the same model and batches of the same shapes",
+            f"give all ranks the same model and batches of the same shapes; with others {BY_CHECKPOINT}",
         )
         costs = self._agreement.to_first("gathering costs", _Costs.of(graph))
         merged = self._agreement.from_first(

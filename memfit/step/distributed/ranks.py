@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from memfit.capture import TrainingStep
-from memfit.capture.across import Across
+from memfit.capture.across import BY_CHECKPOINT, Across
 from memfit.errors import InvalidOptionError, RankError
 from memfit.plan import Plan
 from memfit.planning import Settings
@@ -121,7 +121,8 @@ class ManyRanks(Ranks):
         other = next(rank for rank, each in enumerate(numbers) if each != numbers[0])
         raise RankError(
             f"rank {other} calls the step with {shapes[other]}, rank 0 with {shapes[0]}, or in another state; "
-            "all ranks must call it with batches of the same shapes, in the same mode"
+            "all ranks must call it with batches of the same shapes, in the same mode; with others "
+            f"{BY_CHECKPOINT}"
         )
 
     def _require_reduced(self) -> None:

@@ -1,4 +1,7 @@
-"""Tensors that the recorder of a device does not count: those of a CPU that are older than it."""
+"""What the recorder of a device does not count: tensors of a CPU that are older than it, and buckets of DDP's.
+
+A DistributedDataParallel holds its buckets where Python sees no tensor.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ import weakref
 import torch
 
 from memfit.system.alive import alive_objects
-from memfit.system.recorder import is_counted, taken_bytes
+from memfit.system.instruments import older_reducers
+from memfit.system.recorder import allocated_bytes, is_counted, taken_bytes
+from memfit.torch_private.ranks import first_bucket_sizes
 
 
 class Uncounted:
-    """The tensors on a device that are not counted when it is made.
+    """The tensors and buckets on a device that are not counted when it is made.
 
     Args:
         device: a CPU or CUDA device; on CUDA all is counted.
@@ -19,8 +24,10 @@ class Uncounted:
 
     def __init__(self, device: torch.device) -> None:
         self._found: list[tuple[weakref.ref[torch.Tensor], int, int]] = []
+        self._device = device
         if device.type != "cpu":
             return
+        allocated_bytes(device)  # the recorder is there from now on
         for thing in alive_objects():
             if type(thing) in (torch.Tensor, torch.nn.Parameter):
                 self._look_at(thing, device)
@@ -42,4 +49,7 @@ class Uncounted:
             tensor = reference()
             if tensor is not None and tensor.untyped_storage().data_ptr() == pointer:
                 sizes[pointer] = size
-        return sum(sizes.values())
+        if self._device.type != "cpu":
+            return 0
+        buckets = [each for module in tuple(older_reducers) for each in first_bucket_sizes(module)]
+        return sum(sizes.values()) + sum(taken_bytes(each, self._device) for each in buckets)

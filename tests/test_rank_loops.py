@@ -1,0 +1,96 @@
+"""A budget under torchrun: cases of `benchmarks/rank_loops.py`, each beside its stock loop on the same ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # the scripts import one another as scripts do
+
+import rank_loops
+from _rank_cases import CASES, OWN, Case
+
+FAST = [
+    "DDP | own | all | checkpoint",
+    "FSDP2 | own | all | checkpoint",
+    "FSDP2, LoRA on bf16 | own | accumulation | checkpoint",
+    "TP | own | clipping | checkpoint",
+    "FSDP2, bf16 policy | own | accumulation | eager",
+]
+LIBRARIES = {"Accelerate": "accelerate", "Lightning": "pytorch_lightning", "Trainer": "transformers", "TRL": "trl"}
+
+
+def _numbers(names: list[str]) -> list[int]:
+    places = {case.name: number for number, case in enumerate(CASES)}
+    return [places[name] for name in names]
+
+
+def _held(numbers: list[int], count: int) -> dict[str, dict[str, Any]]:
+    found = {CASES[number].name: rank_loops.summary(CASES[number], on) for number, on in _on_ranks(numbers, count)}
+    return {name: row for name, row in found.items() if not rank_loops.is_held(row)}
+
+
+def _on_ranks(numbers: list[int], count: int) -> Any:
+    return rank_loops.on_ranks(numbers, count)
+
+
+def test_loops_of_ones_own_on_two_ranks_keep_their_bits_and_budgets() -> None:
+    assert _held(_numbers(FAST), 2) == {}
+
+
+def _groups() -> list[tuple[int, str, str]]:
+    return sorted({(count, case.loop, case.wrapper.partition(",")[0]) for case in CASES for count in case.ranks})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "loop", "wrapper"), _groups())
+def test_each_wrapper_in_each_loop_with_each_habit(count: int, loop: str, wrapper: str) -> None:
+    if loop in LIBRARIES and not (find_spec(LIBRARIES[loop]) and find_spec("peft")):
+        pytest.skip(f"{loop} is not installed")
+
+    def is_wanted(case: Case) -> bool:
+        return count in case.ranks and case.loop == loop and case.wrapper.partition(",")[0] == wrapper
+
+    assert _held([number for number, case in enumerate(CASES) if is_wanted(case)], count) == {}
+
+
+def test_there_are_enough_cases_each_with_a_name_of_its_own() -> None:
+    assert len({case.name for case in CASES}) == len(CASES) >= 60
+    assert {case.loop for case in CASES} == {OWN, "fit", *LIBRARIES}
+
+
+@pytest.mark.slow
+def test_buckets_of_ddp_count_that_are_older_than_the_recorder() -> None:
+    late, early = (_most_bytes(program) for program in (_LATE, _EARLY + _LATE))
+    assert abs(late - early) <= 1 << 10  # a generator's state, say
+
+
+_EARLY = """
+from memfit.system.recorder import allocated_bytes
+allocated_bytes("cpu")
+"""
+_LATE = """
+import torch, torch.distributed as dist
+import memfit
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+net = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)) for _ in range(3)])
+model = torch.nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+handle = memfit.checkpoint(model, "1GiB")
+for _ in range(2):
+    model(torch.ones(8, 64)).sum().backward()
+handle.end_step()
+print(handle.report().most_bytes)
+handle.close()
+dist.destroy_process_group()
+"""
+
+
+def _most_bytes(program: str) -> int:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
