@@ -16,11 +16,10 @@ import torch
 
 from memfit.capture.batch_norms import BATCH_NORMS
 from memfit.capture.generators import states_kept
+from memfit.capture.model_tables import memory_put_back, swapped, with_a_momentum
 from memfit.capture.optimizer import LiveBytes
 from memfit.capture.placement import on_its_own
 from memfit.capture.reads import Reads
-from memfit.capture.replaced import memory_put_back
-from memfit.capture.side_effects import swapped, with_a_momentum
 from memfit.capture.stand_ins import stand_ins_shown
 from memfit.capture.stream import LIFT, Difference, Dispatched, Stream, tensors_of
 from memfit.capture.traced import mutated_tensors

@@ -19,12 +19,18 @@ from memfit.capture.generators import states_kept
 from memfit.capture.gradient_use import GradientUse
 from memfit.capture.lines import user_line
 from memfit.capture.looks import Look
+from memfit.capture.model_tables import (
+    entries_of_model,
+    memory_kept_real,
+    require_none_made,
+    swapped,
+    with_a_momentum,
+    write_replaced,
+)
 from memfit.capture.module_scopes import ModuleScopes
 from memfit.capture.optimizer import require_supported
 from memfit.capture.placement import step_device
-from memfit.capture.replaced import entries_of_model, memory_kept_real, require_none_made, write_replaced
 from memfit.capture.shards import Shards
-from memfit.capture.side_effects import swapped, with_a_momentum
 from memfit.capture.step_check import check_not_distributed
 from memfit.capture.stream import Stream
 from memfit.capture.symbols import Symbols

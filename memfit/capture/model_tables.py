@@ -1,24 +1,102 @@
-"""Buffers that a step replaces, and tensors whose memory it replaces (`.data = ...`): their values are written back.
+"""The tables of a model's parameters and buffers during capture: fakes in them, what the step replaces, and back.
 
-Eager's next step reads the new tensor, or the new memory. A planned step keeps both, so that an op at the end of the
-backward pass writes the new values into them; the optimizer updates a parameter after that.
+Python code runs once, at capture; later steps run the recorded ops alone. Fakes stand in the tables meanwhile.
+Buffers that a step replaces, and tensors whose memory it replaces (`.data = ...`), are written back: eager's next
+step reads the new tensor, or the new memory. A planned step keeps both, so that an op at the end of the backward pass
+writes the new values into them; the optimizer updates a parameter after that. What else the step sets in Python is
+found and reset by `memfit.capture.reads`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from memfit.capture.gradient_use import GradientUse
-from memfit.capture.side_effects import Entry
 from memfit.capture.trace import Trace
 from memfit.errors import NoGraphError, UnsupportedStepError
-from memfit.torch_private.modules import module_tables
+from memfit.torch_private.modules import module_tables, submodules_table
 from memfit.torch_private.patching import replaced
-from memfit.torch_private.tensors import is_fake, storage_key
+from memfit.torch_private.tensors import BatchNormBase, is_fake, storage_key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """The entry of a parameter or a buffer in its module's table.
+
+    Attributes:
+        module: dotted name of the module.
+        table: the dictionary in which the module keeps it.
+        name: its key there.
+        tensor: the parameter or buffer itself.
+    """
+
+    module: str
+    table: dict[str, torch.Tensor | None]
+    name: str
+    tensor: torch.Tensor
+
+    @property
+    def path(self) -> str:
+        """The dotted name from the model down."""
+        return f"{self.module}.{self.name}" if self.module else self.name
+
+
+@contextmanager
+def swapped(model: torch.nn.Module, fakes: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[list[Entry]]:
+    """Replace the model's parameters and buffers by their fakes inside the block, and restore its tables at the end.
+
+    Args:
+        model: its modules' tables are written to.
+        fakes: of each parameter and buffer of it; what has none stays in its place.
+    """
+    kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    entries: list[Entry] = []
+    for module_name, module in model.named_modules():
+        kept.append((submodules_table(module), dict(submodules_table(module))))
+        for table in module_tables(module):
+            kept.append((table, dict(table)))
+            entries += [
+                Entry(module=module_name, table=table, name=name, tensor=tensor)
+                for name, tensor in table.items()
+                if tensor is not None and tensor in fakes
+            ]
+    for entry in entries:
+        entry.table[entry.name] = fakes[entry.tensor]
+    try:
+        yield entries
+    finally:
+        for table, before in kept:
+            if len(table) != len(before) or any(table.get(name) is not value for name, value in before.items()):
+                table.clear()
+                table.update(before)
+
+
+@contextmanager
+def with_a_momentum(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Give each batch normalization with momentum=None a momentum inside the block, so that it reads no number.
+
+    It would compute the momentum from its count of steps, which is a fake there; the recorded op does so in each step.
+
+    Returns:
+        name of the module -> its count of steps, a fake.
+    """
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, BatchNormBase) and module.momentum is None and module.num_batches_tracked is not None
+    }
+    for module in modules.values():
+        module.momentum = 0.0
+    try:
+        yield {name: module.num_batches_tracked for name, module in modules.items()}
+    finally:
+        for module in modules.values():
+            module.momentum = None
 
 
 def write_replaced(
