@@ -102,6 +102,15 @@ def test_a_script_trains_within_its_budget_as_it_is(tmp_path: Path) -> None:
     assert "<svg" in page
 
 
+def test_logits_of_a_script_are_computed_by_rows(tmp_path: Path) -> None:
+    large = _TRAIN.replace("nn.Sequential(*layers)", "nn.Sequential(*layers, nn.Linear(16, 20_000))")
+    (tmp_path / "train.py").write_text(large.replace(".square().mean()", ".logsumexp(-1).mean()"))
+    words = ("-m", "memfit", "run", "--budget", "32MiB", "--chunk-loss", "train.py", "4")
+    status, printed, _ = _python(*words, folder=tmp_path)
+    assert status == 0, "512 rows of 20,000 logits alone are 39 MiB"
+    assert printed.count("\n") == 5
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

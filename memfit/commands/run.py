@@ -75,6 +75,14 @@ def run(
         str,
         typer.Option("--budget-is", metavar="firm|soft", help="soft: a step over the budget is only a warning."),
     ] = "firm",
+    chunk_loss: Annotated[
+        bool,
+        typer.Option(
+            "--chunk-loss",
+            help="Compute the logits of the model's head some rows at a time, so that they are never whole. Last bits "
+            "differ.",
+        ),
+    ] = False,
     report: Annotated[
         Path | None, typer.Option("--report", metavar="FILE.html", help="Write what steps took to this file.")
     ] = None,
@@ -94,7 +102,13 @@ def run(
     given = list(arguments or ())
     given = given[1:] if given[:1] == ["--"] else given
     made = (Script.of_module if module else Script.of_file)(script, given)
-    options = {"budget": budget, "door": door, "host_budget": host_budget, "budget_is": budget_is}
+    options = {
+        "budget": budget,
+        "door": door,
+        "host_budget": host_budget,
+        "budget_is": budget_is,
+        "chunk_loss": chunk_loss,
+    }
     return Run(script=made, options=options, report=None if report is None else report.absolute())
 
 

@@ -104,6 +104,7 @@ class Running:
         door: `auto`, `checkpoint` or `eager`.
         host_budget: see the doors.
         budget_is: see the doors; eager mode is always firm.
+        chunk_loss: see the doors.
 
     Raises:
         InvalidOptionError: no such door.
@@ -113,6 +114,7 @@ class Running:
     door: str = AUTO
     host_budget: str | int | None = None
     budget_is: str = FIRM
+    chunk_loss: bool = False
     _known: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet, init=False)
     _roots: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet, init=False)
     _updated: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet, init=False)
@@ -154,7 +156,8 @@ class Running:
     def _steer(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self._steered:
             gc.collect()  # models that the script is done with
-        checkpoint(module, self.budget, host_budget=self.host_budget, budget_is=self.budget_is)
+        options: dict[str, Any] = {"host_budget": self.host_budget, "budget_is": self.budget_is}
+        checkpoint(module, self.budget, **options, chunk_loss=self.chunk_loss)
         (loop,) = loops_of(uncompiled(module))
         self._steered.append(_Steered(type(module).__name__, weakref.ref(loop), loop.history))
         if uncompiled(module) is module:  # or its own call is still to come
@@ -163,7 +166,7 @@ class Running:
     def _enter(self, module: torch.nn.Module, why: str) -> None:
         for hook in self._hooks:
             hook.remove()
-        block = eager(module, budget=self.budget, host_budget=self.host_budget or 0)
+        block = eager(module, budget=self.budget, host_budget=self.host_budget or 0, chunk_loss=self.chunk_loss)
         block.__enter__()
         self._eager = _InEagerMode(type(module).__name__, block, why)
 
