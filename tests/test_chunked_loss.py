@@ -98,17 +98,30 @@ def weighted_by_row(model: nn.Module, tokens: Tensor, target: Tensor) -> Tensor:
     return (losses * torch.arange(1.0, 1.0 + losses.numel()).view(tokens.shape)).mean()
 
 
-WEIGHT = torch.rand(CLASSES, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 0.1
-SHARES = torch.rand((300, CLASSES), generator=torch.Generator().manual_seed(3), dtype=torch.float64).softmax(-1)
-ALLOWED = torch.arange(CLASSES) < 550
+def random(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def weight() -> Tensor:
+    return random(CLASSES) + 0.1
+
+
+def shares() -> Tensor:
+    return random(300, CLASSES).softmax(-1)
+
+
+def allowed() -> Tensor:
+    return torch.arange(CLASSES) < 550
+
+
 LOSSES: dict[str, Loss] = {
     "mean": lambda m, x, y: cross_entropy(m(x), y),
     "a loss module": lambda m, x, y: nn.CrossEntropyLoss()(m(x).flatten(0, 1), y.flatten()),
     "classes second": lambda m, x, y: functional.cross_entropy(m(x).transpose(1, 2), y),
     "classes second, permuted": lambda m, x, y: functional.cross_entropy(m(x).permute(0, 2, 1), y, reduction="sum"),
     "label smoothing": lambda m, x, y: cross_entropy(m(x), y, label_smoothing=0.1),
-    "class weights": lambda m, x, y: cross_entropy(m(x), y, weight=WEIGHT),
-    "class weights, smoothed": lambda m, x, y: cross_entropy(m(x), y, weight=WEIGHT, label_smoothing=0.2),
+    "class weights": lambda m, x, y: cross_entropy(m(x), y, weight=weight()),
+    "class weights, smoothed": lambda m, x, y: cross_entropy(m(x), y, weight=weight(), label_smoothing=0.2),
     "another ignored index": lambda m, x, y: cross_entropy(m(x), y.clamp(min=0), ignore_index=0),
     "by a token count": lambda m, x, y: cross_entropy(m(x), y, reduction="sum") / 123,
     "of each row": weighted_by_row,
@@ -120,17 +133,17 @@ LOSSES: dict[str, Loss] = {
     "normalized": normalized,
     "selected by a mask": lambda m, x, y: functional.cross_entropy(m(x)[y != -100], y[y != -100]),
     "last position": lambda m, x, y: functional.cross_entropy(m(x)[:, -1], y[:, -1]),
-    "probabilities": lambda m, x, _: functional.cross_entropy(flat(m(x)), SHARES),
+    "probabilities": lambda m, x, _: functional.cross_entropy(flat(m(x)), shares()),
     "a learned temperature": lambda m, x, y: cross_entropy(m(x) * m.scale.exp(), y),
     "a divisor of each row": lambda m, x, y: cross_entropy(m(x) / (1 + x[..., None]), y),
-    "masked classes": lambda m, x, y: cross_entropy(m(x).masked_fill(~ALLOWED, -1e9), y.clamp(max=549)),
-    "where": lambda m, x, y: cross_entropy(torch.where(ALLOWED, m(x), -1e9), y.clamp(max=549)),
+    "masked classes": lambda m, x, y: cross_entropy(m(x).masked_fill(~allowed(), -1e9), y.clamp(max=549)),
+    "where": lambda m, x, y: cross_entropy(torch.where(allowed(), m(x), -1e9), y.clamp(max=549)),
     "detached beside": lambda m, x, y: (lambda z: cross_entropy(z, y) + z.detach().amax(-1).mean())(m(x)),
 }
 WHOLE: dict[str, Loss] = {
     "along the rows": lambda m, x, _: m(x).cumsum(0).square().mean(),
     "another divergence": lambda m, x, _: functional.kl_div(
-        functional.log_softmax(flat(m(x)), -1), SHARES, reduction="batchmean"
+        functional.log_softmax(flat(m(x)), -1), shares(), reduction="batchmean"
     ),
     "of all": lambda m, x, _: m(x).square().mean(),
     "another product": lambda m, x, _: (m(x) @ torch.ones(CLASSES, 2, dtype=torch.float64)).mean(),
