@@ -135,7 +135,9 @@ def short_name(func: Any) -> str:
     return func._schema.name.split("::")[-1].rstrip("_")
 
 
-_OF_SUMS = ("clone", "add", "add_", "copy_")  # which autograd calls or leaves out, by other references to a gradient
+# which autograd calls or leaves out, by other references to a gradient
+_OF_SUMS = ("clone", "add", "add_", "copy_", "overwrite.aten.copy_")
+_OF_COPIES = ("new_empty_strided", "empty_strided")  # of what is copied: they compute nothing
 
 
 def are_alike(calls: Iterable[TracedCall], others: Iterable[TracedCall]) -> bool:
@@ -149,4 +151,5 @@ def are_alike(calls: Iterable[TracedCall], others: Iterable[TracedCall]) -> bool
 def _with_numbers(call: TracedCall) -> tuple[str, ...]:
     numbers = [repr(leaf) for leaf in tree_flatten((call.args, call.kwargs))[0] if isinstance(leaf, (int, float))]
     target = str(getattr(call.target, "__name__", call.target))
-    return () if target.partition(".")[0] in _OF_SUMS and not numbers else (target, *numbers)
+    name = target.rpartition(".")[0] or target
+    return () if name in _OF_COPIES or (name in _OF_SUMS and not numbers) else (target, *numbers)

@@ -13,6 +13,7 @@ from memfit.commands import options
 from memfit.commands.answer import Answer, columns_table, deliver, rows_table
 from memfit.commands.graph_with_costs import Costed, graph_with_costs
 from memfit.commands.ranks import RankRow, Ranks, on_ranks, one_of, ranks_answer, require_alone
+from memfit.commands.targets import resolve
 from memfit.commands.work import Work, working
 from memfit.errors import InvalidBudgetError, InvalidOptionError, InvalidTargetError
 from memfit.graph import Graph, Phase, Role, Storage
@@ -116,7 +117,7 @@ def estimate(
     with working() as work:
         with on_ranks(one_of(clusters)) as there:
             costed = graph_with_costs(
-                there.resolve(target, settings),
+                resolve(target, settings, there.ranks),
                 device_profile,
                 work,
                 costs=seconds or _has_rates(clusters, device_profile),
@@ -143,7 +144,7 @@ def _row(
     """Return the row of one number of ranks in the table."""
     has_seconds = _has_rates([cluster], device_profile)
     with on_ranks(cluster) as there:
-        costed = graph_with_costs(there.resolve(target, settings), device_profile, work, costs=has_seconds)
+        costed = graph_with_costs(resolve(target, settings, there.ranks), device_profile, work, costs=has_seconds)
         run = _unplanned(costed, forward_only=forward_only)
         figures = there.figures_of(run, costed.step, has_seconds=has_seconds)
     return RankRow(cluster=cluster, device=costed.device.name, figures=figures)

@@ -17,7 +17,7 @@ from memfit.commands import options
 from memfit.commands.answer import Answer, columns_table, deliver, rows_table
 from memfit.commands.batch_trial import Trial
 from memfit.commands.ranks import Ranks, There, clusters_from, on_ranks
-from memfit.commands.targets import require_step
+from memfit.commands.targets import require_step, resolve
 from memfit.commands.work import Work, working
 from memfit.cost.device_profiles import load_device
 from memfit.errors import InfeasibleBudgetError, InvalidBudgetError, InvalidOptionError, TimeLimitError
@@ -264,4 +264,4 @@ def _step_of(target: str | Callable[..., TrainingStep], chosen: Mapping[str, Any
     if not isinstance(target, str):
         return there.made(partial(target, **chosen))
     refusal = f"{target} is a graph of one size; a batch is sought for a workload or path/to/file.py:function"
-    return require_step(there.resolve(target, chosen), refusal)
+    return require_step(resolve(target, chosen, there.ranks), refusal)

@@ -10,6 +10,7 @@ from memfit.graph import Graph
 from memfit.planning import Settings
 
 if TYPE_CHECKING:
+    from memfit.capture.across import Across
     from memfit.capture.build import Captured
     from memfit.capture.training_step import TrainingStep
     from memfit.cost.observations import Corrections
@@ -85,7 +86,8 @@ def graph_with_costs(
     if profile is not None:
         captured = capture(resolved)
         graph = roofline(captured.graph, captured.binding, profile)
-        return Costed(_with_links(graph, resolved, profile), profile, resolved, captured)
+        graph = graph if resolved.across is None else _with_links(graph, resolved.across, profile)
+        return Costed(graph, profile, resolved, captured)
 
     def finished(corrections: Corrections) -> Captured:
         captured = capture(resolved, corrections=corrections)
@@ -95,13 +97,12 @@ def graph_with_costs(
     captured = with_real_results(finished)
     graph = measure(captured.graph, captured.binding, captured.observed)
     device = linked_device(captured.binding.device, *host)
-    return Costed(_with_links(graph, resolved, device), device, resolved, captured)
+    graph = graph if resolved.across is None else _with_links(graph, resolved.across, device)
+    return Costed(graph, device, resolved, captured)
 
 
-def _with_links(graph: Graph, step: TrainingStep, device: Device) -> Graph:
+def _with_links(graph: Graph, across: Across, device: Device) -> Graph:
     """Return the graph with the seconds of its collectives, over links that the ranks would have."""
-    if step.across is None:
-        return graph
     from memfit.cost.links import Link, with_links
 
-    return with_links(graph, step.across.ring_of, Link.parse(step.across.absent_link, device))
+    return with_links(graph, across.ring_of, Link.parse(across.absent_link, device))

@@ -16,6 +16,7 @@ from memfit.commands.curves import trade_off, write_report
 from memfit.commands.graph_with_costs import graph_with_costs
 from memfit.commands.plan_keys import bounds_of, counts_of, host_of
 from memfit.commands.ranks import RankRow, Ranks, on_ranks, one_of, ranks_answer, require_alone
+from memfit.commands.targets import resolve
 from memfit.commands.work import Work, working
 from memfit.errors import NoPlanError
 from memfit.options import Cluster
@@ -84,7 +85,8 @@ def plan(
     with working() as work:
         settings = work.follow(asked)
         with on_ranks(one_of(clusters)) as there:
-            costed = graph_with_costs(there.resolve(target, of_workload), device_profile, work, settings=settings)
+            resolved = resolve(target, of_workload, there.ranks)
+            costed = graph_with_costs(resolved, device_profile, work, settings=settings)
             settings_of_step = costed.with_shares(settings)
         found = make_plan(costed.graph, costed.device, settings_of_step)
         work.keep(found, save)
@@ -106,7 +108,7 @@ def _planned(
     """Return the row of one number of ranks in the table."""
     settings = work.follow(asked)
     with on_ranks(cluster) as there:
-        costed = graph_with_costs(there.resolve(target, of_workload), device_profile, work, settings=settings)
+        costed = graph_with_costs(resolve(target, of_workload, there.ranks), device_profile, work, settings=settings)
         settings = costed.with_shares(settings)
     device = costed.device.name
     try:

@@ -12,15 +12,12 @@ from rich.text import Text
 from memfit.commands import options
 from memfit.commands.answer import Answer, columns_table
 from memfit.commands.graph_with_costs import Costed
-from memfit.commands.targets import resolve
-from memfit.errors import InvalidOptionError, InvalidTargetError, NoPlanError
-from memfit.graph import Graph
+from memfit.errors import InvalidOptionError, NoPlanError
 from memfit.options import Cluster, RanksOptions, require_options
 from memfit.report.live import Run, play
 from memfit.report.ranks import COLUMNS, RankFigures, rank_figures
 from memfit.schedule import Schedule
 from memfit.system.budget import format_bytes
-from memfit.workloads.registry import OptionValue
 
 if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
@@ -83,20 +80,6 @@ class There:
 
     cluster: Cluster | None = None
     ranks: AbsentRanks | None = None
-
-    def resolve(self, target: str, given: Mapping[str, OptionValue]) -> TrainingStep | Graph:
-        """Return what a target names, as `memfit.commands.targets.resolve` does.
-
-        Raises:
-            InvalidTargetError: a graph file, which is of one rank already.
-        """
-        resolved = resolve(target, given, self.ranks)
-        if self.ranks is not None and isinstance(resolved, Graph):
-            raise InvalidTargetError(
-                f"{target} is a graph of one rank, whose collectives it has or has not; --ranks is for a workload or "
-                "path/to/file.py:function"
-            )
-        return resolved
 
     def made(self, make: Callable[[], TrainingStep]) -> TrainingStep:
         """Return the step that a function makes."""

@@ -48,7 +48,8 @@ def resolve(
         ranks: that are not there, one of which the step is made for; None is this process alone.
 
     Raises:
-        InvalidTargetError: the target does not exist, or does not give a training step; names the user's line.
+        InvalidTargetError: the target does not exist, or does not give a training step; names the user's line. A graph
+            file, for one of many ranks.
         InvalidOptionError: an option that the target does not have.
         InvalidFileError, InvalidGraphError: a graph file that cannot be used.
         InvalidDeviceError: model and batch on different devices.
@@ -63,6 +64,11 @@ def resolve(
         return _call(Path(path), function, options or {}, ranks)
     if options and target.endswith(GRAPH_ENDINGS):
         raise InvalidOptionError(f"target {target} is a graph file, which has no options; got {', '.join(options)}")
+    if target.endswith(GRAPH_ENDINGS) and ranks is not None:
+        raise InvalidTargetError(
+            f"{target} is a graph of one rank, whose collectives it has or has not; --ranks is for a workload or "
+            "path/to/file.py:function"
+        )
     if target.endswith(GRAPH_ENDINGS):
         return _load_graph(target)
     raise InvalidTargetError(_explain(target))
