@@ -26,9 +26,9 @@ from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 import memfit
 from memfit.checkpointing.blocks import find_blocks
-from memfit.checkpointing.uncounted import Uncounted
 from memfit.errors import MemfitError
 from memfit.memory.contract import SOFT
+from memfit.memory.uncounted import Uncounted
 from memfit.system.recorder import record
 from memfit.torch_private.dynamo import compile_with_budget
 

@@ -69,7 +69,7 @@ _MORE = {
     "FSDP2, LoRA on bf16": ["accumulation", "clipping"],
     "FSDP2, blocks compiled": ["accumulation", "lengths"],
     "HSDP": ["accumulation", "clipping", "save and resume"],
-    "TP": ["clipping", "evaluation"],
+    "TP": ["accumulation", "evaluation"],
     "torchtitan, FSDP": ["accumulation", "clipping", "save and resume", "all"],
     "torchtitan, FSDP, compiled": ["accumulation", "clipping"],
     "torchtitan, TP": ["clipping", "accumulation"],

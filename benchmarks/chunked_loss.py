@@ -26,7 +26,7 @@ from torch.nn import functional
 from memfit.chunked_loss.heads import ChunkedHead
 from memfit.system.recorder import record
 
-CLASSES, WIDTHS, ROWS, TURNS = 128_000, (512, 1024), 1024, 5
+CLASSES, WIDTHS, ROWS, TURNS = 128_000, (512,), 1024, 3
 CPU = torch.device("cpu")
 Way = Callable[[nn.Linear, Tensor, Tensor], Tensor]
 

@@ -44,8 +44,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import memfit
-from memfit.checkpointing.uncounted import Uncounted
 from memfit.errors import MemfitError
+from memfit.memory.uncounted import Uncounted
 from memfit.system.recorder import record
 
 DOORS = ("fit", "checkpoint", "compile", "backend", "inductor", "eager")

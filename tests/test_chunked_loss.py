@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import logging
 from collections.abc import Callable
@@ -258,10 +259,31 @@ def test_autocast_is_eagers() -> None:
 def test_heads_are_found_by_name_or_refused() -> None:
     with pytest.raises(InvalidOptionError, match="chunk_loss='lm_head': the model has no projection"):
         ChunkedHead(Model(), "lm_head")
-    with pytest.raises(InvalidOptionError, match=r"no projection .* is not repeated; name it"):
+    with pytest.raises(InvalidOptionError, match=r"no projection .* is not repeated and has more"):
         ChunkedHead(nn.ModuleList(nn.Linear(4, 8) for _ in range(3)))
     with pytest.raises(UnsupportedStepError, match="computed by a parametrization"):
         ChunkedHead(nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 8))))
+
+
+def test_a_head_that_is_not_called_is_refused_or_said(caplog: pytest.LogCaptureFixture) -> None:
+    model, (tokens, target) = Model(), data()
+    model.other = nn.Linear(WIDTH, 2 * CLASSES)
+    loss = lambda model, batch: LOSSES["mean"](model, *batch)  # noqa: E731
+    with pytest.raises(UnsupportedStepError, match=r"the head that was found, other, was not called.*name the head"):
+        memfit.fit(model, loss, (tokens, target), budget="1GiB", chunk_loss=True)
+    with memfit.checkpoint(model, "1GiB", blocks=["layer"], chunk_loss=True), caplog.at_level("WARNING", "memfit"):
+        for _ in range(2):
+            LOSSES["mean"](model, tokens, target).backward()
+    assert sum("other, was not called" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_step_without_a_loss_has_no_chunks() -> None:
+    from memfit.capture.function_step import FunctionStep
+    from memfit.capture.step_check import check_step
+
+    step = dataclasses.replace(FunctionStep.of(torch.sin, torch.ones(2)), chunk_loss=True)
+    with pytest.raises(UnsupportedStepError, match="chunk_loss is for the loss of a training step"):
+        check_step(step, "here")
 
 
 # -- doors

@@ -116,7 +116,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("halves",),
         ("program",),
         ("lowering",),
-        ("absent", "chains", "direct_calls", "joint_graphs", "node_halves", "race", "rehearse"),
+        ("absent_gradients", "chains", "direct_calls", "joint_graphs", "node_halves", "race", "rehearse"),
     ),
     "chunked_loss": (("heads",), ("logits",), ("reductions",), ("rows",)),
     "memory/host": (("layout", "room"), ("store",), ("slab",)),

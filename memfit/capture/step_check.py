@@ -29,9 +29,11 @@ def check_step(step: TrainingStep, where: str) -> None:
         InvalidTargetError: a part of the wrong kind, or an optimizer of another model's parameters.
         InvalidDeviceError: parameters or batch on several devices.
         UnsupportedStepError: a model under DDP, FSDP or tensor parallelism, or a script of torch.jit; a batch with
-            sparse, nested or quantized tensors.
+            sparse, nested or quantized tensors; a chunked loss of a step that has no loss.
     """
     _check_kinds(step, where)
+    if step.chunk_loss and not step.has_backward:
+        raise UnsupportedStepError(f"{where}: chunk_loss is for the loss of a training step, and this step has none")
     check_not_distributed(step.model, where, step.across)
     check_initialized(step.model, where)
     if step.optimizer is not None:

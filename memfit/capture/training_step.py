@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -70,11 +69,19 @@ class TrainingStep:
             model: the step's own, or a compiled form of it.
             batch: nested like the step's own.
         """
-        with ChunkedHead(self.model, self.chunk_loss) if self.chunk_loss else nullcontext():
-            if _takes_outputs(self.loss):
-                inputs, target = batch
-                return self.loss(model(inputs), target)
-            return self.loss(model, batch)
+        if not self.chunk_loss:
+            return self._loss_of(model, batch)
+        with ChunkedHead(self.model, self.chunk_loss) as head:
+            loss = self._loss_of(model, batch)
+        if torch.is_grad_enabled():
+            head.require_used()
+        return loss
+
+    def _loss_of(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        if _takes_outputs(self.loss):
+            inputs, target = batch
+            return self.loss(model(inputs), target)
+        return self.loss(model, batch)
 
     def run_eager(self, batch: Any, *, model: torch.nn.Module | None = None) -> torch.Tensor:
         """Run the step as plain PyTorch does, and return the loss, detached. All comparisons refer to this run.

@@ -325,8 +325,8 @@ def _turn(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
     return NotImplemented
 
 
-def _loss(compute: Callable[..., torch.Tensor], names: Sequence[str]) -> Callable[..., Any]:
-    def loss(_func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _loss(names: Sequence[str]) -> Callable[..., Any]:
+    def loss(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         given = {**dict(zip(names, args, strict=False)), **named}
         logits, target = given.pop("input"), given.pop("target")
         for old in ("size_average", "reduce"):
@@ -340,7 +340,7 @@ def _loss(compute: Callable[..., torch.Tensor], names: Sequence[str]) -> Callabl
             target = target.movedim(1, -1)
         if given.get("weight") is None:
             given.pop("weight", None)
-        return compute(logits.of, target, autocast=autocast_now(logits.of.device), **given)
+        return reductions.loss_of(func, logits.of, target, autocast=autocast_now(logits.of.device), **given)
 
     return loss
 
@@ -356,10 +356,7 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "requires_grad_": lambda _func, args, _named: args[0],
     "requires_grad": lambda _func, args, _named: any(each.requires_grad for each in args[0].of.tensors),
     "cross_entropy": _loss(
-        reductions.cross_entropy,
-        ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"),
+        ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     ),
-    "nll_loss": _loss(
-        reductions.nll_loss, ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-    ),
+    "nll_loss": _loss(("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")),
 }

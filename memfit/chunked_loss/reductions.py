@@ -126,56 +126,37 @@ class _OfAllRows(torch.autograd.Function):
         )
 
 
-def cross_entropy(of: Rows, target: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Return `torch.nn.functional.cross_entropy` of rows of logits.
+def loss_of(
+    function: Callable[..., torch.Tensor],
+    of: Rows,
+    target: torch.Tensor,
+    *,
+    autocast: torch.dtype | None,
+    reduction: str = "mean",
+    **options: Any,
+) -> torch.Tensor:
+    """Return `torch.nn.functional.cross_entropy` or `nll_loss` of rows.
 
     Args:
+        function: which of them.
         of: `[*lead, classes]`.
         target: classes, `[*lead]`, or probabilities, `[*lead, classes]`.
-        options: `weight`, `ignore_index`, `reduction`, `label_smoothing`.
+        autocast: the dtype that operators are cast to; None outside of autocast.
+        reduction: `mean`, `sum` or `none`.
+        options: `weight`, `ignore_index`, `label_smoothing`.
     """
-    autocast = options.pop("autocast")
-    are_classes = not target.is_floating_point()
     flat = target.reshape(of.count, *target.shape[len(of.lead) :])
-    reduction = options.pop("reduction", "mean")
 
-    def of_rows(reduction: str) -> Reduce:
-        def reduce(logits: torch.Tensor, at: slice) -> torch.Tensor:
-            with autocast_of(autocast, of.device):
-                return torch.nn.functional.cross_entropy(logits, flat[at], reduction=reduction, **options)
-
-        return reduce
+    def reduce(rows: torch.Tensor, at: slice) -> torch.Tensor:
+        with autocast_of(autocast, of.device):
+            return function(rows, flat[at], reduction="none" if reduction == "none" else "sum", **options)
 
     if reduction == "none":
-        return of_each_row(of, of_rows("none"))
-    total = of_all_rows(of, of_rows("sum"))
+        return of_each_row(of, reduce)
+    total = of_all_rows(of, reduce)
     if reduction == "sum":
         return total
-    return total / _divisor(flat, options) if are_classes else total / of.count
-
-
-def nll_loss(of: Rows, target: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Return `torch.nn.functional.nll_loss` of rows of logarithms of probabilities.
-
-    Args:
-        of: `[*lead, classes]`.
-        target: classes, `[*lead]`.
-        options: `weight`, `ignore_index`, `reduction`.
-    """
-    autocast = options.pop("autocast")
-    flat, reduction = target.reshape(of.count), options.pop("reduction", "mean")
-
-    def of_rows(reduction: str) -> Reduce:
-        def reduce(logits: torch.Tensor, at: slice) -> torch.Tensor:
-            with autocast_of(autocast, of.device):
-                return torch.nn.functional.nll_loss(logits, flat[at], reduction=reduction, **options)
-
-        return reduce
-
-    if reduction == "none":
-        return of_each_row(of, of_rows("none"))
-    total = of_all_rows(of, of_rows("sum"))
-    return total / _divisor(flat, options) if reduction == "mean" else total
+    return total / of.count if target.is_floating_point() else total / _divisor(flat, options)
 
 
 def _divisor(target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:

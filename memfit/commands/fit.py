@@ -72,13 +72,16 @@ def fit(
     )
     of_workload = options.read_settings(set_, "--set")
     with working() as work:
+        from memfit.capture.step_check import check_step
         from memfit.cost.device_profiles import load_device
         from memfit.doors.fit import fit_step
 
         settings = replace(work.follow(asked), device=load_device(device_profile) if device_profile else None)
         refusal = f"{target} is a graph file, which can be planned but not run; use `memfit plan`"
         step = require_step(resolve(target, of_workload), refusal)
-        step = replace(step, chunk_loss=True) if chunk_loss else step
+        if chunk_loss:
+            step = replace(step, chunk_loss=True)
+            check_step(step, target)
         planned = fit_step(step, settings, plan=given)
         if report and not _is_of_graph(planned):
             raise InvalidOptionError(

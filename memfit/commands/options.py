@@ -13,6 +13,7 @@ from typing import Annotated, Any, cast, get_type_hints
 import msgspec
 import typer
 
+from memfit.chunked_loss import HELP as CHUNK_LOSS_HELP
 from memfit.errors import InvalidFileError, InvalidOptionError
 from memfit.options import FitOptions, RanksOptions, help_texts, settings_from
 from memfit.planners import PLANNERS, make_planner
@@ -53,14 +54,7 @@ HostDir = Annotated[Path | None, _of_record("host_dir", metavar="DIR")]
 BudgetIs = Annotated[str, _of_record("budget_is", metavar="firm|soft")]
 Hard = Annotated[bool, _of_record("hard")]
 CudaGraph = Annotated[bool, _of_record("cuda_graph")]
-ChunkLoss = Annotated[
-    bool,
-    typer.Option(
-        "--chunk-loss",
-        help="Compute the logits of the model's head, and what the loss makes of them, some rows at a time, so that "
-        "they are never whole. Last bits differ.",
-    ),
-]
+ChunkLoss = Annotated[bool, typer.Option("--chunk-loss", help=CHUNK_LOSS_HELP)]
 Planner = Annotated[str, _of_record("planner", "--planner", "-p", metavar="NAME")]
 PlannerOptions = Annotated[
     list[str] | None,

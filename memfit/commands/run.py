@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from memfit.chunked_loss import HELP
 from memfit.errors import BudgetNotHeldError, InvalidFileError, InvalidOptionError, MemfitError
 from memfit.system.budget import format_bytes, is_of_card, parse_budget, parse_host_budget
 from memfit.system.lines import WarningLines, say
@@ -75,14 +76,7 @@ def run(
         str,
         typer.Option("--budget-is", metavar="firm|soft", help="soft: a step over the budget is only a warning."),
     ] = "firm",
-    chunk_loss: Annotated[
-        bool,
-        typer.Option(
-            "--chunk-loss",
-            help="Compute the logits of the model's head some rows at a time, so that they are never whole. Last bits "
-            "differ.",
-        ),
-    ] = False,
+    chunk_loss: Annotated[bool, typer.Option("--chunk-loss", help=HELP)] = False,
     report: Annotated[
         Path | None, typer.Option("--report", metavar="FILE.html", help="Write what steps took to this file.")
     ] = None,

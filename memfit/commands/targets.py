@@ -64,13 +64,14 @@ def resolve(
         return _call(Path(path), function, options or {}, ranks)
     if options and target.endswith(GRAPH_ENDINGS):
         raise InvalidOptionError(f"target {target} is a graph file, which has no options; got {', '.join(options)}")
-    if target.endswith(GRAPH_ENDINGS) and ranks is not None:
+    if target.endswith(GRAPH_ENDINGS):
+        graph = _load_graph(target)
+        if ranks is None:
+            return graph
         raise InvalidTargetError(
             f"{target} is a graph of one rank, whose collectives it has or has not; --ranks is for a workload or "
             "path/to/file.py:function"
         )
-    if target.endswith(GRAPH_ENDINGS):
-        return _load_graph(target)
     raise InvalidTargetError(_explain(target))
 
 

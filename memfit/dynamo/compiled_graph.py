@@ -34,7 +34,7 @@ from memfit.dynamo.share import Share
 from memfit.dynamo.window import Mark
 from memfit.errors import NoPlanError
 from memfit.graph import Graph
-from memfit.kernels.absent import beside_a_loss, leave_out
+from memfit.kernels.absent_gradients import beside_a_loss, leave_out
 from memfit.kernels.halves import partitioned
 from memfit.kernels.inductor import Compiled, Planning, compile_within
 from memfit.memory.footprint import footprint

@@ -23,7 +23,7 @@ from memfit.binding import Origin, Value
 from memfit.capture.across import BY_CHECKPOINT
 from memfit.capture.joint import JointCapture, is_tangent
 from memfit.errors import UnsupportedStepError
-from memfit.kernels.absent import Absent
+from memfit.kernels.absent_gradients import Absent
 from memfit.kernels.program import TICKET, Half, Program
 from memfit.memory.place import at_offset_zero
 from memfit.torch_private.autograd import default_saved_hooks

@@ -26,7 +26,7 @@ from memfit.binding import Binding, Call, Value
 from memfit.capture.fuse import Fused, calls_of
 from memfit.capture.generators import SaveGeneratorState, replay
 from memfit.graph import Graph
-from memfit.kernels.absent import Absent, copied, zeros
+from memfit.kernels.absent_gradients import Absent, copied, zeros
 from memfit.kernels.direct_calls import DirectCalls
 from memfit.memory.host.layout import NO_HOST_COPIES, HostLayout
 from memfit.memory.place import lazy_view, reinterpret

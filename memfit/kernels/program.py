@@ -14,7 +14,7 @@ import torch
 
 from memfit.binding import Value
 from memfit.capture import Captured
-from memfit.kernels.absent import Absent
+from memfit.kernels.absent_gradients import Absent
 from memfit.kernels.lowering import Line, LoweredHalf, lower
 from memfit.memory.host.layout import NO_HOST_COPIES, HostLayout
 from memfit.memory.host.store import HostStore, leave, take_up

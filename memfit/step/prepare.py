@@ -18,7 +18,7 @@ from memfit.cost.measurement import measure
 from memfit.device import Device
 from memfit.errors import PlanMismatchError
 from memfit.graph import Graph
-from memfit.kernels.absent import Absent
+from memfit.kernels.absent_gradients import Absent
 from memfit.kernels.program import Program, make_program
 from memfit.memory.host.layout import host_layout
 from memfit.memory.host.slab import alignment_bytes
