@@ -32,6 +32,7 @@ from memfit.system.budget import format_bytes
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, page_bytes
 from memfit.torch_private.autograd import at_end_of_backward
 from memfit.torch_private.cuda import LastStream, turn_on_expandable_segments
+from memfit.torch_private.tensors import StorageWeakRef
 
 _log = logging.getLogger("memfit")
 
@@ -151,7 +152,7 @@ class Account:
     @property
     def awaits_backward(self) -> bool:
         """Whether a graph was called whose backward half has yet to run, and none has begun since."""
-        return self._loss is not None
+        return self._loss is not None and any(map(Mark.is_awaited, self._pending))
 
     def note_outside(self, graph: frozenset[int], departing_bytes: int, outside: Outside) -> None:
         """Note what was outside of a graph between its halves.
@@ -171,11 +172,15 @@ class Account:
         near = min(known, key=lambda each: abs(each - departing_bytes))
         return known[near].scaled(departing_bytes, near) if near else known[near]
 
-    def begin_loss(self) -> Mark:
-        """Begin to measure what runs between a graph's forward and its backward half, which `end_loss` is told."""
+    def begin_loss(self, kept: StorageWeakRef | None = None) -> Mark:
+        """Begin to measure what runs between a graph's forward and its backward half, which `end_loss` is told.
+
+        Args:
+            kept: a tensor that is there until the backward half has run, or cannot run any more.
+        """
         self._cut()
         self._make_way()
-        mark = Mark(after_forward_bytes=allocated_bytes(self.device))
+        mark = Mark(after_forward_bytes=allocated_bytes(self.device), kept=kept)
         self._pending.append(mark)
         self._loss = Window(self.device)
         return mark

@@ -31,7 +31,7 @@ from memfit.dynamo.inputs import (
 from memfit.dynamo.outside import Outside, of_whole_budget, planned_beside
 from memfit.dynamo.settings import INDUCTOR, as_it_is, settings_of
 from memfit.dynamo.share import Share
-from memfit.dynamo.window import Mark
+from memfit.dynamo.window import Mark, Marks, kept_by, storages_of
 from memfit.errors import NoPlanError
 from memfit.graph import Graph
 from memfit.kernels.absent_gradients import beside_a_loss, leave_out
@@ -110,7 +110,7 @@ class CompiledGraph:
         self._bytes_departing = 0  # of the graph's outputs
         self._unshared_bytes = 0  # that the budget leaves
         self._is_outside_estimated = False
-        self._marks: list[Mark] = []  # of calls whose backward halves have yet to run
+        self._marks = Marks()
         self._is_in_autocast = any_autocast()  # while AOTAutograd traces, it is off
         shared = overlapping(inputs)
         examples = [
@@ -375,17 +375,16 @@ class CompiledGraph:
                 self._end_loss()
                 with account.running(is_least=self.is_least):
                     return half(arguments)
+        given = storages_of(arguments)
         with account.running(is_least=self.is_least):
             returned = half(arguments)
         self.share.end_forward()
-        for mark in self._marks:
-            mark.is_last = False
-        self._marks.append(account.begin_loss())
+        self._marks.add(account.begin_loss(kept_by(returned, given)))
         return returned
 
     def _end_loss(self) -> None:
         """Count what user code holds outside of the graph, before the backward half begins."""
-        mark = self._marks.pop()  # of several calls the last one's backward half is the first
+        mark = self._marks.take() or Mark(after_forward_bytes=allocated_bytes(self.device))
         held = allocated_bytes(self.device) - mark.after_forward_bytes
         self.account.end_loss(mark)
         between = max(held, mark.most_bytes - mark.after_forward_bytes if mark.is_last else 0)

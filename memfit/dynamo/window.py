@@ -7,10 +7,12 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from memfit.system.recorder import Usage, empty_cache, record
+from memfit.torch_private.tensors import StorageWeakRef, is_plain_dense, storage_key
 
 
 class Window:
@@ -60,13 +62,57 @@ class Mark:
 
     Attributes:
         after_forward_bytes: live at that time.
+        kept: one of the tensors that only the backward half, or who has the outputs, still needs.
         most_bytes: live at once since then.
         is_last: whether the graph was not called again since then.
     """
 
     after_forward_bytes: int
+    kept: StorageWeakRef | None = None
     most_bytes: int = 0
     is_last: bool = True
+
+    def is_awaited(self) -> bool:
+        """Whether the backward half may still come: outputs that nobody kept have taken it along."""
+        return self.kept is None or not self.kept.expired()
+
+
+class Marks:
+    """The marks of one graph's calls, until their backward halves run or can run no more."""
+
+    def __init__(self) -> None:
+        self._marks: list[Mark] = []
+
+    def add(self, mark: Mark) -> None:
+        """Keep the mark of a call: those of earlier ones are the last no more."""
+        self._marks = [*filter(Mark.is_awaited, self._marks)]
+        for each in self._marks:
+            each.is_last = False
+        self._marks.append(mark)
+
+    def take(self) -> Mark | None:
+        """Return the mark whose backward half runs now, of several calls the last one's, and keep it no more."""
+        self._marks.sort(key=Mark.is_awaited)
+        return self._marks.pop() if self._marks else None
+
+
+def storages_of(values: Sequence[Any]) -> set[int]:
+    """Return numbers of the storages of those values that are tensors."""
+    return {storage_key(each) for each in values if is_plain_dense(each)}
+
+
+def kept_by(returned: Sequence[Any], given: set[int]) -> StorageWeakRef | None:
+    """Return the storage of the last tensor that a call has returned and was not given; None without one.
+
+    A forward half returns what it saves for its backward half after its outputs.
+
+    Args:
+        returned: of the call.
+        given: storages of its arguments, by `storages_of`.
+    """
+    made = (each for each in reversed(returned) if is_plain_dense(each) and storage_key(each) not in given)
+    last = next(made, None)
+    return None if last is None else StorageWeakRef(last.untyped_storage())
 
 
 @contextmanager
