@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
@@ -98,6 +99,7 @@ from memfit.torch_private.guarding import (
 )
 from memfit.torch_private.inductor import HELD, LEAN, InductorHalf, ModulePair, compiled_by_inductor
 from memfit.torch_private.modules import (
+    bare_step,
     before_calls,
     eager_call,
     global_module_hooks,
@@ -795,6 +797,29 @@ def test_hooks_of_modules_and_optimizers() -> None:
     ):
         register(print)
         assert list(hooks.values()) == [print]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_bare_step_updates_as_the_step_does_and_leaves_out_no_hook(kind: type[torch.optim.Optimizer]) -> None:
+    twins = [torch.nn.Linear(2, 2) for _ in range(2)]
+    twins[1].load_state_dict(twins[0].state_dict())
+    whole, bare = (kind(twin.parameters(), lr=0.1) for twin in twins)  # pyright: ignore[reportCallIssue]
+    for _ in range(3):
+        for twin in twins:
+            twin(torch.ones(2)).sum().backward()
+        whole.step()
+        with torch.no_grad():
+            step = bare_step(bare)
+            assert not hasattr(step, "__wrapped__")
+            step(bare)
+        assert all(map(torch.equal, twins[0].parameters(), twins[1].parameters()))
+    assert bare_step(bare) == kind.step, "gradients are recorded"
+    with torch.no_grad():
+        handle = register_optimizer_step_post_hook(print)
+        assert bare_step(bare) == kind.step
+        handle.remove()
+        bare.register_step_pre_hook(print)
+        assert bare_step(bare) == kind.step
 
 
 def test_versions_of_dictionaries() -> None:

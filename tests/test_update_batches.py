@@ -72,7 +72,7 @@ def test_few_gradients_wait_for_one_another(name: str) -> None:
     updated = [parameter for update in updates for parameter in update.parameters]
     assert sorted(map(id, updated)) == sorted(map(id, parameters)), "each once"
     assert len(updates) <= len(parameters) / 2
-    assert all(sum(p.nbytes for p in update.parameters[:-1]) <= whole_bytes / 100 for update in updates)
+    assert all(sum(p.nbytes for p in update.parameters[:-1]) <= whole_bytes / 12 for update in updates)
     assert step.optimizer is not None
     for update in updates:
         assert {*map(id, update.parameters)} <= {*map(id, step.optimizer.param_groups[update.group]["params"])}

@@ -30,7 +30,7 @@ from memfit.graph import Phase, Role
 from memfit.torch_private.tensors import FakeTensorMode, storage_key
 
 _UPDATE = "optimizer_update"  # the name of its calls
-_BATCH_SHARE = 0.01  # of the bytes of all gradients: those that wait to be used together
+_BATCH_SHARE = 0.08  # of the bytes of all gradients: those that wait to be used together
 
 
 class _Update(NamedTuple):
@@ -160,7 +160,7 @@ class GradientUse:
     def _update_when_ready(self, fake: torch.Tensor) -> None:
         """Enter the update of a parameter whose gradient is there, with others of its group if that takes less time.
 
-        The gradients of a batch wait for one another, and take memory meanwhile: a hundredth of all gradients at most.
+        The gradients of a batch wait for one another, and take memory meanwhile: a twelfth of all gradients at most.
         """
         assert self._step.optimizer is not None
         number = self._updates[fake].group

@@ -23,6 +23,7 @@ from memfit.cost.single_op import undisturbed
 from memfit.errors import UnsupportedStepError
 from memfit.torch_private.absent import real_form
 from memfit.torch_private.autograd import TorchDispatchMode
+from memfit.torch_private.modules import bare_step
 from memfit.torch_private.sharding import is_sharded, local, with_local
 from memfit.torch_private.tensors import (
     DATA_DEPENDENT_ERRORS,
@@ -76,7 +77,7 @@ class ParameterUpdate:
         mine.state = optimizer.state
         mine.param_groups = [{**optimizer.param_groups[self.group], "params": list(self.parameters)}]
         try:
-            type(optimizer).step(mine)
+            bare_step(mine)(mine)
         finally:
             for parameter in self.parameters:
                 parameter.grad = None

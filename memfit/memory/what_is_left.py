@@ -87,4 +87,6 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _states(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
-    return [] if optimizer is None else list(map(local, tensors_in(list(optimizer.state.values()))))
+    held = [] if optimizer is None else [value for state in optimizer.state.values() for value in state.values()]
+    plain = [each for each in held if type(each) is torch.Tensor]  # most, of which this asks before each step
+    return plain + [local(t) for each in held if type(each) is not torch.Tensor for t in tensors_in(each)]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -89,6 +90,28 @@ def global_module_hooks() -> tuple[dict[Any, Any], ...]:
 def optimizer_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Return an optimizer's dictionaries of hooks before and after its step."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
+    """Return what updates the parameters in an optimizer's `step`, without what torch puts around it.
+
+    That is a range for the profiler, hooks, and gradients that are switched off, which takes as long as some updates
+    do. Where there are hooks, and where gradients are recorded, it is `step` itself.
+
+    Args:
+        optimizer: one of torch's.
+    """
+    step = type(optimizer).step
+    hooks = (
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+        *optimizer_hooks(optimizer),
+    )
+    if any(hooks) or torch.is_grad_enabled() or optimizer.defaults.get("differentiable"):
+        return step
+    while step.__code__.co_filename == torch_optimizer.__file__ and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step
 
 
 def gradient_hooks(tensor: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:
