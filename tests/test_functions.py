@@ -430,3 +430,25 @@ def test_on_the_command_line(command: str, tmp_path: Path, capsys: pytest.Captur
 def test_what_needs_gradients_refuses_functions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "kmeans", "--set", "points=500", "--planners", "checkpoint:block"]) == 2
     assert "expected all or some of" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_every_command_knows_the_least_that_a_function_runs_in(capsys: pytest.CaptureFixture[str]) -> None:
+    target = ["kmeans", "--set", "points=3000"]
+
+    def answer(*words: str) -> Any:
+        assert main([words[0], *target, *words[1:], "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert main(["plan", *target, "--budget", "1KiB"]) == 3
+    refusal = capsys.readouterr().err
+    least_bytes = int(refusal.partition("no plan can go below ")[2].partition("(")[2].partition(" bytes")[0])
+    compared = answer("compare", "--planners", "auto,none", "--budgets", "2")
+    assert compared["least_budget_bound_bytes"] == least_bytes
+    assert least_bytes < compared["unplanned"]["peak_bytes"] / 2
+    fitted = answer("fit", "--budget", str(least_bytes))
+    assert fitted["measured"]["peak_bytes"] == least_bytes == fitted["predicted"]["peak_bytes"]
+    planned = answer("plan", "--budget", str(least_bytes))
+    assert planned["unplanned"]["peak_bytes"] == compared["unplanned"]["peak_bytes"]
+    elsewhere = answer("plan", "--budget", "40%", "--device-profile", "h100")
+    assert elsewhere["predicted"]["peak_bytes"] < elsewhere["unplanned"]["peak_bytes"] / 2

@@ -135,18 +135,20 @@ def _all_values(call: Call) -> Any:
     return call.args, call.kwargs, call.results
 
 
-def in_row_chunks(captured: Captured, count: int) -> Captured | None:
+def in_row_chunks(captured: Captured, count: int, *, is_run: bool = True) -> Captured | None:
     """Return a captured step with its chains of row-wise ops run in `count` chunks each; None if there is no chain.
 
     Args:
-        captured: a step without a backward pass, on a device that is here: the chains are run once.
+        captured: a step without a backward pass.
         count: into how many chunks the rows are cut.
+        is_run: whether the chains are run once on their device, which is here. Otherwise kernels are taken to give the
+            same bits for fewer rows.
     """
     found = captured
     refused: set[_Chain] = set()
     while (chain := _next_chain(found, count, refused)) is not None:
         changed, call = _with_chain(found, chain, count)
-        if _gives_same_bits(changed, call):
+        if not is_run or _gives_same_bits(changed, call):
             found, refused = changed, set()  # ops and storages have new numbers
         else:
             refused.add(chain)

@@ -13,7 +13,7 @@ from memfit.device import GENERIC, Device
 from memfit.errors import InfeasibleBudgetError, NoPlanError
 from memfit.plan import Plan
 from memfit.planners.engine.bounds.bounds import least_budget_bound
-from memfit.planning import Settings, make_plan, make_problem
+from memfit.planning import Settings, make_problem
 from memfit.report.frontier_page import BatchPoint, FrontierRow
 from memfit.report.live import play
 from memfit.system.budget import format_bytes
@@ -74,16 +74,19 @@ class Trial:
         from memfit.workloads.batch_sizes import at_batch_size
 
         step = at_batch_size(self.target, self.of_workload, self.step, size, self.there.ranks)
-        graph, self.device, *_ = graph_with_costs(step, self.device_profile, self.work, settings=self.settings)
+        costed = graph_with_costs(step, self.device_profile, self.work, settings=self.settings)
+        self.device = costed.device
         self.work.stage(f"searching a plan for batch {size}", expected_seconds=self.settings.time_limit_seconds)
-        bound_bytes, _ = least_budget_bound(make_problem(graph, self.device, self.settings))
-        if bound_bytes > self.budget_bytes:  # a search would only add the least budget that it reaches
+        bound_bytes, _ = least_budget_bound(make_problem(costed.graph, self.device, self.settings))
+        if (
+            bound_bytes > self.budget_bytes and costed.forms is None
+        ):  # a search would only add the least budget that it reaches
             raise InfeasibleBudgetError(
                 f"no plan of it can go below {format_bytes(bound_bytes)} ({bound_bytes} bytes); raise the budget",
                 least_budget_found_bytes=None,
                 least_budget_bound_bytes=bound_bytes,
             )
-        return make_plan(graph, self.device, replace(self.settings, progress=self.work.on_search))
+        return costed.plan(replace(self.settings, progress=self.work.on_search))
 
     def _point(self, size: int, plan: Plan) -> BatchPoint:
         cluster = self.there.cluster

@@ -80,8 +80,8 @@ def compare(
         grid = Grid(planners=planners, budgets=budgets, repeats=repeats if measure else 0, settings=work.follow(asked))
         resolved = resolve(target, of_workload)
         grid.require_known(resolved)
-        graph, device, *_ = graph_with_costs(resolved, device_profile, work, settings=asked)
-        comparison = compare_step(resolved, graph, device, grid, work)
+        costed = graph_with_costs(resolved, device_profile, work, settings=asked)
+        comparison = compare_step(resolved, costed, grid, work)
         if report and not work.interrupted:
             work.stage("writing the report")
             write_comparison(comparison.graph, comparison.device, comparison.points, report)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from memfit.baselines.knapsack import plan_knapsack
+from memfit.commands.graph_with_costs import Costed
 from memfit.commands.work import Work
 from memfit.device import Device
 from memfit.errors import InvalidOptionError, InvalidTargetError, VerificationError
@@ -92,7 +96,7 @@ class Comparison:
     points: tuple[ComparedPoint, ...]
 
 
-def compare_step(resolved: TrainingStep | Graph, graph: Graph, device: Device, grid: Grid, work: Work) -> Comparison:
+def compare_step(resolved: TrainingStep | Graph, costed: Costed, grid: Grid, work: Work) -> Comparison:
     """Return what all planners of the grid reach; after Ctrl-C, the points so far.
 
     Every planner is planned at the same budgets, and at the least peak that it reached itself. Planner `auto` is
@@ -100,17 +104,17 @@ def compare_step(resolved: TrainingStep | Graph, graph: Graph, device: Device, g
 
     Args:
         resolved: the target; a training step has torch's baselines beside the planners, and can be measured.
-        graph: its graph, with the seconds of each op.
-        device: what the plans are for.
+        costed: its graph, with the seconds of each op. An iterative function is planned in all of its forms.
         grid: planners and budgets.
         work: shows the stages.
 
     Raises:
         InvalidOptionError: a host budget for a device without a link.
     """
-    problem = make_problem(graph, device, grid.settings)
-    unplanned = predict(problem, unplanned_schedule(problem))
-    bound_bytes, _ = least_budget_bound(problem)
+    graphs = [costed.graph, *(costed.forms() if costed.forms else ())]
+    problems = [make_problem(each, costed.device, grid.settings) for each in graphs]
+    unplanned = predict(problems[0], unplanned_schedule(problems[0]))
+    bound_bytes = min(least_budget_bound(each)[0] for each in problems)
     budgets = budgets_between(unplanned.peak_bytes, min(bound_bytes, unplanned.peak_bytes), grid.budgets)
     names = grid.names(resolved)
     points: dict[str, list[ComparedPoint]] = {name: [] for name in names}
@@ -119,15 +123,16 @@ def compare_step(resolved: TrainingStep | Graph, graph: Graph, device: Device, g
         if work.interrupted:
             break
         work.stage(f"planning with {name}")
-        for point in _points(name, problem, budgets, resolved, [each for some in points.values() for each in some]):
+        others = [each for some in points.values() for each in some]
+        for point in _points(name, problems, unplanned, budgets, resolved, others):
             if grid.repeats and not work.interrupted and not isinstance(resolved, Graph):
                 work.stage(f"measuring {name}")
                 point = _measured(point, resolved, grid.repeats, measured)
             if point.peak_bytes is not None or point.measured is not None or point.budget_bytes is not None:
                 points[name].append(point)
     return Comparison(
-        graph=graph,
-        device=device,
+        graph=costed.graph,
+        device=costed.device,
         unplanned=unplanned,
         bound_bytes=bound_bytes,
         points=tuple(point for name in names for point in points[name]),
@@ -135,14 +140,16 @@ def compare_step(resolved: TrainingStep | Graph, graph: Graph, device: Device, g
 
 
 def _points(
-    name: str, problem: Problem, budgets: list[int], resolved: TrainingStep | Graph, others: list[ComparedPoint]
+    name: str,
+    problems: list[Problem],
+    unplanned: Prediction,
+    budgets: list[int],
+    resolved: TrainingStep | Graph,
+    others: list[ComparedPoint],
 ) -> Iterator[ComparedPoint]:
     if name in PLANNERS:
-        trade_off = TradeOff(problem, make_planner(name)).reach(budgets).reach_least()
-        if name == DEFAULT_PLANNER:
-            _reach_others(trade_off, others)
-        for budget, result in sorted(trade_off.results.items(), reverse=True):
-            yield _point(name, budget, None, result)
+        for budget, result in sorted(_reached(name, problems, budgets, others).items(), reverse=True):
+            yield _point(name, budget, None, result, unplanned)
         return
     assert not isinstance(resolved, Graph), "a graph file has no baselines"
     from memfit.baselines.checkpoints import CHECKPOINT
@@ -154,7 +161,28 @@ def _points(
         return
     for step in range(len(budgets)):
         share = round(1.0 - step / max(len(budgets) - 1, 1), 4)
-        yield _point(name, None, share, plan_knapsack(problem, share, SOLVERS[setting], name))
+        yield _point(name, None, share, plan_knapsack(problems[0], share, SOLVERS[setting], name), unplanned)
+
+
+def _reached(name: str, problems: list[Problem], budgets: list[int], others: list[ComparedPoint]) -> dict[int, Result]:
+    """Return by budget what a planner reaches at best in any form of the step, and at the least peak of all forms."""
+    found: dict[int, Result] = {}
+    least: list[int] = []
+    for problem in problems:
+        trade_off = TradeOff(problem, make_planner(name)).reach(budgets).reach_least()
+        least += [budget for budget in trade_off.results if budget not in budgets]
+        if name == DEFAULT_PLANNER:
+            _reach_others(trade_off, others)
+        for budget, result in trade_off.results.items():
+            known = found.get(budget)
+            if known is None or _seconds(result) < _seconds(known):
+                found[budget] = result
+    needless = {*least} - {min(least, default=0), *(point.peak_bytes for point in others)}
+    return {budget: result for budget, result in found.items() if budget not in needless}
+
+
+def _seconds(result: Result) -> float:
+    return math.inf if result.plan is None else result.plan.predicted.seconds
 
 
 def _reach_others(trade_off: TradeOff, others: list[ComparedPoint]) -> None:
@@ -168,8 +196,10 @@ def _reach_others(trade_off: TradeOff, others: list[ComparedPoint]) -> None:
         trade_off.add(peak_bytes, overhead)
 
 
-def _point(name: str, budget_bytes: int | None, setting: float | None, result: Result) -> ComparedPoint:
-    plan = result.plan
+def _point(
+    name: str, budget_bytes: int | None, setting: float | None, result: Result, unplanned: Prediction
+) -> ComparedPoint:
+    plan = None if result.plan is None else msgspec.structs.replace(result.plan, unplanned=unplanned)
     return ComparedPoint(
         planner=name,
         budget_bytes=budget_bytes,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from memfit.commands.work import Work
 from memfit.device import GENERIC, Device
-from memfit.graph import Graph
-from memfit.planning import Settings
+from memfit.graph import Graph, Phase
+from memfit.plan import Plan
+from memfit.planning import Settings, make_plan
 
 if TYPE_CHECKING:
     from memfit.capture.across import Across
@@ -24,12 +26,29 @@ class Costed(NamedTuple):
         device: what the seconds are for.
         step: the target, if it is a training step.
         captured: its capture.
+        forms: makes the graphs of an iterative function with its chains of ops run on some rows at a time.
     """
 
     graph: Graph
     device: Device
     step: TrainingStep | None = None
     captured: Captured | None = None
+    forms: Callable[[], Iterable[Graph]] | None = None
+
+    def plan(self, settings: Settings) -> Plan:
+        """Return a plan of the graph, or of the form of a function that gives the fastest one.
+
+        Args:
+            settings: for `make_plan`.
+
+        Raises:
+            MemfitError: as `make_plan`.
+        """
+        if self.forms is None:
+            return make_plan(self.graph, self.device, settings)
+        from memfit.step.chunked import plan_of_function  # torch: a graph file needs none
+
+        return plan_of_function(self.graph, self.forms, self.device, settings)
 
     def with_shares(self, settings: Settings) -> Settings:
         """Return the settings with percentages of the step as the user wrote it, checkpoints and all, or of the device.
@@ -87,7 +106,7 @@ def graph_with_costs(
         captured = capture(resolved)
         graph = roofline(captured.graph, captured.binding, profile)
         graph = graph if resolved.across is None else _with_links(graph, resolved.across, profile)
-        return Costed(graph, profile, resolved, captured)
+        return Costed(graph, profile, resolved, captured, _forms(captured, work, profile))
 
     def finished(corrections: Corrections) -> Captured:
         captured = capture(resolved, corrections=corrections)
@@ -98,7 +117,34 @@ def graph_with_costs(
     graph = measure(captured.graph, captured.binding, captured.observed)
     device = linked_device(captured.binding.device, *host)
     graph = graph if resolved.across is None else _with_links(graph, resolved.across, device)
-    return Costed(graph, device, resolved, captured)
+    return Costed(graph, device, resolved, captured, _forms(captured, work, None))
+
+
+def _forms(captured: Captured, work: Work, profile: Device | None) -> Callable[[], Iterable[Graph]] | None:
+    """Return what makes the graphs of a function's other forms, with seconds; None for a step with a backward pass.
+
+    Args:
+        captured: the function.
+        work: shows the stage.
+        profile: gives the seconds; without one, the chains are measured here.
+    """
+    if any(op.phase is not Phase.FORWARD for op in captured.graph.ops):
+        return None
+    from memfit.capture import finish
+    from memfit.cost.measurement import measure
+    from memfit.cost.rooflines import roofline
+    from memfit.step.chunked import in_chunks
+
+    def costed() -> Iterator[Graph]:
+        work.stage("cutting chains of ops into chunks of rows")
+        for form in in_chunks(captured, is_run=profile is None):
+            if profile is not None:
+                yield roofline(form.graph, form.binding, profile)
+            else:
+                measured = finish(form)
+                yield measure(measured.graph, measured.binding, measured.observed)
+
+    return costed
 
 
 def _with_links(graph: Graph, across: Across, device: Device) -> Graph:

@@ -21,7 +21,7 @@ from memfit.commands.work import Work, working
 from memfit.errors import NoPlanError
 from memfit.options import Cluster
 from memfit.plan import Plan
-from memfit.planning import Settings, make_plan
+from memfit.planning import Settings
 from memfit.report import text_summary
 from memfit.report.curve import CurvePoint
 from memfit.report.formatting import change_text, seconds_text, status_text
@@ -88,7 +88,7 @@ def plan(
             resolved = resolve(target, of_workload, there.ranks)
             costed = graph_with_costs(resolved, device_profile, work, settings=settings)
             settings_of_step = costed.with_shares(settings)
-        found = make_plan(costed.graph, costed.device, settings_of_step)
+        found = costed.plan(settings_of_step)
         work.keep(found, save)
         points = trade_off(found, frontier, settings.time_limit_seconds, settings, work) if not work.interrupted else []
         if report and not work.interrupted:
@@ -112,7 +112,7 @@ def _planned(
         settings = costed.with_shares(settings)
     device = costed.device.name
     try:
-        found = make_plan(costed.graph, costed.device, settings)
+        found = costed.plan(settings)
     except NoPlanError as error:
         return RankRow(cluster=cluster, device=device, figures=None, error=error)
     more = {

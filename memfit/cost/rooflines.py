@@ -79,9 +79,15 @@ def roofline_seconds(call: Call, op: Op, storages: tuple[Storage, ...], device: 
             f"device profile {device.name!r} has no memory_bytes_per_second; add it, or run `memfit calibrate`"
         )
     memory_seconds = bytes_moved(call, op, storages) / device.memory_bytes_per_second
+    parts: tuple[Call, ...] = getattr(call.target, "parts", (call,))  # of a chain that is run on some rows at a time
+    launches = len(parts) * getattr(call.target, "count", 1) if len(parts) > 1 else 1
+    compute_seconds = sum(_compute_seconds(part, op, device) for part in parts)
+    return max(memory_seconds, compute_seconds, launches * device.launch_seconds)
+
+
+def _compute_seconds(call: Call, op: Op, device: Device) -> float:
     flops = flops_of(call)
-    compute_seconds = flops / _flops_per_second(call, op, device) if flops else 0.0
-    return max(memory_seconds, compute_seconds, device.launch_seconds)
+    return flops / _flops_per_second(call, op, device) if flops else 0.0
 
 
 def _flops_per_second(call: Call, op: Op, device: Device) -> float:
