@@ -16,6 +16,7 @@ from torch._functorch._activation_checkpointing.knapsack import dp_knapsack as d
 from torch._functorch._activation_checkpointing.knapsack import greedy_knapsack as greedy_knapsack
 from torch._functorch._activation_checkpointing.knapsack import ilp_knapsack as ilp_knapsack
 
+from memfit.torch_private.ambient import put_back_after_an_error
 from memfit.torch_private.aot import boxed
 from memfit.torch_private.modules import hooks_on_all_modules
 from memfit.torch_private.patching import Inside, replaced
@@ -101,13 +102,9 @@ def compiled_calls(
         nonlocal compiled
         if code.has_changed():
             compiled = compile_anew()
-        has_gradients = torch.is_grad_enabled()
         try:
-            with torch._dynamo.config.patch(settings), _questions_noted:
+            with torch._dynamo.config.patch(settings), _questions_noted, put_back_after_an_error():
                 return compiled(*args, **kwargs)
-        except BaseException:  # where it stops inside of torch.no_grad, Dynamo leaves it on
-            torch.set_grad_enabled(has_gradients)
-            raise
         finally:
             _name_questions(named)
 
