@@ -6,7 +6,8 @@ import copy
 import gc
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -363,3 +364,44 @@ def test_what_a_loss_takes_between_the_halves_counts() -> None:
         assert peak_bytes(budget) <= budget
     with pytest.raises(NoPlanError):
         peak_bytes(most_bytes - (5 << 20))
+
+
+class _Reads(nn.Module):
+    """Reads a value under a mode, by which it computes then."""
+
+    def __init__(self, mode: Callable[[], Any], *, breaks: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.mode, self.breaks = nn.Linear(16, 64), nn.Linear(64, 16), mode, breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.first(x))
+        with self.mode():
+            total = hidden.detach().sum()
+            scale = (2.0 if total > 0 else 3.0) if self.breaks else total.item()
+        return self.last(hidden * scale)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize(
+    "mode", [torch.inference_mode, partial(torch.inference_mode, False), torch.no_grad, torch.enable_grad]
+)
+@pytest.mark.parametrize("door", ["backend", "compile"])
+def test_a_value_that_is_read_under_a_mode_leaves_torch_as_it_was(
+    door: str, mode: Callable[[], Any], breaks: bool
+) -> None:
+    """PyTorch cannot trace a graph that enters inference mode, and left the mode at another time."""
+    torch.manual_seed(0)
+    model, x = _Reads(mode, breaks=breaks), torch.randn(32, 16)
+    twin = copy.deepcopy(model)
+    if door == "compile":
+        memfit.compile(model, budget="8MiB", reserve=0)
+    run = (
+        torch.compile(model, backend="memfit", options={"budget": "8MiB", "reserve": 0}) if door == "backend" else model
+    )
+    for _ in range(2):
+        run(x).square().sum().backward()
+        twin(x).square().sum().backward()
+    nn.Linear(16, 4)(x).sum().backward()  # as any other code in the process
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    for own, its in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(own.grad, its.grad)  # pyright: ignore[reportArgumentType]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -443,6 +444,51 @@ def test_a_loss_that_the_caller_keeps_is_a_number() -> None:
             loss = step(batch)
         assert resident_bytes + usage.peak_bytes <= int(5.2 * 2**20)
     assert loss.untyped_storage().nbytes() == loss.nbytes  # torch's has the memory of the whole difference
+
+
+def _ema(model: torch.nn.Module) -> Any:
+    return copy.deepcopy(model)
+
+
+def _average(model: torch.nn.Module) -> Any:
+    return torch.optim.swa_utils.AveragedModel(model)
+
+
+def _teacher_with_adam(model: torch.nn.Module) -> Any:
+    teacher = copy.deepcopy(model)
+    adam = torch.optim.Adam(teacher.parameters())
+    teacher(torch.randn(2, 64)).sum().backward()
+    adam.step()
+    return teacher, adam
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [(_ema, "Sequential"), (_average, "AveragedModel"), (_teacher_with_adam, "state of Adam")],
+)
+@pytest.mark.parametrize("made_before", ["fit", "the first step", "the fourth step"])
+def test_what_is_beside_a_planned_step_is_said_once_where_it_does_not_fit(
+    make: Callable[[torch.nn.Module], Any], named: str, made_before: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, batch = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8))), (torch.randn(64, 64),) * 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = [make(model)] if made_before == "fit" else []
+    step = fit_step(
+        TrainingStep(model=model, loss=_squares, batch=batch, optimizer=optimizer), Settings(budget=1 << 20)
+    )
+    needed_bytes = step.plan.predicted.peak_bytes
+    gc.collect()
+    step = fit_step(
+        TrainingStep(model=model, loss=_squares, batch=batch, optimizer=optimizer), Settings(budget=needed_bytes + 4096)
+    )
+    assert isinstance(step, PlannedStep)
+    step.verify()  # what this copies is no other code's
+    for number in range(6):
+        if number == (0 if made_before == "the first step" else 3) and not made:
+            made.append(make(model))
+        step(batch)
+    said = [record.getMessage() for record in caplog.records if "not the planned step's" in record.getMessage()]
+    assert len(said) == 1 and named in said[0]
 
 
 def _squares(model: torch.nn.Module, batch: Any) -> torch.Tensor:

@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -538,3 +539,28 @@ def test_a_model_at_which_the_compiler_stops_trains_on_and_leaves_gradients_on(k
             optimizer.zero_grad()
         assert torch.is_grad_enabled()
     assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
+
+
+def stop(_module: nn.Module, _given: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("ends", ["well", "by an error", "before its backward pass"])
+def test_a_compiled_model_that_nobody_has_takes_no_memory(ends: str) -> None:
+    """Dynamo keeps every backend that it was given: it had kept the model, its plans and its records with it."""
+    model = deep_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    gone = weakref.ref(model)
+    compiled = memfit.compile(model, budget="64MiB", optimizer=optimizer, options=OPTIONS)
+
+    train(compiled, optimizer, steps=1)
+    if ends == "by an error":
+        compiled[3].register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            compiled(torch.randn(1024, 64))
+    if ends == "before its backward pass":
+        compiled(torch.randn(1024, 64))
+    del model, compiled, optimizer
+    gc.collect()
+
+    assert gone() is None

@@ -37,8 +37,8 @@ from memfit.torch_private.absent import (
     is_absent,
     real_form,
 )
-from memfit.torch_private.ambient import Ambient, saved_as_they_are
-from memfit.torch_private.aot import boxed, hand_over_absent, trace_joint
+from memfit.torch_private.ambient import Ambient, put_back_after_an_error, saved_as_they_are
+from memfit.torch_private.aot import boxed, hand_over_absent, trace_joint, without_inference_mode
 from memfit.torch_private.autograd import (
     TorchDispatchMode,
     UnwrappedMode,
@@ -1108,6 +1108,53 @@ def test_nothing_is_cast_without_autocast() -> None:
         assert (a @ a).dtype == torch.bfloat16
         with without_autocast():
             assert (a @ a).dtype == torch.float32
+
+
+def test_an_error_leaves_modes_as_they_were() -> None:
+    weight, inputs = torch.nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
+
+    def enter_and_fail() -> None:
+        with put_back_after_an_error():
+            torch.amp.autocast_mode._enter_autocast("cpu", torch.bfloat16, True, True)
+            inputs @ weight  # its cast is in autocast's cache
+            torch._C._functorch._grad_increment_nesting()
+            torch.set_grad_enabled(False)
+            raise ValueError
+
+    for _ in range(2):
+        with pytest.raises(ValueError):
+            enter_and_fail()
+        assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+        assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+        with torch.no_grad():
+            weight.mul_(3)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal((inputs @ weight).float(), inputs @ weight.detach())
+    with torch.no_grad(), pytest.raises(ValueError):
+        enter_and_fail()
+    with torch.no_grad(), put_back_after_an_error():
+        torch.set_grad_enabled(True)
+        assert torch.is_grad_enabled(), "nothing failed"
+
+
+def test_a_graph_without_inference_mode_computes_the_same() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        mode = torch.autograd.grad_mode._enter_inference_mode(True)
+        scale = x.detach() * 2
+        torch.autograd.grad_mode._exit_inference_mode(mode)
+        return x + scale
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    mode = graph.call_function(torch.autograd.grad_mode._enter_inference_mode, (True,))
+    scale = graph.call_function(torch.mul, (x, 2))
+    graph.call_function(torch.autograd.grad_mode._exit_inference_mode, (mode,))
+    graph.output((graph.call_function(torch.add, (x, scale)), scale))
+    module = without_inference_mode(torch.fx.GraphModule(torch.nn.Module(), graph))
+    inputs = torch.ones(3, requires_grad=True)
+    result, scale = module(inputs)
+    assert torch.equal(result, forward(inputs)) and result.requires_grad
+    assert not scale.requires_grad and not scale.is_inference() and torch.is_grad_enabled()
 
 
 def test_a_backward_pass_is_known_from_inside() -> None:

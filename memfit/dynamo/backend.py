@@ -28,7 +28,8 @@ from memfit.dynamo.settings import GraphSettings, read_options
 from memfit.errors import InvalidOptionError, NotOneGraphError
 from memfit.plan import Plan
 from memfit.step.turns import turn_on
-from memfit.torch_private.aot import hand_over_absent
+from memfit.torch_private.ambient import put_back_after_an_error
+from memfit.torch_private.aot import hand_over_absent, without_inference_mode
 from memfit.torch_private.dynamo import ends_in_break, times_compiled
 from memfit.torch_private.modules import hooks_on_all_modules
 from memfit.torch_private.tensors import (
@@ -106,7 +107,7 @@ class PlannedGraph:
         self, module: torch.fx.GraphModule, read: Callable[[], GraphSettings], account: Account | None = None
     ) -> None:
         self.ends_in_break = ends_in_break(module)
-        self.module = with_numbers_as_tensors(module)
+        self.module = with_numbers_as_tensors(without_inference_mode(module))
         self.compiled: dict[Any, CompiledGraph] = {}
         self.has_warned = False  # of the bytes that are set aside for the optimizer
         self.has_warned_of_strides = False
@@ -181,7 +182,8 @@ class PlannedGraph:
             UnsupportedStepError: the graph depends on the value of a number or of a tensor.
         """
         try:
-            return CompiledGraph(self, inputs, before)
+            with put_back_after_an_error():
+                return CompiledGraph(self, inputs, before)
         except DATA_DEPENDENT_ERRORS as error:
             raise NotOneGraphError(
                 "the model computes with a number that changes from call to call (or under dynamic=True might), such "

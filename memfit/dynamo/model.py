@@ -167,7 +167,8 @@ class PlannedCalls:
             ) from error
 
     def _planned_graph(self, module: torch.fx.GraphModule, _inputs: Any) -> PlannedGraph:
-        graph = PlannedGraph(module, lambda: self._settings, self.account)
+        settings = self._settings  # Dynamo keeps a graph until the code goes that calls it: it must not keep this
+        graph = PlannedGraph(module, lambda: settings, self.account)
         self.graphs.append(graph)
         if len(self.graphs) == _MANY_GRAPHS:
             _log.warning(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -273,10 +274,20 @@ def left_as_it_was(step: TrainingStep, handed: Sequence[torch.Generator] = ()) -
         reads.put_numbers_back()
         reached.put_back()
 
+    _undone[id(step.model)] += 1
     try:
         yield put_back
     finally:
+        _undone[id(step.model)] -= 1
         put_back()
+
+
+_undone: Counter[int] = Counter()  # blocks of `left_as_it_was` that are open, by their models
+
+
+def is_undone(model: torch.nn.Module) -> bool:
+    """Return whether a block of `left_as_it_was` is open, so that copies are on the device, of the step of a model."""
+    return _undone[id(model)] > 0
 
 
 def _put_back_group(group: dict[str, Any], before: dict[str, Any]) -> None:

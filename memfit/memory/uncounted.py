@@ -5,14 +5,26 @@ A DistributedDataParallel holds its buckets where Python sees no tensor.
 
 from __future__ import annotations
 
+import gc
+import logging
 import weakref
+from collections import Counter
+from typing import Any
 
 import torch
 
+from memfit.memory.footprint import footprint
+from memfit.memory.snapshot import is_undone
 from memfit.system.alive import alive_objects
+from memfit.system.budget import format_bytes
 from memfit.system.instruments import older_reducers
 from memfit.system.recorder import allocated_bytes, is_counted, taken_bytes
+from memfit.torch_private.modules import own_tensors
 from memfit.torch_private.ranks import first_bucket_sizes
+
+_log = logging.getLogger("memfit")
+_MOST_NAMED = 3
+_GROWN = 1.02  # what was looked at is looked at again if it has grown by so much
 
 
 class Uncounted:
@@ -53,3 +65,81 @@ class Uncounted:
             return 0
         buckets = [each for module in tuple(older_reducers) for each in first_bucket_sizes(module)]
         return sum(sizes.values()) + sum(taken_bytes(each, self._device) for each in buckets)
+
+
+class Beside:
+    """What is on a device beside a planned step: it is said once where both together are more than the budget.
+
+    Args:
+        device: of the step.
+        model, optimizer: the step's own.
+
+    Attributes:
+        bytes: before the last step.
+    """
+
+    def __init__(self, device: torch.device, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self.bytes = 0
+        self._device, self._model, self._optimizer = device, model, optimizer
+        self._uncounted: Uncounted | None = None
+        self._uncounted_bytes = self._looked_at_bytes = 0
+
+    def look(self, own_bytes: int, peak_bytes: int, budget_bytes: int) -> None:
+        """Look at the device before a step.
+
+        Args:
+            own_bytes: of the step, on the device already.
+            peak_bytes: that the step will take, with these.
+            budget_bytes: for the step.
+        """
+        if self._uncounted is None:
+            self._uncounted = Uncounted(self._device)
+            self._uncounted_bytes = self._uncounted.live_bytes()
+        self.bytes = max(0, allocated_bytes(self._device) + self._uncounted_bytes - own_bytes)
+        is_known = self.bytes <= self._looked_at_bytes * _GROWN
+        if peak_bytes + self.bytes <= budget_bytes or is_known or is_undone(self._model):
+            return
+        self._looked_at_bytes = self.bytes
+        gc.collect()
+        self._uncounted_bytes = self._uncounted.live_bytes()
+        self.bytes = max(0, allocated_bytes(self._device) + self._uncounted_bytes - own_bytes)
+        if peak_bytes + self.bytes > budget_bytes:
+            _log.warning(
+                "memfit: %s on %s are not the planned step's (%s) and so not in its budget of %s: it takes %s, which "
+                "makes %s together; give memfit.fit so much less, or train by memfit.checkpoint, which counts all",
+                format_bytes(self.bytes),
+                self._device,
+                self._names(),
+                format_bytes(budget_bytes),
+                format_bytes(peak_bytes),
+                format_bytes(peak_bytes + self.bytes),
+            )
+
+    def _names(self) -> str:
+        """Return what holds most of it, in words."""
+        alive = alive_objects()
+        modules = [each for each in alive if issubclass(type(each), torch.nn.Module)]
+        inner = {id(child) for each in modules for child in each.children()} | set(map(id, self._model.modules()))
+        own_states = [] if self._optimizer is None else _states_of(self._optimizer)
+        own = footprint([*_tensors_of(self._model), *own_states], self._device)
+        sizes: Counter[str] = Counter()
+        for each in modules:
+            if id(each) not in inner:
+                sizes[type(each).__name__] += self._size(_tensors_of(each), own)
+        for each in alive:
+            if issubclass(type(each), torch.optim.Optimizer) and each is not self._optimizer:
+                sizes[f"state of {type(each).__name__}"] += self._size(_states_of(each), own)
+        named = [f"{name}: {format_bytes(size)}" for name, size in sizes.most_common(_MOST_NAMED) if size]
+        return "; ".join([*named, "other tensors"] if sum(sizes.values()) < self.bytes else named)
+
+    def _size(self, tensors: list[Any], own: dict[int, int]) -> int:
+        with_data = [each for each in tensors if type(each) in (torch.Tensor, torch.nn.Parameter)]
+        return sum(size for pointer, size in footprint(with_data, self._device).items() if pointer not in own)
+
+
+def _tensors_of(module: torch.nn.Module) -> list[Any]:
+    return [tensor for kind in own_tensors(module) for tensor in kind]
+
+
+def _states_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [value for state in optimizer.state.values() for value in state.values()]

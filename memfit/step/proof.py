@@ -19,6 +19,7 @@ from memfit.errors import InfeasibleBudgetError, TimeLimitError
 from memfit.memory.contract import MOST_CORRECTIONS, STEPS_IN_A_ROW, Aim, Contract, Held, Refused, Usage
 from memfit.memory.hard_cap import capped
 from memfit.memory.step_memory import StepMemory
+from memfit.memory.uncounted import Beside
 from memfit.step.distributed.ranks import Ranks
 from memfit.step.variants import Variant
 from memfit.system.budget import format_bytes
@@ -64,6 +65,7 @@ class Proof:
         memory: of its calls.
         ranks: that it runs on.
         plan_within: replaces a variant's program by one that is planned for so many bytes.
+        beside: the step, on its device; None where the budget is a share of what the step takes itself.
 
     Attributes:
         corrections: the plans of which a step took more than the budget, and what replaced them.
@@ -77,13 +79,14 @@ class Proof:
         memory: StepMemory,
         ranks: Ranks,
         plan_within: Callable[[Variant, int], None],
+        beside: Beside | None,
         *,
         is_capped: bool,
     ) -> None:
         self.corrections: list[Correction] = []
         self.is_capped = is_capped
         self._contract, self._device, self._memory, self._ranks = contract, device, memory, ranks
-        self._plan_within = plan_within
+        self._plan_within, self._beside = plan_within, beside
         self._meter = Meter(device)
 
     def allow(self, budget_bytes: int) -> None:
@@ -127,6 +130,8 @@ class Proof:
         if is_measured:
             bytes_before = variant.resident_bytes[key] + beside_bytes
             budget_bytes = self._contract.budget_bytes
+            if self._beside is not None:
+                self._beside.look(bytes_before, variant.program.peak_bytes, budget_bytes)
             with capped(self._device, budget_bytes, bytes_before) if self.is_capped else nullcontext():
                 returned, measured_bytes = self._meter.run(run, bytes_before, is_proved=is_proved)
         else:

@@ -19,6 +19,7 @@ from memfit.memory.hard_cap import require_cap
 from memfit.memory.host.store import HostStore
 from memfit.memory.snapshot import left_as_it_was
 from memfit.memory.step_memory import Served, memory_for
+from memfit.memory.uncounted import Beside
 from memfit.memory.what_is_left import saying_what_is_left
 from memfit.plan import Plan
 from memfit.planning import Settings
@@ -97,6 +98,7 @@ class PlannedStep(Uncopied):
             self._memory,
             self._ranks,
             self._programs.plan_within,
+            None if Contract(settings.budget).is_share else Beside(self.device, step.model, step.optimizer),
             is_capped=settings.hard,
         )
         self.corrections: list[Correction] = self._proof.corrections

@@ -83,6 +83,44 @@ class Ambient:
             yield
 
 
+@contextmanager
+def put_back_after_an_error() -> Iterator[None]:
+    """Let an error in the block leave gradients, autocast and transformations of torch.func on or off as they were.
+
+    Code that is traced enters and leaves them by single calls, the second of which an error leaves out. A cache of
+    autocast that no `with` block owns any more would then keep what weights were cast to, over all later steps.
+    """
+    has_gradients, depth = torch.is_grad_enabled(), _C._functorch.get_dynamic_layer_stack_depth()
+    casts, keeps_casts, nesting = [*map(_casts, _AUTOCAST)], torch.is_autocast_cache_enabled(), _autocast_nesting()
+    try:
+        yield
+    except BaseException:
+        _C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        for device, (is_on, dtype) in zip(_AUTOCAST, casts, strict=True):
+            torch.set_autocast_enabled(device, is_on)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(keeps_casts)
+        if _autocast_nesting() > nesting:
+            while torch.autocast_decrement_nesting() > nesting:
+                pass
+            torch.clear_autocast_cache()
+        torch.set_grad_enabled(has_gradients)
+        raise
+
+
+_AUTOCAST = ("cpu", "cuda")
+
+
+def _casts(device: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+def _autocast_nesting() -> int:
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return nesting
+
+
 def saved_as_they_are(is_own: Callable[[Any], bool]) -> AbstractContextManager[Any]:
     """Return a context in which tensors are saved for backward as they are, whatever hooks of the user's are on.
 

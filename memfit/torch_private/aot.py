@@ -54,6 +54,35 @@ def trace_joint(
         )
 
 
+def without_inference_mode(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Let a graph compute under `no_grad` what it would under `inference_mode`, with the same numbers; return it.
+
+    AOTAutograd cannot trace such a graph, and after the error the mode is left when Python frees it, at some other
+    time, and puts back what was on in the thread in the midst of the trace.
+
+    Args:
+        module: captured by Dynamo; changed in place.
+    """
+    for node in module.graph.nodes:
+        node.target = _INSTEAD.get(node.target, node.target) if node.op == "call_function" else node.target
+    module.recompile()
+    return module
+
+
+def _enter_no_grad(is_inference: bool) -> Any:
+    return torch.set_grad_enabled(not is_inference)
+
+
+def _leave_no_grad(entered: Any) -> None:
+    entered.__exit__(None, None, None)
+
+
+_INSTEAD: dict[Any, Any] = {
+    torch.autograd.grad_mode._enter_inference_mode: _enter_no_grad,
+    torch.autograd.grad_mode._exit_inference_mode: _leave_no_grad,
+}
+
+
 def hand_over_absent(node: Any) -> None:
     """Let the backward half of a compiled graph get None, and not zeros, for a gradient that is absent.
 

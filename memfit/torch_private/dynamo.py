@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import CodeType, FunctionType
@@ -15,6 +16,7 @@ from torch._functorch._activation_checkpointing.knapsack import dp_knapsack as d
 from torch._functorch._activation_checkpointing.knapsack import greedy_knapsack as greedy_knapsack
 from torch._functorch._activation_checkpointing.knapsack import ilp_knapsack as ilp_knapsack
 
+from memfit.torch_private.ambient import put_back_after_an_error
 from memfit.torch_private.aot import boxed
 from memfit.torch_private.modules import hooks_on_all_modules
 from memfit.torch_private.patching import Inside, replaced
@@ -74,16 +76,23 @@ def compiled_calls(
     Args:
         model: what the function calls.
         function: a function or a bound method.
-        backend: as torch.compile takes it.
+        backend: as torch.compile takes it, a bound method. Dynamo keeps backends for good, so its object is not kept.
     """
     import torch._dynamo  # takes seconds to import
+
+    planned = weakref.WeakMethod(backend)
+
+    def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        method = planned()
+        assert method is not None  # it is of what calls
+        return method(module, inputs)
 
     def call(*args: Any, **kwargs: Any) -> Any:  # no code of torch's, so that Dynamo enters it
         return function(*args, **kwargs)
 
     def compile_anew() -> Callable[..., Any]:  # Dynamo keeps what it compiled by the code object
         own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
-        return torch.compile(own, backend=backend, fullgraph=True)
+        return torch.compile(own, backend=compile_graph, fullgraph=True)
 
     _patch_torch_for_dynamo()
     compiled, code, named = compile_anew(), _CodeOfModules(model), set[CodeType]()
@@ -93,13 +102,9 @@ def compiled_calls(
         nonlocal compiled
         if code.has_changed():
             compiled = compile_anew()
-        has_gradients = torch.is_grad_enabled()
         try:
-            with torch._dynamo.config.patch(settings), _questions_noted:
+            with torch._dynamo.config.patch(settings), _questions_noted, put_back_after_an_error():
                 return compiled(*args, **kwargs)
-        except BaseException:  # where it stops inside of torch.no_grad, Dynamo leaves it on
-            torch.set_grad_enabled(has_gradients)
-            raise
         finally:
             _name_questions(named)
 
