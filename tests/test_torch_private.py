@@ -129,10 +129,10 @@ from memfit.torch_private.ranks import (
     group_timeout,
     groups_of,
     has_ranks,
+    inside_ddp,
     is_gloo,
     is_joined,
     replicated_class,
-    runs_under_ddp,
     start_gather,
     start_scatter,
     start_sum,
@@ -697,15 +697,12 @@ def test_sequence_numbers_link_forward_and_backward() -> None:
     assert seen == [True, ("MulBackward0", before)]
 
 
-def test_a_forward_under_ddp_is_seen(tmp_path: Path) -> None:
+def test_the_module_inside_of_ddp(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        seen: list[bool] = []
         inner = torch.nn.Linear(2, 2)
-        inner.register_forward_hook(lambda *_: seen.append(runs_under_ddp()))
-        torch.nn.parallel.DistributedDataParallel(inner)(torch.ones(1, 2))
-        assert seen == [True]
-        assert not runs_under_ddp()
+        assert inside_ddp(torch.nn.parallel.DistributedDataParallel(inner)) is inner
+        assert inside_ddp(inner) is inner
     finally:
         torch.distributed.destroy_process_group()
 

@@ -63,8 +63,8 @@ def memfit_backend(
     Raises:
         InvalidOptionError, InvalidBudgetError: options that cannot be read.
         InfeasibleBudgetError, TimeLimitError: no plan was found for the bytes that the budget leaves.
-        UnsupportedStepError: DDP or FSDP; backward with retain_graph=True, before anything is released; a forward pass
-            that runs again before its backward, and a host budget that has no room for it.
+        UnsupportedStepError: tensor parallelism; backward with retain_graph=True, before anything is released; a
+            forward pass that runs again before its backward, and a host budget that has no room for it.
     """
     # Options are read when the graph is first called: an error raised here would reach the user wrapped by Dynamo.
     del example_inputs

@@ -22,11 +22,10 @@ def has_ranks() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def runs_under_ddp() -> bool:
-    """Return whether a DistributedDataParallel module's forward is running, or being compiled."""
-    if not torch.distributed.is_available():
-        return False
-    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
+def inside_ddp(model: Any) -> Any:
+    """Return the module inside of a DistributedDataParallel one; any other object is returned."""
+    is_ddp = torch.distributed.is_available() and isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    return model.module if is_ddp else model
 
 
 _LET_GO_SECONDS = 20.0  # the threads of gloo need microseconds, or their turn on a processor
