@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -132,6 +133,7 @@ from memfit.torch_private.ranks import (
     inside_ddp,
     is_gloo,
     is_joined,
+    is_lost,
     replicated_class,
     start_gather,
     start_scatter,
@@ -1383,6 +1385,19 @@ def test_ddp_tells_its_hook_and_its_buckets() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_an_error_of_a_collective_says_that_another_rank_is_gone(tmp_path: Path) -> None:
+    def join(rank: int) -> torch.distributed.ProcessGroupGloo:
+        store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
+        return torch.distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=2))
+
+    with ThreadPoolExecutor(2) as pool:
+        one, _other = pool.map(join, (0, 1))
+    with pytest.raises(RuntimeError) as raised:  # the other one never answers
+        one.allreduce([torch.ones(1)]).wait()
+    assert is_lost(raised.value)
+    assert not is_lost(RuntimeError("out of memory"))
+
+
 def test_ddp_tells_whether_it_is_joined_and_replicate_makes_a_class_of_its_own() -> None:
     from torch.distributed._composable.replicate import replicate
     from torch.distributed.algorithms.join import Join

@@ -28,6 +28,11 @@ def inside_ddp(model: Any) -> Any:
     return model.module if is_ddp else model
 
 
+def is_lost(error: RuntimeError) -> bool:
+    """Return whether an error of a collective says that another rank is gone, or does not answer."""
+    return isinstance(error, torch.distributed.DistError) or "gloo/" in str(error)
+
+
 _LET_GO_SECONDS = 20.0  # the threads of gloo need microseconds, or their turn on a processor
 _MANY, _PAUSE_SECONDS = 1000, 1e-4  # looks at what gloo holds without a pause; the pause between later ones
 _LENT = "_memfit_lent"  # of a tensor: see `_Lent`
