@@ -82,6 +82,13 @@ _COMPILED = {
     "DDP, bucket views": ["plain", "accumulation"],
     "DDP, unused": ["plain"],
     "DDP, fp16 hook": ["plain"],
+    "FSDP2": ["plain", *_EACH],
+    "FSDP2 after the line": ["plain"],
+    "FSDP2, bf16 policy": ["plain"],
+    "FSDP2, not resharded": ["plain"],
+    "FSDP2, prefetch": ["plain"],
+    "FSDP2, CPU offload": ["plain"],
+    "FSDP2, LoRA on bf16": ["plain"],
 }
 _FOUR_ONLY = ("HSDP",)
 
@@ -104,7 +111,8 @@ def _own_cases() -> list[Case]:
         for habit in habits:
             row = own(WRAPPERS[wrapper], HABITS[habit])
             share = _BF16_SHARE if habit == "bf16" else 0.7
-            names = {"wrapper": wrapper, "loop": OWN, "habit": habit, "door": "compile"}
+            door = "backend" if wrapper.startswith("FSDP2") else "compile"
+            names = {"wrapper": wrapper, "loop": OWN, "habit": habit, "door": door}
             found.append(Case(**names, row=row, share=share, ranks=(2,)))
     for wrapper in ("DDP", "FSDP2"):
         for habit in ("plain", "evaluation first"):

@@ -85,6 +85,7 @@ from memfit.torch_private.dynamo import (
     ends_in_break,
     greedy_knapsack,
     ilp_knapsack,
+    is_between_breaks,
     is_compilers,
     times_compiled,
 )
@@ -122,6 +123,7 @@ from memfit.torch_private.patching import replaced
 from memfit.torch_private.ranks import (
     bucket_sizes,
     ddp_facts,
+    ddp_sorts_buckets,
     finish_gather,
     finish_scatter,
     first_bucket_bytes,
@@ -1137,9 +1139,11 @@ def test_how_often_code_was_compiled_before() -> None:
 
 def test_a_graph_before_a_break_is_told_from_the_last_one() -> None:
     seen: list[bool] = []
+    between: list[bool] = []
 
     def backend(module: Any, _inputs: Any) -> Any:
         seen.append(ends_in_break(module))
+        between.append(is_between_breaks(module))
         return module.forward
 
     def broken(x: torch.Tensor) -> torch.Tensor:
@@ -1149,6 +1153,8 @@ def test_a_graph_before_a_break_is_told_from_the_last_one() -> None:
 
     torch.compile(broken, backend=backend)(torch.ones(2))
     assert seen == [True, False] and not ends_in_break(torch.fx.symbolic_trace(torch.nn.Identity()))
+    torch.compile(lambda x: x * 3, backend=backend)(torch.ones(2))
+    assert between == [True, True, False] and not is_between_breaks(torch.fx.symbolic_trace(torch.nn.Identity()))
 
 
 @pytest.mark.parametrize("tells", [True, False])
@@ -1384,7 +1390,28 @@ def test_ddp_tells_its_hook_and_its_buckets() -> None:
     assert ddp_facts(ddp)["comm_hook"] == "allreduce_hook"
 
 
-@pytest.mark.usefixtures("one_rank")
+def test_ddp_sorts_its_buckets_after_the_first_backward_pass() -> None:
+    def summed(values: torch.Tensor) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(values)
+        return future
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        for options, expected in (({}, [True, True, False]), ({"find_unused_parameters": True}, [False] * 3)):
+            seen: list[bool] = []
+            inner = torch.nn.Linear(2, 2)
+            inner.register_forward_hook(lambda *_, seen=seen: seen.append(ddp_sorts_buckets()))
+            ddp = torch.nn.parallel.DistributedDataParallel(inner, **options)
+            ddp.register_comm_hook(None, lambda _, bucket: summed(bucket.buffer()))
+            for _ in range(3):
+                ddp(torch.ones(1, 2)).sum().backward()
+            assert seen == expected
+            assert not ddp_sorts_buckets()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_an_error_of_a_collective_says_that_another_rank_is_gone(tmp_path: Path) -> None:
     def join(rank: int) -> torch.distributed.ProcessGroupGloo:
         store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
@@ -1398,6 +1425,7 @@ def test_an_error_of_a_collective_says_that_another_rank_is_gone(tmp_path: Path)
     assert not is_lost(RuntimeError("out of memory"))
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_ddp_tells_whether_it_is_joined_and_replicate_makes_a_class_of_its_own() -> None:
     from torch.distributed._composable.replicate import replicate
     from torch.distributed.algorithms.join import Join

@@ -67,6 +67,7 @@ class Account:
         most_bytes: the most bytes on the device in any step that was measured, and while a graph was compiled.
         ran: calls of graphs, which `count` adds to.
         steps: that have begun.
+        ended: is told, at the end of each backward pass, the most bytes on the device in its step.
     """
 
     def __init__(self, budget_bytes: int, device: torch.device, budget_is: str = FIRM) -> None:
@@ -83,6 +84,7 @@ class Account:
         self._updates = 0  # since the last verdict that changed plans
         self.excess_bytes = budget_bytes - self.contract.aim_bytes(self.standing)
         self.most_bytes = 0
+        self.ended: Callable[[int], None] | None = None
         self.ran = self.steps = self._ran_before = 0
         self._last_compiled = -WINDOWS_BEFORE_LARGER  # the step in which a graph was compiled last
         self._uncounted = Uncounted(device)
@@ -278,6 +280,8 @@ class Account:
         self._record()  # of the update
         if taken:
             self._judge(taken)
+            if self.ended is not None:
+                self.ended(taken)
 
     def _end_update(self) -> None:
         taken = self._close()

@@ -250,6 +250,20 @@ def _sizes(module: torch.nn.parallel.DistributedDataParallel, name: str) -> list
     return [int(each) for each in ddp_facts(module).get(name, "").split(",") if each.strip()]
 
 
+def ddp_sorts_buckets() -> bool:
+    """Return whether a DistributedDataParallel runs its module, and makes its buckets anew after the backward pass.
+
+    It sorts them by when gradients are ready, and tells one step later. On two ranks a sum does not depend on it.
+    """
+    if not torch.distributed.is_available():
+        return False
+    module = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if module is None or module.process_group.size() <= 2:
+        return False
+    may_sort = module.static_graph or not module.find_unused_parameters
+    return may_sort and not _sizes(module, "rebuilt_bucket_sizes")
+
+
 def replicated_class() -> type:
     """Return the class of modules that `replicate` was applied to: DDP's reducer is then in their hooks."""
     from torch.distributed._composable.replicate import DDP
