@@ -28,10 +28,14 @@ _RANK_WAYS = {
     "memfit 70%": "70%",
     "memfit 50%": "50%",
     "memfit as by hand": "as by hand",
+    "planned 70%": "planned graphs 70%",
+    "planned as by hand": "as by hand",
 }
 _HOLDERS = {
     "auto": "its callback or `prepare`, by `memfit.checkpoint`",
     "checkpoint": "`memfit.checkpoint`",
+    "backend": '`block.compile(backend="memfit")`',
+    "compile": "`memfit.compile`",
     "eager": "`memfit.eager`",
     "fit": "`memfit.fit`",
 }

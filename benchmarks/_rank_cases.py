@@ -74,6 +74,22 @@ _MORE = {
     "torchtitan, FSDP, compiled": ["accumulation", "clipping"],
     "torchtitan, TP": ["clipping", "accumulation"],
 }
+_COMPILED = {
+    "DDP": ["plain", *_EACH, "Join", "collectives in the loss"],
+    "DDP after the line": ["plain", "accumulation"],
+    "DDP, small buckets": ["plain", "accumulation"],
+    "DDP, static_graph": ["plain"],
+    "DDP, bucket views": ["plain", "accumulation"],
+    "DDP, unused": ["plain"],
+    "DDP, fp16 hook": ["plain"],
+    "FSDP2": ["plain", *_EACH],
+    "FSDP2 after the line": ["plain"],
+    "FSDP2, bf16 policy": ["plain"],
+    "FSDP2, not resharded": ["plain"],
+    "FSDP2, prefetch": ["plain"],
+    "FSDP2, CPU offload": ["plain"],
+    "FSDP2, LoRA on bf16": ["plain"],
+}
 _FOUR_ONLY = ("HSDP",)
 
 
@@ -91,6 +107,13 @@ def _own_cases() -> list[Case]:
         ranks = (4,) if wrapper == "HSDP" else (2,)
         row = own(WRAPPERS[wrapper], HABITS["all" if wrapper == "DDP" else "accumulation"])
         found.append(Case(wrapper=wrapper, loop=OWN, habit="accumulation", row=row, ranks=ranks, door="eager"))
+    for wrapper, habits in _COMPILED.items():
+        for habit in habits:
+            row = own(WRAPPERS[wrapper], HABITS[habit])
+            share = _BF16_SHARE if habit == "bf16" else 0.7
+            door = "backend" if wrapper.startswith("FSDP2") else "compile"
+            names = {"wrapper": wrapper, "loop": OWN, "habit": habit, "door": door}
+            found.append(Case(**names, row=row, share=share, ranks=(2,)))
     for wrapper in ("DDP", "FSDP2"):
         for habit in ("plain", "evaluation first"):
             row = fitted(WRAPPERS[wrapper], HABITS[habit])

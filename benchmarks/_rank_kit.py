@@ -115,7 +115,8 @@ class Way:
         name: `bare`, `by hand`, or another: within a budget.
         budget_bytes: of this rank.
         width: of the layers of its model.
-        door: of the integrations, or of a loop of one's own: `checkpoint`, `eager`, `fit`.
+        door: of the integrations, or of a loop of one's own: `checkpoint`, `compile`, `backend` (of each block),
+            `eager`, `fit`.
         handle: of `memfit.checkpoint`, or what a library's door holds.
     """
 
@@ -135,6 +136,12 @@ class Way:
         if self.has_budget and self.door == "eager":
             self.handle = memfit.eager(model, budget=self.budget_bytes)
             self.handle.__enter__()
+        elif self.has_budget and self.door == "compile":
+            memfit.compile(model, budget=self.budget_bytes, budget_is="soft", time_limit_seconds=1)
+        elif self.has_budget and self.door == "backend":
+            for _, block in find_blocks(model):
+                options = {"budget": self.budget_bytes, "budget_is": "soft", "time_limit_seconds": 1}
+                block.compile(backend="memfit", options=options)
         elif self.has_budget:
             self.handle = memfit.checkpoint(model, self.budget_bytes, budget_is="soft")
         self.by_hand(model)

@@ -2,11 +2,12 @@
 
 Each way of training has processes of its own, one a rank, joined by gloo: bare, `torch.utils.checkpoint` around every
 block, and `memfit.checkpoint` within 90%, 70%, 50% of what the rank took bare (four ranks: 70%), and within what it
-took with checkpoints by hand, which also stands for a share that is smaller. All train from the same seed, first
-until plans stay, then in turns of two steps. Seconds are of the processor, of all threads of a rank, of which one
-computes: waiting for other ranks costs nothing. The ratio is the median over turns of a way's seconds to those of the
-bare loop, or of the checkpoints by hand, in the same turn. Peaks are all that torch takes, residents included. Bits
-are those of losses and parameters. A row tells what was worst on any rank:
+took with checkpoints by hand, which also stands for a share that is smaller. Of some rows graphs are planned, too,
+within two of these budgets: by `memfit.compile` under DDP, by the backend of each block under FSDP2. All train from the
+same seed, first until plans stay, then in turns of two steps. Seconds are of the processor, of all threads of a rank,
+of which one computes: waiting for other ranks costs nothing. The ratio is the median over turns of a way's seconds to
+those of the bare loop, or of the checkpoints by hand, in the same turn. Peaks are all that torch takes, residents
+included. Bits are those of losses and parameters. A row tells what was worst on any rank:
 
 - over: steps of all ranks that took more than the budget, from the third on.
 - peak: the most that such a step took of the budget.
@@ -49,6 +50,8 @@ from memfit.system.recorder import record
 SHARES = {2: (0.9, 0.7, 0.5), 4: (0.7,)}  # four ranks on two cores take more than twice the seconds
 SETTLE = 12  # steps until plans stay
 TURN = 2  # steps
+PLANNED = {"ddp": "compile", "ddp, accumulation": "compile", "fsdp2": "backend"}  # the door of planned graphs
+PLANNED_SHARE = 0.7
 TOKENS, WIDTH = 256, 128  # of a sequence; of layers
 TURNS = {2: 6, 4: 4}
 FIRST_JUDGED, FIRST_USED = 2, 4  # steps before the third, and before the fifth
@@ -152,9 +155,10 @@ class Ranks:
         row: what they train.
         way: its name.
         budgets: of the ranks, in bytes.
+        door: that holds them.
     """
 
-    def __init__(self, row: str, way: str, budgets: Sequence[int]) -> None:
+    def __init__(self, row: str, way: str, budgets: Sequence[int], door: str = "checkpoint") -> None:
         self.way, self.budgets = way, budgets
         self.seconds: list[list[float]] = []  # by turn, then by rank
         context = multiprocessing.get_context("forkserver")
@@ -163,7 +167,7 @@ class Ranks:
         self._processes: list[Any] = []
         for rank, budget in enumerate(budgets):
             ours, theirs = context.Pipe()
-            given = theirs, row, Way(way, budget, WIDTH), rank, len(budgets), self._folder.name
+            given = theirs, row, Way(way, budget, WIDTH, door), rank, len(budgets), self._folder.name
             self._processes.append(context.Process(target=_run, args=given, daemon=True))
             self._processes[-1].start()
             theirs.close()
@@ -249,7 +253,12 @@ def _settled(row: str, count: int) -> dict[str, Ranks]:
             budgets = [max(int(share * whole), least) for whole, least in zip(bare, hand, strict=True)]
             if budgets != hand:
                 ways[f"memfit {share:.0%}"] = Ranks(row, f"memfit {share:.0%}", budgets)
+                if row in PLANNED and share == PLANNED_SHARE:
+                    name = f"planned {share:.0%}"
+                    ways[name] = Ranks(row, name, budgets, PLANNED[row])
         ways["memfit as by hand"] = Ranks(row, "memfit as by hand", hand)
+        if row in PLANNED:
+            ways["planned as by hand"] = Ranks(row, "planned as by hand", hand, PLANNED[row])
     except BaseException:
         for way in ways.values():
             way.stop()

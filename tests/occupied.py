@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
-from memfit.memory.footprint import bytes_from_before
+from memfit.memory.uncounted import Uncounted
 from memfit.system.recorder import allocated_bytes
 
 
 def bytes_now(device: torch.device) -> int:
     """Return all bytes on `device`, but for those of tensors without a Python object from before the recorder."""
-    before = bytes_from_before(device)  # collects garbage
-    return before + allocated_bytes(device)
+    gc.collect()
+    return Uncounted(device).live_bytes() + allocated_bytes(device)

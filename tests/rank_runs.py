@@ -26,6 +26,7 @@ def on_ranks(
     *,
     seconds: float = JOIN_SECONDS,
     timeout_seconds: float = JOIN_SECONDS,
+    dies: int | None = None,
 ) -> list[dict[str, Any]]:
     """Run functions one after another on `count` ranks; return what each rank's returned, by the function's name.
 
@@ -35,6 +36,7 @@ def on_ranks(
         folder: for the files by which the ranks meet, and their results.
         seconds: until all have to be done; processes that are not are killed.
         timeout_seconds: how long a rank waits for another.
+        dies: a rank that ends without results.
 
     Raises:
         AssertionError: a rank raised, or was not done in time; has its traceback.
@@ -52,7 +54,8 @@ def on_ranks(
         process.kill()
         process.join(10)
     paths = [folder / f"result-{rank}" for rank in range(count)]
-    results = [pickle.loads(path.read_bytes()) if path.exists() else "nothing" for path in paths]
+    nothing = [{} if rank == dies else "nothing" for rank in range(count)]
+    results = [pickle.loads(path.read_bytes()) if path.exists() else nothing[rank] for rank, path in enumerate(paths)]
     failed = [f"rank {rank} raised: {result}" for rank, result in enumerate(results) if not isinstance(result, dict)]
     stacks = [f"rank {rank} was late: {(folder / f'stack-{rank}').read_text()}" for rank in late]
     assert not failed and not stacks, "\n".join([*failed, *stacks])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -314,6 +316,16 @@ def sparse_gradients(_rank: int, _count: int) -> str:
     model = nn.Sequential(nn.Embedding(16, 8, sparse=True), nn.Flatten(), nn.Linear(32, 8))
     batch = torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     return message(lambda: fitted(model, batch, budget="1MiB"))
+
+
+def dying_rank(rank: int, _count: int) -> str:
+    """Rank 1 is killed when the ops of its second step begin."""
+    batch = batches(rank)[0]
+    step = fitted(perceptron(), batch, budget="1MiB")
+    step(batch)
+    if rank == 1:
+        step.step.across.share_buffers = lambda _model: os.kill(os.getpid(), signal.SIGKILL)
+    return message(lambda: step(batch))
 
 
 def late_rank(rank: int, _count: int) -> str:

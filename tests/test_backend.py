@@ -19,6 +19,7 @@ from torch import nn
 
 import memfit
 from memfit.dynamo import backend
+from memfit.dynamo.backend import PlannedGraph
 from memfit.errors import (
     InfeasibleBudgetError,
     InvalidBudgetError,
@@ -239,35 +240,37 @@ def test_views_that_the_model_returns() -> None:
     assert torch.equal(model.linear.weight.grad, eager.linear.weight.grad)
 
 
-def test_a_model_under_ddp_is_refused(tmp_path: Path) -> None:
+def test_a_model_under_ddp_is_planned_by_each_door(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    call = PlannedGraph.__call__
+    monkeypatch.setattr(PlannedGraph, "__call__", lambda self, *inputs: (calls.append(self), call(self, *inputs))[1])
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    doors: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
+        "eager": lambda inner, wrap: wrap(inner),
+        "around": lambda inner, wrap: memfit.compile(wrap(inner), budget="1GiB", reserve=0),
+        "inside": lambda inner, wrap: wrap(memfit.compile(inner, budget="1GiB", reserve=0)),
+        "backend around": lambda inner, wrap: compiled(wrap(inner)),
+        "backend inside": lambda inner, wrap: wrap(compiled(inner)),
+    }
+    found: dict[str, list[torch.Tensor]] = {}
     try:
-        wrapped = nn.parallel.DistributedDataParallel(ConvNet())
-        with pytest.raises(UnsupportedStepError, match=r"is under DDP, where graphs .*: memfit.checkpoint\(model"):
-            compiled(wrapped)(conv_batch()[0])
+        for name, door in doors.items():
+            torch.manual_seed(0)
+            inner = ConvNet()
+            model = door(inner, partial(nn.parallel.DistributedDataParallel, bucket_cap_mb=1e-4))  # many
+            ran = len(calls)
+            for _ in range(3):
+                torch.manual_seed(0)
+                cross_entropy(model, conv_batch()).backward()
+            assert len(calls) - ran == (0 if name == "eager" else 3)
+            found[name] = [parameter.grad for parameter in inner.parameters()]  # pyright: ignore
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_compile_leaves_a_model_under_ddp_to_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        inner, batch = ConvNet(), conv_batch()
-        wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(inner))
-        memfit.compile(wrapped, budget="1GiB")
-        torch.manual_seed(0)
-        cross_entropy(wrapped, batch).backward()
-        memfit.compile(inner, budget="1GiB")
-        around = nn.parallel.DistributedDataParallel(inner)
-        torch.manual_seed(0)
-        cross_entropy(around, batch).backward()  # found out in its first call
-    finally:
-        torch.distributed.destroy_process_group()
-    told = [record.getMessage() for record in caplog.records if "is held by memfit.checkpoint" in record.getMessage()]
-    assert len(told) == 2
-    assert "since the model is wrapped in DDP" in told[0] and "since the model is under DDP" in told[1]
-    for one, other in zip(wrapped.parameters(), around.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)  # pyright: ignore[reportArgumentType]
+    assert not [each for each in caplog.records if "memfit.checkpoint" in each.getMessage()]
+    for gradients in found.values():
+        assert all(map(torch.equal, gradients, found["eager"]))
 
 
 def test_retain_graph_is_refused_before_anything_is_released() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -348,7 +349,7 @@ class CachingDevice:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.live_bytes = self.held_bytes = 200
-        monkeypatch.setattr(account, "bytes_from_before", lambda _device: 0)
+        monkeypatch.setattr(account, "Uncounted", lambda _device: SimpleNamespace(live_bytes=lambda: 0))
         monkeypatch.setattr(account, "allocated_bytes", lambda _device: 0)
         monkeypatch.setattr(account, "held_bytes", lambda _device: self.held_bytes)
         monkeypatch.setattr(account, "empty_cache", lambda _device: setattr(self, "held_bytes", self.live_bytes))

@@ -152,6 +152,12 @@ def test_a_rank_that_is_gone_ends_the_others(tmp_path: Path, name: str, where: s
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_killed_in_a_step_ends_the_others(tmp_path: Path) -> None:
+    found = on_ranks([rank_steps.dying_rank], 2, tmp_path, timeout_seconds=10, dies=1)
+    assert found[0]["dying_rank"].startswith("RankError: running a step: another rank is gone, or does not answer: ")
+
+
+@pytest.mark.slow
 def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
     example = Path(__file__).parent.parent / "examples" / "ranks.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -85,6 +86,7 @@ from memfit.torch_private.dynamo import (
     ends_in_break,
     greedy_knapsack,
     ilp_knapsack,
+    is_between_breaks,
     is_compilers,
     times_compiled,
 )
@@ -123,6 +125,7 @@ from memfit.torch_private.patching import replaced
 from memfit.torch_private.ranks import (
     bucket_sizes,
     ddp_facts,
+    ddp_sorts_buckets,
     finish_gather,
     finish_scatter,
     first_bucket_bytes,
@@ -131,10 +134,11 @@ from memfit.torch_private.ranks import (
     group_timeout,
     groups_of,
     has_ranks,
+    inside_ddp,
     is_gloo,
     is_joined,
+    is_lost,
     replicated_class,
-    runs_under_ddp,
     start_gather,
     start_scatter,
     start_sum,
@@ -699,15 +703,12 @@ def test_sequence_numbers_link_forward_and_backward() -> None:
     assert seen == [True, ("MulBackward0", before)]
 
 
-def test_a_forward_under_ddp_is_seen(tmp_path: Path) -> None:
+def test_the_module_inside_of_ddp(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        seen: list[bool] = []
         inner = torch.nn.Linear(2, 2)
-        inner.register_forward_hook(lambda *_: seen.append(runs_under_ddp()))
-        torch.nn.parallel.DistributedDataParallel(inner)(torch.ones(1, 2))
-        assert seen == [True]
-        assert not runs_under_ddp()
+        assert inside_ddp(torch.nn.parallel.DistributedDataParallel(inner)) is inner
+        assert inside_ddp(inner) is inner
     finally:
         torch.distributed.destroy_process_group()
 
@@ -1210,9 +1211,11 @@ def test_how_often_code_was_compiled_before() -> None:
 
 def test_a_graph_before_a_break_is_told_from_the_last_one() -> None:
     seen: list[bool] = []
+    between: list[bool] = []
 
     def backend(module: Any, _inputs: Any) -> Any:
         seen.append(ends_in_break(module))
+        between.append(is_between_breaks(module))
         return module.forward
 
     def broken(x: torch.Tensor) -> torch.Tensor:
@@ -1222,6 +1225,8 @@ def test_a_graph_before_a_break_is_told_from_the_last_one() -> None:
 
     torch.compile(broken, backend=backend)(torch.ones(2))
     assert seen == [True, False] and not ends_in_break(torch.fx.symbolic_trace(torch.nn.Identity()))
+    torch.compile(lambda x: x * 3, backend=backend)(torch.ones(2))
+    assert between == [True, True, False] and not is_between_breaks(torch.fx.symbolic_trace(torch.nn.Identity()))
 
 
 @pytest.mark.parametrize("tells", [True, False])
@@ -1455,6 +1460,41 @@ def test_ddp_tells_its_hook_and_its_buckets() -> None:
     assert "comm_hook" not in ddp_facts(ddp)
     ddp.register_comm_hook(None, allreduce_hook)
     assert ddp_facts(ddp)["comm_hook"] == "allreduce_hook"
+
+
+def test_ddp_sorts_its_buckets_after_the_first_backward_pass() -> None:
+    def summed(values: torch.Tensor) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(values)
+        return future
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        for options, expected in (({}, [True, True, False]), ({"find_unused_parameters": True}, [False] * 3)):
+            seen: list[bool] = []
+            inner = torch.nn.Linear(2, 2)
+            inner.register_forward_hook(lambda *_, seen=seen: seen.append(ddp_sorts_buckets()))
+            ddp = torch.nn.parallel.DistributedDataParallel(inner, **options)
+            ddp.register_comm_hook(None, lambda _, bucket: summed(bucket.buffer()))
+            for _ in range(3):
+                ddp(torch.ones(1, 2)).sum().backward()
+            assert seen == expected
+            assert not ddp_sorts_buckets()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_an_error_of_a_collective_says_that_another_rank_is_gone(tmp_path: Path) -> None:
+    def join(rank: int) -> torch.distributed.ProcessGroupGloo:
+        store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
+        return torch.distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=2))
+
+    with ThreadPoolExecutor(2) as pool:
+        one, _other = pool.map(join, (0, 1))
+    with pytest.raises(RuntimeError) as raised:  # the other one never answers
+        one.allreduce([torch.ones(1)]).wait()
+    assert is_lost(raised.value)
+    assert not is_lost(RuntimeError("out of memory"))
 
 
 @pytest.mark.usefixtures("one_rank")

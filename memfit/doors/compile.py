@@ -17,6 +17,7 @@ from memfit.dynamo.model import compile_in_place, release
 from memfit.errors import UnsupportedStepError
 from memfit.options import CompileOptions
 from memfit.torch_private.modules import eager_call
+from memfit.torch_private.ranks import inside_ddp
 
 _log = logging.getLogger("memfit")
 LEAVES_WHOLE = "logits leave a compiled graph whole, and chunk_loss computes them by rows"
@@ -53,8 +54,9 @@ def compile(
         UnsupportedStepError: a model under DataParallel, or an optimizer that evaluates the loss itself.
 
     Guarantees: a call with gradients runs as one planned graph. At the first one that PyTorch's compiler cannot take in
-    as one, `memfit.checkpoint` takes over with the same budget, which one line says; of a model that several processes
-    train (DDP, FSDP, tensor parallelism), from the beginning. A call without gradients runs
+    as one, `memfit.checkpoint` takes over with the same budget, which one line says; of a model under FSDP or tensor
+    parallelism, from the beginning. Inside of DistributedDataParallel the module is planned, and DDP reduces the
+    gradients. A call without gradients runs
     unplanned (with Inductor's kernels as `torch.compile` runs it), and raises OverBudgetError if it takes more than
     the budget. An update that takes more raises InfeasibleBudgetError. If forward, loss and backward take more than was
     planned, a warning says so, and they are planned again for less; after three times it raises BudgetNotHeldError. A
@@ -65,16 +67,18 @@ def compile(
         hand_over(model, {**given, "chunk_loss": chunk_loss}, LEAVES_WHOLE, "memfit.compile")
         return model
 
-    def otherwise(why: str) -> Callable[..., Any]:
-        release(model)
-        hand_over(model, given, why, "memfit.compile")
-        return eager_call(model)
+    inside = inside_ddp(model)
 
-    over_ranks = is_over_ranks(model) if isinstance(model, torch.nn.Module) else ""
+    def otherwise(why: str) -> Callable[..., Any]:
+        release(inside)
+        hand_over(inside, given, why, "memfit.compile")
+        return eager_call(inside)
+
+    over_ranks = is_over_ranks(inside) if isinstance(inside, torch.nn.Module) else ""
     if over_ranks:
         hand_over(model, given, over_ranks, "memfit.compile")
         return model
-    calls = compile_in_place(model, given, "memfit.compile", otherwise=otherwise)
+    calls = compile_in_place(inside, given, "memfit.compile", otherwise=otherwise)
     if optimizer is not None:
         calls.account.optimizers.follow(optimizer)
     return model

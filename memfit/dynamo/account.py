@@ -27,7 +27,7 @@ from memfit.memory.contract import (
     WindowKind,
 )
 from memfit.memory.contract import Usage as Taken
-from memfit.memory.footprint import bytes_from_before
+from memfit.memory.uncounted import Uncounted
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, page_bytes
 from memfit.torch_private.autograd import at_end_of_backward
@@ -67,6 +67,7 @@ class Account:
         most_bytes: the most bytes on the device in any step that was measured, and while a graph was compiled.
         ran: calls of graphs, which `count` adds to.
         steps: that have begun.
+        ended: is told, at the end of each backward pass, the most bytes on the device in its step.
     """
 
     def __init__(self, budget_bytes: int, device: torch.device, budget_is: str = FIRM) -> None:
@@ -83,9 +84,10 @@ class Account:
         self._updates = 0  # since the last verdict that changed plans
         self.excess_bytes = budget_bytes - self.contract.aim_bytes(self.standing)
         self.most_bytes = 0
+        self.ended: Callable[[int], None] | None = None
         self.ran = self.steps = self._ran_before = 0
         self._last_compiled = -WINDOWS_BEFORE_LARGER  # the step in which a graph was compiled last
-        self._before_bytes = bytes_from_before(device)
+        self._uncounted = Uncounted(device)
         self.optimizers = Optimizers(device, lambda: self.ran, self._end_update)
         self._open: Window | None = None
         self._loss: Window | None = None
@@ -109,7 +111,7 @@ class Account:
     @property
     def live_bytes(self) -> int:
         """All bytes on the device now, with those that other streams keep from the current one."""
-        return self._before_bytes + allocated_bytes(self.device) + self._last_stream.lost_bytes
+        return self._uncounted.live_bytes() + allocated_bytes(self.device) + self._last_stream.lost_bytes
 
     def begin(self) -> None:
         """Begin to measure a step, unless the backward pass of the last call has yet to come."""
@@ -278,6 +280,8 @@ class Account:
         self._record()  # of the update
         if taken:
             self._judge(taken)
+            if self.ended is not None:
+                self.ended(taken)
 
     def _end_update(self) -> None:
         taken = self._close()
@@ -357,7 +361,7 @@ class Account:
             return 0
         window, self._open = self._open, None
         window.close()
-        self._live_bytes = self._before_bytes + window.live_bytes
+        self._live_bytes = self._uncounted.live_bytes() + window.live_bytes
         taken = self._total_bytes(window)
         self.most_bytes = max(self.most_bytes, taken)
         return taken
@@ -367,7 +371,7 @@ class Account:
         return self.standing.kept_in_a_row >= STEPS_IN_A_ROW
 
     def _total_bytes(self, window: Window) -> int:
-        return self._before_bytes + max(window.live_bytes, window.held_bytes - self._others_bytes)
+        return self._uncounted.live_bytes() + max(window.live_bytes, window.held_bytes - self._others_bytes)
 
 
 def _unused_bytes(budget_bytes: int, device: torch.device) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, ClassVar
+from functools import cached_property, partial
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.fx
@@ -24,19 +24,23 @@ from memfit.dynamo.inputs import (
     refuse_ranks,
     signatures,
 )
-from memfit.dynamo.settings import GraphSettings, read_options
+from memfit.dynamo.parts import Levels, Sharing, are_of_part, sharing_of
+from memfit.dynamo.ready_order import in_order
+from memfit.dynamo.settings import EAGER, GraphSettings, read_options
 from memfit.errors import InvalidOptionError, NotOneGraphError
 from memfit.plan import Plan
 from memfit.step.turns import turn_on
 from memfit.torch_private.ambient import put_back_after_an_error
 from memfit.torch_private.aot import hand_over_absent, without_inference_mode
-from memfit.torch_private.dynamo import ends_in_break, times_compiled
+from memfit.torch_private.dynamo import ends_in_break, is_between_breaks, times_compiled
 from memfit.torch_private.modules import hooks_on_all_modules
+from memfit.torch_private.ranks import ddp_sorts_buckets
 from memfit.torch_private.tensors import (
     DATA_DEPENDENT_ERRORS,
 )
 
 _log = logging.getLogger("memfit")
+_Compiled = TypeVar("_Compiled", bound=CompiledGraph)
 _MANY_TIMES = 64  # Dynamo takes eight for a sign of an integer that differs in each call, and goes on in eager
 
 
@@ -64,8 +68,8 @@ def memfit_backend(
     Raises:
         InvalidOptionError, InvalidBudgetError: options that cannot be read.
         InfeasibleBudgetError, TimeLimitError: no plan was found for the bytes that the budget leaves.
-        UnsupportedStepError: DDP or FSDP; backward with retain_graph=True, before anything is released; a forward pass
-            that runs again before its backward, and a host budget that has no room for it.
+        UnsupportedStepError: tensor parallelism; backward with retain_graph=True, before anything is released; a
+            forward pass that runs again before its backward, and a host budget that has no room for it.
     """
     # Options are read when the graph is first called: an error raised here would reach the user wrapped by Dynamo.
     del example_inputs
@@ -99,6 +103,8 @@ class PlannedGraph:
     Attributes:
         called: of the class: whether any graph was called in this process.
         ends_in_break: whether the user's code goes on in eager after it, so that other graphs may follow.
+        sharing: of the budget with other parts of a model; None if it is planned by itself.
+        compiled: by what it depends on of its inputs.
     """
 
     called: ClassVar[bool] = False
@@ -108,6 +114,9 @@ class PlannedGraph:
     ) -> None:
         self.ends_in_break = ends_in_break(module)
         self.module = with_numbers_as_tensors(without_inference_mode(module))
+        self._may_be_part = account is None and not is_between_breaks(module)
+        self.sharing: Sharing | None = None
+        self._levels: dict[Any, Levels] = {}
         self.compiled: dict[Any, CompiledGraph] = {}
         self.has_warned = False  # of the bytes that are set aside for the optimizer
         self.has_warned_of_strides = False
@@ -125,23 +134,35 @@ class PlannedGraph:
         with turn_on(device).of(self, "the forward pass of a graph that memfit's backend compiled"):
             self._device = device
             if self._given_account is None and torch.is_grad_enabled():
+                self._look_whether_part(inputs)
                 self.account.begin()
             return self._call(inputs)
 
     @cached_property
     def account(self) -> Account:
         """What measures the steps; unless it was given, it is made at the first call, on its device."""
-        settings = self.options.settings
-        return self._given_account or Account(int(settings.budget), self._device, settings.budget_is)
+        given = int(self.options.settings.budget), self._device, self.options.settings.budget_is
+        return self._given_account or Account(*given)
+
+    def _look_whether_part(self, inputs: Sequence[Any]) -> None:
+        """See at the first call with gradients whether the graph is a part of a model, which shares the budget."""
+        if self._may_be_part and self.options.kernels == EAGER and are_of_part(inputs):
+            settings = self.options.settings
+            self.sharing = sharing_of(int(settings.budget), self._device, settings.budget_is)
+            self.account = self.sharing.account
+        self._may_be_part = False
 
     def _call(self, inputs: Sequence[Any]) -> Any:
         key = (signatures(inputs), torch.is_grad_enabled())
         compiled = self.compiled.get(key)
         if compiled is None:
             refuse_ranks(inputs)
-        if compiled is None or compiled.should_plan_again():
+        if self.sharing is not None and torch.is_grad_enabled():
+            levels = self._levels.setdefault(key, Levels(self))
+            compiled = self.compiled[key] = self.sharing.part(levels, inputs)
+        elif compiled is None or compiled.should_plan_again():
             with self.account.compiling():
-                compiled = self.compiled[key] = self.compile(inputs, compiled)
+                compiled = self.compiled[key] = self.compile(partial(CompiledGraph, self, inputs, compiled))
         if compiled.plan is not None:
             self._warn_of_sums(inputs)
             self.awaiting += 1
@@ -169,21 +190,17 @@ class PlannedGraph:
         if compiled.plan is None:
             return self.account.evaluate(lambda: compiled.function(*inputs))
         self.account.count(compiled.room_bytes, is_least=compiled.is_least)
-        return compiled.function(*inputs)
+        return compiled.function(*(in_order(inputs, compiled.ready) if ddp_sorts_buckets() else inputs))
 
-    def compile(self, inputs: Sequence[Any], before: CompiledGraph | None) -> CompiledGraph:
-        """Return the compiled graph at the sizes of `inputs`.
-
-        Args:
-            inputs: of the graph.
-            before: what was compiled for these sizes before, if anything.
+    def compile(self, make: Callable[[], _Compiled]) -> _Compiled:
+        """Return the compiled graph that `make` makes.
 
         Raises:
             UnsupportedStepError: the graph depends on the value of a number or of a tensor.
         """
         try:
             with put_back_after_an_error():
-                return CompiledGraph(self, inputs, before)
+                return make()
         except DATA_DEPENDENT_ERRORS as error:
             raise NotOneGraphError(
                 "the model computes with a number that changes from call to call (or under dynamic=True might), such "
@@ -200,4 +217,6 @@ class PlannedGraph:
     @property
     def plans(self) -> list[Plan]:
         """The plans in use, one for each tuple of sizes."""
-        return [c.plan for c in self.compiled.values() if c.plan is not None]
+        parts = [part for levels in self._levels.values() for part in levels.parts]
+        compiled = [*parts, *(each for each in self.compiled.values() if each not in parts)]
+        return [each.plan for each in compiled if each.plan is not None]

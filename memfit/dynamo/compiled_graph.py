@@ -29,6 +29,7 @@ from memfit.dynamo.inputs import (
     refuse_retained_graph,
 )
 from memfit.dynamo.outside import Outside, of_whole_budget, planned_beside
+from memfit.dynamo.ready_order import noting_order
 from memfit.dynamo.settings import INDUCTOR, as_it_is, settings_of
 from memfit.dynamo.share import Share
 from memfit.dynamo.window import Mark, Marks, kept_by, storages_of
@@ -77,6 +78,7 @@ class CompiledGraph:
         is_least: whether no plan that was found takes less.
         share: of the budget, where other calls follow in the same step.
         is_late: whether it was planned between two calls of one step.
+        ready: places of inputs, in the order in which eager has their gradients.
     """
 
     def __init__(self, graph: PlannedGraph, inputs: Sequence[Any], before: CompiledGraph | None) -> None:
@@ -85,6 +87,7 @@ class CompiledGraph:
         self.asked_again = False
         self.inputs = tensors_in(inputs)
         self.device = device_of(self.inputs)
+        self.ready: list[int] = []
         self.prepared: Prepared | None = None
         self.plan: Plan | None = None
         self.room_bytes = 0  # that the plan leaves of its budget
@@ -112,11 +115,8 @@ class CompiledGraph:
         self._is_outside_estimated = False
         self._marks = Marks()
         self._is_in_autocast = any_autocast()  # while AOTAutograd traces, it is off
-        shared = overlapping(inputs)
-        examples = [
-            on_its_own(leaf) if is_plain_dense(leaf) and place not in shared else leaf
-            for place, leaf in enumerate(inputs)
-        ]
+        shared, own = overlapping(inputs), on_its_own
+        examples = [own(each) if is_plain_dense(each) and n not in shared else each for n, each in enumerate(inputs)]
         self._written_by_others = {n for n, leaf in enumerate(inputs) if not isinstance(leaf, torch.nn.Parameter)}
         self.function = self._by_inductor(examples) if graph.options.kernels == INDUCTOR else self._by_eager(examples)
         self.inputs = []
@@ -125,7 +125,7 @@ class CompiledGraph:
         def traced(corrections: Corrections) -> Callable[..., Any]:
             with corrected_fakes(corrections):
                 return trace_joint(
-                    self.graph.module,
+                    noting_order(self.graph.module, self.ready),
                     examples,
                     partition=partial(self._partition, corrections),
                     forward_compiler=lambda _module, _inputs: boxed(

@@ -17,7 +17,6 @@ from memfit.memory.place import span_bytes
 from memfit.step.signature import tensor_signature
 from memfit.torch_private.autograd import any_autocast, backward_keeps_graph
 from memfit.torch_private.modules import hooks_on_all_modules
-from memfit.torch_private.ranks import runs_under_ddp
 from memfit.torch_private.tensors import is_plain_dense, tensors_in
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -117,16 +116,16 @@ def _is_plain(kind: type) -> bool:
 
 
 def refuse_ranks(inputs: Sequence[Any]) -> None:
-    """Refuse parameters that another library has spread over ranks.
+    """Refuse tensors that a library has spread over ranks, as tensor parallelism does.
 
     Raises:
-        NotOneGraphError: the model is under DDP or FSDP.
+        NotOneGraphError: there is one.
     """
     foreign = {type(each).__name__ for each in tensors_in(inputs) if not _is_plain(type(each))}
-    if runs_under_ddp() or foreign:
-        what = f"holds tensors of type {min(foreign)}, as under FSDP" if foreign else "is under DDP"
+    if foreign:
         raise NotOneGraphError(
-            f"the model {what}, where graphs are not planned: {BY_CHECKPOINT}, under any other backend of torch.compile"
+            f"the model holds tensors of type {min(foreign)}, of which graphs are not planned: {BY_CHECKPOINT}, under "
+            "any other backend of torch.compile"
         )
 
 

@@ -28,8 +28,8 @@ def _require_graph() -> None:
     if is_first and not PlannedGraph.called:
         raise UnsupportedStepError(
             'backend="memfit" was looked up, and no graph had reached it by the first step of an optimizer, so that no '
-            "budget is enforced: PyTorch's compiler enters no model under DDP or FSDP, and none where "
-            "torch.compiler.disable or TORCH_COMPILE_DISABLE forbids it. Compile the bare module, or use "
+            "budget is enforced: PyTorch's compiler enters no model whose code is all torch's inside of DDP, and none "
+            "where torch.compiler.disable or TORCH_COMPILE_DISABLE forbids it. Compile the bare module, or use "
             "memfit.compile(model, budget=...), which checks each call; train models without a budget before or after"
         )
 

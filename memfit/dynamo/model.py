@@ -145,7 +145,7 @@ class PlannedCalls:
                 raise NotOneGraphError(f"{error}; memfit.checkpoint holds the budget of such a model") from error
             return self._otherwise(str(error).removeprefix(f"{self._where}: "))(*arguments, **named)
         if account.ran == ran:
-            why = "PyTorch's compiler may not enter it (DDP, FSDP, torch.compiler.disable, TORCH_COMPILE_DISABLE)"
+            why = "PyTorch's compiler may not enter it (torch.compiler.disable, TORCH_COMPILE_DISABLE)"
             if self._otherwise is not None:
                 self._otherwise(why)
                 return returned

@@ -2,8 +2,8 @@
 
 AOTAutograd passes all primals to the forward half, and saves the tensors that it returns after its outputs. The
 backward half gets those, then the tangents. The storages that are live across the boundary are saved, and the primals
-that backward reads, with the addresses of their memory: who gives a parameter other memory between the halves
-(`parameter.data = ...`) would get gradients of neither.
+that backward reads, with what names their storages: who gives a parameter another storage between the halves
+(`parameter.data = ...`) would get gradients of neither. FSDP2 frees a storage between them, and fills it again.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from memfit.binding import Origin, Value
-from memfit.capture.across import BY_CHECKPOINT
 from memfit.capture.joint import JointCapture, is_tangent
 from memfit.errors import UnsupportedStepError
 from memfit.kernels.absent_gradients import Absent
 from memfit.kernels.program import TICKET, Half, Program
 from memfit.memory.place import at_offset_zero
 from memfit.torch_private.autograd import default_saved_hooks
-from memfit.torch_private.tensors import FakeTensorMode
+from memfit.torch_private.tensors import FakeTensorMode, storage_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +120,8 @@ def _forward(
         kept = [arguments[place] if is_read else arguments[place].data for place, is_read in places_kept]
         taken = take(arguments)
         arguments.clear()
-        addresses = _addresses(kept) if default_saved_hooks() is None else []  # hooks may give copies back
-        numbers = torch.from_numpy(np.array(addresses, dtype=np.int64))  # no memory of torch's allocators
+        storages = list(map(storage_key, kept)) if default_saved_hooks() is None else []  # hooks may give copies back
+        numbers = torch.from_numpy(np.array(storages, dtype=np.int64))  # no memory of torch's allocators
         return [*half.function(taken), *kept, numbers]
 
     return forward
@@ -187,27 +186,23 @@ def _numbers(mode: FakeTensorMode, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int64, device="cpu")
 
 
-def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
-
-
-def _require_unmoved(saved: Sequence[torch.Tensor], addresses: torch.Tensor) -> None:
-    """Refuse a backward pass whose saved primals have other memory now than forward read.
+def _require_unmoved(saved: Sequence[torch.Tensor], storages: torch.Tensor) -> None:
+    """Refuse a backward pass whose saved primals are on other storages now than forward read, or on freed ones.
 
     Args:
         saved: the primals.
-        addresses: of their memory in forward; none where hooks of saved tensors were on.
+        storages: that they were on in forward, by `storage_key`; none where hooks of saved tensors were on.
 
     Raises:
         UnsupportedStepError: gives the shape of the first one.
     """
-    for tensor, address in zip(saved, addresses.tolist(), strict=False):
-        if tensor.data_ptr() != address:
+    for tensor, storage in zip(saved, storages.tolist(), strict=False):
+        if storage_key(tensor) != storage or (tensor.numel() and not tensor.untyped_storage().nbytes()):
             raise UnsupportedStepError(
                 f"a tensor of shape {list(tensor.shape)} that the compiled forward pass read, such as a parameter, was "
                 "given other memory before backward (tensor.data = ..., or a move to another device), so that its "
                 "gradients would be neither of the old content nor of the new: call backward first, or write into it "
-                f"with copy_; fully_shard (FSDP2) gives parameters their memory anew: there {BY_CHECKPOINT}"
+                "with copy_"
             )
 
 

@@ -192,13 +192,12 @@ class Agreement:
 
     @contextmanager
     def _answering(self, what: str) -> Iterator[None]:
-        """Say in an error of torch's that another rank did not answer, and what it was asked."""
+        """Let an error of torch's be one of memfit's."""
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            self._told = lost = RankError(f"{what}: another rank is gone, or does not answer: {reason}")
-            raise lost from error
+            self._told = told = lost(what, error)
+            raise told from None
 
     def _raise_others(self, answers: list[Any]) -> None:
         """Raise the error of the first rank that failed, on a rank that did not."""
@@ -211,6 +210,12 @@ class Agreement:
             wrong = [failure.carried["corrections"] for _, failure in failed if failure.kind is WrongFakesError]
             error.corrections = {key: seen for corrections in wrong for key, seen in corrections.items()}
         raise error
+
+
+def lost(what: str, error: Exception) -> RankError:
+    """Return an error of torch's as one that says that another rank did not answer, and what it was asked."""
+    reason = str(error).strip().splitlines()[0]
+    return RankError(f"{what}: another rank is gone, or does not answer: {reason}")
 
 
 _known: WeakKeyDictionary[dist.ProcessGroup, Agreement] = WeakKeyDictionary()

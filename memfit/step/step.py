@@ -279,8 +279,7 @@ class PlannedStep(Uncopied):
         outputs = None if self._graphs is None else self._graphs.outputs()
         if outputs is None:
             written = parameters.values(), variant.guards.tensors, self.step.optimizer
-            with saying_what_is_left(*written), self._memory.call(variant.key):
-                self._ranks.before_step()
+            with saying_what_is_left(*written), self._memory.call(variant.key), self._ranks.running():
                 outputs = variant.program.run(batch)
         variant.guards.take_left()
         if not self.step.has_backward:

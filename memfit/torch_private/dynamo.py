@@ -163,6 +163,16 @@ def ends_in_break(module: torch.fx.GraphModule) -> bool:
     return reason is not None and reason.graph_break
 
 
+def is_between_breaks(module: torch.fx.GraphModule) -> bool:
+    """Return whether a graph that Dynamo gives a backend now ends in a break, or goes on after one."""
+    from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+    from torch._dynamo.symbolic_convert import tls
+
+    tracer = getattr(tls, "current_tx", None)
+    goes_on = tracer is not None and tracer.f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+    return goes_on or ends_in_break(module)
+
+
 def times_compiled() -> int:
     """Return how often the code that Dynamo compiles now was compiled before."""
     now = torch._guards.CompileContext.current_compile_id()
@@ -182,9 +192,15 @@ _LOGGING = {"debug", "info", "warning", "warn", "error", "exception", "critical"
 
 
 # Dynamo would take a model that is compiled too often to eager, and does not look whether hooks of modules were added
-# or removed, and functions given other code or defaults.
+# or removed, and functions given other code or defaults. Below DistributedDataParallel it would divide a model at its
+# buckets into graphs that know nothing of each other.
 _GUARDED = {"skip_nnmodule_hook_guards": False, "assume_dunder_attributes_remain_unchanged": False}
-_SOUND = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize, **_GUARDED}
+_SOUND = {
+    "recompile_limit": sys.maxsize,
+    "accumulated_recompile_limit": sys.maxsize,
+    "optimize_ddp": False,
+    **_GUARDED,
+}
 
 
 def compile_soundly(backend: Callable[..., Any]) -> None:

@@ -22,11 +22,15 @@ def has_ranks() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def runs_under_ddp() -> bool:
-    """Return whether a DistributedDataParallel module's forward is running, or being compiled."""
-    if not torch.distributed.is_available():
-        return False
-    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
+def inside_ddp(model: Any) -> Any:
+    """Return the module inside of a DistributedDataParallel one; any other object is returned."""
+    is_ddp = torch.distributed.is_available() and isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    return model.module if is_ddp else model
+
+
+def is_lost(error: RuntimeError) -> bool:
+    """Return whether an error of a collective says that another rank is gone, or does not answer."""
+    return isinstance(error, torch.distributed.DistError) or "gloo/" in str(error)
 
 
 _LET_GO_SECONDS = 20.0  # the threads of gloo need microseconds, or their turn on a processor
@@ -244,6 +248,20 @@ def bucket_sizes(module: torch.nn.parallel.DistributedDataParallel) -> list[int]
 
 def _sizes(module: torch.nn.parallel.DistributedDataParallel, name: str) -> list[int]:
     return [int(each) for each in ddp_facts(module).get(name, "").split(",") if each.strip()]
+
+
+def ddp_sorts_buckets() -> bool:
+    """Return whether a DistributedDataParallel runs its module, and makes its buckets anew after the backward pass.
+
+    It sorts them by when gradients are ready, and tells one step later. On two ranks a sum does not depend on it.
+    """
+    if not torch.distributed.is_available():
+        return False
+    module = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if module is None or module.process_group.size() <= 2:
+        return False
+    may_sort = module.static_graph or not module.find_unused_parameters
+    return may_sort and not _sizes(module, "rebuilt_bucket_sizes")
 
 
 def replicated_class() -> type:

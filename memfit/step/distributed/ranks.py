@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,9 +15,10 @@ from memfit.capture.across import BY_CHECKPOINT, Across
 from memfit.errors import InvalidOptionError, RankError
 from memfit.plan import Plan
 from memfit.planning import Settings
-from memfit.step.agreement import Agreement, agreement_of
+from memfit.step.agreement import Agreement, agreement_of, lost
 from memfit.step.distributed.planning import AcrossRanks
 from memfit.step.prepare import Planning
+from memfit.torch_private.ranks import is_lost
 from memfit.torch_private.tensors import tree_flatten
 
 T = TypeVar("T")
@@ -50,8 +52,9 @@ class Ranks:
     def require_same_plan(self, plan: Plan) -> None:
         """Raise RankError unless all ranks are about to run the same plan."""
 
-    def before_step(self) -> None:
-        """Do what has to be done before the ops of a step run."""
+    def running(self) -> AbstractContextManager[None]:
+        """Run the ops of a step in the block."""
+        return nullcontext()
 
     def most_bytes(self, measured_bytes: int) -> int:
         """Return the bytes that a step took on the rank where it took most."""
@@ -149,9 +152,20 @@ class ManyRanks(Ranks):
         lines = list(plan.schedule.lines())
         self._agreement.require_equal("plans", _digest(lines), lambda: lines, "give all ranks the same plan")
 
-    def before_step(self) -> None:
-        """Give all ranks rank 0's buffers."""
-        self._across.share_buffers(self._step.model)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Give all ranks rank 0's buffers; then run the ops of a step in the block.
+
+        Raises:
+            RankError: another rank is gone.
+        """
+        try:
+            self._across.share_buffers(self._step.model)
+            yield
+        except RuntimeError as error:
+            if not is_lost(error):
+                raise
+            raise lost("running a step", error) from None
 
     def most_bytes(self, measured_bytes: int) -> int:
         """Return the bytes that the step took on the rank where it took most."""
