@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
     from memfit.checkpointing.step import CheckpointedStep
-    from memfit.step.proof import Correction
     from memfit.step.step import PlannedStep
 
 EXAMPLES = """
@@ -92,7 +91,8 @@ def fit(
         facts, measured = _verified(planned, repeats, work)
         _keep(planned, save, work)
         if report and _is_of_graph(planned):
-            write_report(planned.plan, report, curve, settings, work, _for_report(planned, measured))
+            shown = replace(planned.noted(measured), bitwise_equal=True)
+            write_report(planned.plan, report, curve, settings, work, shown)
     return deliver(_answer(target, facts, planned, measured, save, report), as_json=as_json)
 
 
@@ -189,7 +189,7 @@ def _of_plan(planned: PlannedStep) -> Facts:
             **({"memory from": f"{by}{f': {why}' if why else ''}"} if is_gpu else {}),
             **({"offloaded": offloads_row(host["host"])} if host else {}),
             "plan": f"by planner {plan.planner} in {seconds_text(seconds)}: {plan.status}",
-            **({"corrected": " ".join(map(_sentence, corrections))} if corrections else {}),
+            **({"corrected": " ".join(correction.sentence for correction in corrections)} if corrections else {}),
         },
         by_part=taken.rows() if taken else {},
         **({} if planned.step.has_backward else {"compared": "the next state, generators"}),
@@ -220,21 +220,6 @@ def _of_checkpoints(planned: CheckpointedStep, measured: Measured) -> Facts:
             "kept": size.kinds_text(),
         },
     )
-
-
-def _for_report(planned: PlannedStep, measured: Measured) -> Measured:
-    """Return the measurement with what a report says beside it."""
-    return replace(
-        measured,
-        bitwise_equal=True,
-        machine=f"{planned.plan.device.name}, torch {planned.plan.versions.get('torch', 'unknown')}",
-        note=" ".join([*filter(None, [measured.note]), *map(_sentence, planned.corrections)]),
-    )
-
-
-def _sentence(correction: Correction) -> str:
-    words = str(correction)
-    return f"{words[0].upper()}{words[1:]}."
 
 
 def _answer(

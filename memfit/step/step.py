@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -156,6 +157,16 @@ class PlannedStep(Uncopied):
         return self._memory.held_bytes + (0 if self._graphs is None else self._graphs.held_bytes)
 
     @property
+    def budget_bytes(self) -> int:
+        """What a step may take: of a budget in percent, the largest of those of the steps so far."""
+        return self._proof.budget_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """The bytes that the latest call that was measured took of the device; 0 before."""
+        return self._proof.taken_bytes
+
+    @property
     def is_replayed(self) -> bool:
         """Whether there is a CUDA graph that calls replay (see `cuda_graph` of `memfit.fit`)."""
         return self._graphs is not None and self._graphs.has_graph
@@ -237,7 +248,35 @@ class PlannedStep(Uncopied):
     def measure(self, batch: Any = None, *, repeats: int = 3) -> Measured:
         """Measure peak bytes and seconds of planned and eager steps, interleaved; both leave no trace."""
         with turn_for(self.step, self.device, "`measure`"):
-            return measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
+            measured = measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
+        return replace(measured, machine=f"{self.plan.device.name}, torch {self.plan.versions.get('torch', 'unknown')}")
+
+    def report(self, path: Path | str, *, repeats: int = 3) -> None:
+        """Measure the step beside eager, and write one HTML file with the plan and what was measured.
+
+        Args:
+            path: where the page is written.
+            repeats: as for `measure`.
+
+        Raises:
+            InvalidFileError: the file cannot be written.
+        """
+        from memfit.report import write_html  # the report stands above; only who asks for a page pays for it
+
+        write_html(self.plan, path, measured=self.noted(self.measure(repeats=repeats)))
+
+    def noted(self, measured: Measured) -> Measured:
+        """Return a measurement that also notes which plans were corrected."""
+        sentences = [measured.note, *(correction.sentence for correction in self.corrections)]
+        return replace(measured, note=" ".join(filter(None, sentences)))
+
+    def __repr__(self) -> str:
+        return f"PlannedStep({self.plan!r}, {len(self.plans)} plans)"
+
+    def _repr_html_(self) -> str:
+        from memfit.report.notebook import plan_html
+
+        return plan_html(self.plan, {"corrected": str(len(self.corrections))} if self.corrections else None)
 
     def wait_for_searches(self, seconds: float | None = None) -> bool:
         """Wait until no plan is searched behind the steps; return whether that is so.
