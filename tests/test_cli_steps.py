@@ -130,11 +130,12 @@ def test_fit_plans_runs_verifies_and_measures(run: Run, own_file: Path, tmp_path
     assert status == 0, err
     assert set(document) == {
         "target", "device", "memfit_version", "budget_bytes", "resident_bytes", "planner", "status", "plan_seconds",
-        "baseline", "predicted", "measured", "overhead", "bitwise_equal", "reserved", "bounds",
+        "baseline", "predicted", "measured", "overhead", "overhead_spread", "turns", "bitwise_equal", "reserved",
+        "bounds",
     }  # fmt: skip
     assert set(document["baseline"]) == {"peak_bytes", "step_seconds"}
-    for side in ("predicted", "measured"):
-        assert set(document[side]) == {"peak_bytes", "reserved_bytes", "step_seconds"}
+    for side, more in (("predicted", {"overhead"}), ("measured", set())):
+        assert set(document[side]) == {"peak_bytes", "reserved_bytes", "step_seconds"} | more
         assert document[side]["reserved_bytes"] == document[side]["peak_bytes"], "a CPU keeps nothing that is not live"
     parts = dict(document["reserved"])
     assert parts.pop("reserved_bytes") == document["predicted"]["reserved_bytes"] == sum(parts.values())
@@ -144,7 +145,9 @@ def test_fit_plans_runs_verifies_and_measures(run: Run, own_file: Path, tmp_path
     assert document["predicted"]["peak_bytes"] == pytest.approx(document["measured"]["peak_bytes"], rel=0.02)
     assert document["resident_bytes"] < document["measured"]["peak_bytes"]
     assert Plan.load(plan_file).budget_bytes == document["budget_bytes"]
-    assert f">{change_text(document['overhead'])}<" in page.read_text(), "the page and the answer tell one overhead"
+    assert f">{change_text(document['overhead'])} (" in page.read_text(), "the page and the answer tell one overhead"
+    seconds = document["measured"]["step_seconds"], document["baseline"]["step_seconds"]
+    assert document["overhead"] == seconds[0] / seconds[1] - 1, "and so do the seconds"
     assert all(part in page.read_text() for part in PARTS)
 
 

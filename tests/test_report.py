@@ -40,7 +40,7 @@ from memfit.simulate import simulate
 from memfit.simulate.overlap import Transfers, simulated_transfers
 from memfit.system.lines import printable
 
-MEASURED = Measured(peak_bytes=1, step_seconds=1.0, baseline_peak_bytes=1, baseline_step_seconds=1.0, overhead=0.0)
+MEASURED = Measured(peak_bytes=1, step_seconds=1.0, baseline_peak_bytes=1, baseline_step_seconds=1.0)
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=hacked()>@@data@@\x1b[2J\u202e'\"&"
 
 
@@ -447,7 +447,7 @@ def test_measurements_stand_in_columns_of_their_own() -> None:
         step_seconds=12.5,
         baseline_peak_bytes=1500,
         baseline_step_seconds=10.0,
-        overhead=0.24,
+        overhead_spread=(0.2, 0.31),
         bitwise_equal=False,
     )
     page = render(plan, measured=measured)
@@ -456,7 +456,7 @@ def test_measurements_stand_in_columns_of_their_own() -> None:
     assert cells == [
         ["Peak memory", "1.326 KiB", "1.326 KiB", "1.465 KiB", "1.27 KiB"],
         ["Step time", "10.000 s", "11.000 s", "10.000 s", "12.500 s"],
-        ["Extra time", "–", "+10.0%", "–", "+24.0%"],
+        ["Extra time", "–", "+10.0%", "–", "+25.0% (20.0 to 31.0)"],
     ]
     assert "differed</b> from those of the unplanned step" in page
     assert "nothing was run for this report" in render(plan)

@@ -79,7 +79,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Path]:
         step_seconds=1.0,
         baseline_peak_bytes=1,
         baseline_step_seconds=1.0,
-        overhead=0.0,
         bitwise_equal=True,
         machine="a test",
     )
@@ -327,7 +326,6 @@ def test_two_chosen_plans_are_compared(tmp_path: Path, visit: Visit) -> None:
         step_seconds=0.2,
         baseline_peak_bytes=30_000,
         baseline_step_seconds=0.1,
-        overhead=1.0,
         bitwise_equal=True,
         machine="a test",
     )

@@ -105,6 +105,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
             "eager_peak",
             "hooks",
             "measured",
+            "overhead",
             "signature",
             "turns",
             "uncopied",

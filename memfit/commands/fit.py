@@ -19,7 +19,7 @@ from memfit.commands.work import Work, working
 from memfit.errors import InvalidOptionError, VerificationError
 from memfit.memory.contract import FIRM
 from memfit.plan import Plan, Status
-from memfit.report.formatting import change_text, seconds_text
+from memfit.report.formatting import change_text, count_text, seconds_text
 from memfit.report.taken import is_for_gpu, taken_of
 from memfit.step.measured import Measured
 from memfit.system.budget import format_bytes, parse_budget
@@ -60,7 +60,7 @@ def fit(
     save: options.Save = None,
     report: options.Report = None,
     curve: options.CurvePoints = 10,
-    repeats: options.Repeats = 3,
+    repeats: options.Repeats = None,
     as_json: options.Json = False,
 ) -> int:
     """Plan TARGET within a budget, run it, prove that its results are the same bits as eager's, and measure both."""
@@ -139,7 +139,7 @@ class Facts(NamedTuple):
     by_part: dict[str, str] = {}  # noqa: RUF012 - never changed
 
 
-def _verified(planned: PlannedStep | CheckpointedStep, repeats: int, work: Work) -> tuple[Facts, Measured]:
+def _verified(planned: PlannedStep | CheckpointedStep, repeats: int | None, work: Work) -> tuple[Facts, Measured]:
     """Run the planned step beside eager, and return what is told of it, and the measurement.
 
     Raises:
@@ -173,6 +173,7 @@ def _of_plan(planned: PlannedStep) -> Facts:
         predicted={
             "peak_bytes": plan.predicted.peak_bytes,
             "step_seconds": plan.predicted.seconds,
+            "overhead": plan.overhead,
             **({"reserved_bytes": taken.reserved_bytes} if taken else {}),
         },
         keys={
@@ -201,7 +202,7 @@ def _of_checkpoints(planned: CheckpointedStep, measured: Measured) -> Facts:
     return Facts(
         device=str(planned.device),
         budget_bytes=planned.budget_bytes,
-        predicted={"peak_bytes": size.planned.predicted_bytes, "step_seconds": None},
+        predicted={"peak_bytes": size.planned.predicted_bytes, "step_seconds": None, "overhead": None},
         keys={
             "planner": "checkpoint",
             "status": Status.FEASIBLE,
@@ -251,14 +252,16 @@ def _answer(
         "predicted": facts.predicted,
         "measured": run,
         "overhead": measured.overhead,
+        "overhead_spread": measured.overhead_spread,
+        "turns": measured.turns,
         "bitwise_equal": True,
         **facts.keys,
     }
     rows = {
         "budget": f"{format_bytes(facts.budget_bytes)}, {format_bytes(measured.resident_bytes)} of it resident",
         "same bits as eager": facts.compared,
-        "overhead": f"{change_text(measured.overhead)} (measured, against eager)",
-        **({"eager": measured.note} if measured.note else {}),
+        "overhead": f"{measured.overhead_text} measured, against eager, in {count_text(measured.turns, 'turn')}",
+        **({"note": measured.note} if measured.note else {}),
         **facts.rows,
         **({"plan file" if _is_of_graph(planned) else "policy file": str(save)} if save else {}),
         **({"report": str(report)} if report else {}),
@@ -268,6 +271,8 @@ def _answer(
         (name, *("-" if side.get(key) is None else text(side[key]) for side in (baseline, run, facts.predicted)))
         for name, key, text in (*texts, ("step", "step_seconds", seconds_text))
     ]
+    predicted = facts.predicted["overhead"]
+    cells.append(("overhead", "-", measured.overhead_text, "-" if predicted is None else change_text(predicted)))
     columns = ("", "eager, measured", "planned, measured", "planned, predicted")
     by_part = (rows_table(facts.by_part), Text()) if facts.by_part else ()
     parts = (rows_table(rows), Text(), *by_part, columns_table(columns, cells))

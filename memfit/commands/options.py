@@ -92,7 +92,15 @@ LargestBatch = Annotated[int, typer.Option("--largest", metavar="N", min=1, help
 CurvePoints = Annotated[
     int, typer.Option("--curve", metavar="N", min=0, help="Points of the report's trade-off curve; 0 leaves it out.")
 ]
-Repeats = Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Steps to measure; medians are shown.")]
+Repeats = Annotated[
+    int | None,
+    typer.Option(
+        "--repeats",
+        metavar="N",
+        min=1,
+        help="Turns of eager and planned steps to measure; by default until the overhead is known to 2 points.",
+    ),
+]
 RanksText = Annotated[str | None, _of_record("ranks", metavar="N|N,N,...")]
 Shard = Annotated[bool, _of_record("shard", "--shard")]
 Replicas = Annotated[int, _of_record("replicas", metavar="N")]

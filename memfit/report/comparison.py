@@ -104,6 +104,7 @@ def _point(point: ComparedPoint, device: Device, managed: list[int]) -> dict[str
         "status": status_text(point.status),
         "measured_peak_bytes": measured.peak_bytes if measured else None,
         "measured_overhead": measured.overhead if measured else None,
+        "measured_text": measured.overhead_text if measured else None,
         "same_bits": measured.bitwise_equal if measured else None,
         "kinds": kinds,
     }

@@ -157,7 +157,7 @@ def _figures_table(plan: Plan, measured: Measured | None, taken: Taken | None) -
         ("Peak memory", *map(_size, sizes)),
         *([("Reserved", "–", _size(taken.reserved_bytes) if taken else "–", "–", _size(reserved))] if reserved else []),
         ("Step time", *predicted_seconds, *measured_seconds),
-        ("Extra time", "–", extra, "–", change_text(measured.overhead)),
+        ("Extra time", "–", extra, "–", measured.overhead_text),
     ]
     machine = f", on {as_html(measured.machine)}" if measured.machine else ""
     head = (

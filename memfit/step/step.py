@@ -13,6 +13,7 @@ import torch
 
 from memfit.capture import Captured, TrainingStep
 from memfit.capture.placement import step_device
+from memfit.cost.observe import doubt
 from memfit.errors import InvalidDeviceError, InvalidOptionError
 from memfit.memory.arena.arena import Arena
 from memfit.memory.contract import FIRM, MOST_CORRECTIONS, STEPS_IN_A_ROW, Contract
@@ -37,6 +38,8 @@ from memfit.step.variants import Variant
 from memfit.step.verify import require_same
 from memfit.torch_private.tensors import tree_flatten, tree_unflatten
 
+_MOST_PREDICTED = 1.5  # seconds of the unplanned step, in those of eager's
+_DOUBTED = "The ops were measured in a busy moment: predicted times are too long; the next fit measures them anew."
 _ON_RANKS = "the ranks of a step have none"
 _MOST_PROVING_STEPS = (MOST_CORRECTIONS + 1) * (STEPS_IN_A_ROW + 1)  # of each plan; a first one may make state
 
@@ -245,13 +248,25 @@ class PlannedStep(Uncopied):
             raise InvalidOptionError("no_sync is for steps with a process_group and without an optimizer")
         return self.step.across.no_sync()
 
-    def measure(self, batch: Any = None, *, repeats: int = 3) -> Measured:
-        """Measure peak bytes and seconds of planned and eager steps, interleaved; both leave no trace."""
+    def measure(self, batch: Any = None, *, repeats: int | None = None) -> Measured:
+        """Measure peak bytes and seconds of planned and eager steps, in turns; both leave no trace.
+
+        Args:
+            batch: of the steps; its own if None.
+            repeats: how many turns; None takes as many as it takes to know the overhead to two percentage points, five
+                at least, within 10 seconds.
+        """
         with turn_for(self.step, self.device, "`measure`"):
             measured = measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
-        return replace(measured, machine=f"{self.plan.device.name}, torch {self.plan.versions.get('torch', 'unknown')}")
+        predicted, eager = self.plan.unplanned.seconds, measured.baseline_step_seconds
+        note = measured.note
+        if self.settings.device is None and eager is not None and predicted > _MOST_PREDICTED * eager:
+            doubt(self.captured.binding)
+            note = f"{note} {_DOUBTED}".strip()
+        machine = f"{self.plan.device.name}, torch {self.plan.versions.get('torch', 'unknown')}"
+        return replace(measured, machine=machine, note=note)
 
-    def report(self, path: Path | str, *, repeats: int = 3) -> None:
+    def report(self, path: Path | str, *, repeats: int | None = None) -> None:
         """Measure the step beside eager, and write one HTML file with the plan and what was measured.
 
         Args:
