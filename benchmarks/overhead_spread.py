@@ -1,4 +1,4 @@
-"""Whether the spread that a measured overhead is told with covers it: twenty measurements of one step on a busy machine.
+"""Whether the spread that is told with a measured overhead covers it: twenty measurements on a busy machine.
 
 Each measurement is what `step.measure()` gives by default. Meanwhile other processes multiply matrices, a share of the
 time. What they are held against is one long measurement without these processes; what the machine's other users take

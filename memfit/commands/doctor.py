@@ -31,7 +31,7 @@ memfit doctor
 memfit doctor --json
 """
 
-_PACKAGES = ("torch", "numpy", "numba", "ortools", "msgspec", "rich", "typer", "plotly")
+_PACKAGES = ("torch", "numpy", "numba", "ortools", "msgspec", "rich", "typer")
 _OPTIONAL = ("transformers", "accelerate", "lightning", "pytorch-lightning", "peft", "trl", "deepspeed", "safetensors")
 _VARIABLES = (
     *("MEMFIT_CACHE", "NUMBA_CACHE_DIR", "NUMBA_DISABLE_JIT", "CXX", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES"),
