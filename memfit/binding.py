@@ -135,6 +135,9 @@ class Binding:
     residents: tuple[Resident, ...]
     outputs: Mapping[str, Value]
 
+    def __repr__(self) -> str:
+        return f"Binding({self.device}, {len(self.calls):,} calls, {len(self.residents):,} residents)"
+
     def bases(self) -> dict[int, Value]:
         """Return for each storage the Value that its tensor is passed on as: the resident, or the first result."""
         bases = {resident.value.storage: resident.value for resident in reversed(self.residents)}

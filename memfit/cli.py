@@ -6,7 +6,6 @@ Exit status: 0 done; 2 bad input; 3 infeasible budget; 4 verification failed; 5 
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -18,6 +17,7 @@ from memfit.commands import (
     check,
     checkpoint,
     compare,
+    doctor,
     estimate,
     fit,
     frontier,
@@ -30,14 +30,13 @@ from memfit.commands import (
 from memfit.commands.answer import BAD_INPUT, DONE, INTERRUPTED, deliver_error, only_answers_on_stdout
 from memfit.commands.options import with_each_option
 from memfit.errors import MemfitError
-from memfit.system.lines import WarningLines
+from memfit.system.lines import lines_on_stderr
 from memfit.system.version import __version__
 
 app = typer.Typer(
     name="memfit",
     help="Make a PyTorch training step fit a memory budget given in bytes, with the least slowdown, and prove it.",
     epilog="Start with: memfit fit unet --budget 60%",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -53,6 +52,7 @@ COMMANDS = {
     "pack": (pack.pack, pack.EXAMPLES),
     "check": (check.check, check.EXAMPLES),
     "report": (report.report, report.EXAMPLES),
+    "doctor": (doctor.doctor, doctor.EXAMPLES),
     "calibrate": (calibrate.calibrate, calibrate.EXAMPLES),
     "planners": (listing.planners, listing.EXAMPLES["planners"]),
     "packers": (listing.packers, listing.EXAMPLES["packers"]),
@@ -90,13 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] == "run":  # whose script may raise what it likes
         return run.main(words[1:])
     as_json = "--json" in words
-    logger, handler = logging.getLogger("memfit"), WarningLines()
-    logger.addHandler(handler)
-    try:
-        with only_answers_on_stdout(as_json):
-            return _answered(words, as_json=as_json)
-    finally:
-        logger.removeHandler(handler)
+    with lines_on_stderr(), only_answers_on_stdout(as_json):
+        return _answered(words, as_json=as_json)
 
 
 def _answered(words: list[str], *, as_json: bool) -> int:

@@ -20,6 +20,12 @@ def compile_ahead() -> None:
     compile_packers()
 
 
+def compile_simulator() -> None:
+    """Compile what every plan waits for, also one without a search: check and simulation."""
+    budget_bytes = 4 * _LAYERS * _BYTES
+    make_planner("none").plan(Problem(graph=_chain(), device=GENERIC, budget_bytes=budget_bytes))
+
+
 def _chain() -> Graph:
     """Return a step whose layers keep one activation each for backward."""
     storages = [Storage(id=0, name="input", bytes=_BYTES, role=Role.INPUT, resident=True)]

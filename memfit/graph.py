@@ -146,6 +146,9 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     source: str = ""
     notes: str = ""
 
+    def __repr__(self) -> str:
+        return f"Graph({self.name!r}, {len(self.ops):,} ops, {len(self.storages):,} storages)"
+
     @staticmethod
     def build(
         *,

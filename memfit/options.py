@@ -55,8 +55,13 @@ class FunctionOptions(SearchOptions, total=False):
         "on a GPU, cap the process at the budget while a step runs, so that an allocation beyond it fails. Steps run "
         "first until two in a row keep the budget, and leave no trace",
     ]
-    on_stage: Annotated[Callable[[str], None] | None, "called with the name of each stage when it begins"]
-    progress: Annotated[Callable[[Progress], None] | None, "called by the planner while it searches"]
+    on_stage: Annotated[
+        Callable[[str], None] | None, "called with the name of each stage when it begins; by default it is logged"
+    ]
+    progress: Annotated[
+        Callable[[Progress], None] | None,
+        "called by the planner while it searches; by default logged every ten seconds",
+    ]
 
 
 class FitOptions(FunctionOptions, total=False):

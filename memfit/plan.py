@@ -17,6 +17,7 @@ from memfit.device import Device
 from memfit.errors import InvalidDeviceError, InvalidFileError, InvalidScheduleError, PlanMismatchError
 from memfit.graph import Bytes, Graph, GraphDocument, Seconds
 from memfit.schedule import Code, Schedule
+from memfit.system.budget import format_bytes
 from memfit.system.files import decode, read_bytes, write_atomically
 
 FORMAT = "memfit-plan"
@@ -206,6 +207,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         from memfit.report import explain  # the report stands above; only who asks for words pays for it
 
         return explain(self)
+
+    def __repr__(self) -> str:
+        sizes = f"{format_bytes(self.predicted.peak_bytes)} of {format_bytes(self.budget_bytes)}"
+        return f"Plan({self.graph.name!r}, {sizes}, {self.overhead:+.1%}, {self.planner!r}, {str(self.status)!r})"
+
+    def _repr_html_(self) -> str:
+        from memfit.report.notebook import plan_html
+
+        return plan_html(self)
 
     @property
     def is_optimal_in_every_order(self) -> bool:

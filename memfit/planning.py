@@ -25,19 +25,18 @@ from memfit.planners.auto import AutoPlanner
 from memfit.planners.engine.results import unplanned_peak_bytes
 from memfit.planners.engine.retention.decisions import Retention
 from memfit.planners.protocols import Planner, SearchOptions
+from memfit.progress import SEARCHING, tell_search, tell_stage
 from memfit.system.budget import format_bytes, on_card, parse_budget
 from memfit.system.spill_file import require_host_budget
 
 DEFAULT_PLANNER = "auto"
 DEFAULT_TIME_LIMIT_SECONDS = 5.0
-SEARCHING = "searching a plan"
-"""The stage that `Settings.on_stage` is called with before a planner runs; a kept plan has no such stage."""
 
 _MOST_HOLDING_OPS = 3  # in a message: the ops that set the least budget
 
 
 def ignored(_report: object) -> None:
-    """The default listener: it does nothing."""
+    """A listener that does nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +66,8 @@ class Settings:
         cuda_graph: whether steps are captured once and replayed, on a GPU only.
         stops_on_interrupt: whether a Ctrl-C during a search is raised as KeyboardInterrupt. Otherwise the best
             plan so far is returned.
-        on_stage: called with the name of each stage when it begins.
-        progress: called by the planner while it searches.
+        on_stage: called with the name of each stage when it begins; by default it is logged.
+        progress: called by the planner while it searches; by default a report is logged every ten seconds.
 
     Raises:
         InvalidOptionError: the time limit is not above 0, the seed is not a whole number from 0 on, there is a
@@ -92,8 +91,8 @@ class Settings:
     hard: bool = False
     cuda_graph: bool = False
     stops_on_interrupt: bool = False
-    on_stage: Callable[[str], None] = ignored
-    progress: Callable[[Progress], None] = ignored
+    on_stage: Callable[[str], None] = tell_stage
+    progress: Callable[[Progress], None] = tell_search
 
     def __post_init__(self) -> None:
         seconds, seed = self.time_limit_seconds, self.seed

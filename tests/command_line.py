@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,11 @@ MOVES = ("--option", "iterations=2000")  # in place of seconds, which a busy mac
 
 Run = Callable[..., tuple[int, str, str]]
 """Runs one command, gives exit status, standard output and standard error: the fixture `run`."""
+
+
+def without_progress(err: str) -> str:
+    """Return standard error without the lines that a command writes every ten seconds: a busy machine has more."""
+    return re.sub(r"^memfit: [^\n]*: (\d+%, )?\d+ s\b[^\n]*\n", "", err, flags=re.MULTILINE)
 
 
 def json_of(out: str) -> dict[str, Any]:

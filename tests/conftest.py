@@ -41,7 +41,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(HERE))  # for `import reference` and `import strategies`: the tests are no package
 
 from browsing import CHROME, FLAGS, Visit  # noqa: E402
-from command_line import Run  # noqa: E402
+from command_line import Run, without_progress  # noqa: E402
 from durations import Durations, fixture_key  # noqa: E402
 from frozen import FROZEN  # noqa: E402
 
@@ -144,7 +144,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     def run_command(*words: object) -> tuple[int, str, str]:
         status = main([str(word) for word in words])
         captured = capsys.readouterr()
-        return status, captured.out, captured.err
+        return status, captured.out, without_progress(captured.err)
 
     return run_command
 

@@ -12,6 +12,7 @@ from command_line import MOVES
 
 import memfit
 from memfit.cli import main
+from memfit.report.frontier_page import BatchPoint, FrontierRow, _winners
 
 UNET = ("--set", "width=4", "--device-profile", "t4", "--largest", "64", *MOVES)
 
@@ -97,3 +98,24 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...
     status, document, err = answer(capsys, *arguments)
     assert status == document["exit_status"] == 2
     assert words in err
+
+
+def test_the_page_names_the_winner_among_combinations() -> None:
+    def row(width: int, largest: int, speeds: dict[int, float]) -> FrontierRow:
+        points = [
+            BatchPoint(batch=batch, least_bytes=1, peak_bytes=1, overhead=0.0, samples_per_second=speed)
+            for batch, speed in speeds.items()
+        ]
+        return FrontierRow(options={"width": width}, largest_batch=largest, points=points)
+
+    rows = [
+        row(128, 8, {4: 50.0, 8: 40.0}),
+        row(256, 2, {2: 20.0}),
+        FrontierRow(options={}, largest_batch=0, points=[]),
+    ]
+    assert _winners(rows) == (
+        "The most samples a second, 50.0, are those of width 128 at a batch of 4; "
+        "the largest batch, 8, fits with width 128."
+    )
+    assert _winners(rows[1:2]).endswith("at a batch of 2, the largest batch.")
+    assert _winners(rows[2:]) == "No plan was found for any combination."

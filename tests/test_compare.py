@@ -17,6 +17,7 @@ from memfit.plan import Bounds, Problem, Result, Status
 from memfit.planners import PLANNERS
 from memfit.planners.none import KeepEverything
 from memfit.planning import TradeOff
+from memfit.report.comparison import ComparedPoint, _winner
 
 KEYS = {"planner", "budget_bytes", "status", "peak_bytes", "overhead", "plan_seconds"}
 SMALL = ("--set", "batch=4", "--set", "steps=6", "--set", "width=16")
@@ -202,3 +203,19 @@ def test_a_step_that_torch_cannot_compile_is_still_compared(run: Run, monkeypatc
     assert failed["peak_bytes"] is not None
     assert "measured" not in failed
     assert none["measured"]["bitwise_equal"]
+
+
+def test_the_page_names_the_winner() -> None:
+    def point(planner: str, budget_bytes: int, peak_bytes: int | None, overhead: float | None) -> ComparedPoint:
+        return ComparedPoint(planner=planner, budget_bytes=budget_bytes, peak_bytes=peak_bytes, overhead=overhead)
+
+    points = [
+        point("sublinear", 2048, 2048, 0.3), point("search", 2048, 2000, 0.1),
+        point("sublinear", 1024, None, None), point("search", 1024, 1024, 0.5), point("none", 4096, 4096, 0.0),
+        point("search", 4096, 4096, 0.0),
+    ]  # fmt: skip
+    assert _winner(points) == (
+        "search adds the least time at 2 of the 2 budgets that several reach. "
+        "The least memory is that of search: 1 KiB, +50.0% time."
+    )
+    assert _winner(points[2:3]) == "No plan was found."

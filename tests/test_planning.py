@@ -90,7 +90,7 @@ def test_a_search_that_found_nothing_is_in_the_table_of_a_comparison(
     monkeypatch.setitem(PLANNERS, "unlucky", Unlucky)
     status, out, err = run("compare", graph_file, "--planners", "unlucky", "--budgets", 2)
     assert (status, err) == (0, "")
-    assert out.count("timed out") == 3  # at both budgets, and at the least budget that it names
+    assert out.count("none found") == 3  # at both budgets, and at the least budget that it names
 
 
 def test_a_planner_that_has_tried_all_its_plans_does_not_speak_for_others(run: Run, graph_file: Path) -> None:

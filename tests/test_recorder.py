@@ -327,6 +327,17 @@ def _copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", str(compiler))
 
 
+def test_a_library_is_built_beside_other_work_once(_copied: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "_builders", {})
+    assert instruments.LIBRARY.build_beside()
+    assert not instruments.LIBRARY.build_beside()
+    file = instruments.LIBRARY.file()  # waits for it
+    assert list((tmp_path / "cache").rglob("*.so")) == [file]
+    monkeypatch.setattr(native, "_builders", {})
+    assert not instruments.LIBRARY.build_beside(), "the cache has it"
+
+
 @pytest.fixture
 def built(_copied: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a library that was built into a cache of its own; its users run in processes of their own."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,3 +157,15 @@ def test_the_backend_refuses_hooks_on_all_modules_that_come_later() -> None:
 def test_code_of_every_environment_is_a_librarys(filename: str, own: bool) -> None:
     """One that is built on another environment has packages in two folders; those of the second are no user's code."""
     assert is_own(filename) is own
+
+
+def test_code_in_a_folder_that_an_installer_has_filled_is_a_librarys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by `pip install --target`, or a folder that a .pth file names; an editable project's folder is the user's."""
+    installed, project = tmp_path / "libs", tmp_path / "src"
+    (installed / "transformers-5.0.dist-info").mkdir(parents=True)
+    project.mkdir()
+    monkeypatch.setattr(sys, "path", [str(installed), str(project), *sys.path])
+    assert not is_own(str(installed / "transformers" / "modeling.py"))
+    assert is_own(str(project / "model.py")) and is_own(str(tmp_path / "train.py"))

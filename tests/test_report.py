@@ -40,7 +40,7 @@ from memfit.simulate import simulate
 from memfit.simulate.overlap import Transfers, simulated_transfers
 from memfit.system.lines import printable
 
-MEASURED = Measured(peak_bytes=1, step_seconds=1.0, baseline_peak_bytes=1, baseline_step_seconds=1.0, overhead=0.0)
+MEASURED = Measured(peak_bytes=1, step_seconds=1.0, baseline_peak_bytes=1, baseline_step_seconds=1.0)
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=hacked()>@@data@@\x1b[2J\u202e'\"&"
 
 
@@ -315,7 +315,7 @@ def test_a_budget_that_buys_nothing_is_said_in_words() -> None:
     plan = plan_of(small_graph(), REMATERIALIZED)
     text = explain(plan, curve=[(plan.budget_bytes + 140, plan.overhead, "feasible"), (900, None, "timed_out")])
     assert "140 B more (1.504 KiB): +10.0%, the same" in text
-    assert "no plan (timed out)" in text
+    assert "no plan (none found)" in text
 
 
 def test_a_batch_without_a_plan_says_whether_that_is_proved() -> None:
@@ -375,7 +375,7 @@ def test_the_pages_figures_are_the_plans() -> None:
         assert sum(size for _, size in peak["rows"] + peak["others"]) == prediction.peak_bytes
         assert [size for _, size in peak["rows"]] == sorted((size for _, size in peak["rows"]), reverse=True)
     assert data["this_point"] == {
-        "budget_bytes": plan.budget_bytes, "overhead": plan.overhead, "text": "+10.0% time (feasible)"
+        "budget_bytes": plan.budget_bytes, "overhead": plan.overhead, "text": "+10.0% time (feasible)", "bound": 0.01
     }  # fmt: skip
     assert [point["budget_bytes"] for point in data["curve"]] == [1100, 1400]
     text = " ".join(Tags(page).texts)
@@ -447,19 +447,42 @@ def test_measurements_stand_in_columns_of_their_own() -> None:
         step_seconds=12.5,
         baseline_peak_bytes=1500,
         baseline_step_seconds=10.0,
-        overhead=0.24,
+        overhead_spread=(0.2, 0.31),
         bitwise_equal=False,
     )
     page = render(plan, measured=measured)
     rows = re.findall(r"<tr><th scope=\"row\">(.*?)</tr>", page.split('id="figures"')[1].split("</table>")[0])
     cells = [re.findall(r">([^<>]+)<", f">{row}<") for row in rows]
     assert cells == [
-        ["Peak memory", "1.326 KiB", "1.326 KiB", "1.465 KiB", "1.27 KiB"],
-        ["Step time", "10.000 s", "11.000 s", "10.000 s", "12.500 s"],
-        ["Extra time", "–", "+10.0%", "–", "+24.0%"],
+        ["Peak memory", "1.465 KiB", "1.27 KiB", "1.326 KiB", "1.326 KiB"],
+        ["Step time", "10.000 s", "12.500 s", "10.000 s", "11.000 s"],
+        ["Extra time", "–", "+25.0% (20.0 to 31.0)", "–", "+10.0%"],
     ]
     assert "differed</b> from those of the unplanned step" in page
     assert "nothing was run for this report" in render(plan)
+
+
+def test_what_was_measured_leads_and_what_fills_the_budget_is_one_bar() -> None:
+    plan = plan_of(small_graph(), REMATERIALIZED)
+    measured = Measured(peak_bytes=1300, step_seconds=12.5, baseline_peak_bytes=1500, baseline_step_seconds=10.0)
+    page = render(plan, measured=measured)
+    lead = page.split('<p class="lead">')[1].split("</p>")[0]
+    assert lead.startswith("Measured, a step took") and "+25.0%" in lead
+    assert re.findall(r"<dt>(.*?)</dt>", page)[:3] == ["Budget", "Peak memory, measured", "Step time, measured"]
+    section = page.split('id="taken-section"')[1].split("</section>")[0]
+    widths = [float(width) for width in re.findall(r"width:([\d.]+)%", section)]
+    assert len(widths) == 2, "parts without bytes are left out"
+    assert sum(widths) == pytest.approx(100 * plan.predicted.peak_bytes / plan.budget_bytes, abs=0.1)
+
+
+def test_the_bound_stands_beside_the_curve() -> None:
+    plan = plan_of(small_graph(), REMATERIALIZED)
+    curve = [CurvePoint(1100, 0.4, Status.FEASIBLE, 0.25), CurvePoint(1300, 0.2, Status.FEASIBLE)]
+    assert [point["bound"] for point in data_of(render(plan, curve=curve))["curve"]][:2] == [0.25, None]
+
+
+def test_a_page_takes_at_most_a_megabyte_and_a_half() -> None:
+    assert len(render(plan_of(small_graph(), REMATERIALIZED)).encode()) < 1.25 * 2**20
 
 
 def test_a_plan_over_its_budget_says_so() -> None:

@@ -79,7 +79,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Path]:
         step_seconds=1.0,
         baseline_peak_bytes=1,
         baseline_step_seconds=1.0,
-        overhead=0.0,
         bitwise_equal=True,
         machine="a test",
     )
@@ -101,7 +100,7 @@ def test_the_report_draws_and_nothing_complains(report: tuple[Plan, Path], visit
         areas == page.evaluate("Object.values(data.runs).reduce((n, run) => n + Object.keys(run.layers).length, 0)") + 3
     )
     assert page.locator("#live .shapelayer path").count() >= 4
-    assert page.locator("#curve .scatterlayer .trace").count() == 3
+    assert page.locator("#curve .scatterlayer .trace").count() == 4
     assert page.locator("#copies .scatterlayer .trace").count() == 3
     texts = page.locator("#live .annotation-text").all_text_contents()
     assert any(text.startswith("budget ") for text in texts)
@@ -220,7 +219,7 @@ def test_the_page_of_batches_draws_both_curves(tmp_path: Path, visit: Visit) -> 
     assert "The fastest is 2, at 18.0" in page.locator("header").inner_text()
     drawn = page.evaluate("document.getElementById('chart').data.map(trace => [trace.x, trace.y])")
     assert drawn == [[[1, 2, 4], [10, 18, 15]], [[1, 2, 4], [1, 2, 4]]]
-    assert page.locator("#chart .annotation-text").all_text_contents() == ["no plan"]
+    assert page.locator("#chart .annotation-text").all_text_contents() == ["no plan fits"]
     assert visit.rows("#points")[-1] == ["as it is", "8", "no plan fits"]
 
 
@@ -327,7 +326,6 @@ def test_two_chosen_plans_are_compared(tmp_path: Path, visit: Visit) -> None:
         step_seconds=0.2,
         baseline_peak_bytes=30_000,
         baseline_step_seconds=0.1,
-        overhead=1.0,
         bitwise_equal=True,
         machine="a test",
     )

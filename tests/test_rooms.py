@@ -36,7 +36,7 @@ ORDER = (
     ("chunked_loss",),
     ("cost",),
     ("options",),
-    ("compile_ahead", "near_plans", "planning", "plan_cache"),
+    ("compile_ahead", "near_plans", "planning", "plan_cache", "progress"),
     ("planners/registry",),
     ("packing/registry",),
     ("papers",),
@@ -105,6 +105,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
             "eager_peak",
             "hooks",
             "measured",
+            "overhead",
             "signature",
             "turns",
             "uncopied",
@@ -177,7 +178,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("tensors",),
         ("patching",),
     ),
-    "integrations": (("accelerate", "lightning", "transformers"), ("held",)),
+    "integrations": (("accelerate", "lightning", "transformers"), ("metrics",), ("held",)),
 }
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 INNER_LEVEL = {
@@ -227,6 +228,7 @@ UPWARD: dict[tuple[str, str], str] = {
     ("packing/__init__.py", "packing/registry"): "the registry's names are the room's public ones, loaded when used",
     ("planners/__init__.py", "planners/registry"): "the registry's names are the room's public ones, loaded when used",
     ("plan.py", "report"): "`plan.explain()` is a method of plans; its words are the report's",
+    ("step/step.py", "report"): "`step.report(path)` is a method of steps; its page is the report's",
 }
 
 

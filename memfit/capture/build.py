@@ -48,6 +48,9 @@ class Captured:
     stream: Stream | None = None
     sources: tuple[tuple[Any, ...], ...] = ()
 
+    def __repr__(self) -> str:
+        return f"Captured({self.graph!r}, {self.binding!r})"
+
     def answers(self, batch: Any) -> bool:
         """Return whether `batch` answers all questions that the step has asked as the captured batch did.
 

@@ -33,10 +33,22 @@ _NO_CODE = ("CACHE", "COPY", "EXTENDED_ARG", "NOP", "SWAP")
 def is_own(filename: str) -> bool:
     """Return whether a file is the user's: neither of the standard library nor installed in any site-packages.
 
-    There are several where an environment is built on another one. Code without a file, as in a notebook, is the
-    user's too.
+    There are several where an environment is built on another one, and an installer may have filled any folder on the
+    path (`pip install --target`, a `.pth` file). Code without a file, as in a notebook, is the user's too.
     """
-    return not filename.startswith(_LIBRARIES) and _INSTALLED.isdisjoint(Path(filename).parts)
+    path = Path(filename)
+    if filename.startswith(_LIBRARIES) or not _INSTALLED.isdisjoint(path.parts):
+        return False
+    return not any(_is_filled_by_an_installer(folder) for folder in sys.path if folder and path.is_relative_to(folder))
+
+
+@cache
+def _is_filled_by_an_installer(folder: str) -> bool:
+    """Return whether a folder holds what an installer notes of each package; one that cannot be read does not."""
+    try:
+        return any(entry.name.endswith(".dist-info") for entry in Path(folder).iterdir())
+    except OSError:
+        return False
 
 
 def is_librarys(module_name: Any) -> bool:

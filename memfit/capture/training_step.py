@@ -62,6 +62,10 @@ class TrainingStep:
     chunk_loss: bool | str = False
     name: str = ""
 
+    def __repr__(self) -> str:
+        optimizer = "no optimizer" if self.optimizer is None else type(self.optimizer).__name__
+        return f"TrainingStep({self.name or type(self.model).__name__}, {optimizer})"
+
     def compute_loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss of `model` on `batch`: `loss(model, batch)`, or `loss(model(inputs), target)`.
 

@@ -19,6 +19,9 @@ class Checkpointed:
     def __enter__(self) -> Checkpointed:
         return self
 
+    def __repr__(self) -> str:
+        return f"Checkpointed({str(self.report()).partition(chr(10))[0]})"
+
     def __exit__(self, *raised: object) -> None:
         self._loop.close(is_judged=raised[0] is None)
 

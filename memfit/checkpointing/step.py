@@ -277,7 +277,7 @@ class CheckpointedStep(Uncopied, MeasurableStep):
         with turn_for(self.step, self.device, "`verify`"), self._unjudged():
             require_same(self, self.step.batch if batch is None else batch, is_recorded=False)
 
-    def measure(self, batch: Any = None, *, repeats: int = 3) -> Measured:
+    def measure(self, batch: Any = None, *, repeats: int | None = None) -> Measured:
         """As `PlannedStep.measure`."""
         with turn_for(self.step, self.device, "`measure`"), self._unjudged():
             return measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)

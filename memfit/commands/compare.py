@@ -31,7 +31,8 @@ memfit compare step.graph.json.gz --json
 """
 _POINT_KEYS = ("planner", "budget_bytes", "status", "peak_bytes", "overhead", "plan_seconds")
 _MEASURED_KEYS = (
-    "peak_bytes", "step_seconds", "overhead", "bitwise_equal", "baseline_peak_bytes", "baseline_step_seconds",
+    "peak_bytes", "step_seconds", "overhead", "overhead_spread", "bitwise_equal",
+    "baseline_peak_bytes", "baseline_step_seconds",
 )  # fmt: skip
 
 _Planners = Annotated[
@@ -77,7 +78,9 @@ def compare(
     asked = search.settings("100%")
     of_workload = options.read_settings(set_, "--set")
     with working() as work:
-        grid = Grid(planners=planners, budgets=budgets, repeats=repeats if measure else 0, settings=work.follow(asked))
+        grid = Grid(
+            planners=planners, budgets=budgets, repeats=(repeats or 3) if measure else 0, settings=work.follow(asked)
+        )
         resolved = resolve(target, of_workload)
         grid.require_known(resolved)
         costed = graph_with_costs(resolved, device_profile, work, settings=asked)
@@ -132,6 +135,6 @@ def _row(point: ComparedPoint) -> list[str]:
         "-" if point.overhead is None else change_text(point.overhead),
         "-" if point.plan_seconds is None else seconds_text(point.plan_seconds),
         "-" if measured is None else format_bytes(measured.peak_bytes),
-        "-" if measured is None else change_text(measured.overhead),
+        "-" if measured is None else measured.overhead_text,
         "-" if measured is None else "yes" if measured.bitwise_equal else "no",
     ]

@@ -19,7 +19,7 @@ from memfit.commands.work import Work, working
 from memfit.errors import InvalidOptionError, VerificationError
 from memfit.memory.contract import FIRM
 from memfit.plan import Plan, Status
-from memfit.report.formatting import change_text, seconds_text
+from memfit.report.formatting import change_text, count_text, seconds_text
 from memfit.report.taken import is_for_gpu, taken_of
 from memfit.step.measured import Measured
 from memfit.system.budget import format_bytes, parse_budget
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
     from memfit.checkpointing.step import CheckpointedStep
-    from memfit.step.proof import Correction
     from memfit.step.step import PlannedStep
 
 EXAMPLES = """
@@ -61,7 +60,7 @@ def fit(
     save: options.Save = None,
     report: options.Report = None,
     curve: options.CurvePoints = 10,
-    repeats: options.Repeats = 3,
+    repeats: options.Repeats = None,
     as_json: options.Json = False,
 ) -> int:
     """Plan TARGET within a budget, run it, prove that its results are the same bits as eager's, and measure both."""
@@ -92,7 +91,8 @@ def fit(
         facts, measured = _verified(planned, repeats, work)
         _keep(planned, save, work)
         if report and _is_of_graph(planned):
-            write_report(planned.plan, report, curve, settings, work, _for_report(planned, measured))
+            shown = replace(planned.noted(measured), bitwise_equal=True)
+            write_report(planned.plan, report, curve, settings, work, shown)
     return deliver(_answer(target, facts, planned, measured, save, report), as_json=as_json)
 
 
@@ -139,7 +139,7 @@ class Facts(NamedTuple):
     by_part: dict[str, str] = {}  # noqa: RUF012 - never changed
 
 
-def _verified(planned: PlannedStep | CheckpointedStep, repeats: int, work: Work) -> tuple[Facts, Measured]:
+def _verified(planned: PlannedStep | CheckpointedStep, repeats: int | None, work: Work) -> tuple[Facts, Measured]:
     """Run the planned step beside eager, and return what is told of it, and the measurement.
 
     Raises:
@@ -173,6 +173,7 @@ def _of_plan(planned: PlannedStep) -> Facts:
         predicted={
             "peak_bytes": plan.predicted.peak_bytes,
             "step_seconds": plan.predicted.seconds,
+            "overhead": plan.overhead,
             **({"reserved_bytes": taken.reserved_bytes} if taken else {}),
         },
         keys={
@@ -189,7 +190,7 @@ def _of_plan(planned: PlannedStep) -> Facts:
             **({"memory from": f"{by}{f': {why}' if why else ''}"} if is_gpu else {}),
             **({"offloaded": offloads_row(host["host"])} if host else {}),
             "plan": f"by planner {plan.planner} in {seconds_text(seconds)}: {plan.status}",
-            **({"corrected": " ".join(map(_sentence, corrections))} if corrections else {}),
+            **({"corrected": " ".join(correction.sentence for correction in corrections)} if corrections else {}),
         },
         by_part=taken.rows() if taken else {},
         **({} if planned.step.has_backward else {"compared": "the next state, generators"}),
@@ -201,7 +202,7 @@ def _of_checkpoints(planned: CheckpointedStep, measured: Measured) -> Facts:
     return Facts(
         device=str(planned.device),
         budget_bytes=planned.budget_bytes,
-        predicted={"peak_bytes": size.planned.predicted_bytes, "step_seconds": None},
+        predicted={"peak_bytes": size.planned.predicted_bytes, "step_seconds": None, "overhead": None},
         keys={
             "planner": "checkpoint",
             "status": Status.FEASIBLE,
@@ -220,21 +221,6 @@ def _of_checkpoints(planned: CheckpointedStep, measured: Measured) -> Facts:
             "kept": size.kinds_text(),
         },
     )
-
-
-def _for_report(planned: PlannedStep, measured: Measured) -> Measured:
-    """Return the measurement with what a report says beside it."""
-    return replace(
-        measured,
-        bitwise_equal=True,
-        machine=f"{planned.plan.device.name}, torch {planned.plan.versions.get('torch', 'unknown')}",
-        note=" ".join([*filter(None, [measured.note]), *map(_sentence, planned.corrections)]),
-    )
-
-
-def _sentence(correction: Correction) -> str:
-    words = str(correction)
-    return f"{words[0].upper()}{words[1:]}."
 
 
 def _answer(
@@ -266,14 +252,16 @@ def _answer(
         "predicted": facts.predicted,
         "measured": run,
         "overhead": measured.overhead,
+        "overhead_spread": measured.overhead_spread,
+        "turns": measured.turns,
         "bitwise_equal": True,
         **facts.keys,
     }
     rows = {
         "budget": f"{format_bytes(facts.budget_bytes)}, {format_bytes(measured.resident_bytes)} of it resident",
         "same bits as eager": facts.compared,
-        "overhead": f"{change_text(measured.overhead)} (measured, against eager)",
-        **({"eager": measured.note} if measured.note else {}),
+        "overhead": f"{measured.overhead_text} measured, against eager, in {count_text(measured.turns, 'turn')}",
+        **({"note": measured.note} if measured.note else {}),
         **facts.rows,
         **({"plan file" if _is_of_graph(planned) else "policy file": str(save)} if save else {}),
         **({"report": str(report)} if report else {}),
@@ -283,6 +271,8 @@ def _answer(
         (name, *("-" if side.get(key) is None else text(side[key]) for side in (baseline, run, facts.predicted)))
         for name, key, text in (*texts, ("step", "step_seconds", seconds_text))
     ]
+    predicted = facts.predicted["overhead"]
+    cells.append(("overhead", "-", measured.overhead_text, "-" if predicted is None else change_text(predicted)))
     columns = ("", "eager, measured", "planned, measured", "planned, predicted")
     by_part = (rows_table(facts.by_part), Text()) if facts.by_part else ()
     parts = (rows_table(rows), Text(), *by_part, columns_table(columns, cells))

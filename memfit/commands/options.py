@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from functools import wraps
@@ -14,6 +15,7 @@ import msgspec
 import typer
 
 from memfit.chunked_loss import HELP as CHUNK_LOSS_HELP
+from memfit.commands.said import Said
 from memfit.errors import InvalidFileError, InvalidOptionError
 from memfit.options import FitOptions, RanksOptions, help_texts, settings_from
 from memfit.planners import PLANNERS, make_planner
@@ -90,7 +92,15 @@ LargestBatch = Annotated[int, typer.Option("--largest", metavar="N", min=1, help
 CurvePoints = Annotated[
     int, typer.Option("--curve", metavar="N", min=0, help="Points of the report's trade-off curve; 0 leaves it out.")
 ]
-Repeats = Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Steps to measure; medians are shown.")]
+Repeats = Annotated[
+    int | None,
+    typer.Option(
+        "--repeats",
+        metavar="N",
+        min=1,
+        help="Turns of eager and planned steps to measure; by default until the overhead is known to 2 points.",
+    ),
+]
 RanksText = Annotated[str | None, _of_record("ranks", metavar="N|N,N,...")]
 Shard = Annotated[bool, _of_record("shard", "--shard")]
 Replicas = Annotated[int, _of_record("replicas", metavar="N")]
@@ -141,7 +151,10 @@ class Search:
 
 
 def with_each_option(command: Callable[..., int]) -> Callable[..., int]:
-    """Return a command as typer takes it: with each option of a group, such as `Search`, in the place of the group."""
+    """Return a command as typer takes it: with each option of a group, such as `Search`, in the place of the group.
+
+    Each command also has the options of `Said`.
+    """
     taken: dict[str, inspect.Parameter] = {}
     groups: dict[str, tuple[Any, list[str]]] = {}
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
@@ -153,10 +166,13 @@ def with_each_option(command: Callable[..., int]) -> Callable[..., int]:
         else:
             taken[name] = parameter
     keyword = inspect.Parameter.KEYWORD_ONLY
+    of_all = inspect.signature(Said, eval_str=True).parameters
+    taken |= of_all
     signature = inspect.Signature([parameter.replace(kind=keyword) for parameter in taken.values()])
 
     @wraps(command)
     def run(**given: Any) -> int:
+        Said(**{name: given.pop(name) for name in of_all}).choose(shows_progress=not sys.stderr.isatty())
         chosen = {group: kind(**{name: given.pop(name) for name in own}) for group, (kind, own) in groups.items()}
         return command(**given, **chosen)
 

@@ -109,16 +109,18 @@ def pack(
     limit = options.require_time_limit(time_limit)
     with working() as work:
         work.stage("reading the file")
-        if isinstance(chosen, SEARCHING):
-            work.stage("compiling the packers, once on this machine")
-            compile_packers()
         if parallel_safe is None:
             blocks = read_trace(file, ends=ends, alignment_bytes=align)
+            if isinstance(chosen, SEARCHING):
+                work.stage("compiling the packers, once on this machine")
+                compile_packers()
             layout, seconds = _packed(blocks, chosen, limit, seed, work)
             extra: dict[str, Any] = {}
         else:
             device = msgspec.structs.replace(GENERIC, alignment_bytes=align)
             graph = Graph.load(file)
+            work.stage("compiling the packers, once on this machine")
+            compile_packers()
             blocks, layout, seconds, extra = _packed_in_parallel(graph, parallel_safe, device, limit, seed, work)
         if output is not None:
             write_offsets(output, blocks, layout)

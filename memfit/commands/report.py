@@ -16,7 +16,7 @@ from memfit.commands.work import Work, working
 from memfit.errors import InvalidOptionError
 from memfit.plan import Plan
 from memfit.planning import DEFAULT_TIME_LIMIT_SECONDS, Settings
-from memfit.report import write_png, write_trace
+from memfit.report import write_png, write_snapshot, write_trace
 from memfit.report.explanation import explained, explanation_keys
 from memfit.report.text import explanation_text
 
@@ -27,7 +27,7 @@ memfit report step.plan.json
 
 memfit report step.plan.json -o step.html
 
-memfit report step.plan.json -o step.png -o step.trace.json --curve 0
+memfit report step.plan.json -o step.png -o step.trace.json -o step.pickle --curve 0
 """
 
 
@@ -39,7 +39,8 @@ def report(
             "--output",
             "-o",
             metavar="FILE",
-            help="FILE.html is a page, FILE.png a picture, FILE.json a trace for Chrome or Perfetto; may be repeated.",
+            help="FILE.html is a page, FILE.png a picture, FILE.json a trace for Chrome or Perfetto, FILE.pickle "
+            "a snapshot for pytorch.org/memory_viz; may be repeated.",
         ),
     ] = None,
     curve: options.CurvePoints = 10,
@@ -92,4 +93,13 @@ def _write_trace(plan: Plan, path: Path, _curve: int, _settings: Settings, _work
     write_trace(plan, path)
 
 
-_WRITERS: dict[str, Writer] = {".html": write_report, ".png": _write_picture, ".json": _write_trace}
+def _write_snapshot(plan: Plan, path: Path, _curve: int, _settings: Settings, _work: Work) -> None:
+    write_snapshot(plan, path)
+
+
+_WRITERS: dict[str, Writer] = {
+    ".html": write_report,
+    ".png": _write_picture,
+    ".json": _write_trace,
+    ".pickle": _write_snapshot,
+}

@@ -6,7 +6,6 @@ script sets before that (threads, devices) counts.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.chunked_loss import HELP
+from memfit.commands.said import Quiet, Said, Verbose
 from memfit.errors import BudgetNotHeldError, InvalidFileError, InvalidOptionError, MemfitError
 from memfit.system.budget import format_bytes, is_of_card, parse_budget, parse_host_budget
-from memfit.system.lines import WarningLines, say
+from memfit.system.lines import lines_on_stderr, say
 from memfit.system.script import Script, when_imported
 
 if TYPE_CHECKING:
@@ -80,11 +80,14 @@ def run(
     report: Annotated[
         Path | None, typer.Option("--report", metavar="FILE.html", help="Write what steps took to this file.")
     ] = None,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
 ) -> Any:
     """Run a training script as it is, with its models held to a budget from their first step on.
 
     Arguments, prints, exit status and signals are the script's own.
     """
+    Said(verbose=verbose, quiet=quiet).choose(shows_progress=False)
     if not is_of_card(budget):
         parse_budget(budget, _ANY_PEAK_BYTES)
     parse_host_budget(host_budget)
@@ -103,7 +106,7 @@ def run(
         "budget_is": budget_is,
         "chunk_loss": chunk_loss,
     }
-    return Run(script=made, options=options, report=None if report is None else report.absolute())
+    return Run(script=made, options=options, report=None if report is None else report.absolute(), is_quiet=quiet)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,11 +117,13 @@ class Run:
         script: the script.
         options: of `memfit.doors.run.Running`.
         report: the file of the report; None writes none.
+        is_quiet: whether nothing is said of what was held.
     """
 
     script: Script
     options: dict[str, Any]
     report: Path | None
+    is_quiet: bool
     _running: Running | None = field(default=None, init=False)
 
     def start(self) -> int:
@@ -147,18 +152,19 @@ class Run:
         found = self._running.end(error) if self._running is not None else []
         if os.environ.get("RANK", "0") != "0":
             return
-        if not found and error is None:
+        if not found and error is None and not self.is_quiet:
             say(
                 "warning: no call of a model in training was seen in this process, and nothing was held to the budget; "
                 "processes that a script starts itself are not: start them with torchrun -m memfit run"
             )
-        for held in found:
+        for held in () if self.is_quiet else found:
             say(_line(held, self.options["budget"]))
         if self.report is not None:
             from memfit.report.run_page import write_run_page
 
             write_run_page(" ".join(self.script.arguments), [held.shown() for held in found], self.report)
-            say(f"the report is in {self.report}")
+            if not self.is_quiet:
+                say(f"the report is in {self.report}")
 
 
 def _line(held: HeldReport, budget: str) -> str:
@@ -177,8 +183,11 @@ def main(words: Sequence[str]) -> int:
     Args:
         words: behind `run`.
     """
-    logger, handler = logging.getLogger("memfit"), WarningLines()
-    logger.addHandler(handler)
+    with lines_on_stderr():
+        return _run(words)
+
+
+def _run(words: Sequence[str]) -> int:
     try:
         made = app(list(words), prog_name="memfit run", standalone_mode=False)
         return made.start() if isinstance(made, Run) else 0
@@ -189,5 +198,3 @@ def main(words: Sequence[str]) -> int:
     except typer.TyperException as error:
         say(f"error: {error.format_message()} (see `memfit run --help`)")
         return _BAD_INPUT
-    finally:
-        logger.removeHandler(handler)

@@ -1,28 +1,31 @@
-"""Progress of a command on standard error, removed at its end, and whether Ctrl-C was pressed."""
+"""Progress of a command: a bar on a terminal, removed at its end, else a line every ten seconds; and Ctrl-C."""
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from memfit import plan
 from memfit.commands.answer import DONE, INTERRUPTED
 from memfit.errors import MemfitError
-from memfit.planning import SEARCHING, Settings
-from memfit.report.formatting import change_text
-from memfit.system.budget import format_bytes
+from memfit.planning import Settings
+from memfit.progress import PROGRESS, SEARCHING, TOLD_SECONDS, search_text
 
 _HEARD_SECONDS = 0.3  # after Ctrl-C, a planner that heard it reports no progress any more
+
+
+_log = logging.getLogger(PROGRESS)
 
 
 class CommandInterrupted(MemfitError):  # noqa: N818 - nothing went wrong
@@ -32,7 +35,7 @@ class CommandInterrupted(MemfitError):  # noqa: N818 - nothing went wrong
 
 
 class Work:
-    """The stage that a command is in, shown on a terminal, and whether Ctrl-C was pressed.
+    """The stage that a command is in, shown on a terminal and told as a line, and whether Ctrl-C was pressed.
 
     Attributes:
         interrupted: whether Ctrl-C was pressed; a planner returns its best plan so far then.
@@ -43,6 +46,8 @@ class Work:
         self._progress = progress
         self._task = progress.add_task("", total=None, detail="", visible=False)
         self._expected_seconds: float | None = None
+        self._title, self._detail, self._share = "starting", "", 0.0
+        self._began_seconds = time.monotonic()
         self.interrupted = False
         self._interrupted_seconds = 0.0  # when, by `time.monotonic`
         self.kept: Path | None = None
@@ -65,12 +70,31 @@ class Work:
     def stage(self, title: str, *, expected_seconds: float | None = None) -> None:
         """Show the name of a new stage; `expected_seconds`, if known, is how long it may take."""
         self._expected_seconds = expected_seconds
+        self._title, self._detail, self._share, self._began_seconds = title, "", 0.0, time.monotonic()
+        _log.debug("%s", title)
         self._progress.reset(self._task, description=title, total=None, detail="", visible=True)
 
     def done(self, done: float, total: float) -> None:
         """Show how much of the present stage is done."""
         self._raise_again()
+        self._share = min(done / total, 1.0) if total else 0.0
         self._progress.update(self._task, completed=min(done, total), total=total)
+
+    def line(self) -> str:
+        """Return the stage as one line: what is done of it, for how long, and how long it may still take.
+
+        >>> with working() as work:
+        ...     work.stage("measuring each op")
+        ...     work.done(3, 4)
+        ...     work.line()
+        'measuring each op: 75%, 0 s, about 0 s left'
+        """
+        seconds = time.monotonic() - self._began_seconds
+        parts = [f"{self._share:.0%}"] if self._share else []
+        parts.append(f"{seconds:.0f} s")
+        if self._share:
+            parts.append(f"about {seconds / self._share - seconds:.0f} s left")
+        return f"{self._title}: {', '.join(parts)}{f'; {self._detail}' if self._detail else ''}"
 
     def follow(self, settings: Settings) -> Settings:
         """Return the settings with the stages and the progress of each search shown here."""
@@ -83,11 +107,8 @@ class Work:
     def on_search(self, progress: plan.Progress) -> None:
         """Show the progress of a search; this is the `progress` of a Problem."""
         self._raise_again()
-        detail = progress.message
-        if progress.best_overhead is not None and progress.best_peak_bytes is not None:
-            best = f"best {change_text(progress.best_overhead)} at {format_bytes(progress.best_peak_bytes)}"
-            detail = f"{best}, bound {progress.bound_overhead:+.2%}, gap {progress.gap:.2%}  {detail}"
-        self._progress.update(self._task, detail=detail)
+        self._detail = search_text(progress)
+        self._progress.update(self._task, detail=self._detail)
         if self._expected_seconds is not None:
             self.done(progress.elapsed_seconds, self._expected_seconds)
 
@@ -116,6 +137,7 @@ def working() -> Generator[Work]:
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         TimeElapsedColumn(),
+        TimeRemainingColumn(),
         TextColumn("{task.fields[detail]}", style="dim", markup=False),
         console=console,
         transient=True,
@@ -129,7 +151,7 @@ def working() -> Generator[Work]:
     hears = threading.current_thread() is threading.main_thread()  # no other may set a handler
     previous = signal.signal(signal.SIGINT, on_interrupt) if hears else None
     try:
-        with progress:
+        with progress, nullcontext() if console.is_terminal else _telling(work):
             yield work
     except (KeyboardInterrupt, Exception):
         work.stop_if_interrupted()  # an error after Ctrl-C comes of it: no plan was found yet, or no compilation ended
@@ -137,3 +159,21 @@ def working() -> Generator[Work]:
     finally:
         if hears:
             signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def _telling(work: Work) -> Generator[None]:
+    """Log the line of the work every ten seconds."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(TOLD_SECONDS):
+            _log.info("%s", work.line())
+
+    teller = threading.Thread(target=tell, daemon=True, name="memfit progress")
+    teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        teller.join()

@@ -16,11 +16,13 @@ from typing import Any
 import msgspec
 
 from memfit.binding import Call, Value, map_values
+from memfit.cost.load import BUSY
 from memfit.graph import Bytes, Seconds
 from memfit.system.cache import environment_path, keep, read_kept
 
 FORMAT = "memfit-costs"
 VERSION = 2  # 1 counted the bytes that were asked for, 2 counts what the allocator takes
+_AGREEING = 1.1  # two measurements of one op under load, whose seconds differ by less, are taken to be right
 PRIVATE = "op "  # begins the key of an op that cannot be recognized in another graph
 _VECTOR_BYTES = 64  # kernels are chosen by the distance of a tensor's start from a multiple of this, not by its address
 
@@ -56,6 +58,8 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             (`memfit.cost.in_place_trials`).
         results: position of a result -> what the kernel returned, where its fake returned another dtype, other strides,
             or a tensor in the place of None.
+        load: share of the processors that others took meanwhile, where that was too much; another process then measures
+            the op again, until a moment is quiet, or two agree.
     """
 
     seconds: Seconds
@@ -64,6 +68,24 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     storage_bytes: dict[int, Bytes] = {}
     overwrites: dict[int, bool] = {}
     results: dict[int, RealResult | None] = {}
+    load: float = 0.0
+
+    def after(self, before: Observation | None, load: float) -> Observation:
+        """Return what is kept of this observation: that of a quiet moment, or of two of busy ones the shorter.
+
+        Args:
+            before: of the same op; None if there is none.
+            load: share of the processors that others took during this one.
+        """
+        if before is None:
+            return msgspec.structs.replace(self, load=round(load, 3) if load > BUSY else 0.0)
+        seconds = sorted((self.seconds, before.seconds))
+        is_settled = load <= BUSY or seconds[1] <= _AGREEING * seconds[0]
+        kept = self.seconds if load <= BUSY else before.seconds if is_settled else seconds[0]
+        overwrites = {**before.overwrites, **self.overwrites}
+        return msgspec.structs.replace(
+            self, seconds=kept, overwrites=overwrites, load=0.0 if is_settled else round(load, 3)
+        )
 
 
 class _Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

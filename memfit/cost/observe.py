@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import torch
@@ -13,6 +14,7 @@ import torch
 from memfit.binding import Binding
 from memfit.cost.environment import environment, free_bytes
 from memfit.cost.in_place_trials import RUNS, forms_to_try, gives_same_bits
+from memfit.cost.load import Load
 from memfit.cost.observations import PRIVATE, Observation, Observations, RealResult, call_key
 from memfit.cost.op_inputs import InputMaker
 from memfit.cost.result_check import differs
@@ -135,9 +137,9 @@ def _measure_missing(
 ) -> dict[str, str]:
     """Add to `known` the observation of the first op of each key that it lacks; return why ops cannot be measured."""
     ops = measurer.graph.ops
-    missing = [keys.index(key) for key in dict.fromkeys(keys) if key not in known.by_key]
+    missing = [keys.index(key) for key in dict.fromkeys(keys) if key not in known.by_key or _is_due_again(key, known)]
     skipped: dict[str, str] = {}
-    with _adding_to(known, measurer.device) as new:
+    with _adding_to(known, measurer.device) as new, _with_load(new, known):
         for done, index in enumerate(missing):
             if progress is not None:
                 progress(done, len(missing))
@@ -147,6 +149,39 @@ def _measure_missing(
             elif outcome:
                 skipped[ops[index].name] = outcome
     return skipped
+
+
+_measured_here: set[tuple[Path, str]] = set()  # in this process, which does not measure an op again
+
+
+def _is_due_again(key: str, known: Observations) -> bool:
+    """Return whether an op was measured in a busy moment, by another process."""
+    return known.is_lasting and known.by_key[key].load > 0 and (known.path, key) not in _measured_here
+
+
+@contextmanager
+def _with_load(new: dict[str, Observation], known: Observations) -> Iterator[None]:
+    """Note with each new observation what others took of the processors inside the block."""
+    load = Load()
+    try:
+        yield
+    finally:
+        others = load.others() if new else 0.0
+        for key, seen in new.items():
+            new[key] = seen.after(known.by_key.get(key), others)
+            _measured_here.add((known.path, key))
+
+
+def doubt(binding: Binding) -> None:
+    """Let the ops of a step be measured again by the next fit: a step has shown that they take less.
+
+    Args:
+        binding: of the captured step.
+    """
+    known = Observations.load(environment(binding.device))
+    keys = {call_key(call) for call in binding.calls} & set(known.by_key)
+    _measured_here.difference_update((known.path, key) for key in keys if key)
+    known.add({key: msgspec.structs.replace(known.by_key[key], load=1.0) for key in keys if key})
 
 
 def _require_real_results(graph: Graph, binding: Binding, keys: Sequence[str], known: Observations) -> None:

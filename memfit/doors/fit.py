@@ -14,6 +14,7 @@ from memfit.capture.fully_sharded import across_ranks
 from memfit.capture.placement import step_device
 from memfit.capture.step_check import check_step
 from memfit.checkpointing.step import CheckpointedStep
+from memfit.compile_ahead import compile_simulator
 from memfit.cost.calibration import memory_bytes
 from memfit.dynamo.inductor_step import InductorStep, refuse_with_inductor
 from memfit.dynamo.settings import EAGER, INDUCTOR, read_kernels
@@ -23,6 +24,7 @@ from memfit.plan import Plan
 from memfit.planning import Settings
 from memfit.step.distributed.sharding import sharded
 from memfit.step.step import PlannedStep
+from memfit.system.instruments import LIBRARY
 from memfit.system.recorder import empty_cache
 
 
@@ -142,6 +144,9 @@ def fit_step(
     """
     settings = settings.on_card(lambda: memory_bytes(step_device(step.model, step.batch)))
     given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+    if step_device(step.model, step.batch).type == "cpu" and LIBRARY.build_beside():  # by another program, meanwhile
+        settings.on_stage("compiling what counts memory, once for this machine")
+        compile_simulator()
     try:
         planned = PlannedStep(step, settings, given)
     except (CaptureError, NoGraphError) as broken:

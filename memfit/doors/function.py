@@ -105,10 +105,10 @@ class PlannedFunction(Uncopied):
         """
         self.step.verify()
 
-    def measure(self, *, repeats: int = 3) -> Measured:
+    def measure(self, *, repeats: int | None = None) -> Measured:
         """Measure peak bytes and seconds of planned and eager calls on the example, interleaved.
 
         Args:
-            repeats: how many calls of each count.
+            repeats: how many calls of each count; None as for `PlannedStep.measure`.
         """
         return self.step.measure(repeats=repeats)

@@ -30,6 +30,11 @@ class Reporting:
     _held: HeldModel
 
     @property
+    def held(self) -> HeldModel:
+        """The model, and what holds it."""
+        return self._held
+
+    @property
     def plans(self) -> list[Plan]:
         """The plans in use of `memfit.compile`, one for each graph and tuple of sizes."""
         return self._held.plans

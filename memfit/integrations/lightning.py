@@ -9,6 +9,7 @@ from typing import Any
 
 from memfit.errors import InvalidTargetError, UnsupportedStepError, naming_extra
 from memfit.integrations.held import AUTO, HeldModel, Reporting
+from memfit.integrations.metrics import Metrics
 
 # The core alone, or the whole framework, whose core has another name.
 _is_core = "pytorch_lightning" in sys.modules or find_spec("lightning") is None
@@ -34,6 +35,8 @@ class MemfitCallback(Reporting, lightning.Callback):
         door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, and for a
             module that the compiler breaks into several graphs, `memfit.checkpoint`. `compile`, `checkpoint`, `eager`:
             that one; the latter two are on from the beginning of a training to its end.
+        log_to: where what steps take is written every `log_every_n_steps`, such as a logger of Lightning, `wandb` or
+            `mlflow`: see `memfit.integrations.metrics`.
         options: of the door: those of `memfit.options.CompileOptions`, such as `planner` and `kernels`, for
             `memfit.compile`; `blocks`, `host_budget`, `budget_is` for `memfit.checkpoint`.
 
@@ -44,8 +47,11 @@ class MemfitCallback(Reporting, lightning.Callback):
         MemfitError: as the door.
     """
 
-    def __init__(self, budget: str | int, *, module: str = "", door: str = AUTO, **options: Any) -> None:
+    def __init__(
+        self, budget: str | int, *, module: str = "", door: str = AUTO, log_to: Any = None, **options: Any
+    ) -> None:
         self._held = HeldModel(budget, door, options, _WHERE)
+        self._metrics = None if log_to is None else Metrics(self, log_to)
         self._name = module
         self._ran = 0
 
@@ -90,6 +96,9 @@ class MemfitCallback(Reporting, lightning.Callback):
         """As after any batch, but for one that `training_step` skipped by returning None: no backward pass follows."""
         if outputs or not pl_module.automatic_optimization:
             self._end_batch()
+        step = trainer.global_step
+        if self._metrics is not None and trainer.is_global_zero and step and step % trainer.log_every_n_steps == 0:
+            self._metrics(step)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Leave the module as it was: the Trainer tears nothing down then."""

@@ -9,6 +9,7 @@ import torch
 from memfit.checkpointing.blocks import find_blocks
 from memfit.errors import UnsupportedStepError, naming_extra
 from memfit.integrations.held import AUTO, HeldModel, Reporting
+from memfit.integrations.metrics import Metrics
 from memfit.torch_private.modules import is_compiled
 
 with naming_extra("transformers"):
@@ -34,6 +35,8 @@ class MemfitCallback(Reporting, transformers.TrainerCallback):
         door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, for a
             model that the compiler breaks into several graphs, and with `torch_compile=True`, `memfit.checkpoint`.
             `compile`, `checkpoint`, `eager`: that one; `eager` is on from the beginning of a training to its end.
+        log_to: where what steps take is written every `logging_steps`, such as a SummaryWriter, `wandb` or `mlflow`:
+            see `memfit.integrations.metrics`.
         options: of the door: those of `memfit.options.CompileOptions`, such as `planner` and `kernels`, for
             `memfit.compile`; `blocks`, `host_budget`, `budget_is` for `memfit.checkpoint`.
 
@@ -42,8 +45,9 @@ class MemfitCallback(Reporting, transformers.TrainerCallback):
         UnsupportedStepError: TrainingArguments that ask for what the door does not hold.
     """
 
-    def __init__(self, budget: str | int, *, door: str = AUTO, **options: Any) -> None:
+    def __init__(self, budget: str | int, *, door: str = AUTO, log_to: Any = None, **options: Any) -> None:
         self._held = HeldModel(budget, door, options, _WHERE)
+        self._metrics = None if log_to is None else Metrics(self, log_to)
         self._compiler: dict[str, Any] = {}  # arguments of `compile`, by the Trainer's
         self._compiles_blocks = False
 
@@ -55,6 +59,11 @@ class MemfitCallback(Reporting, transformers.TrainerCallback):
         """Follow the optimizer of this training; a `model_init` has made another model by now."""
         self._hold(args, given["model"], is_training=True)
         self._held.follow(given["optimizer"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
+        """Write what the step took, as often as the Trainer logs."""
+        if self._metrics is not None and state.is_world_process_zero and control.should_log:
+            self._metrics(state.global_step)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
         """Refuse an evaluation that runs unplanned."""

@@ -32,10 +32,20 @@ True
 from __future__ import annotations
 
 from memfit.report.curve import CurvePoint
+from memfit.report.memory_viz import write_snapshot
 from memfit.report.page import write_html
 from memfit.report.perfetto import write_trace
 from memfit.report.picture import write_png
 from memfit.report.text import explain, text_summary
 from memfit.step.measured import Measured
 
-__all__ = ["CurvePoint", "Measured", "explain", "text_summary", "write_html", "write_png", "write_trace"]
+__all__ = [
+    "CurvePoint",
+    "Measured",
+    "explain",
+    "text_summary",
+    "write_html",
+    "write_png",
+    "write_snapshot",
+    "write_trace",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from memfit.device import Device
 from memfit.graph import Graph
 from memfit.plan import Plan
-from memfit.report.formatting import count_text, module_text, status_text
+from memfit.report.formatting import change_text, count_text, module_text, status_text
 from memfit.report.html_template import make_page
 from memfit.report.live import play
 from memfit.report.storage_fates import Kind, fates
@@ -19,6 +20,7 @@ from memfit.system.budget import format_bytes
 from memfit.system.files import write_atomically
 from memfit.system.lines import printable
 
+_EQUAL = 0.0005  # overheads that are shown as one number
 _KINDS = tuple(Kind)
 
 
@@ -71,10 +73,36 @@ def write_comparison(graph: Graph, device: Device, points: Sequence[ComparedPoin
         "title": f"memfit compare: {graph.name}",
         "name": graph.name,
         "lead": f"{count_text(len(planners), 'planner')} on {count_text(len(graph.ops), 'op')}, "
-        f"{format_bytes(graph.resident_bytes)} resident, times of {device.name}.",
+        f"{format_bytes(graph.resident_bytes)} resident, times of {device.name}. {_winner(points)}",
     }
     page = make_page("comparison.html", texts, _data(graph, device, points, planners))
     write_atomically(Path(path), page.encode())
+
+
+def _winner(points: Sequence[ComparedPoint]) -> str:
+    """Return which planner is the fastest most often, and which reaches the least memory, in a sentence or two."""
+    fits = [(point, point.overhead, point.peak_bytes) for point in points]
+    planned = [(point, overhead, peak) for point, overhead, peak in fits if overhead is not None and peak is not None]
+    if not planned:
+        return "No plan was found."
+    by_budget: dict[int, list[tuple[ComparedPoint, float]]] = {}
+    for point, overhead, _ in planned:
+        if point.budget_bytes is not None:
+            by_budget.setdefault(point.budget_bytes, []).append((point, overhead))
+    contested = [each for each in by_budget.values() if len({point.planner for point, _ in each}) > 1]
+    wins = Counter(
+        name
+        for each in contested
+        for name in {p.planner for p, overhead in each if overhead <= min(o for _, o in each) + _EQUAL}
+    )
+    said = ""
+    if wins:
+        name, count = wins.most_common(1)[0]
+        said = (
+            f"{name} adds the least time at {count} of the {count_text(len(contested), 'budget')} that several reach. "
+        )
+    least, overhead, peak = min(planned, key=lambda each: (each[2], each[1]))
+    return f"{said}The least memory is that of {least.planner}: {format_bytes(peak)}, {change_text(overhead)} time."
 
 
 def _data(graph: Graph, device: Device, points: Sequence[ComparedPoint], planners: list[str]) -> dict[str, Any]:
@@ -104,6 +132,7 @@ def _point(point: ComparedPoint, device: Device, managed: list[int]) -> dict[str
         "status": status_text(point.status),
         "measured_peak_bytes": measured.peak_bytes if measured else None,
         "measured_overhead": measured.overhead if measured else None,
+        "measured_text": measured.overhead_text if measured else None,
         "same_bits": measured.bitwise_equal if measured else None,
         "kinds": kinds,
     }

@@ -64,10 +64,12 @@ def count_text(count: int, noun: str) -> str:
 def status_text(status: str) -> str:
     """Return a status in words.
 
-    >>> status_text("timed_out")
-    'timed out'
+    >>> status_text("timed_out"), status_text("optimal")
+    ('none found', 'optimal')
     """
-    return status.replace("_", " ")
+    return {"timed_out": "none found"}.get(
+        status, status.replace("_", " ")
+    )  # a planner may have tried all of its plans
 
 
 def times_text(count: int) -> str:

@@ -127,7 +127,7 @@ def write_frontier_page(
         "title": f"{command}: {title}",
         "command": command,
         "name": title,
-        "lead": f"{_lead(rows[0]) if len(rows) == 1 else ''} All times are predicted, for {device.name}.",
+        "lead": f"{_lead(rows[0]) if len(rows) == 1 else _winners(rows)} All times are predicted, for {device.name}.",
     }
     tables = {
         "rows": "".join(table_row([row.label], row.cells(), columns=6) for row in rows),
@@ -135,13 +135,34 @@ def write_frontier_page(
             table_row([row.label], point.cells(budget_bytes), columns=5) for row in rows for point in row.points
         ),
     }
-    page = make_page("frontier.html", texts, {"curves": [_curve(row) for row in rows]}, tables)
+    page = make_page("frontier.html", texts, {"curves": [_curve(row, budget_bytes) for row in rows]}, tables)
     write_atomically(path, page.encode())
 
 
-def _curve(row: FrontierRow) -> dict[str, Any]:
-    missed = min((point.batch for point in row.points if point.overhead is None), default=None)
-    return {"name": row.label, "points": [point.keys() for point in row.planned], "missed": missed}
+def _curve(row: FrontierRow, budget_bytes: int) -> dict[str, Any]:
+    missed = min((point for point in row.points if point.overhead is None), key=lambda point: point.batch, default=None)
+    return {
+        "name": row.label,
+        "points": [point.keys() for point in row.planned],
+        "missed": None if missed is None else missed.batch,
+        "missed_text": "" if missed is None else missed.no_plan_text(budget_bytes),
+    }
+
+
+def _winners(rows: Sequence[FrontierRow]) -> str:
+    """Return which combination is the fastest, and which has the largest batch, in a sentence."""
+    fitting = [(row, row.fastest) for row in rows if row.fastest is not None]
+    if not fitting:
+        return "No plan was found for any combination."
+    best, point = max(fitting, key=lambda each: (each[1].samples_per_second or 0.0) if each[1] else 0.0)
+    widest = max(rows, key=lambda row: row.largest_batch)
+    assert point is not None
+    where = f"{best.label} at a batch of {point.batch:,}"
+    said = f"The most samples a second, {point.samples_per_second:,.1f}, are those of {where}"
+    also = f"; the largest batch, {widest.largest_batch:,}, fits with {widest.label}"
+    return (
+        f"{said}{also if (widest.label, widest.largest_batch) != (best.label, point.batch) else ', the largest batch'}."
+    )
 
 
 def _lead(row: FrontierRow) -> str:

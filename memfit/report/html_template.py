@@ -13,6 +13,7 @@ from typing import Any
 
 from memfit.system.lines import printable
 
+_PLOTLY = "plotly-basic.min.js"  # plotly.js-basic-dist-min 4.1.1 of npm, unchanged: lines, bars; a quarter of the whole
 _PLACE = re.compile(r"@@(\w+)@@")
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 _FRAGILE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}  # in JSON inside a script element
@@ -39,10 +40,8 @@ def make_page(template: str, texts: Mapping[str, str], data: Any, html: Mapping[
         data: read by the script of the page, as JSON.
         html: place -> HTML, escaped already.
     """
-    from plotly.offline import get_plotlyjs  # pyright: ignore  # it takes as long to import as all else together
-
     page = _read(template).replace("@@head@@\n", _HEAD)
-    plotly: str = get_plotlyjs()
+    plotly = _read(_PLOTLY)
     scripts = [plotly if script == "@@plotly@@" else script for script in _SCRIPT.findall(page)]
     own = {"plotly": plotly, "policy": _policy(scripts), "style": _read("style.css"), "data": _inert(data)}
     filled = {**{name: as_html(text) for name, text in texts.items()}, **(html or {}), **own}

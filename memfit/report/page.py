@@ -117,7 +117,7 @@ def _data(explanation: Explanation, unplanned: Run, picture_height_pixels: int |
         "storages": _storage_columns(explanation, strings),
         "strings": list(strings),
         "curve": [_curve_point(point) for point in explanation.points],
-        "this_point": _curve_point(CurvePoint(plan.budget_bytes, plan.overhead, plan.status)),
+        "this_point": _curve_point(CurvePoint(plan.budget_bytes, plan.overhead, plan.status, plan.bounds.overhead)),
     }
 
 
@@ -143,7 +143,8 @@ def _peak(run: Run, outside_bytes: int) -> dict[str, Any]:
 def _curve_point(point: CurvePoint) -> dict[str, Any]:
     reached = status_text(point.status)
     text = f"no plan ({reached})" if point.overhead is None else f"{change_text(point.overhead)} time ({reached})"
-    return {"budget_bytes": point.budget_bytes, "overhead": point.overhead, "text": text}
+    bound = point.bound_overhead if point.bound_overhead > 0 else None
+    return {"budget_bytes": point.budget_bytes, "overhead": point.overhead, "text": text, "bound": bound}
 
 
 def _storage_columns(explanation: Explanation, strings: dict[str, int]) -> dict[str, list[Any]]:

@@ -27,10 +27,10 @@ def sections(explanation: Explanation, measured: Measured | None) -> dict[str, s
     plan, of_storage = explanation.plan, explanation.fates
     taken = taken_of(plan)
     return {
-        "lead": _lead(plan, of_storage),
-        "key_figures": _key_figures(plan)
+        "lead": _lead(plan, of_storage, measured),
+        "key_figures": _key_figures(plan, measured)
         + _figures_table(plan, measured, taken)
-        + _taken_section(taken)
+        + _taken_section(taken, plan.budget_bytes)
         + _copies_section(plan, measured),
         "more": _more_section(explanation),
         "least": _least_section(explanation),
@@ -40,8 +40,8 @@ def sections(explanation: Explanation, measured: Measured | None) -> dict[str, s
     }
 
 
-def _lead(plan: Plan, of_storage: Sequence[Fate]) -> str:
-    """Return the opening paragraphs: the budget, the plan, and how it fits."""
+def _lead(plan: Plan, of_storage: Sequence[Fate], measured: Measured | None) -> str:
+    """Return the opening paragraphs: what was measured, the budget, the plan, and how it fits."""
     planned, unplanned = plan.predicted, plan.unplanned
     device = "" if plan.device == GENERIC else f" on <b>{as_html(plan.device.name)}</b>"
     took = f" and takes {seconds_text(unplanned.seconds)}" if unplanned.seconds else ""
@@ -52,7 +52,24 @@ def _lead(plan: Plan, of_storage: Sequence[Fate]) -> str:
     share = f" ({share_text(planned.peak_bytes, unplanned.peak_bytes)} of the unplanned peak)"
     needs = f"<b>{_size(planned.peak_bytes)}</b>{share if planned != unplanned else ''}"
     came_out = f"The plan in this report needs {needs} {_price(plan)}"
-    return f'<p class="lead">{asked} {came_out}.</p>\n<p>{_means(plan, of_storage)}</p>'
+    if measured is None:
+        return f'<p class="lead">{asked} {came_out}.</p>\n<p>{_means(plan, of_storage)}</p>'
+    return f'<p class="lead">{_found(plan, measured)}</p>\n<p>{asked} {came_out}. {_means(plan, of_storage)}</p>'
+
+
+def _found(plan: Plan, measured: Measured) -> str:
+    """Return what was measured, in a sentence or two."""
+    within = "within" if measured.peak_bytes <= plan.budget_bytes else "<b>more than</b>"
+    took = (
+        f"Measured, a step took <b>{_size(measured.peak_bytes)}</b>, {within} its budget of {_size(plan.budget_bytes)}"
+    )
+    if measured.baseline_peak_bytes is None:
+        return f"{took}, and {seconds_text(measured.step_seconds)}."
+    return (
+        f"{took}, where eager PyTorch took {_size(measured.baseline_peak_bytes)}. It ran for "
+        f"{seconds_text(measured.step_seconds)}, <b>{measured.overhead_text}</b> against eager&#x27;s "
+        f"{seconds_text(measured.baseline_step_seconds)}."
+    )
 
 
 def _price(plan: Plan) -> str:
@@ -79,8 +96,8 @@ def _means(plan: Plan, of_storage: Sequence[Fate]) -> str:
     return f"How: {how}. The same operations run on the same values; only the times at which memory is held change."
 
 
-def _key_figures(plan: Plan) -> str:
-    """Return the tiles and the bar chart of sizes."""
+def _key_figures(plan: Plan, measured: Measured | None) -> str:
+    """Return the tiles and the bar chart of sizes; what was measured stands before what was predicted."""
     bounds = plan.bounds
     found = (
         f"a plan was found down to {_size(bounds.least_budget_found_bytes)}"
@@ -92,8 +109,7 @@ def _key_figures(plan: Plan) -> str:
     least = f"no plan within this budget adds less than {bound}" if bound else ""
     tiles = [
         ("Budget", _size(plan.budget_bytes), f"{plan.budget_bytes:,} bytes, everything included"),
-        ("Peak memory, predicted", _size(plan.predicted.peak_bytes), f"{plan.predicted.peak_bytes:,} bytes"),
-        ("Step time, predicted", time, _against(plan, least)),
+        *(_measured_tiles(plan, measured, time) if measured else _predicted_tiles(plan, time, least)),
         ("Always there", _size(plan.graph.resident_bytes), "parameters, optimizer state, inputs: part of every peak"),
         ("Proved impossible below", _size(bounds.least_budget_bound_bytes), found),
     ]
@@ -104,7 +120,27 @@ def _key_figures(plan: Plan) -> str:
         for title, figure, note in tiles
     )
     columns = "tiles six" if len(tiles) == 6 else "tiles"
-    return f'<section class="full figures"><dl class="{columns}">{rows}</dl>{_scale(plan)}{_unknown(plan)}</section>'
+    body = f'<dl class="{columns}">{rows}</dl>{_scale(plan, measured)}{_unknown(plan)}'
+    return f'<section class="full figures">{body}</section>'
+
+
+def _predicted_tiles(plan: Plan, time: str, least: str) -> list[tuple[str, str, str]]:
+    return [
+        ("Peak memory, predicted", _size(plan.predicted.peak_bytes), f"{plan.predicted.peak_bytes:,} bytes"),
+        ("Step time, predicted", time, _against(plan, least)),
+    ]
+
+
+def _measured_tiles(plan: Plan, measured: Measured, time: str) -> list[tuple[str, str, str]]:
+    eager = seconds_text(measured.baseline_step_seconds)
+    against = (
+        f"{measured.overhead_text} against eager, {eager}" if measured.overhead is not None else "no eager beside it"
+    )
+    predicted = f"predicted {time}, {change_text(plan.overhead)} against unplanned" if plan.unplanned.seconds else ""
+    return [
+        ("Peak memory, measured", _size(measured.peak_bytes), f"{_size(plan.predicted.peak_bytes)} predicted"),
+        ("Step time, measured", seconds_text(measured.step_seconds), "; ".join(filter(None, [against, predicted]))),
+    ]
 
 
 def _unknown(plan: Plan) -> str:
@@ -122,11 +158,14 @@ def _against(plan: Plan, least: str) -> str:
     return f"{against}; {least}" if least else against
 
 
-def _scale(plan: Plan) -> str:
+def _scale(plan: Plan, measured: Measured | None) -> str:
     """Return the bars of unplanned, planned and least memory, with the budget as a line across them."""
+    eager_bytes = measured.baseline_peak_bytes if measured else None
     rows = [
-        ("Unplanned", plan.unplanned.peak_bytes, ""),
-        ("With this plan", plan.predicted.peak_bytes, "plan"),
+        ("Eager, measured", eager_bytes, "") if eager_bytes else ("Unplanned", plan.unplanned.peak_bytes, ""),
+        ("Plan, measured", measured.peak_bytes, "plan")
+        if measured
+        else ("With this plan", plan.predicted.peak_bytes, "plan"),
         ("No plan below", plan.bounds.least_budget_bound_bytes, "bound"),
     ]
     whole = max(*(size for _, size, _ in rows), plan.budget_bytes, 1)
@@ -136,11 +175,15 @@ def _scale(plan: Plan) -> str:
         f'<span class="number">{_size(size)}</span></div>'
         for title, size, kind in rows
     )
-    place = 100 * plan.budget_bytes / whole
+    return f'<div class="scale">{bars}{_budget_mark(plan.budget_bytes, whole)}</div>'
+
+
+def _budget_mark(budget_bytes: int, whole: int) -> str:
+    """Return the budget as a line across bars that are `whole` bytes wide."""
+    place = 100 * budget_bytes / whole
     side = "right" if place > 85 else "left" if place < 15 else ""
-    budget = f"<span>budget {format_bytes(plan.budget_bytes)}</span>"
-    mark = f'<div class="over"><div class="mark {side}" style="left:{place:.2f}%">{budget}</div></div>'
-    return f'<div class="scale">{bars}{mark}</div>'
+    budget = f"<span>budget {format_bytes(budget_bytes)}</span>"
+    return f'<div class="over"><div class="mark {side}" style="left:{place:.2f}%">{budget}</div></div>'
 
 
 def _figures_table(plan: Plan, measured: Measured | None, taken: Taken | None) -> str:
@@ -157,18 +200,18 @@ def _figures_table(plan: Plan, measured: Measured | None, taken: Taken | None) -
         ("Peak memory", *map(_size, sizes)),
         *([("Reserved", "–", _size(taken.reserved_bytes) if taken else "–", "–", _size(reserved))] if reserved else []),
         ("Step time", *predicted_seconds, *measured_seconds),
-        ("Extra time", "–", extra, "–", change_text(measured.overhead)),
+        ("Extra time", "–", extra, "–", measured.overhead_text),
     ]
     machine = f", on {as_html(measured.machine)}" if measured.machine else ""
     head = (
-        '<tr class="group"><td></td><th colspan="2" scope="colgroup">predicted by simulation</th>'
-        f'<th colspan="2" scope="colgroup" class="measured">measured{machine}</th></tr><tr><td></td>'
-        '<th class="number" scope="col">unplanned</th><th class="number" scope="col">this plan</th>'
-        '<th class="number measured" scope="col">eager PyTorch</th><th class="number" scope="col">this plan</th></tr>'
+        f'<tr class="group"><td></td><th colspan="2" scope="colgroup">measured{machine}</th>'
+        '<th colspan="2" scope="colgroup" class="measured">predicted by simulation</th></tr><tr><td></td>'
+        '<th class="number" scope="col">eager PyTorch</th><th class="number" scope="col">this plan</th>'
+        '<th class="number measured" scope="col">unplanned</th><th class="number" scope="col">this plan</th></tr>'
     )
     body = "".join(
-        f'<tr><th scope="row">{title}</th><td class="number">{unplanned}</td><td class="number">{planned}</td>'
-        f'<td class="number measured">{eager}</td><td class="number">{run}</td></tr>'
+        f'<tr><th scope="row">{title}</th><td class="number">{eager}</td><td class="number">{run}</td>'
+        f'<td class="number measured">{unplanned}</td><td class="number">{planned}</td></tr>'
         for title, unplanned, planned, eager, run in rows
     )
     table = f'<div class="scroll"><table id="figures"><thead>{head}</thead><tbody>{body}</tbody></table></div>'
@@ -201,13 +244,28 @@ def _more_section(explanation: Explanation) -> str:
     return _section("more", f"What the next {step} buys", note, _list(more_lines(more)))
 
 
-def _taken_section(taken: Taken | None) -> str:
-    """Return the section on what the budget has to cover, by part; empty for a part of a step."""
+_TAKEN = ("", "second", "third", "fourth")  # classes of the parts, in order
+
+
+def _taken_section(taken: Taken | None, budget_bytes: int) -> str:
+    """Return the section on what fills the budget, as one bar of its parts; empty for a part of a step."""
     if taken is None:
         return ""
+    parts = [(name, size, kind) for (name, size), kind in zip(taken.parts().items(), _TAKEN, strict=True) if size]
+    whole = max(budget_bytes, taken.reserved_bytes, 1)
+    fills, before = "", 0
+    for _, size, kind in parts:
+        left, width = 100 * before / whole, 100 * size / whole
+        fills += f'<div class="fill {kind}" style="left:{left:.2f}%;right:auto;width:{width:.2f}%"></div>'
+        before += size
+    bar = f'<div class="row"><span>the step</span><div class="track">{fills}</div>'
+    bar += f'<span class="number">{_size(taken.reserved_bytes)}</span></div>'
+    legend = "".join(f'<li><span class="fill {kind}"></span>{name} {_size(size)}</li>' for name, size, kind in parts)
     where = ", where an arena serves it (memfit.fit's default on CUDA)" if taken.by_mode else ""
-    note = f"What the step takes of the device, predicted{where}:"
-    return _section("taken", "What the budget covers", note, _list([f"{k}: {v}" for k, v in taken.rows().items()]))
+    note = f"All that the step takes of the device, predicted{where}. Outside of the budget: {taken.outside}."
+    others = _list([f"{size} {mode}" for mode, size in taken.other_modes().items()]) if taken.by_mode else ""
+    body = f'<div class="scale">{bar}{_budget_mark(budget_bytes, whole)}</div><ul class="parts">{legend}</ul>{others}'
+    return _section("taken", "What fills the budget", note, body)
 
 
 def _least_section(explanation: Explanation) -> str:

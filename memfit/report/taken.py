@@ -46,6 +46,24 @@ class Taken:
         names = dict(zip(MODES, ("arena_bytes", "expandable_segments_bytes", "default_bytes"), strict=True))
         return parts | {names[mode]: size for mode, size in by_mode.items()}
 
+    def parts(self) -> dict[str, int]:
+        """Return the bytes of each part of what is reserved."""
+        return {
+            "parameters, state, inputs": self.resident_bytes,
+            "activations, gradients, workspaces": self.plan_bytes,
+            "libraries, and what else is on the device": self.library_bytes,
+            "fragmentation": self.fragmentation_bytes,
+        }
+
+    def other_modes(self) -> dict[str, str]:
+        """Return what is reserved in each mode of torch's allocator, as text."""
+        return {f"reserved with {mode}": format_bytes(size) for mode, size in self.by_mode.items()}
+
+    @property
+    def outside(self) -> str:
+        """What is on the device, or beside it, and not in the budget."""
+        return "CUDA's context" if self.by_mode else "the process of Python itself"
+
     def rows(self) -> dict[str, str]:
         """Return one line for each part, and one for what is outside of the budget."""
         each = ", ".join(f"{format_bytes(size)} with {mode}" for mode, size in self.by_mode.items())
@@ -55,7 +73,7 @@ class Taken:
             "library workspaces": f"{format_bytes(self.library_bytes)}, with what else is not the graph's",
             "fragmentation": format_bytes(self.fragmentation_bytes),
             "reserved": f"{format_bytes(self.reserved_bytes)}, predicted{f' ({each})' if each else ''}",
-            "outside of the budget": "CUDA's context" if self.by_mode else "the process of Python itself",
+            "outside of the budget": self.outside,
         }
 
 

@@ -20,11 +20,14 @@ from memfit.memory.saved_on_host import EagerRun
 from memfit.memory.snapshot import left_as_it_was
 from memfit.simulate.overlap import Transfers
 from memfit.step.measured import Measured
+from memfit.step.overhead import spread_of
 from memfit.step.verify import RunsStep, unplanned_bytes
 from memfit.system.recorder import Usage, empty_cache, record, taken_bytes
 from memfit.torch_private.modules import own_tensors
 from memfit.torch_private.tensors import tree_flatten
 
+_LEAST_TURNS, _MOST_TURNS, _MOST_SECONDS = 5, 40, 10.0
+_SPREAD = 0.02  # of an overhead that is known well enough
 _NO_ROOM = "The device has no room for an eager step: times and peaks are not compared with it."
 
 
@@ -49,7 +52,7 @@ class MeasurableStep(RunsStep, Protocol):
         return Transfers()
 
 
-def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Measured:
+def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int | None = None) -> Measured:
     """Measure planned and eager steps on `batch`, interleaved; the state is put back at the end.
 
     The first step of each is not counted: it creates the optimizer's state and fills caches. Where the device has no
@@ -58,7 +61,8 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
     Args:
         planned: the planned step.
         batch: the batch of every step.
-        repeats: how many steps of each count; seconds are medians of them, peaks are maxima.
+        repeats: how many steps of each count; seconds are medians of them, peaks are maxima. None takes turns until the
+            overhead is known to two percentage points, or 10 seconds have passed, five at least.
     """
     step, device = planned.step, planned.device
     runs: dict[str, Callable[[Any], Any]] = {"eager": step.run_eager, "planned": planned}
@@ -69,8 +73,16 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
             eager(batch)  # shows whether there is room
         if eager.is_saved_on_host:
             del runs["eager"]
-        for number in range(repeats + 1):
-            for name, run in runs.items():
+        started = time.perf_counter()
+        for number in range((repeats or _MOST_TURNS) + 1):
+            pairs = _pairs(taken)
+            if (
+                repeats is None
+                and len(taken["planned"]) >= _LEAST_TURNS
+                and (time.perf_counter() - started > _MOST_SECONDS or not pairs or _is_tight(pairs))
+            ):
+                break
+            for name, run in sorted(runs.items(), reverse=bool(number % 2)):  # a machine that slows down hits both
                 _without_gradients(step)
                 # the instrument counts from here on, so that it does not see an arena made before
                 held_bytes = planned.held_bytes if name == "planned" else 0
@@ -84,20 +96,21 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int = 3) -> Me
         mine, eagers = taken["planned"], taken["eager"]
         reserved = _reserved_bytes(planned, batch) if mine[0].usage.reserved_bytes is not None else None
         resident = resident_bytes(planned, batch)  # while the optimizer's state is there
-    ratios = [one.seconds / eager.seconds for one, eager in zip(mine, eagers, strict=False)]
+    pairs = _pairs(taken)
     median = sorted(mine, key=lambda one: one.seconds)[(len(mine) - 1) // 2]
     peak_bytes = resident + max(one.peak_bytes for one in mine)
     return Measured(
-        baseline_peak_bytes=resident + max(one.peak_bytes for one in eagers) if ratios else None,
-        baseline_step_seconds=statistics.median(one.seconds for one in eagers) if ratios else None,
+        baseline_peak_bytes=resident + max(one.peak_bytes for one in eagers) if pairs else None,
+        baseline_step_seconds=statistics.median(one.seconds for one in eagers) if pairs else None,
         peak_bytes=peak_bytes,
         step_seconds=statistics.median(one.seconds for one in mine),
-        overhead=statistics.median(ratios) - 1.0 if ratios else None,
+        overhead_spread=spread_of(pairs) if pairs else None,
+        turns=len(mine),
         resident_bytes=resident,
         reserved_bytes=peak_bytes if reserved is None else reserved,
         source=mine[0].usage.source,
         transfers=median.transfers if median.transfers.to_host else None,
-        note="" if ratios else _NO_ROOM,
+        note="" if pairs else _NO_ROOM,
     )
 
 
@@ -113,6 +126,17 @@ class _Taken:
     @property
     def peak_bytes(self) -> int:
         return self.held_bytes + self.usage.peak_bytes
+
+
+def _pairs(taken: dict[str, list[_Taken]]) -> list[tuple[float, float]]:
+    """Return the seconds of eager and of the planned step in each turn; none where eager does not run."""
+    turns = zip(taken["eager"], taken["planned"], strict=False)
+    return [(eager.seconds, planned.seconds) for eager, planned in turns]
+
+
+def _is_tight(pairs: list[tuple[float, float]]) -> bool:
+    low, high = spread_of(pairs)
+    return high - low <= _SPREAD
 
 
 def _without_gradients(step: TrainingStep) -> None:

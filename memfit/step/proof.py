@@ -46,6 +46,12 @@ class Correction:
     measured_bytes: int
     aim_bytes: int | None
 
+    @property
+    def sentence(self) -> str:
+        """The correction as a sentence."""
+        words = str(self)
+        return f"{words[0].upper()}{words[1:]}."
+
     def __str__(self) -> str:
         took = (
             f"a step took {format_bytes(self.measured_bytes)}, more than its budget of "
@@ -70,6 +76,7 @@ class Proof:
     Attributes:
         corrections: the plans of which a step took more than the budget, and what replaced them.
         is_capped: whether calls are capped at the budget.
+        taken_bytes: what the latest call that was measured took; 0 before.
     """
 
     def __init__(
@@ -85,9 +92,15 @@ class Proof:
     ) -> None:
         self.corrections: list[Correction] = []
         self.is_capped = is_capped
+        self.taken_bytes = 0
         self._contract, self._device, self._memory, self._ranks = contract, device, memory, ranks
         self._plan_within, self._beside = plan_within, beside
         self._meter = Meter(device)
+
+    @property
+    def budget_bytes(self) -> int:
+        """What a call may take."""
+        return self._contract.budget_bytes
 
     def allow(self, budget_bytes: int) -> None:
         """Hold steps to a budget that is larger: a percentage is a share of each variant's own peak."""
@@ -137,6 +150,7 @@ class Proof:
         else:
             returned = run()
         measured_bytes = self._ranks.most_bytes(measured_bytes)
+        self.taken_bytes = measured_bytes or self.taken_bytes
         if measured_bytes > self._contract.budget_bytes or (is_measured and self._memory.is_settled):
             self._judge(variant, key, measured_bytes)
         elif is_measured:

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from memfit.capture import Captured, TrainingStep
 from memfit.capture.placement import step_device
+from memfit.cost.observe import doubt
 from memfit.errors import InvalidDeviceError, InvalidOptionError
 from memfit.memory.arena.arena import Arena
 from memfit.memory.contract import FIRM, MOST_CORRECTIONS, STEPS_IN_A_ROW, Contract
@@ -37,6 +39,8 @@ from memfit.step.variants import Variant
 from memfit.step.verify import require_same
 from memfit.torch_private.tensors import tree_flatten, tree_unflatten
 
+_MOST_PREDICTED = 1.5  # seconds of the unplanned step, in those of eager's
+_DOUBTED = "The ops were measured in a busy moment: predicted times are too long; the next fit measures them anew."
 _ON_RANKS = "the ranks of a step have none"
 _MOST_PROVING_STEPS = (MOST_CORRECTIONS + 1) * (STEPS_IN_A_ROW + 1)  # of each plan; a first one may make state
 
@@ -158,6 +162,16 @@ class PlannedStep(Uncopied):
         return self._memory.held_bytes + (0 if self._graphs is None else self._graphs.held_bytes)
 
     @property
+    def budget_bytes(self) -> int:
+        """What a step may take: of a budget in percent, the largest of those of the steps so far."""
+        return self._proof.budget_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """The bytes that the latest call that was measured took of the device; 0 before."""
+        return self._proof.taken_bytes
+
+    @property
     def is_replayed(self) -> bool:
         """Whether there is a CUDA graph that calls replay (see `cuda_graph` of `memfit.fit`)."""
         return self._graphs is not None and self._graphs.has_graph
@@ -236,10 +250,50 @@ class PlannedStep(Uncopied):
             raise InvalidOptionError("no_sync is for steps with a process_group and without an optimizer")
         return self.step.across.no_sync()
 
-    def measure(self, batch: Any = None, *, repeats: int = 3) -> Measured:
-        """Measure peak bytes and seconds of planned and eager steps, interleaved; both leave no trace."""
+    def measure(self, batch: Any = None, *, repeats: int | None = None) -> Measured:
+        """Measure peak bytes and seconds of planned and eager steps, in turns; both leave no trace.
+
+        Args:
+            batch: of the steps; its own if None.
+            repeats: how many turns; None takes as many as it takes to know the overhead to two percentage points, five
+                at least, within 10 seconds.
+        """
         with turn_for(self.step, self.device, "`measure`"):
-            return measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
+            measured = measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
+        predicted, eager = self.plan.unplanned.seconds, measured.baseline_step_seconds
+        note = measured.note
+        if self.settings.device is None and eager is not None and predicted > _MOST_PREDICTED * eager:
+            doubt(self.captured.binding)
+            note = f"{note} {_DOUBTED}".strip()
+        machine = f"{self.plan.device.name}, torch {self.plan.versions.get('torch', 'unknown')}"
+        return replace(measured, machine=machine, note=note)
+
+    def report(self, path: Path | str, *, repeats: int | None = None) -> None:
+        """Measure the step beside eager, and write one HTML file with the plan and what was measured.
+
+        Args:
+            path: where the page is written.
+            repeats: as for `measure`.
+
+        Raises:
+            InvalidFileError: the file cannot be written.
+        """
+        from memfit.report import write_html  # the report stands above; only who asks for a page pays for it
+
+        write_html(self.plan, path, measured=self.noted(self.measure(repeats=repeats)))
+
+    def noted(self, measured: Measured) -> Measured:
+        """Return a measurement that also notes which plans were corrected."""
+        sentences = [measured.note, *(correction.sentence for correction in self.corrections)]
+        return replace(measured, note=" ".join(filter(None, sentences)))
+
+    def __repr__(self) -> str:
+        return f"PlannedStep({self.plan!r}, {len(self.plans)} plans)"
+
+    def _repr_html_(self) -> str:
+        from memfit.report.notebook import plan_html
+
+        return plan_html(self.plan, {"corrected": str(len(self.corrections))} if self.corrections else None)
 
     def wait_for_searches(self, seconds: float | None = None) -> bool:
         """Wait until no plan is searched behind the steps; return whether that is so.

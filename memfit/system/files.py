@@ -22,6 +22,7 @@ from memfit.errors import InvalidFileError
 
 T = TypeVar("T")
 
+_SHARED_MEMORY = Path("/dev/shm")
 _GZIP_MAGIC = b"\x1f\x8b"
 _MOST_FILE_BYTES = 1 << 30  # a gzip bomb must not fill the memory of the machine that reads it
 _CHUNK_BYTES = 1 << 24
@@ -55,13 +56,18 @@ def _can_be_made(folder: Path) -> bool:
 
 @cache
 def _temporary_folder() -> Path:
-    path = Path(tempfile.gettempdir()) / f"memfit-{os.geteuid()}"
+    try:
+        path = Path(tempfile.gettempdir()) / f"memfit-{os.geteuid()}"
+    except FileNotFoundError:  # nothing can be written but, in most containers, shared memory
+        path = _SHARED_MEMORY / f"memfit-{os.geteuid()}"
     with suppress(OSError):
         path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_MAY_WRITE:
             return path
-    return Path(tempfile.mkdtemp(prefix="memfit-"))
+    with suppress(OSError):
+        return Path(tempfile.mkdtemp(prefix="memfit-"))
+    return path  # cannot be written: who tries is told
 
 
 def read_bytes(path: Path) -> bytes:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TextIO
+
+QUIET, NORMAL, VERBOSE = logging.ERROR, logging.WARNING, logging.DEBUG
+"""Levels of the lines that a command writes."""
 
 
 def printable(name: str) -> str:
@@ -42,4 +47,31 @@ class WarningLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
-        say(f"{record.levelname.lower()}: {record.getMessage().removeprefix('memfit: ')}")
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        say(f"{level}{record.getMessage().removeprefix('memfit: ')}")
+
+
+@contextmanager
+def lines_on_stderr() -> Generator[None]:
+    """Write memfit's log records of the chosen level on standard error, inside the block."""
+    loggers = [logging.getLogger(name) for name in ("memfit", "memfit.progress")]
+    levels, handler = [logger.level for logger in loggers], WarningLines()
+    loggers[0].addHandler(handler)
+    try:
+        yield
+    finally:
+        loggers[0].removeHandler(handler)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def choose_lines(level: int, *, shows_progress: bool = False) -> None:
+    """Choose which records `lines_on_stderr` writes, until its block ends.
+
+    Args:
+        level: QUIET, NORMAL or VERBOSE.
+        shows_progress: whether lines of progress are written at the normal level.
+    """
+    logging.getLogger("memfit").setLevel(level)
+    is_told = shows_progress and level == NORMAL
+    logging.getLogger("memfit.progress").setLevel(logging.INFO if is_told else level)

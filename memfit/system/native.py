@@ -21,7 +21,9 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,6 +70,9 @@ class NativeLibrary:
         Raises:
             NativeLibraryError: no C++ compiler, it failed, or no folder can be written.
         """
+        builder = _builders.get(self)
+        if builder is not None and builder is not threading.current_thread():
+            builder.join()
         folder = self._folder()
         kept = _intact(folder, self.name)
         if kept is not None:
@@ -79,6 +84,18 @@ class NativeLibrary:
             why = error.strerror or error
             _log.warning("%s is not kept: %s: %s; MEMFIT_CACHE names another folder", self.name, folder, why)
             return built_apart(self)
+
+    def build_beside(self) -> bool:
+        """Begin to build the library on a thread if the cache has none, and `file` waits; return whether it began."""
+        if self in _builders or _intact(self._folder(), self.name) is not None:
+            return False
+        _builders[self] = threading.Thread(target=self._build_quietly, name=f"memfit builds {self.name}", daemon=True)
+        _builders[self].start()
+        return True
+
+    def _build_quietly(self) -> None:
+        with suppress(NativeLibraryError):  # who needs the library is told
+            self.file()
 
     def load(self) -> ctypes.PyDLL:
         """Return the library. Its functions are short, and hold Python's lock.
@@ -131,6 +148,9 @@ class NativeLibrary:
                 failure = failure or error
         assert failure is not None
         raise failure
+
+
+_builders: dict[NativeLibrary, threading.Thread] = {}
 
 
 @functools.cache
