@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -19,11 +20,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
@@ -801,7 +802,11 @@ def test_hooks_of_modules_and_optimizers() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
-def test_a_bare_step_updates_as_the_step_does_and_leaves_out_no_hook(kind: type[torch.optim.Optimizer]) -> None:
+def test_a_bare_step_updates_as_the_step_does_and_leaves_out_no_hook(
+    kind: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for when in ("pre", "post"):  # those of compiled models stay for good
+        monkeypatch.setattr(torch_optimizer, f"_global_optimizer_{when}_hooks", OrderedDict())
     twins = [torch.nn.Linear(2, 2) for _ in range(2)]
     twins[1].load_state_dict(twins[0].state_dict())
     whole, bare = (kind(twin.parameters(), lr=0.1) for twin in twins)  # pyright: ignore[reportCallIssue]
@@ -816,7 +821,7 @@ def test_a_bare_step_updates_as_the_step_does_and_leaves_out_no_hook(kind: type[
         assert all(map(torch.equal, twins[0].parameters(), twins[1].parameters()))
     assert bare_step(bare) == kind.step, "gradients are recorded"
     with torch.no_grad():
-        handle = register_optimizer_step_post_hook(print)
+        handle = torch_optimizer.register_optimizer_step_post_hook(print)
         assert bare_step(bare) == kind.step
         handle.remove()
         bare.register_step_pre_hook(print)
