@@ -113,7 +113,7 @@ def test_live_blocks_never_overlap(live: Live, seed: int, jitter: float, kept: f
                 run_script(live, scripts[number % 2], chance, jitter=jitter, kept=kept)
             while len(live.starts) > 200:  # what earlier steps left behind goes at any time
                 live.free(chance.choice(live.starts))
-        assert arena.served > 300
+        assert arena.served > (300 if jitter < 0.1 else 0)  # steps that differ all along have little in common
         if jitter or kept:
             assert arena.counts.kept + arena.counts.outliving + arena.not_served > 0
 
@@ -184,12 +184,16 @@ def test_a_plan_of_a_recording(recording: Recording) -> None:
 def test_merged_recordings_cover_both(one: Recording, data: st.DataObject) -> None:
     other = data.draw(recordings())
     merged = one.merged(other)
-    if len(one.ends) != len(other.ends):
-        assert merged is other
-        return
+    assert len(merged.ends) == max(len(one.ends), len(other.ends))
     for each in (one, other):
-        assert (merged.sizes_bytes >= each.sizes_bytes).all()
-        assert (merged.outlives | ((merged.ends >= each.ends) & ~each.outlives)).all()
+        both = slice(len(each.ends))
+        assert (merged.sizes_bytes[both] >= each.sizes_bytes).all()
+        assert (merged.outlives[both] | ((merged.ends[both] >= each.ends) & ~each.outlives)).all()
+    if len(one.ends) != len(other.ends):
+        shared = slice(min(len(one.ends), len(other.ends)))
+        larger = np.maximum(one.sizes_bytes[shared], other.sizes_bytes[shared])
+        differs = larger > 2 * np.minimum(one.sizes_bytes[shared], other.sizes_bytes[shared])
+        assert merged.outlives[shared][differs].all()
     assert merged.equals(merged.merged(one))
     assert merged.equals(merged.merged(other))
 

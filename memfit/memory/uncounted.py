@@ -18,7 +18,7 @@ from memfit.memory.snapshot import is_undone
 from memfit.system.alive import alive_objects
 from memfit.system.budget import format_bytes
 from memfit.system.instruments import older_reducers
-from memfit.system.recorder import allocated_bytes, is_counted, taken_bytes
+from memfit.system.recorder import allocated_bytes, is_counted, records_at_once, taken_bytes
 from memfit.torch_private.modules import own_tensors
 from memfit.torch_private.ranks import first_bucket_sizes
 
@@ -92,6 +92,8 @@ class Beside:
             peak_bytes: that the step will take, with these.
             budget_bytes: for the step.
         """
+        if not records_at_once(self._device):  # what is live is not known
+            return
         if self._uncounted is None:
             self._uncounted = Uncounted(self._device)
             self._uncounted_bytes = self._uncounted.live_bytes()

@@ -252,6 +252,6 @@ class Arena(PlannedMemory):
             if known.changes < _MOST_CORRECTIONS and (counts.not_served or known.looked_at <= _STEPS_LOOKED_AT):
                 self._correct_places(self._key, requests)
             return
-        if known and requests == len(known.plan.recording.ends) and not counts.not_served and not counts.kept:
+        if known and requests <= len(known.plan.recording.ends) and not counts.not_served and not counts.kept:
             return
         self._learn(self._key, requests)

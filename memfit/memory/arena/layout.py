@@ -18,6 +18,8 @@ from memfit.packing.blocks import live_bytes
 
 OUTLIVES = -1  # in `ends`: not freed within the step; in `offsets`: not in the arena
 
+_ALIKE = 2.0  # sizes at one place of sequences of different lengths, the larger by the smaller
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
@@ -46,19 +48,25 @@ class Recording:
         return np.array_equal(self.sizes_bytes, other.sizes_bytes) and np.array_equal(self.ends, other.ends)
 
     def merged(self, newer: Recording) -> Recording:
-        """Return a recording that covers both steps if they made equally many requests, else the newer one.
+        """Return a recording that covers both steps: the longer one, with what both begin with merged.
 
-        Each request gets the larger size and the later end: a size or a live range that varies leads to one new plan,
-        and not to one at each change.
+        Each request gets the larger size and the later end: what varies leads to a few new plans, and not to one at
+        each change (section 4.3 of the paper, whose reoptimization keeps the larger requests). Sequences of different
+        lengths are not the same requests all along: where sizes differ much, they are ordinary memory from then on, as
+        between the paper's interrupt and resume. An address for the larger one would cost its bytes in each step.
 
         Args:
             newer: the recording of a later step.
         """
-        if len(self.ends) != len(newer.ends):
-            return newer
-        ends = np.maximum(self.ends, newer.ends)
-        ends[self.outlives | newer.outlives] = OUTLIVES
-        return Recording(sizes_bytes=np.maximum(self.sizes_bytes, newer.sizes_bytes), ends=ends)
+        longer, shorter = (self, newer) if len(self.ends) > len(newer.ends) else (newer, self)
+        both = slice(len(shorter.ends))
+        sizes, ends = longer.sizes_bytes.copy(), longer.ends.copy()
+        sizes[both] = np.maximum(sizes[both], shorter.sizes_bytes)
+        ends[both] = np.maximum(ends[both], shorter.ends)
+        least = np.minimum(longer.sizes_bytes[both], shorter.sizes_bytes)
+        differs = (sizes[both] > _ALIKE * least) & (len(longer.ends) > len(shorter.ends))
+        ends[both][longer.outlives[both] | shorter.outlives | differs] = OUTLIVES
+        return Recording(sizes_bytes=sizes, ends=ends)
 
     def blocks(self, alignment_bytes: int) -> Blocks:
         """Return the requests that do not outlive the step as blocks, whose ids are the numbers of the requests."""
