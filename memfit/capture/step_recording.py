@@ -336,14 +336,13 @@ class StepRecording:
         self._gradients.enter_waiting()
 
     def _say_what_is_summed_otherwise(self, leaves: Sequence[torch.Tensor]) -> None:
-        names = [
-            name for tensor, name in self._names.items() if any(self._fakes.get(tensor) is each for each in leaves)
-        ]
+        found = set(map(id, leaves))
+        names = [name for tensor, name in self._names.items() if id(self._fakes.get(tensor)) in found]
         if names:
             _log.warning(
                 "memfit: %s%s in and outside of a region of torch.utils.checkpoint with use_reentrant=True, which adds "
-                "to its gradient in a backward pass of its own: last bits may differ from eager's, which have another "
-                "order of the sum; use_reentrant=False has the planned step's",
+                "to its gradient in a backward pass of its own: last bits may differ from eager's, whose sum has "
+                "another order; use_reentrant=False has the planned step's",
                 names[0],
                 " is used" if len(names) == 1 else f" and {len(names) - 1} more parameters are used",
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -92,7 +93,7 @@ class PlannedCalls:
         self._settings = options
         self._function = eager_call(model) if function is None else function
         self._otherwise = otherwise
-        self._compiled = compiled_calls(model, self._function, self._planned_graph)
+        self._compiled = compiled_calls(model, self._function, _weakly(weakref.WeakMethod(self._planned_graph)))
         self._account: Account | None = None
         self._turn = Turn()
 
@@ -166,7 +167,7 @@ class PlannedCalls:
                 f"{self._where}: PyTorch's compiler cannot take in {type(self._model).__name__}: {text}"
             ) from error
 
-    def _planned_graph(self, module: torch.fx.GraphModule, _inputs: Any) -> PlannedGraph:
+    def _planned_graph(self, module: torch.fx.GraphModule) -> PlannedGraph:
         settings = self._settings  # Dynamo keeps a graph until the code goes that calls it: it must not keep this
         graph = PlannedGraph(module, lambda: settings, self.account)
         self.graphs.append(graph)
@@ -178,3 +179,14 @@ class PlannedCalls:
                 type(self._model).__name__,
             )
         return graph
+
+
+def _weakly(planned: weakref.WeakMethod[Callable[[torch.fx.GraphModule], PlannedGraph]]) -> Callable[..., Any]:
+    """Return a backend that keeps no calls alive, as Dynamo keeps every backend for good."""
+
+    def backend(module: torch.fx.GraphModule, _inputs: Any) -> PlannedGraph:
+        method = planned()
+        assert method is not None, "whoever runs the compiled code has it"
+        return method(module)
+
+    return backend
