@@ -17,7 +17,7 @@ from memfit.errors import InvalidTargetError, NotOneGraphError, UnsupportedStepE
 from memfit.plan import Plan
 from memfit.step.turns import Turn
 from memfit.torch_private.dynamo import compiled_calls, is_compilers
-from memfit.torch_private.modules import eager_call, is_compiled, own_call, set_call
+from memfit.torch_private.modules import eager_call, is_compiled, module_tables, own_call, set_call
 
 _log = logging.getLogger("memfit")
 _MANY_GRAPHS = 64  # of one model; Dynamo itself takes eight of a function for a sign of such a number
@@ -157,8 +157,19 @@ class PlannedCalls:
         return returned
 
     def _captured(self, *arguments: Any, **named: Any) -> Any:
+        tables = [module_tables(module)[0] for module in self._model.modules()]
+        before = [*map(dict, tables)]
         try:
-            return self._compiled(*arguments, **named)
+            returned = self._compiled(*arguments, **named)
+            lost = [name for table, was in zip(tables, before, strict=True) for name in was.keys() - table]
+            if lost:
+                for table, was in zip(tables, before, strict=True):
+                    table.update({name: was[name] for name in was.keys() - table})
+                raise UnsupportedStepError(
+                    f"{self._where}: forward takes parameter {lost[0]!r} out of its module, and PyTorch's compiler "
+                    "loses it there, with its gradient; memfit.checkpoint and memfit.eager run such a model as it is"
+                )
+            return returned
         except RuntimeError as error:
             if not is_compilers(error):
                 raise
