@@ -453,7 +453,7 @@ def test_numbers_that_change_keep_the_bits(dtype: torch.dtype) -> None:
 def test_a_model_that_is_compiled_in_each_call_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     model = memfit.compile(deep_model(), budget="256MiB")
     for _ in range(100):
-        calls_of(model)._planned_graph(torch.fx.symbolic_trace(nn.Linear(2, 2)), ())
+        calls_of(model)._planned_graph(torch.fx.symbolic_trace(nn.Linear(2, 2)))
     assert sum("64 graphs of Sequential" in message for message in caplog.messages) == 1
 
 
