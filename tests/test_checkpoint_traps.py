@@ -14,6 +14,7 @@ import checkpoint_reaching
 import pytest
 import torch
 from checkpoint_models import Mlp, Net, Trained, convs, images, mlps, rows, train
+from occupied import bytes_now
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -644,3 +645,67 @@ def test_what_is_to_go_to_the_host_goes_there() -> None:
         model.after.register_forward_pre_hook(lambda *_: away.append(len(handle._loop.steering.present.hosted)))
         train(model, lambda step: rows(step, 4096), steps=4)
     assert away == [0, 7, 7, 7]
+
+
+class Gated(torch.nn.Module):
+    """Two linear layers read its input: autocast casts it twice, and each weight once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = torch.nn.LayerNorm(64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.sigmoid(self.a(x)) * torch.tanh(self.b(x))
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def _backward_outside(model: torch.nn.Module, x: torch.Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().square().mean()
+    loss.backward()
+
+
+def _backward_inside(model: torch.nn.Module, x: torch.Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x).float().square().mean().backward()
+
+
+def _inside_of_none(model: torch.nn.Module, x: torch.Tensor) -> None:
+    with torch.autocast("cpu", enabled=False):
+        _backward_outside(model, x)
+
+
+def _called_twice(model: torch.nn.Module, x: torch.Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = (model(x) - model(x * 2)).float().square().mean()
+    loss.backward()
+
+
+@pytest.mark.parametrize("share", [0.7, 0.9])
+@pytest.mark.parametrize("run", [_backward_outside, _backward_inside, _inside_of_none, _called_twice])
+def test_what_autocasts_cache_holds_is_no_other_computation(
+    run: Callable[[torch.nn.Module, torch.Tensor], None], share: float
+) -> None:
+    """The cache holds casts of weights in one forward pass of a block, and not in the other."""
+    ends: list[list[torch.Tensor]] = []
+    budget_bytes = 0
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), *(Gated() for _ in range(4)), torch.nn.Linear(64, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gc.collect()
+        before_bytes = bytes_now(torch.device("cpu"))
+        with memfit.checkpoint(model, before_bytes + budget_bytes) if is_planned else nullcontext():
+            for number in range(5):
+                x = torch.randn(512, 64)
+                with record("cpu") as usage:
+                    run(model, x)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if is_planned and number > 1:
+                    assert usage.peak_bytes + x.nbytes <= budget_bytes
+        ends.append([each.detach().clone() for each in model.parameters()])
+        budget_bytes = int(share * usage.peak_bytes)
+        del model, optimizer, x
+    assert all(map(torch.equal, *ends))

@@ -453,7 +453,7 @@ def test_numbers_that_change_keep_the_bits(dtype: torch.dtype) -> None:
 def test_a_model_that_is_compiled_in_each_call_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     model = memfit.compile(deep_model(), budget="256MiB")
     for _ in range(100):
-        calls_of(model)._planned_graph(torch.fx.symbolic_trace(nn.Linear(2, 2)), ())
+        calls_of(model)._planned_graph(torch.fx.symbolic_trace(nn.Linear(2, 2)))
     assert sum("64 graphs of Sequential" in message for message in caplog.messages) == 1
 
 
@@ -564,3 +564,30 @@ def test_a_compiled_model_that_nobody_has_takes_no_memory(ends: str) -> None:
     gc.collect()
 
     assert gone() is None
+
+
+class _TakesOut(nn.Module):
+    """Computes with a parameter that it takes out of its module, and puts back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.inner._parameters.pop("weight")
+        self.inner.weight = weight * 2  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            return self.inner(x)
+        finally:
+            del self.inner.weight
+            self.inner._parameters["weight"] = weight
+
+
+def test_a_parameter_that_the_compiler_loses_is_there_again_and_the_model_is_refused() -> None:
+    model = _TakesOut()
+    own = [*model.parameters()]
+    memfit.compile(model, budget="8MiB", reserve=0)
+    for _ in range(2):
+        with pytest.raises(UnsupportedStepError, match="'weight' out of its module"):
+            model(torch.randn(4, 8))
+        assert {*map(id, model.parameters())} == {*map(id, own)}

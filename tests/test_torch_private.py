@@ -68,6 +68,7 @@ from memfit.torch_private.checkpoints import (
     IGNORED_OPS,
     detached,
     ends_early,
+    is_cached_cast,
     saved_node_names,
     schema_of,
     tell_mismatch,
@@ -723,11 +724,28 @@ def test_checkpointed_regions_run_inline() -> None:
             return value.tanh()
 
         value = torch.ones(2, requires_grad=True)
-        with checkpoints_inlined():
+        with checkpoints_inlined() as regions:
             checkpoint(region, value, use_reentrant=use_reentrant).sum().backward()
-        assert len(calls) == 1
+        assert len(calls) == regions.count == 1
         checkpoint(region, value, use_reentrant=use_reentrant).sum().backward()
         assert len(calls) == 3
+
+
+def test_leaves_of_a_reentrant_region_that_are_used_elsewhere_are_known() -> None:
+    once, twice, outside = (torch.ones(2, requires_grad=True) for _ in range(3))
+
+    def region(value: torch.Tensor) -> torch.Tensor:
+        return value * once * twice * twice
+
+    for used, use_reentrant, expected in (
+        (outside, True, []),
+        (outside, False, []),
+        (twice, True, [twice]),
+        (twice, False, []),
+    ):
+        with checkpoints_inlined() as regions:
+            loss = checkpoint(region, outside.exp(), use_reentrant=use_reentrant).sum() + used.sum()
+            assert list(map(id, regions.summed_otherwise(loss))) == list(map(id, expected))
 
 
 def test_joint_graph_is_partitioned_by_ours_and_compiled_functions_are_boxed() -> None:
@@ -1648,6 +1666,21 @@ def test_inductor_keeps_the_order_of_a_plan() -> None:
 def test_checkpoints_call_some_operators_a_different_number_of_times() -> None:
     assert torch.ops.aten.detach.default in IGNORED_OPS
     assert torch.ops.aten.mm.default not in IGNORED_OPS
+
+
+def test_casts_that_autocasts_cache_may_hold() -> None:
+    weight, twice = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2).double())
+    cast, to = torch.ops.aten._to_copy.default, {"dtype": torch.bfloat16}
+    assert is_cached_cast(cast, (weight,), to)
+    for args, kwargs in (
+        ((torch.ones(2),), to),
+        ((weight * 2,), to),
+        ((twice,), to),
+        ((weight,), {"dtype": torch.float64}),
+        ((weight,), None),
+    ):
+        assert not is_cached_cast(cast, args, kwargs)
+    assert not is_cached_cast(torch.ops.aten.mul.Tensor, (weight, weight), to)
 
 
 def test_a_result_is_kept_without_its_history_and_on_its_memory() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,8 +64,9 @@ from memfit.torch_private.tensors import (
     tree_flatten,
     tree_map,
 )
-from memfit.torch_private.tracing import answered_as_eager, checkpoints_inlined
+from memfit.torch_private.tracing import Regions, answered_as_eager, checkpoints_inlined
 
+_log = logging.getLogger("memfit")
 STATE = "state:"  # begins the names of the outputs of a function of a state
 _AROUND = "memfit.fit and `memfit fit` run such a step under memfit.checkpoint"
 _OUTSIDE = "take that decision outside of the function, between two calls"
@@ -212,7 +215,7 @@ class StepRecording:
             nullcontext() if self._shards is None else self._shards.shown(),
             with_a_momentum(step.model) as self._scopes.cumulative,
             self._scopes.noted(),
-            checkpoints_inlined() if self.inlines else nullcontext(lambda: 0) as checkpoints,
+            checkpoints_inlined() if self.inlines else nullcontext(Regions()) as self._regions,
             failing_fakes_unlogged(),
             memory_kept_real(),
             autocast_watched() as self.trace.has_autocast,
@@ -232,7 +235,7 @@ class StepRecording:
             self._gradients.collect(self.outputs)
             self.values.require_unwritten(self._is_written)
             self._under_modes.require_read(self.trace.calls, {value.storage for value in self.outputs.values()})
-        return checkpoints()
+        return self._regions.count
 
     def _is_written(self, tensor: torch.Tensor) -> bool:
         """Return whether a call writes to a tensor over which the step closes."""
@@ -327,9 +330,22 @@ class StepRecording:
         self.trace.write_back()
         self.outputs["loss"] = self.trace.value(loss)
         self.trace.storages[self.outputs["loss"].storage].role = Role.OUTPUT
+        self._say_what_is_summed_otherwise(self._regions.summed_otherwise(loss))
         self._hooks += self._gradients.hooks()
         torch.autograd.backward(self.step.scaled(loss))  # a tensor's method would run without the mode that sees reads
         self._gradients.enter_waiting()
+
+    def _say_what_is_summed_otherwise(self, leaves: Sequence[torch.Tensor]) -> None:
+        found = set(map(id, leaves))
+        names = [name for tensor, name in self._names.items() if id(self._fakes.get(tensor)) in found]
+        if names:
+            _log.warning(
+                "memfit: %s%s in and outside of a region of torch.utils.checkpoint with use_reentrant=True, which adds "
+                "to its gradient in a backward pass of its own: last bits may differ from eager's, whose sum has "
+                "another order; use_reentrant=False has the planned step's",
+                names[0],
+                " is used" if len(names) == 1 else f" and {len(names) - 1} more parameters are used",
+            )
 
     def _next_state(self, batch: Any) -> None:
         """Run a function of a state, without gradients; the leaves of the next state are the outputs."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memfit.checkpointing.seen import NEVER, CallSeen, OpSeen, SpanSeen, StorageSeen
+from memfit.checkpointing.seen import CACHED_CAST, NEVER, CallSeen, OpSeen, SpanSeen, StorageSeen
 from memfit.cost.stopwatch import Stopwatch
 from memfit.system.recorder import taken_bytes
 from memfit.torch_private.autograd import UnwrappedMode, default_saved_hooks, in_backward, no_modes, saved_with
-from memfit.torch_private.checkpoints import IGNORED_OPS, detached, schema_of
+from memfit.torch_private.checkpoints import IGNORED_OPS, detached, is_cached_cast, schema_of
 from memfit.torch_private.ranks import groups_of
 from memfit.torch_private.sharding import is_sharded, local
 from memfit.torch_private.tensors import StorageWeakRef, draws, storage_key, tensors_in
@@ -113,7 +113,10 @@ class BlockMode(UnwrappedMode):
         """Let what is made beside a write to a tensor of the model that the block reads be computed again, always."""
         for storage, written in self._made_beside:
             if written & self.read:
-                self.call.storages[storage].first_read, self.call.storages[storage].last_write = 0, NEVER
+                self._compute_always(storage)
+
+    def _compute_always(self, storage: int) -> None:
+        self.call.storages[storage].first_read, self.call.storages[storage].last_write = 0, NEVER
 
     def _tick(self) -> int:
         self._moment += 1
@@ -142,6 +145,10 @@ class BlockMode(UnwrappedMode):
             if read is not None and read != storage:
                 self.call.storages[read].first_read = min(self.call.storages[read].first_read, len(self.call.ops))
         name = str(func)
+        if is_cached_cast(func, args, kwargs):
+            name = CACHED_CAST
+            if storage is not None:
+                self._compute_always(storage)
         self._recorder.overloads[name] = func
         tensors = tensors_in((args, kwargs))
         if func.namespace in _COLLECTIVES or any(map(is_sharded, tensors)):

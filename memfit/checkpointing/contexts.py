@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from memfit.errors import UnsupportedStepError
 from memfit.torch_private.autograd import UnwrappedMode, backward_keeps_graph, in_backward
-from memfit.torch_private.checkpoints import IGNORED_OPS, detached
+from memfit.torch_private.checkpoints import IGNORED_OPS, detached, is_cached_cast
 from memfit.torch_private.tensors import tree_map
 
 
@@ -48,7 +48,7 @@ class Keep(UnwrappedMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **kwargs) if kwargs else func(*args)
-        if func in IGNORED_OPS or self._is_other:
+        if func in IGNORED_OPS or self._is_other or is_cached_cast(func, args, kwargs):
             return returned
         number = self._number
         self._number = number + 1
@@ -79,7 +79,7 @@ class Again(UnwrappedMode):
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in IGNORED_OPS:
+        if func not in IGNORED_OPS and not is_cached_cast(func, args, kwargs):
             number = self._number
             self._number = number + 1
             kept = self._keep.kept
@@ -103,7 +103,9 @@ def selective_contexts(names: frozenset[tuple[str, int]]) -> Any:
     """
     counts: Counter[str] = Counter()
 
-    def decide(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    def decide(_context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if is_cached_cast(operator, args, kwargs):
+            return CheckpointPolicy.PREFER_RECOMPUTE
         name = str(operator)
         counts[name] += 1
         is_kept = (name, counts[name] - 1) in names

@@ -16,7 +16,7 @@ from memfit.checkpointing.contexts import KeepRule
 from memfit.checkpointing.groups import INPUT_RULES
 from memfit.checkpointing.reached import Reach, reach_of_tables
 from memfit.checkpointing.recording import LeanRecorder
-from memfit.checkpointing.seen import CallSeen
+from memfit.checkpointing.seen import CACHED_CAST, CallSeen
 from memfit.checkpointing.snapshots import CallSnapshot
 from memfit.memory.host.room import OnHost
 from memfit.torch_private.modules import own_call
@@ -148,7 +148,7 @@ def rulings_of(rules: Mapping[str, Rule], calls: Sequence[CallSeen], overloads: 
             if rule != NONE:
                 found[name] = rule
             continue
-        wanted, ops = set(rule), seen[name].ops
+        wanted, ops = set(rule), [op for op in seen[name].ops if op.name != CACHED_CAST]
         kept = frozenset(number for number, op in enumerate(ops) if (op.name, op.nth) in wanted)
         expected = tuple(overloads[op.name] for op in ops)
         found[name] = KeepRule(expected=expected, kept=kept, names=frozenset(rule))

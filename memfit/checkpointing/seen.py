@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 NEVER = 1 << 60
+CACHED_CAST = "cast by autocast"
+"""The name of operators that one forward pass calls and another does not: they are never kept, nor numbered."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -14,7 +16,7 @@ class OpSeen:
     """One operator.
 
     Attributes:
-        name: of the overload, such as `aten.addmm.default`.
+        name: of the overload, such as `aten.addmm.default`, or `CACHED_CAST`.
         nth: of this name in the call.
         storage: the index of the storage that it makes, views, or writes to; None if that is not the block's.
         seconds: that it took.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from memfit.errors import InvalidTargetError, NotOneGraphError, UnsupportedStepE
 from memfit.plan import Plan
 from memfit.step.turns import Turn
 from memfit.torch_private.dynamo import compiled_calls, is_compilers
-from memfit.torch_private.modules import eager_call, is_compiled, own_call, set_call
+from memfit.torch_private.modules import eager_call, is_compiled, module_tables, own_call, set_call
 
 _log = logging.getLogger("memfit")
 _MANY_GRAPHS = 64  # of one model; Dynamo itself takes eight of a function for a sign of such a number
@@ -92,7 +93,7 @@ class PlannedCalls:
         self._settings = options
         self._function = eager_call(model) if function is None else function
         self._otherwise = otherwise
-        self._compiled = compiled_calls(model, self._function, self._planned_graph)
+        self._compiled = compiled_calls(model, self._function, _weakly(weakref.WeakMethod(self._planned_graph)))
         self._account: Account | None = None
         self._turn = Turn()
 
@@ -156,8 +157,19 @@ class PlannedCalls:
         return returned
 
     def _captured(self, *arguments: Any, **named: Any) -> Any:
+        tables = [module_tables(module)[0] for module in self._model.modules()]
+        before = [*map(dict, tables)]
         try:
-            return self._compiled(*arguments, **named)
+            returned = self._compiled(*arguments, **named)
+            lost = [name for table, was in zip(tables, before, strict=True) for name in was.keys() - table]
+            if lost:
+                for table, was in zip(tables, before, strict=True):
+                    table.update({name: was[name] for name in was.keys() - table})
+                raise UnsupportedStepError(
+                    f"{self._where}: forward takes parameter {lost[0]!r} out of its module, and PyTorch's compiler "
+                    "loses it there, with its gradient; memfit.checkpoint and memfit.eager run such a model as it is"
+                )
+            return returned
         except RuntimeError as error:
             if not is_compilers(error):
                 raise
@@ -166,7 +178,7 @@ class PlannedCalls:
                 f"{self._where}: PyTorch's compiler cannot take in {type(self._model).__name__}: {text}"
             ) from error
 
-    def _planned_graph(self, module: torch.fx.GraphModule, _inputs: Any) -> PlannedGraph:
+    def _planned_graph(self, module: torch.fx.GraphModule) -> PlannedGraph:
         settings = self._settings  # Dynamo keeps a graph until the code goes that calls it: it must not keep this
         graph = PlannedGraph(module, lambda: settings, self.account)
         self.graphs.append(graph)
@@ -178,3 +190,14 @@ class PlannedCalls:
                 type(self._model).__name__,
             )
         return graph
+
+
+def _weakly(planned: weakref.WeakMethod[Callable[[torch.fx.GraphModule], PlannedGraph]]) -> Callable[..., Any]:
+    """Return a backend that keeps no calls alive, as Dynamo keeps every backend for good."""
+
+    def backend(module: torch.fx.GraphModule, _inputs: Any) -> PlannedGraph:
+        method = planned()
+        assert method is not None, "whoever runs the compiled code has it"
+        return method(module)
+
+    return backend

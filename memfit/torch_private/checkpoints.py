@@ -16,6 +16,23 @@ IGNORED_OPS: frozenset[Any] = frozenset(SAC_IGNORED_OPS)
 """Operators of which a checkpoint's second forward pass may call another number than its first."""
 
 
+def is_cached_cast(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operator is a cast that autocast's cache may leave out in one of two forward passes.
+
+    The cache holds what parameters, and other leaves of autograd, were cast to, until the outermost block of autocast
+    ends: a second call of a module in the same block, and a backward pass inside of one, find it there.
+
+    Args:
+        func, args, kwargs: of a call, as a dispatch mode sees it.
+    """
+    if func is not torch.ops.aten._to_copy.default or (kwargs or {}).get("dtype") not in _HALF:
+        return False
+    return args[0].dtype is torch.float32 and args[0].requires_grad and args[0].is_leaf
+
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
 def tell_mismatch(told: Callable[[Exception], Exception]) -> None:
     """Let a checkpoint whose second forward pass begins here, and saves others than the first one, raise what is told.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import CodeType, FunctionType
@@ -76,23 +75,16 @@ def compiled_calls(
     Args:
         model: what the function calls.
         function: a function or a bound method.
-        backend: as torch.compile takes it, a bound method. Dynamo keeps backends for good, so its object is not kept.
+        backend: as torch.compile takes it. Dynamo keeps it for good, with all that it refers to.
     """
     import torch._dynamo  # takes seconds to import
-
-    planned = weakref.WeakMethod(backend)
-
-    def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        method = planned()
-        assert method is not None  # it is of what calls
-        return method(module, inputs)
 
     def call(*args: Any, **kwargs: Any) -> Any:  # no code of torch's, so that Dynamo enters it
         return function(*args, **kwargs)
 
     def compile_anew() -> Callable[..., Any]:  # Dynamo keeps what it compiled by the code object
         own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
-        return torch.compile(own, backend=compile_graph, fullgraph=True)
+        return torch.compile(own, backend=backend, fullgraph=True)
 
     _patch_torch_for_dynamo()
     compiled, code, named = compile_anew(), _CodeOfModules(model), set[CodeType]()

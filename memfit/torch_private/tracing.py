@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FunctionType, ModuleType
 from typing import Any
@@ -16,22 +17,67 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _pop_mode_temporarily
 
 from memfit.torch_private.patching import replaced
+from memfit.torch_private.tensors import tree_flatten
+
+
+class Regions:
+    """The regions of `torch.utils.checkpoint` that have run inline.
+
+    Attributes:
+        count: so far.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._uses: list[Counter[torch.Tensor]] = []  # of leaves, by the reentrant regions
+
+    def add_reentrant(self, results: Any, args: Sequence[Any]) -> None:
+        """Note what a region with use_reentrant=True uses: its backward pass adds to gradients by itself."""
+        before = {each.grad_fn for each in args if isinstance(each, torch.Tensor) and each.grad_fn is not None}
+        self._uses.append(_uses_of_leaves(results, before))
+
+    def summed_otherwise(self, loss: torch.Tensor) -> list[torch.Tensor]:
+        """Return the leaves whose gradients eager sums in another order: used in a reentrant region and elsewhere.
+
+        Args:
+            loss: of the step.
+        """
+        if not self._uses:
+            return []
+        total = _uses_of_leaves(loss, set())
+        return [leaf for leaf, uses in total.items() if any(0 < each[leaf] < uses for each in self._uses)]
+
+
+def _uses_of_leaves(results: Any, before: set[Any]) -> Counter[torch.Tensor]:
+    """Return how often leaves are used by what leads to results, of a region or of a step.
+
+    Args:
+        results: nested tensors.
+        before: nodes of autograd that are not part of it.
+    """
+    leaves = [leaf for leaf in tree_flatten(results)[0] if isinstance(leaf, torch.Tensor)]
+    waiting = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None and leaf.grad_fn not in before]
+    seen, uses = {*before, *waiting}, Counter[torch.Tensor]()
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if hasattr(node, "variable"):
+                uses[node.variable] += 1
+            elif node is not None and node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    return uses
 
 
 @contextmanager
-def checkpoints_inlined() -> Iterator[Callable[[], int]]:
-    """Run the regions of `torch.utils.checkpoint` inline: the plan decides what is rematerialized.
-
-    The block is given a function that returns how many regions have run so far.
-    """
+def checkpoints_inlined() -> Iterator[Regions]:
+    """Run the regions of `torch.utils.checkpoint` inline: the plan decides what is rematerialized."""
     module = torch.utils.checkpoint
     name = "_checkpoint_without_reentrant_generator"
     name = f"{name}_impl" if hasattr(module, f"{name}_impl") else name  # from torch 2.15 on
-    count = 0
+    regions = Regions()
 
     def region(*_args: Any, **_kwargs: Any) -> Iterator[None]:
-        nonlocal count
-        count += 1
+        regions.count += 1
         yield
 
     class Inlined:
@@ -42,14 +88,15 @@ def checkpoints_inlined() -> Iterator[Callable[[], int]]:
 
         @staticmethod
         def apply(function: Any, _preserve: bool, *args: Any) -> Any:
-            nonlocal count
-            count += 1
+            regions.count += 1
             trained = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
             with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
-                return function(*args)
+                results = function(*args)
+            regions.add_reentrant(results, args)
+            return results
 
     with replaced(module, name, region), replaced(module, "CheckpointFunction", Inlined):
-        yield lambda: count
+        yield regions
 
 
 def _asked_by_torch() -> bool:
