@@ -182,12 +182,15 @@ class Sharing:
     def _settle(self, taken_bytes: int) -> None:
         """Give calls what was left since the optimizer's last update, or take it from them."""
         now = self._now
+        if self._step != self.account.steps:
+            return
         now.most_bytes = max(now.most_bytes, taken_bytes)
         now.ran += 1
-        if self._step != self.account.steps or (now.updates == _updates and now.ran < _MOST_WITHOUT_UPDATES):
+        if now.updates == _updates and now.ran < _MOST_WITHOUT_UPDATES:
             return
         spare_bytes = int((1 - _HEADROOM) * self.account.budget_bytes) - self.account.excess_bytes - now.most_bytes
         now.updates, now.ran, now.most_bytes = _updates, 0, 0
+        del now.calls[self._place :], now.levels[self._place :]  # of another step: a forward pass alone came first
         if len(now.calls) == 1:
             now.calls[0].leave()
             return
