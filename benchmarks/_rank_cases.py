@@ -89,6 +89,7 @@ _COMPILED = {
     "FSDP2, prefetch": ["plain"],
     "FSDP2, CPU offload": ["plain"],
     "FSDP2, LoRA on bf16": ["plain"],
+    "torchtitan, FSDP": ["plain", "accumulation"],
 }
 _FOUR_ONLY = ("HSDP",)
 
@@ -111,9 +112,10 @@ def _own_cases() -> list[Case]:
         for habit in habits:
             row = own(WRAPPERS[wrapper], HABITS[habit])
             share = _BF16_SHARE if habit == "bf16" else 0.7
-            door = "backend" if wrapper.startswith("FSDP2") else "compile"
+            door = "compile" if wrapper.startswith("DDP") else "backend"
             names = {"wrapper": wrapper, "loop": OWN, "habit": habit, "door": door}
-            found.append(Case(**names, row=row, share=share, ranks=(2,)))
+            ranks = (2, 4) if (wrapper, habit) == ("DDP", "plain") else (2,)
+            found.append(Case(**names, row=row, share=share, ranks=ranks))
     for wrapper in ("DDP", "FSDP2"):
         for habit in ("plain", "evaluation first"):
             row = fitted(WRAPPERS[wrapper], HABITS[habit])

@@ -145,7 +145,7 @@ class WrongFakesError(CaptureError):
 
 
 class UnsupportedStepError(MemfitError, RuntimeError):
-    """The step contains something that memfit does not plan: DDP or FSDP, retain_graph, a second backward."""
+    """The step contains something that memfit does not plan: tensor parallelism, retain_graph, a second backward."""
 
 
 class NoGraphError(UnsupportedStepError):

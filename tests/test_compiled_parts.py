@@ -100,6 +100,19 @@ def test_micro_batches_and_other_sizes_share_it_too(sizes: list[list[int]]) -> N
     assert max(peaks) <= budget
 
 
+def test_a_forward_pass_without_backward_takes_no_share() -> None:
+    model = Net(are_equal=True)
+    start = bytes_now(CPU)
+    bare = train(copy.deepcopy(model), [[ROWS]] * 2)[1]
+    budget = start + int(0.75 * max(bare))
+    for block in model.blocks:
+        block.compile(backend="memfit", options={"budget": budget, "reserve": 0, "options": {"iterations": 500}})
+    train(model, [[ROWS]])
+    model(torch.randn(ROWS, WIDTH))
+    _, peaks = train(model, [[ROWS]] * 4)
+    assert peaks[-1] > 0.85 * (budget - start)
+
+
 def test_a_block_alone_is_planned_for_all_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[Any] = []
     look = PlannedGraph._look_whether_part

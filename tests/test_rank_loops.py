@@ -22,6 +22,8 @@ FAST = [
     "FSDP2, LoRA on bf16 | own | accumulation | checkpoint",
     "TP | own | accumulation | checkpoint",
     "FSDP2, bf16 policy | own | accumulation | eager",
+    "DDP, small buckets | own | accumulation | compile",
+    "FSDP2 | own | plain | backend",
 ]
 OVER = {  # in one or two steps, by what is said in docs/ranks.md; their bits are stock's
     "FSDP2 | Trainer | gradient_checkpointing | auto",

@@ -40,7 +40,7 @@ from memfit.kernels.halves import partitioned
 from memfit.kernels.inductor import Compiled, Planning, compile_within
 from memfit.memory.footprint import footprint
 from memfit.plan import Plan
-from memfit.planning import make_plan
+from memfit.planning import Settings, make_plan
 from memfit.step.prepare import ANEW, AS_IT_IS, Prepared, prepare, with_costs
 from memfit.step.turns import turn_on
 from memfit.system.budget import format_bytes
@@ -90,8 +90,7 @@ class CompiledGraph:
         self.ready: list[int] = []
         self.prepared: Prepared | None = None
         self.plan: Plan | None = None
-        self.room_bytes = 0  # that the plan leaves of its budget
-        self.is_least = False
+        self.room_bytes, self.is_least = 0, False  # the former: that the plan leaves of its budget
         self._leaves_out = before is not None and before._leaves_out  # gradients that no loss is likely to have
         self._least_bytes = 0  # of a plan, where the budget leaves less
         self._by_inductors: Compiled | None = None
@@ -107,10 +106,9 @@ class CompiledGraph:
         self._parameters = frozenset(id(each) for each in self.inputs if isinstance(each, torch.nn.Parameter))
         self._own_bytes = self._bytes_at_start - self.bytes_beside
         self.bytes_reserved = self._reserved()
-        self.bytes_exceeded = 0
+        self.bytes_exceeded = self._bytes_departing = 0  # the latter: of the graph's outputs
         self.outside = Outside(between_bytes=0, held_bytes=0)  # that the plan was made for
         self.outside_seen: Outside | None = None  # the most so far
-        self._bytes_departing = 0  # of the graph's outputs
         self._unshared_bytes = 0  # that the budget leaves
         self._is_outside_estimated = False
         self._marks = Marks()
@@ -145,7 +143,7 @@ class CompiledGraph:
 
         def plan(graph: Graph, budget_bytes: int | None) -> Plan:
             outside = self.outside.between_bytes if self.before is None else max(0, self.outside.held_bytes)
-            settings = settings_of(options, graph).within(budget_bytes) if budget_bytes else as_it_is(graph, outside)
+            settings = self.settings(graph).within(budget_bytes) if budget_bytes else as_it_is(graph, outside)
             return make_plan(graph, linked_device(self.device, 0), settings, outside)
 
         planning = Planning(
@@ -172,6 +170,10 @@ class CompiledGraph:
         self.plan = compiled.plan
         self.room_bytes = max(compiled.left_bytes, self._unshared_bytes) - compiled.peak_bytes
         self._by_inductors = compiled
+
+    def settings(self, graph: Graph) -> Settings:
+        """Return how the graph is planned."""
+        return settings_of(self.graph.options, graph)
 
     def should_plan_again(self) -> bool:
         """Return whether the plan has no room for what is outside of the graph now, as steps so far have shown it.
@@ -296,7 +298,7 @@ class CompiledGraph:
             nonlocal capture, costs
             prepared = prepare(
                 capture.captured,
-                settings_of(self.graph.options, graph).within(left_bytes),
+                self.settings(graph).within(left_bytes),
                 outputs=[capture.forward_outputs, capture.backward_outputs],
                 bytes_outside=self.outside.beside(graph),
                 planning=costs,

@@ -1,14 +1,15 @@
 """Parts: compiled blocks of a model whose other code runs in eager, or under FSDP2; they share one budget.
 
 The calls of a step are told apart by their order, so that equal blocks, which are one graph, may have different plans.
-In the first steps each call has the plan that takes the least. What the budget then leaves is given to calls from the
-last one on, whose backward passes are the first: to keep all, or half of it.
+In the first steps each call keeps its inputs alone, and is computed again. What the budget then leaves is given to
+calls from the last one on, whose backward passes are the first: to keep all, or half of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memfit.dynamo.account import Account
 from memfit.dynamo.compiled_graph import CompiledGraph
 from memfit.dynamo.outside import Outside
+from memfit.errors import InvalidOptionError
 from memfit.graph import Graph
+from memfit.papers.planners.mirror import Mirror
+from memfit.planners.registry import MIRROR_OPTION
+from memfit.planning import Settings
 from memfit.schedule import Code
 from memfit.simulate.simulator import simulate
 
@@ -63,11 +68,21 @@ class Part(CompiledGraph):
             self.kept_bytes = int(taken[np.argmax(self.plan.schedule.codes == Code.BOUNDARY)])
 
     def _left_bytes(self, graph: Graph) -> int:
-        super()._left_bytes(graph)
+        left_bytes = super()._left_bytes(graph)
         self.outside, self._is_outside_estimated = Outside(between_bytes=0, held_bytes=0), True
         if self._known:
-            return sum(each.plan.predicted.peak_bytes for each in self._known if each.plan is not None) // 2
-        return 2 * graph.all_bytes if self._is_most else max(1, self._least_bytes)
+            return max(self._least_bytes, sum(each.kept_bytes for each in self._known) // 2)
+        return 2 * graph.all_bytes if self._is_most else left_bytes
+
+    def settings(self, graph: Graph) -> Settings:
+        """Return how the graph is planned: the least is kept where all is computed again."""
+        settings, again = super().settings(graph), Mirror(where="", count=1)
+        if self._known or self._is_most:
+            return settings
+        with suppress(InvalidOptionError):  # nothing can be computed again
+            again.counts(graph)
+            return replace(settings, options={**settings.options, MIRROR_OPTION: again})
+        return settings
 
     def should_plan_again(self) -> bool:
         """Return whether the graph is no part any more; the step as a whole says what its parts may keep."""
@@ -182,12 +197,15 @@ class Sharing:
     def _settle(self, taken_bytes: int) -> None:
         """Give calls what was left since the optimizer's last update, or take it from them."""
         now = self._now
+        if self._step != self.account.steps:
+            return
         now.most_bytes = max(now.most_bytes, taken_bytes)
         now.ran += 1
-        if self._step != self.account.steps or (now.updates == _updates and now.ran < _MOST_WITHOUT_UPDATES):
+        if now.updates == _updates and now.ran < _MOST_WITHOUT_UPDATES:
             return
         spare_bytes = int((1 - _HEADROOM) * self.account.budget_bytes) - self.account.excess_bytes - now.most_bytes
         now.updates, now.ran, now.most_bytes = _updates, 0, 0
+        del now.calls[self._place :], now.levels[self._place :]  # of another step: a forward pass alone came first
         if len(now.calls) == 1:
             now.calls[0].leave()
             return

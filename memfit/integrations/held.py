@@ -111,7 +111,7 @@ class HeldModel:
         """Raise UnsupportedStepError if the door is compile, and there is a reason why it may not hold the model."""
         if self._door == COMPILE and why_not_compile:
             raise UnsupportedStepError(
-                f"{self._where}: {why_not_compile}, which memfit.compile does not plan; give door='checkpoint'"
+                f"{self._where}: {why_not_compile}, where memfit.checkpoint holds the budget; give door='checkpoint'"
             )
 
     def hold(

@@ -42,8 +42,7 @@ class MemfitCallback(Reporting, lightning.Callback):
 
     Raises:
         InvalidTargetError: there is no such module.
-        UnsupportedStepError: several devices, which `memfit.compile` does not plan; a training step that did not call
-            the module.
+        UnsupportedStepError: several devices, with door="compile"; a training step that did not call the module.
         MemfitError: as the door.
     """
 

@@ -23,9 +23,12 @@ def has_ranks() -> bool:
 
 
 def inside_ddp(model: Any) -> Any:
-    """Return the module inside of a DistributedDataParallel one; any other object is returned."""
+    """Return the module inside of a DistributedDataParallel one; any other object is returned.
+
+    One with mixed precision is returned itself: its hooks exchange the parameters of the modules inside.
+    """
     is_ddp = torch.distributed.is_available() and isinstance(model, torch.nn.parallel.DistributedDataParallel)
-    return model.module if is_ddp else model
+    return model.module if is_ddp and model.mixed_precision is None else model
 
 
 def is_lost(error: RuntimeError) -> bool:
