@@ -108,6 +108,7 @@ def try_case(name: str, python: str, installed: str) -> list[dict[str, Any]]:
         packages = folder / "packages"
         shutil.copytree(Path(memfit.__file__).parent, packages / "memfit", ignore=shutil.ignore_patterns("__pycache__"))
         (packages / "memfit-0.dist-info").mkdir()
+        (packages / "memfit-0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: memfit\nVersion: 0\n")
         if case.with_libraries:
             _link_libraries(packages)
         for file, text in (("own.py", _OWN), ("llama.py", _LLAMA), ("train.py", _TRAIN), ("trace.csv", _trace())):
@@ -122,7 +123,7 @@ def try_case(name: str, python: str, installed: str) -> list[dict[str, Any]]:
             row = rows[-1]
             print(f"{name:18} {what:12} {row['status']:4} {row['seconds']:7.1f} s  {row['said']} lines", flush=True)
             for line in row["lines"][:3]:
-                print(f"    {line[:180]}")
+                print(f"    {line[:400]}")
         return rows
 
 
