@@ -91,7 +91,8 @@ class Case:
 
 CASES = {
     "plain": Case(variables={"HOME": "{folder}"}, may_write=True),
-    "read-only": Case(variables={"HOME": "{folder}"}, is_read_only=True),
+    # torch itself needs a folder for temporary files
+    "read-only": Case(variables={"HOME": "{folder}", "TMPDIR": "/dev/shm"}, is_read_only=True),
     "read-only packages": Case(variables={"HOME": "{folder}"}),
     "no-home": Case(variables={"HOME": None}),
     "no-compiler": Case(variables={"HOME": "{folder}", "PATH": "/nowhere", "CXX": None}, may_write=True),
@@ -108,6 +109,7 @@ def try_case(name: str, python: str, installed: str) -> list[dict[str, Any]]:
         packages = folder / "packages"
         shutil.copytree(Path(memfit.__file__).parent, packages / "memfit", ignore=shutil.ignore_patterns("__pycache__"))
         (packages / "memfit-0.dist-info").mkdir()
+        (packages / "memfit-0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: memfit\nVersion: 0\n")
         if case.with_libraries:
             _link_libraries(packages)
         for file, text in (("own.py", _OWN), ("llama.py", _LLAMA), ("train.py", _TRAIN), ("trace.csv", _trace())):
@@ -122,7 +124,7 @@ def try_case(name: str, python: str, installed: str) -> list[dict[str, Any]]:
             row = rows[-1]
             print(f"{name:18} {what:12} {row['status']:4} {row['seconds']:7.1f} s  {row['said']} lines", flush=True)
             for line in row["lines"][:3]:
-                print(f"    {line[:180]}")
+                print(f"    {line[:400]}")
         return rows
 
 
@@ -177,8 +179,7 @@ def main() -> None:
     version = subprocess.run([chosen.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     payload = {"python": version, "rows": rows, "works": all(row["status"] == 0 for row in rows)}
     print(json.dumps({"works": payload["works"]}))
-    if not chosen.cases:
-        print(f"stored in {store(f'first_use/python{version}', payload)}")
+    print(f"stored in {store(f'first_use/python{version}', payload)}")
 
 
 if __name__ == "__main__":

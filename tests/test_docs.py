@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
+import inspect
 import pkgutil
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,6 +82,14 @@ def test_python_block_runs(where: str, code: str, forks: Forks, tmp_path: Path) 
     assert status == 0, output
 
 
+@pytest.mark.parametrize(("where", "diff"), _blocks("diff"), ids=lambda value: value if ":" in value[:40] else "")
+def test_both_sides_of_a_diff_are_python(where: str, diff: str) -> None:
+    for kept, left in (("+", "-"), ("-", "+")):
+        lines = [line[1:] for line in diff.splitlines() if not line.startswith(left)]
+        compile("\n".join(lines), f"{where} {kept}", "exec")
+    assert {line[:1] for line in diff.splitlines()} <= {"+", "-", " "}
+
+
 def test_a_block_that_fails_is_told(forks: Forks, tmp_path: Path) -> None:
     status, output = forks.run("import memfit\nassert memfit.fit is None", tmp_path)
     assert status == 1 and "AssertionError" in output
@@ -125,7 +136,7 @@ def test_link_leads_somewhere(where: Path, target: str) -> None:
 
 
 def test_the_navigation_names_every_page() -> None:
-    named = re.findall(r"^  - [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    named = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(named) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
@@ -142,6 +153,22 @@ def test_the_api_reference_has_every_public_name() -> None:
     assert {f"memfit.{name}" for name in memfit.__all__} <= set(entries)
     for entry in entries:
         pkgutil.resolve_name(entry)
+
+
+def test_the_api_reference_shows_true_defaults() -> None:
+    """mkdocs shows a default as the source has it: a name in its place would tell nothing."""
+    for entry in re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE):
+        found = pkgutil.resolve_name(entry)
+        functions = [found, *vars(found).values()] if isinstance(found, type) else [found]
+        for function in (each for each in functions if inspect.isfunction(each)):
+            is_shown = not function.__name__.startswith("_") or function.__name__ == "__init__"
+            if not is_shown or not Path(function.__code__.co_filename).is_file():  # or made by a dataclass
+                continue
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+            made = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+            defaults = [*made.args.defaults, *filter(None, made.args.kw_defaults)]
+            named = [ast.unparse(each) for each in defaults if isinstance(each, ast.Name | ast.Attribute)]
+            assert named == [], f"{entry}.{function.__name__}"
 
 
 def _changes_told() -> list[tuple[set[str], set[str], set[str]]]:

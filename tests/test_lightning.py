@@ -138,3 +138,17 @@ def test_a_lightning_step_that_calls_another_module_raises() -> None:
         fit_lightning(is_manual=False, steps=1, callbacks=[MemfitCallback("1GiB", module="nett")])
     with pytest.raises(UnsupportedStepError, match="module that"):
         fit_lightning(is_manual=False, steps=1, callbacks=[MemfitCallback("1GiB", module="net")], calls_net=False)
+
+
+def test_what_steps_take_is_written_once_a_step() -> None:
+    pytest.importorskip("pytorch_lightning", reason="pip install memfit[lightning]")
+    from memfit.integrations.lightning import MemfitCallback
+
+    written: list[tuple[int, dict[str, float]]] = []
+    callback = MemfitCallback(
+        "16MiB", module="net", door="checkpoint", log_to=lambda numbers, step: written.append((step, numbers))
+    )
+    fit_lightning(is_manual=False, steps=4, callbacks=[callback], log_every_n_steps=2)
+    assert [step for step, _ in written] == [2, 4]
+    assert all(0 < numbers["memfit/most_bytes"] <= 16 << 20 for _, numbers in written)
+    assert "memfit/step_seconds" in written[1][1]

@@ -308,6 +308,16 @@ def test_without_a_compiler_the_profiler_records_and_says_so():
     del held, late
 
 
+def test_the_profiler_in_the_recorders_place_writes_no_lines(tmp_path: Path):
+    """Nor is a variable left in the environment."""
+    code = "import os, torch\nfrom memfit.system.recorder import record\n"
+    code += "with record('cpu') as usage: torch.empty(256)\n"
+    code += "assert usage.source.startswith('torch.profiler') and 'KINETO_LOG_LEVEL' not in os.environ"
+    environment = {**os.environ, "MEMFIT_CACHE": str(tmp_path), "CXX": "no-such-compiler"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_failing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "false")

@@ -104,7 +104,7 @@ def _cache() -> dict[str, Any]:
     return {
         "folder": str(folder),
         "is_writable": _can_be_written(there),
-        "is_lasting": not folder.is_relative_to(tempfile.gettempdir()),
+        "is_lasting": not folder.name.startswith("memfit-"),  # as those for temporary files are called
         "plans": sum(path.is_relative_to(folder / "plans") for path in files),
         "bytes": sum(path.stat().st_size for path in files),
         "free_bytes": shutil.disk_usage(there).free,

@@ -22,7 +22,7 @@ from memfit.commands.work import Work, working
 from memfit.cost.device_profiles import load_device
 from memfit.errors import InfeasibleBudgetError, InvalidBudgetError, InvalidOptionError, TimeLimitError
 from memfit.options import Cluster, RanksOptions
-from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Settings
+from memfit.planning import Settings
 from memfit.report.frontier_page import FrontierRow, write_frontier_page
 from memfit.report.ranks import COLUMNS
 from memfit.system.budget import format_bytes, parse_budget
@@ -63,10 +63,10 @@ def frontier(
     budget: str | int,
     over: Mapping[str, Sequence[Any]] | None = None,
     device_profile: str | None = None,
-    planner: str = DEFAULT_PLANNER,
-    time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS,
+    planner: str = "auto",
+    time_limit_seconds: float = 5.0,
     seed: int = 0,
-    largest: int = _MOST_BATCH,
+    largest: int = 65_536,
     **ranks: Unpack[RanksOptions],
 ) -> list[FrontierRow]:
     """Return the largest batch that fits a budget, and its price, for each combination of sizes.

@@ -30,7 +30,7 @@ def checkpoint(
     policy: Mapping[str, Any] | str | Path | None = None,
     blocks: Sequence[str] | None = None,
     host_budget: str | int | None = None,
-    budget_is: str = FIRM,
+    budget_is: str = "firm",
     chunk_loss: bool | str = False,
 ) -> Checkpointed:
     """Keep any training loop of a model within a budget of bytes, by torch's own checkpoints.

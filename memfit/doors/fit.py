@@ -17,7 +17,7 @@ from memfit.checkpointing.step import CheckpointedStep
 from memfit.compile_ahead import compile_simulator
 from memfit.cost.calibration import memory_bytes
 from memfit.dynamo.inductor_step import InductorStep, refuse_with_inductor
-from memfit.dynamo.settings import EAGER, INDUCTOR, read_kernels
+from memfit.dynamo.settings import INDUCTOR, read_kernels
 from memfit.errors import CaptureError, GraphBreakError, MemfitError, NoGraphError, UnsupportedStepError
 from memfit.options import FitOptions, require_options, settings_from
 from memfit.plan import Plan
@@ -41,7 +41,7 @@ def fit(
     verify: bool = False,
     process_group: torch.distributed.ProcessGroup | None = None,
     shard: bool = False,
-    kernels: str = EAGER,
+    kernels: str = "eager",
     chunk_loss: bool | str = False,
     **options: Unpack[FitOptions],
 ) -> PlannedStep | CheckpointedStep | InductorStep:

@@ -8,7 +8,7 @@ import torch
 
 from memfit.dynamo.optimizers import parameters_of
 from memfit.errors import InvalidOptionError, InvalidTargetError, naming_extra
-from memfit.integrations.held import AUTO, EAGER, HeldModel
+from memfit.integrations.held import EAGER, HeldModel
 
 with naming_extra("accelerate"):
     from accelerate import Accelerator
@@ -17,7 +17,7 @@ with naming_extra("accelerate"):
 _WHERE = "memfit.integrations.accelerate.prepare"
 
 
-def prepare(accelerator: Accelerator, *things: Any, budget: str | int, door: str = AUTO, **options: Any) -> Any:
+def prepare(accelerator: Accelerator, *things: Any, budget: str | int, door: str = "auto", **options: Any) -> Any:
     """Return what `accelerator.prepare(*things)` does, with the calls of its models inside `budget`.
 
     The loop stays as it is: `accelerator.accumulate`, `accelerator.backward(loss)`, clipping and saving. What holds

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from memfit.errors import InvalidTargetError, UnsupportedStepError, naming_extra
-from memfit.integrations.held import AUTO, HeldModel, Reporting
+from memfit.integrations.held import HeldModel, Reporting
 from memfit.integrations.metrics import Metrics
 
 # The core alone, or the whole framework, whose core has another name.
@@ -47,7 +47,7 @@ class MemfitCallback(Reporting, lightning.Callback):
     """
 
     def __init__(
-        self, budget: str | int, *, module: str = "", door: str = AUTO, log_to: Any = None, **options: Any
+        self, budget: str | int, *, module: str = "", door: str = "auto", log_to: Any = None, **options: Any
     ) -> None:
         self._held = HeldModel(budget, door, options, _WHERE)
         self._metrics = None if log_to is None else Metrics(self, log_to)

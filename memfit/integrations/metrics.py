@@ -52,8 +52,10 @@ class Metrics:
         self._last: tuple[int, float] | None = None  # the number of the step that was written last, and when
 
     def __call__(self, step: int) -> None:
-        """Write the figures under the number of a step; `step_seconds` is wall time since the last call, by step."""
+        """Write the figures under the number of a step, once; `step_seconds` is wall time since the last, by step."""
         now, last = time.perf_counter(), self._last
+        if last is not None and step == last[0]:  # micro-batches of one step
+            return
         self._last = step, now
         numbers = figures(self._held)
         if last is not None and step > last[0]:

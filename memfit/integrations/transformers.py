@@ -8,7 +8,7 @@ import torch
 
 from memfit.checkpointing.blocks import find_blocks
 from memfit.errors import UnsupportedStepError, naming_extra
-from memfit.integrations.held import AUTO, HeldModel, Reporting
+from memfit.integrations.held import HeldModel, Reporting
 from memfit.integrations.metrics import Metrics
 from memfit.torch_private.modules import is_compiled
 
@@ -45,7 +45,7 @@ class MemfitCallback(Reporting, transformers.TrainerCallback):
         UnsupportedStepError: TrainingArguments that ask for what the door does not hold.
     """
 
-    def __init__(self, budget: str | int, *, door: str = AUTO, log_to: Any = None, **options: Any) -> None:
+    def __init__(self, budget: str | int, *, door: str = "auto", log_to: Any = None, **options: Any) -> None:
         self._held = HeldModel(budget, door, options, _WHERE)
         self._metrics = None if log_to is None else Metrics(self, log_to)
         self._compiler: dict[str, Any] = {}  # arguments of `compile`, by the Trainer's

@@ -48,6 +48,15 @@ def cache_folder() -> Path:
     return home if home.is_dir() or _can_be_made(home) else _temporary_folder()
 
 
+def writable_folder() -> Path | None:
+    """Return a folder for temporary files where the system has none; None stands for the system's."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        return _SHARED_MEMORY
+    return None
+
+
 def _can_be_made(folder: Path) -> bool:
     """Return whether a folder that is not there may be made."""
     there = next((each for each in folder.parents if each.exists()), folder)

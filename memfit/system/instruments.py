@@ -9,8 +9,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import tempfile
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakSet
@@ -19,9 +22,11 @@ import torch
 
 from memfit.errors import InvalidDeviceError, MemfitError
 from memfit.system.alive import alive_objects
+from memfit.system.files import writable_folder
 from memfit.system.native import NativeLibrary, NativeLibraryError
 
 CPU_ALIGNMENT_BYTES = 64  # c10/core/alignment.h, gAlignment
+_PROFILER_LEVEL = "KINETO_LOG_LEVEL"
 LIBRARY = NativeLibrary("recorder", Path(__file__).with_name("recorder.cpp"), linked=("-lc10",))
 _INSTALL_FAILURES = {
     1: "the CPU allocator in place has no raw deleter, so it cannot be wrapped",
@@ -208,7 +213,8 @@ class Profiler(Segmented):
         self.profiler = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
         )
-        self.profiler.start()
+        with _quietly():
+            self.profiler.start()
 
     def cut(self) -> tuple[int, int, int | None]:
         peak = self.live
@@ -224,12 +230,28 @@ class Profiler(Segmented):
         return False
 
     def live_bytes(self) -> int:
-        raise MemfitError(f"the bytes live on the CPU are not known: {self.source}")
+        raise MemfitError(
+            f"the bytes live on the CPU are not known: {self.source}; install g++, or name a compiler in CXX (on a GPU "
+            "none is needed); memfit.fit needs none"
+        )
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Let torch's profiler, which reads this when it is first started, write no line for each start and stop."""
+    if _PROFILER_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_PROFILER_LEVEL] = "99"
+    try:
+        yield
+    finally:
+        del os.environ[_PROFILER_LEVEL]
 
 
 def _memory_events(profiler: torch.profiler.profile) -> list[int]:
     """Return bytes allocated on the CPU (freed: negative), in order of time. They are public only in a trace file."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=writable_folder()) as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]

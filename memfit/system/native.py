@@ -143,7 +143,7 @@ class NativeLibrary:
         failure: NativeLibraryError | None = None
         for flags in [[f"-isystem{folder}"] for folder in folders] or [[]]:
             try:
-                return _run([*command, *flags, *rest])
+                return _run([*command, *flags, *rest], Path(rest[-1]).parent)
             except NativeLibraryError as error:
                 failure = failure or error
         assert failure is not None
@@ -217,10 +217,14 @@ def _torch_folder() -> Path:
     return Path(spec.origin).parent
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], folder: Path) -> None:
+    """Run a compiler, which writes what it needs meanwhile to a folder: there may be none for temporary files."""
     compiler = command[0]
+    environment = os.environ | {"TMPDIR": str(folder)}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise NativeLibraryError(f"{compiler} took more than {_BUILD_SECONDS} s") from error
     if done.returncode:
