@@ -52,8 +52,8 @@ def refuse_retained_graph() -> None:
     """Refuse a backward that keeps its graph; it runs before the backward, when nothing has been released."""
     if backward_keeps_graph():
         raise UnsupportedStepError(
-            "backward with retain_graph=True, or a gradient with create_graph=True: a planned step frees activations as "
-            "backward consumes them; call backward once, or train this model under memfit.eager or memfit.checkpoint, "
+            "backward with retain_graph=True, or a gradient with create_graph=True: a planned step frees activations "
+            "as backward consumes them; call backward once, or train this model under memfit.eager or memfit.checkpoint, "
             "which hold its budget"
         )
 
