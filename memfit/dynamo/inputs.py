@@ -53,8 +53,8 @@ def refuse_retained_graph() -> None:
     if backward_keeps_graph():
         raise UnsupportedStepError(
             "backward with retain_graph=True, or a gradient with create_graph=True: a planned step frees activations "
-            "as backward consumes them; call backward once, or train this model under memfit.eager or memfit.checkpoint, "
-            "which hold its budget"
+            "as backward consumes them; call backward once, or train this model under memfit.eager or "
+            "memfit.checkpoint"
         )
 
 
