@@ -18,6 +18,7 @@ from chains import counted
 from planned_steps import computed_ops, plan_at_least_memory
 from steps import MODELS, autocast_cross_entropy, conv_batch, cross_entropy, make_pair, unusual_batch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from workspace import Workspace, hungry_pair
 
 import memfit
@@ -589,3 +590,26 @@ def test_the_batch_that_a_step_was_made_with_is_freed_once_another_one_is_given(
     gc.collect()
     assert first() is None
     step.verify()
+
+
+class _Reentrant(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        return self.last(checkpoint(self.inner, x, use_reentrant=True))
+
+
+@pytest.mark.parametrize("is_used_outside", [True, False])
+def test_a_sum_that_a_reentrant_region_adds_to_in_another_order_is_told(
+    is_used_outside: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        penalty = model.inner.weight.square().sum() if is_used_outside else 0.0
+        return model(batch).square().mean() + penalty
+
+    memfit.fit(_Reentrant(), loss, torch.randn(16, 8), budget="100%")
+    told = [text for text in caplog.messages if "use_reentrant=True" in text]
+    assert len(told) == is_used_outside and all("inner.weight is used" in text for text in told)
