@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -174,12 +173,14 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="other users may run it")
     parser.add_argument("--installed", default=sysconfig.get_path("purelib"), help="all that memfit depends on")
     chosen = parser.parse_args()
-    rows = [row for name in chosen.cases or CASES for row in try_case(name, chosen.python, chosen.installed)]
     code = "import platform; print(platform.python_version())"
     version = subprocess.run([chosen.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    payload = {"python": version, "rows": rows, "works": all(row["status"] == 0 for row in rows)}
-    print(json.dumps({"works": payload["works"]}))
-    print(f"stored in {store(f'first_use/python{version}', payload)}")
+    rows: list[dict[str, Any]] = []
+    for name in chosen.cases or CASES:
+        rows += try_case(name, chosen.python, chosen.installed)
+        works = all(row["status"] == 0 for row in rows)
+        stored = store(f"first_use/python{version}", {"python": version, "rows": rows, "works": works})
+    print(f"stored in {stored}")
 
 
 if __name__ == "__main__":
