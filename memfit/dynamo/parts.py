@@ -17,16 +17,18 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from memfit.capture.joint import JointCapture
 from memfit.dynamo.account import Account
 from memfit.dynamo.compiled_graph import CompiledGraph
 from memfit.dynamo.outside import Outside
-from memfit.errors import InvalidOptionError
+from memfit.errors import InvalidOptionError, NoPlanError
 from memfit.graph import Graph
-from memfit.papers.planners.mirror import Mirror
+from memfit.papers.planners.mirror import Mirror, MirrorPlan
 from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import Settings
 from memfit.schedule import Code
 from memfit.simulate.simulator import simulate
+from memfit.step.prepare import Prepared
 
 if TYPE_CHECKING:
     from memfit.dynamo.backend import PlannedGraph
@@ -60,6 +62,7 @@ class Part(CompiledGraph):
         self, graph: PlannedGraph, inputs: Sequence[Any], known: Sequence[Part] = (), *, is_most: bool = False
     ) -> None:
         self._known, self._is_most = known, is_most
+        self._computes_all = not known and not is_most
         super().__init__(graph, inputs, None)
         self._known = ()
         self.kept_bytes = 0
@@ -69,19 +72,24 @@ class Part(CompiledGraph):
 
     def _left_bytes(self, graph: Graph) -> int:
         left_bytes = super()._left_bytes(graph)
-        self.outside, self._is_outside_estimated = Outside(between_bytes=0, held_bytes=0), True
+        self.outside, self._is_outside_estimated = Outside(between_bytes=0, held_bytes=0), not self._computes_all
         if self._known:
             return max(self._least_bytes, sum(each.kept_bytes for each in self._known) // 2)
         return 2 * graph.all_bytes if self._is_most else left_bytes
 
+    def prepare(self, capture: JointCapture) -> Prepared:
+        """Plan to compute all again; where that takes too much at once, or nothing can be, the graph is no part."""
+        if self._computes_all:
+            with suppress(NoPlanError, InvalidOptionError):
+                return super().prepare(capture)
+            self._computes_all, self.graph.sharing = False, None
+        return super().prepare(capture)
+
     def settings(self, graph: Graph) -> Settings:
-        """Return how the graph is planned: the least is kept where all is computed again."""
-        settings, again = super().settings(graph), Mirror(where="", count=1)
-        if self._known or self._is_most:
-            return settings
-        with suppress(InvalidOptionError):  # nothing can be computed again
-            again.counts(graph)
-            return replace(settings, options={**settings.options, MIRROR_OPTION: again})
+        """Return how the graph is planned."""
+        settings = super().settings(graph)
+        if self._computes_all:
+            return replace(settings, planner=MirrorPlan.name, options={MIRROR_OPTION: Mirror(where="", count=1)})
         return settings
 
     def should_plan_again(self) -> bool:
