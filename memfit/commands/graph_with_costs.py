@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from memfit.commands.work import Work
 from memfit.device import GENERIC, Device
-from memfit.graph import Graph, Phase
+from memfit.graph import Graph
 from memfit.plan import Plan
 from memfit.planning import Settings, make_plan
 
@@ -106,7 +107,8 @@ def graph_with_costs(
         captured = capture(resolved)
         graph = roofline(captured.graph, captured.binding, profile)
         graph = graph if resolved.across is None else _with_links(graph, resolved.across, profile)
-        return Costed(graph, profile, resolved, captured, _forms(captured, work, profile))
+        forms = None if resolved.has_backward else partial(_forms, captured, work, profile)
+        return Costed(graph, profile, resolved, captured, forms)
 
     def finished(corrections: Corrections) -> Captured:
         captured = capture(resolved, corrections=corrections)
@@ -117,34 +119,31 @@ def graph_with_costs(
     graph = measure(captured.graph, captured.binding, captured.observed)
     device = linked_device(captured.binding.device, *host)
     graph = graph if resolved.across is None else _with_links(graph, resolved.across, device)
-    return Costed(graph, device, resolved, captured, _forms(captured, work, None))
+    return Costed(
+        graph, device, resolved, captured, None if resolved.has_backward else partial(_forms, captured, work, None)
+    )
 
 
-def _forms(captured: Captured, work: Work, profile: Device | None) -> Callable[[], Iterable[Graph]] | None:
-    """Return what makes the graphs of a function's other forms, with seconds; None for a step with a backward pass.
+def _forms(captured: Captured, work: Work, profile: Device | None) -> Iterator[Graph]:
+    """Yield the graphs of a function's other forms, with seconds.
 
     Args:
         captured: the function.
         work: shows the stage.
         profile: gives the seconds; without one, the chains are measured here.
     """
-    if any(op.phase is not Phase.FORWARD for op in captured.graph.ops):
-        return None
     from memfit.capture import finish
     from memfit.cost.measurement import measure
     from memfit.cost.rooflines import roofline
     from memfit.step.chunked import in_chunks
 
-    def costed() -> Iterator[Graph]:
-        work.stage("cutting chains of ops into chunks of rows")
-        for form in in_chunks(captured, is_run=profile is None):
-            if profile is not None:
-                yield roofline(form.graph, form.binding, profile)
-            else:
-                measured = finish(form)
-                yield measure(measured.graph, measured.binding, measured.observed)
-
-    return costed
+    work.stage("cutting chains of ops into chunks of rows")
+    for form in in_chunks(captured, is_run=profile is None):
+        if profile is not None:
+            yield roofline(form.graph, form.binding, profile)
+        else:
+            measured = finish(form)
+            yield measure(measured.graph, measured.binding, measured.observed)
 
 
 def _with_links(graph: Graph, across: Across, device: Device) -> Graph:
