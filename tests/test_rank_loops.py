@@ -62,18 +62,21 @@ def test_loops_of_ones_own_on_two_ranks_keep_their_bits_and_budgets() -> None:
     assert _failed(_numbers(FAST), 2) == {}
 
 
-def _groups() -> list[tuple[int, str, str]]:
-    return sorted({(count, case.loop, case.wrapper.partition(",")[0]) for case in CASES for count in case.ranks})
+def _groups() -> list[tuple[int, str, str, str]]:
+    return sorted(
+        {(count, case.loop, case.wrapper.partition(",")[0], case.door) for case in CASES for count in case.ranks}
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "loop", "wrapper"), _groups())
-def test_each_wrapper_in_each_loop_with_each_habit(count: int, loop: str, wrapper: str) -> None:
+@pytest.mark.parametrize(("count", "loop", "wrapper", "door"), _groups())
+def test_each_wrapper_in_each_loop_with_each_habit(count: int, loop: str, wrapper: str, door: str) -> None:
     if loop in LIBRARIES and not (find_spec(LIBRARIES[loop]) and find_spec("peft")):
         pytest.skip(f"{loop} is not installed")
 
     def is_wanted(case: Case) -> bool:
-        return count in case.ranks and case.loop == loop and case.wrapper.partition(",")[0] == wrapper
+        is_wrapped_so = case.wrapper.partition(",")[0] == wrapper
+        return count in case.ranks and case.loop == loop and is_wrapped_so and case.door == door
 
     assert _failed([number for number, case in enumerate(CASES) if is_wanted(case)], count) == {}
 
