@@ -149,7 +149,6 @@ def _child(name: str, row: int, seconds: float, measure: Measure, smaller: dict[
 
 FAULTS: dict[str, str] = {
     "U-Net, accumulation": "as accumulation by percentage",
-    "gpt2-medium": "a step under the hard cap takes 30 MiB more of the driver than its budget of 8,034",
     "llama-1b": "unused parts of segments that hold parameters and state count only after a first step has shown them",
     "inductor-gpt2": "the step in which Inductor makes its kernels counts, and no plan fits into what that leaves",
 }

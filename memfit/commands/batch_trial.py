@@ -78,9 +78,8 @@ class Trial:
         self.device = costed.device
         self.work.stage(f"searching a plan for batch {size}", expected_seconds=self.settings.time_limit_seconds)
         bound_bytes, _ = least_budget_bound(make_problem(costed.graph, self.device, self.settings))
-        if (
-            bound_bytes > self.budget_bytes and costed.forms is None
-        ):  # a search would only add the least budget that it reaches
+        # a search would only add the least budget that it reaches
+        if bound_bytes > self.budget_bytes and costed.forms is None:
             raise InfeasibleBudgetError(
                 f"no plan of it can go below {format_bytes(bound_bytes)} ({bound_bytes} bytes); raise the budget",
                 least_budget_found_bytes=None,

@@ -72,7 +72,7 @@ def _version(package: str) -> str | None:
 def _devices() -> list[dict[str, Any]]:
     if _version("torch") is None:
         return []
-    from memfit.cost.here import devices_here
+    from memfit.cost.devices_here import devices_here
 
     return devices_here()
 

@@ -15,7 +15,7 @@ import msgspec
 import typer
 
 from memfit.chunked_loss import HELP as CHUNK_LOSS_HELP
-from memfit.commands.said import Said
+from memfit.commands.verbosity import Verbosity
 from memfit.errors import InvalidFileError, InvalidOptionError
 from memfit.options import FitOptions, RanksOptions, help_texts, settings_from
 from memfit.planners import PLANNERS, make_planner
@@ -153,7 +153,7 @@ class Search:
 def with_each_option(command: Callable[..., int]) -> Callable[..., int]:
     """Return a command as typer takes it: with each option of a group, such as `Search`, in the place of the group.
 
-    Each command also has the options of `Said`.
+    Each command also has the options of `Verbosity`.
     """
     taken: dict[str, inspect.Parameter] = {}
     groups: dict[str, tuple[Any, list[str]]] = {}
@@ -166,13 +166,13 @@ def with_each_option(command: Callable[..., int]) -> Callable[..., int]:
         else:
             taken[name] = parameter
     keyword = inspect.Parameter.KEYWORD_ONLY
-    of_all = inspect.signature(Said, eval_str=True).parameters
+    of_all = inspect.signature(Verbosity, eval_str=True).parameters
     taken |= of_all
     signature = inspect.Signature([parameter.replace(kind=keyword) for parameter in taken.values()])
 
     @wraps(command)
     def run(**given: Any) -> int:
-        Said(**{name: given.pop(name) for name in of_all}).choose(shows_progress=not sys.stderr.isatty())
+        Verbosity(**{name: given.pop(name) for name in of_all}).choose(shows_progress=not sys.stderr.isatty())
         chosen = {group: kind(**{name: given.pop(name) for name in own}) for group, (kind, own) in groups.items()}
         return command(**given, **chosen)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.chunked_loss import HELP
-from memfit.commands.said import Quiet, Said, Verbose
+from memfit.commands.verbosity import Quiet, Verbose, Verbosity
 from memfit.errors import BudgetNotHeldError, InvalidFileError, InvalidOptionError, MemfitError
 from memfit.system.budget import format_bytes, is_of_card, parse_budget, parse_host_budget
 from memfit.system.lines import lines_on_stderr, say
@@ -87,7 +87,7 @@ def run(
 
     Arguments, prints, exit status and signals are the script's own.
     """
-    Said(verbose=verbose, quiet=quiet).choose(shows_progress=False)
+    Verbosity(verbose=verbose, quiet=quiet).choose(shows_progress=False)
     if not is_of_card(budget):
         parse_budget(budget, _ANY_PEAK_BYTES)
     parse_host_budget(host_budget)

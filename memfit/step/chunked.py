@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import TypeVar
 
 import msgspec
@@ -47,7 +48,7 @@ def make_function_program(
         return (with_costs(form, settings) for form in in_chunks(captured))
 
     if plan is not None:
-        return _given(step, [captured, *in_chunks(captured)], settings, plan, store)
+        return _given(step, chain([captured], in_chunks(captured)), settings, plan, store)
     device = settings.device or local_device(captured.binding.device)
     unplanned = _unplanned(with_costs(captured, settings).graph, device, settings)
     settings = settings if settings.whole_bytes is not None else settings.of_whole(unplanned.peak_bytes)

@@ -15,7 +15,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing on stand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class Verbosity:
     """What a command says on standard error beside its answer."""
 
     verbose: Verbose = False
