@@ -36,6 +36,7 @@ from memfit.planning import Settings
 from memfit.simulate import simulate
 from memfit.simulate.overlap import simulated_transfers
 from memfit.step.step import PlannedStep
+from memfit.step.step_program import op_seconds
 from memfit.workloads import build
 
 CPU = torch.device("cpu")
@@ -72,8 +73,8 @@ def measure_plans(workload: str, share: float) -> dict[str, Any]:
     planned = {way: fitted(workload, share, way) for way in WAYS}
     for each in planned.values():
         each.verify()
-    op_seconds, link, runs = in_turns(planned, fitted(workload, share, "neither"))
-    return {"rows": [compared(workload, share, way, planned[way], op_seconds, link, runs[way]) for way in WAYS]}
+    seconds, link, runs = in_turns(planned, fitted(workload, share, "neither"))
+    return {"rows": [compared(workload, share, way, planned[way], seconds, link, runs[way]) for way in WAYS]}
 
 
 def compared(
@@ -127,8 +128,9 @@ def in_turns(
     of_link: list[dict[str, float]] = []
     of_steps: dict[str, list[tuple[float, float, float]]] = {way: [] for way in planned}
     for number in range(REPEATS + 1):
-        op_seconds = reference.op_seconds()
-        of_ops += [op_seconds] if number else []
+        with left_as_it_was(reference.step, reference.generators):
+            in_their_places = op_seconds(reference.step, reference.captured, reference.plan)
+        of_ops += [in_their_places] if number else []
         of_link += [msgspec.structs.asdict(link_rates(CPU, again=True))]
         for way, each in planned.items():
             with left_as_it_was(each.step, each.generators):

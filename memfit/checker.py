@@ -123,7 +123,13 @@ class _Replay:
                 self._fail_needed("reads", storage, version)
             self.prefetching_since[storage] = None
         for storage in op.mutates:
-            self._mutate(storage)
+            self._require_no_offload(storage, "mutates")
+            version = device_version[storage]
+            assert version is not None, "the needed version was there"
+            device_version[storage] = version + 1
+            self.mutation_count[storage] += 1
+            if self.host_version[storage] is not None and self.host_stale_since[storage] is None:
+                self.host_stale_since[storage] = self.position
         if in_place_of != _NOTHING:
             self._reuse_in_place(op, in_place_of)
         for storage in op.writes:
@@ -147,15 +153,6 @@ class _Replay:
                     f"computes op {op.id} for the first time before op {earlier} {name!r}, which {shared} "
                     f"as well; expected their original order: compute op {earlier} first"
                 )
-
-    def _mutate(self, storage: int) -> None:
-        self._require_no_offload(storage, "mutates")
-        version = self.device_version[storage]
-        assert version is not None, "the needed version was there"
-        self.device_version[storage] = version + 1
-        self.mutation_count[storage] += 1
-        if self.host_version[storage] is not None and self.host_stale_since[storage] is None:
-            self.host_stale_since[storage] = self.position
 
     def _reuse_in_place(self, op: Op, storage: int) -> None:
         if not 0 <= storage < len(self.graph.storages):
@@ -301,8 +298,8 @@ class _Replay:
             last = graph.last_version[storage.id]
             if storage.required_at_end and self.device_version[storage.id] != last:
                 raise InvalidScheduleError(
-                    f"the end: {self._name(storage.id)} is required at the end{self._at_version(storage.id, last)} but "
-                    f"{self._whereabouts(storage.id)}; {self._way_back(storage.id, last, how='again')}"
+                    f"the end: {self._name(storage.id)} is required at the end{_at_version(graph, storage.id, last)} "
+                    f"but {self._whereabouts(storage.id)}; {self._way_back(storage.id, last, how='again')}"
                 )
 
     def _fail_needed(self, verb: str, storage: int, version: int) -> NoReturn:
@@ -311,18 +308,13 @@ class _Replay:
         remedy = self._way_back(storage, version, how="first" if present is None else "again after dropping it")
         if self.graph.storages[storage].resident and present is not None and present > version:
             remedy = "compute it before that mutation"
-        self._fail(
-            f"{verb} {self._name(storage)}{self._at_version(storage, version)}, which {self._whereabouts(storage)}; "
-            f"{remedy}"
-        )
-
-    def _at_version(self, storage: int, version: int) -> str:
-        return f" at version {version}" if self.graph.last_version[storage] else ""
+        needed = f"{self._name(storage)}{_at_version(self.graph, storage, version)}"
+        self._fail(f"{verb} {needed}, which {self._whereabouts(storage)}; {remedy}")
 
     def _whereabouts(self, storage: int) -> str:
         version = self.device_version[storage]
         if version is not None:
-            return f"is on the device{self._at_version(storage, version)}"
+            return f"is on the device{_at_version(self.graph, storage, version)}"
         left = self.left[storage]
         if left is not None:
             return f"was {left[0]} at {left[1]}"
@@ -352,6 +344,10 @@ class _Replay:
         named = self.graph.ops if self.code == Code.COMPUTE else self.graph.storages
         subject = self.operand if self.code == Code.BOUNDARY else named[self.operand].name
         raise InvalidScheduleError(f"instruction {self.position} {_TITLES[self.code]}({subject}) {what}")
+
+
+def _at_version(graph: Graph, storage: int, version: int) -> str:
+    return f" at version {version}" if graph.last_version[storage] else ""
 
 
 def _orders(graph: Graph) -> list[list[tuple[int, int | str]]]:

@@ -1,6 +1,6 @@
 """Stored seconds of tests and of their shared fixtures: those that take long are `slow` (see `pyproject.toml`).
 
-`make durations` runs all tests and stores them anew in `durations.json`, in seconds on two cores, from one second on.
+`make durations` runs all tests and stores them anew in `durations.json`, in seconds on two cores: those of one second or more.
 A test is as slow as the slowest of what it needs: its own call, or a fixture that its file shares, which the first test
 that is run would wait for.
 """
@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 PATH = Path(__file__).parent / "durations.json"
-SLOW_SECONDS = 1.5
-_LEAST_SECONDS = 1.0
+SLOW_SECONDS = 1.0
 _FIFTHS = 5
 
 
@@ -55,7 +54,7 @@ class Durations:
     def store(self, measured: dict[str, float]) -> None:
         """Write what was measured in the place of what was known of it; what was not run stays."""
         known = {**self.seconds, **measured}
-        kept = {name: round(seconds, 1) for name, seconds in sorted(known.items()) if seconds >= _LEAST_SECONDS}
+        kept = {name: round(seconds, 1) for name, seconds in sorted(known.items()) if seconds >= SLOW_SECONDS}
         written = self._path.with_suffix(".tmp")
         written.write_text(json.dumps(kept, indent=0) + "\n", encoding="utf-8")
         written.rename(self._path)

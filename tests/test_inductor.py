@@ -301,6 +301,13 @@ def test_a_whole_step_keeps_its_budget_and_trains_as_eager_does() -> None:
     assert_close(list(model.parameters()), list(eager.model.parameters()))
     assert isinstance(step, InductorStep) and 0 < step.most_bytes <= budget
     assert step.plan.overhead > 0
+    most_bytes, before = step.most_bytes, copy.deepcopy(list(model.parameters()))
+    measured = step.measure(repeats=2)  # beside copies of the state, and eager steps that no graph runs in
+    assert measured.peak_bytes < (measured.baseline_peak_bytes or 0) and measured.turns == 2
+    assert step.most_bytes == most_bytes and all(map(torch.equal, model.parameters(), before))
+    assert_close([step(batch)], [eager.run_eager(batch)])
+    with pytest.raises(InvalidOptionError, match="round otherwise"):
+        step.verify()
 
 
 @pytest.mark.parametrize("options", [{"arena": True}, {"verify": True}, {"plan": "a.plan.json"}])

@@ -94,7 +94,8 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "step": (
         ("step",),
-        ("programs", "proof"),
+        ("base", "programs"),
+        ("proof",),
         ("chunked", "cuda_graph", "distributed", "freed_run", "near_sizes", "variants"),
         ("behind", "step_program"),
         ("measure", "prepare"),

@@ -60,7 +60,7 @@ class Captured:
             return True
         assert self.guards is not None
         leaves = tree_flatten(batch)[0]
-        return all(look.ask(leaves, self.guards.at_hand) == look.answer for look in self.looks)
+        return all(look.ask(leaves, self.guards.tensors.at_hand) == look.answer for look in self.looks)
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:

@@ -54,6 +54,7 @@ from memfit.capture.copies import (
     own_attributes,
     slot_names,
 )
+from memfit.capture.found import Found
 from memfit.capture.iterators import Position, is_plain_iterator
 from memfit.torch_private.modules import gradient_hooks, module_hooks
 from memfit.torch_private.tensors import is_fake
@@ -66,30 +67,15 @@ _FUNCTIONS = (FunctionType, staticmethod, classmethod, property, functools.cache
 _VIEWS = (MappingProxyType, *map(type, ({}.keys(), {}.values(), {}.items())), BuiltinMethodType, MethodWrapperType)
 
 
-class Discovery:
-    """Copies of what can be reached from a step's model and loss.
-
-    Attributes:
-        tables, cells, items, positions: copies of all that the step can reach, made before it does.
-        functions: (path, function, its parts) of the user's functions.
-        modules: (path, module) of the model's modules, and of those that the loss reaches beside it.
-        tensors: (path, tensor) of what these hold, by the tensor's id.
-    """
+class Discovery(Found):
+    """Finds what can be reached from a step's model and loss."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._ahead: deque[tuple[Any, str]] = deque()
         self._is_discovering = False
-        self.tables: dict[int, Table] = {}
-        self.cells: list[Variable] = []
-        self.items: list[Items] = []
         self._known_cells: dict[int, Cell] = {}
-        self.positions: list[Position] = []
-        self.functions: list[tuple[str, FunctionType, tuple[Any, ...]]] = []
-        self.modules: list[tuple[str, torch.nn.Module]] = []
-        self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
-        self._seen: dict[int, Any] = {}
         self._objects: dict[int, tuple[Table, Any]] = {}
-        self._classes: dict[type, Table] = {}
         self._held_files: list[ModuleType] = []
         self._described: dict[int, type] = {}
         self._patched: list[type] = []  # classes that have a `__getattribute__` of memfit's for now
@@ -108,11 +94,6 @@ class Discovery:
             for _, owner in tuple(self._objects.values()):
                 self._discover(type(owner), type(owner).__qualname__)
 
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """Torch's generators that were found."""
-        return [value for value in self._seen.values() if isinstance(value, torch.Generator)]
-
     def _object_found(self, table: Table, owner: Any) -> None:
         """Called for each object whose attributes have been copied."""
 
@@ -124,18 +105,6 @@ class Discovery:
             raw = cls.__dict__[name]
             self._add_class_attribute(cls, name, raw)
             self._discover(function_of(raw), table.name(name))
-
-    def _add_class_attribute(self, cls: type, name: str, value: Any) -> None:
-        table = self._class_table(cls)
-        table.before.setdefault(name, value)
-        cast("set[Any]", table.names).add(name)
-
-    def _class_table(self, cls: type) -> Table:
-        if cls not in self._classes:
-            # `cls.__dict__` is a proxy; the garbage collector names the dictionary behind it
-            (table,) = (d for d in gc.get_referents(cls.__dict__) if isinstance(d, dict))
-            self._classes[cls] = self.tables[id(table)] = Table(cls.__qualname__, table, {}, set(), owner=cls)
-        return self._classes[cls]
 
     def _discover(self, value: Any, path: str) -> None:
         """Copy what a value holds, at all depths, before the step reads it.
@@ -380,12 +349,6 @@ class Discovery:
             # a stand-in is there only while the step is captured
             value = table.before.setdefault(name, stood_for(table.table[name]))
             self._discover(value, table.name(name))
-
-    def _globals(self, names: dict[str, Any]) -> Globals:
-        found = self.tables.get(id(names))
-        if not isinstance(found, Globals):
-            found = self.tables[id(names)] = Globals(str(names.get("__name__", "the globals")), names)
-        return found
 
 
 def _set_slot(owner: Any, name: str, value: Any) -> None:

@@ -120,7 +120,7 @@ class _AllSizes:
             recorded=_with_parts(recorded, parts),
             parts=Template(parts, len(formulas.expressions)),
             formulas=formulas,
-            constants=[constant for constant in constants if guards.number_of(constant) is not None],
+            constants=[constant for constant in constants if guards.tensors.number_of(constant) is not None],
         )
 
     def at(self, batch: Any, shapes: Shapes) -> Captured | None:
@@ -133,7 +133,7 @@ class _AllSizes:
         values = self.formulas.values(shapes, _LEAST)
         if values is None or self.guards.difference() is not None:
             return None
-        if any(self.guards.number_of(constant) is None for constant in self.constants):  # another took its place
+        if None in map(self.guards.tensors.number_of, self.constants):  # another took its place
             return None
         captured = replace(_with_parts(self.recorded, self.parts.at(values)).captured(), guards=self.guards)
         return captured if captured.answers(batch) else None

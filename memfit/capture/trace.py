@@ -184,12 +184,18 @@ class Trace:
         refuse_hidden_state(func, args, kwargs)
         if self._makes_or_opens_sparse(func, args, returned):
             return returned
-        self._refuse_collective(func)
+        if "c10d" in func.namespace:
+            raise UnsupportedStepError(
+                f"{self.scope()[1] or 'the step'} runs the collective {func}; a planned step runs no "
+                f"collectives but its own (process_group): {BY_CHECKPOINT}"
+            )
         outputs = [returned] if isinstance(returned, torch.Tensor) else tree_flatten(returned)[0]
         mutated = mutated_tensors(func, args, kwargs)
         if not mutated and func._schema.returns and all(self._is_alias(output) for output in outputs):
             return returned
-        traced_args, traced_kwargs = tree_map(self._traced, (args, kwargs))
+        traced_args, traced_kwargs = tree_map(
+            lambda leaf: self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
+        )
         if args and is_fake(args[0]) and is_view(func) and func._overloadpacket not in SPECIAL_CASES:
             if all(self._is_alias(output) for output in outputs):  # of a constant that came with this call
                 return returned
@@ -211,13 +217,6 @@ class Trace:
         returned = self._corrected(entry, returned)
         self._append(entry)
         return returned
-
-    def _refuse_collective(self, func: Any) -> None:
-        if "c10d" in func.namespace:
-            raise UnsupportedStepError(
-                f"{self.scope()[1] or 'the step'} runs the collective {func}; a planned step runs no "
-                f"collectives but its own (process_group): {BY_CHECKPOINT}"
-            )
 
     def _corrected(self, entry: Entry, returned: Any) -> Any:
         """Return `returned` as the real kernel returns it; the outputs of the entry are corrected too."""
@@ -361,9 +360,6 @@ class Trace:
             return True
         check_dense(output)
         return storage_key(output) in self._storage_of
-
-    def _traced(self, leaf: Any) -> Any:
-        return self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 _aten = torch.ops.aten

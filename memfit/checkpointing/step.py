@@ -34,11 +34,10 @@ from memfit.memory.what_is_left import saying_what_is_left
 from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import Settings
 from memfit.step.backward_updates import run_updating, updates_in_backward
-from memfit.step.measure import MeasurableStep, measure_step, measured_eager_peak, resident_bytes
-from memfit.step.measured import Measured
+from memfit.step.base import Step
+from memfit.step.measure import measured_eager_peak, resident_bytes
 from memfit.step.turns import turn_for
-from memfit.step.uncopied import Uncopied
-from memfit.step.verify import difference_of_eager, first_difference, require_same
+from memfit.step.verify import difference_of_eager, first_difference
 from memfit.system.budget import format_bytes, parse_budget
 from memfit.system.recorder import page_bytes
 from memfit.torch_private.modules import own_tensors, uncompiled
@@ -50,7 +49,7 @@ _SETTLING_STEPS = 5  # two are lean, the third one is planned, and the fourth on
 _OF_GRAPHS = ("plan", "plans", "captured", "source", "bounds")
 
 
-class CheckpointedStep(Uncopied, MeasurableStep):
+class CheckpointedStep(Step):
     """A training step that is no graph, as its Python code depends on a tensor's value, say; called as a `PlannedStep`.
 
     All of it runs as eager does, under `memfit.checkpoint`: whole blocks or parts of them are computed again. Each
@@ -63,11 +62,8 @@ class CheckpointedStep(Uncopied, MeasurableStep):
         broken: why it is no graph.
 
     Attributes:
-        step: the TrainingStep that is carried out.
-        settings: the budget, in bytes.
         why: it is no graph.
         line: the user's line that depends on a tensor's value, if that is why.
-        device: the device that the step runs on.
         plan_seconds: that the first plans took, with the steps that they were made from.
 
     Raises:
@@ -75,6 +71,8 @@ class CheckpointedStep(Uncopied, MeasurableStep):
         InvalidOptionError: what only a graph can have is asked for: a hard budget, an arena, mirror marks.
         UnsupportedStepError: the loss calls parts of the model by themselves.
     """
+
+    _is_recorded = False
 
     def __init__(self, step: TrainingStep, settings: Settings, broken: CaptureError | NoGraphError) -> None:
         self.step, self.why, self.line = step, broken.why, broken.line
@@ -146,7 +144,7 @@ class CheckpointedStep(Uncopied, MeasurableStep):
                 for number in range(_SETTLING_STEPS):
                     if number == 1:  # the first step makes the optimizer's state, which later ones find
                         self._loop.plans.shapes.clear()
-                    self._run(self.step.batch)
+                    self._run_steered(self.step.batch)
                     if self.step.optimizer is None:  # its gradients stay, and the next step is to make them again
                         self.step.model.zero_grad(set_to_none=True)
             except UnsupportedStepError:
@@ -208,34 +206,16 @@ class CheckpointedStep(Uncopied, MeasurableStep):
         _log.warning("memfit: two eager steps differ in %s, so that nothing can be compared", eager_difference)
 
     @property
-    def budget_bytes(self) -> int:
-        """The budget in bytes."""
-        return int(self.settings.budget)
-
-    @property
     def generators(self) -> tuple[torch.Generator, ...]:
         """Torch's generators that model, loss and optimizer hold."""
         return self._generators
 
-    @property
-    def corrections(self) -> tuple[()]:
-        """None: plans that were corrected are counted in `report()`."""
-        return ()
-
-    def __call__(self, batch: Any) -> torch.Tensor:
-        """Run one step on `batch`; return the loss, detached.
-
-        Raises:
-            UnsupportedStepError: the call is inside torch.no_grad or torch.autocast, or another thread runs a planned
-                step on the device.
-            BudgetNotHeldError: the step took more than a firm budget, and no plan takes less; the step is complete.
-        """
-        with turn_for(self.step, self.device, "the planned step", self):
-            require_training_context("the step was called", self.step)
-            with saying_what_is_left(*own_tensors(self.step.model), self.step.optimizer):
-                return self._run(batch)
-
     def _run(self, batch: Any) -> torch.Tensor:
+        require_training_context("the step was called", self.step)
+        with saying_what_is_left(*own_tensors(self.step.model), self.step.optimizer):
+            return self._run_steered(batch)
+
+    def _run_steered(self, batch: Any) -> torch.Tensor:
         if self.device.type == "cpu":  # a GPU is shared with all that the process has on it
             self._loop.other_bytes = max(0, self._loop.live_bytes() - resident_bytes(self, batch))
         self._loop.bytes_to_come = max(0, self._most_state_bytes - self._state_bytes())
@@ -266,21 +246,6 @@ class CheckpointedStep(Uncopied, MeasurableStep):
             yield
         finally:
             self._loop.is_judging = True
-
-    def wait_for_searches(self, timeout_seconds: float | None = None) -> bool:
-        """Return True: no plan is searched behind a step."""
-        del timeout_seconds
-        return True
-
-    def verify(self, batch: Any = None) -> None:
-        """As `PlannedStep.verify`, from the present state alone."""
-        with turn_for(self.step, self.device, "`verify`"), self._unjudged():
-            require_same(self, self.step.batch if batch is None else batch, is_recorded=False)
-
-    def measure(self, batch: Any = None, *, repeats: int | None = None) -> Measured:
-        """As `PlannedStep.measure`."""
-        with turn_for(self.step, self.device, "`measure`"), self._unjudged():
-            return measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
 
     def report(self) -> Report:
         """Return what steps took, and what is kept, as the handle of `memfit.checkpoint` does."""

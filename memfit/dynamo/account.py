@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from memfit.dynamo.optimizers import Optimizers
-from memfit.dynamo.outside import Outside
-from memfit.dynamo.window import Mark, Window, apart, paused
+from memfit.dynamo.outside import OutsideOfGraphs
+from memfit.dynamo.window import LossWindows, Mark, Window, apart, paused
 from memfit.errors import InfeasibleBudgetError, OverBudgetError
 from memfit.memory.contract import (
     FIRM,
@@ -63,6 +63,9 @@ class Account:
         contract: the budget.
         standing: what steps have shown of it.
         optimizers: whose updates are measured.
+        losses: what runs between the halves of graphs.
+        outside: what was seen there.
+        is_judging: whether verdicts are given, and plans are replaced.
         excess_bytes: what steps took beyond what their plans allow for.
         most_bytes: the most bytes on the device in any step that was measured, and while a graph was compiled.
         ran: calls of graphs, which `count` adds to.
@@ -89,9 +92,9 @@ class Account:
         self._last_compiled = -WINDOWS_BEFORE_LARGER  # the step in which a graph was compiled last
         self._uncounted = Uncounted(device)
         self.optimizers = Optimizers(device, lambda: self.ran, self._end_update)
+        self.losses, self.outside = LossWindows(device), OutsideOfGraphs()
+        self.is_judging = True
         self._open: Window | None = None
-        self._loss: Window | None = None
-        self._pending: list[Mark] = []
         self._is_in_step = False
         self._planned_from_now_bytes = 0
         self._live_bytes = 0  # the most in the record that was closed last
@@ -100,7 +103,6 @@ class Account:
         self._held_before_update_bytes = 0
         self._room_bytes = 0  # that the plans of the present step leave
         self._most_error_bytes = 0  # that a step took beyond what its plans were predicted to, without this room
-        self._outside: dict[frozenset[int], dict[int, Outside]] = {}
         self._returns_cache = False  # before each update and each step
 
     @property
@@ -122,11 +124,12 @@ class Account:
         others_bytes = max(0, held_bytes(self.device) - (self._left_bytes or 0))  # what other code has left unused
         # what steps of another plan took must not count once more
         is_new = self.standing.windows == 0 or self.steps == self._last_compiled
-        if self._returns_cache or is_new or (others_bytes and not self._is_proved):
+        if self._returns_cache or is_new or (others_bytes and self.standing.kept_in_a_row < STEPS_IN_A_ROW):
             empty_cache(self.device)
             others_bytes = 0
         self._others_bytes = others_bytes
-        self._record()
+        self._make_way()
+        self._open = Window(self.device)
         self._is_in_step, self.standing.is_least = True, False
         self._ran_before = self.ran
         self.steps += 1
@@ -151,56 +154,16 @@ class Account:
         self._room_bytes = max(0, room_bytes if is_first else min(room_bytes, self._room_bytes))
         self.standing.is_least = is_least and (is_first or self.standing.is_least)
 
-    @property
-    def awaits_backward(self) -> bool:
-        """Whether a graph was called whose backward half has yet to run, and none has begun since."""
-        return self._loss is not None and any(map(Mark.is_awaited, self._pending))
-
-    def note_outside(self, graph: frozenset[int], departing_bytes: int, outside: Outside) -> None:
-        """Note what was outside of a graph between its halves.
-
-        Args:
-            graph: names it, whatever its sizes.
-            departing_bytes: of its outputs.
-            outside: that was seen.
-        """
-        self._outside.setdefault(graph, {})[departing_bytes] = outside
-
-    def estimated_outside(self, graph: frozenset[int], departing_bytes: int) -> Outside | None:
-        """Return what is outside at new sizes, in proportion to what was at the nearest known ones; None if unknown."""
-        known = self._outside.get(graph)
-        if not known:
-            return None
-        near = min(known, key=lambda each: abs(each - departing_bytes))
-        return known[near].scaled(departing_bytes, near) if near else known[near]
-
     def begin_loss(self, kept: StorageWeakRef | None = None) -> Mark:
-        """Begin to measure what runs between a graph's forward and its backward half, which `end_loss` is told.
+        """Begin to measure what runs between a graph's forward and its backward half.
 
         Args:
             kept: a tensor that is there until the backward half has run, or cannot run any more.
         """
-        self._cut()
         self._make_way()
         mark = Mark(after_forward_bytes=allocated_bytes(self.device), kept=kept)
-        self._pending.append(mark)
-        self._loss = Window(self.device)
+        self.losses.begin(mark)
         return mark
-
-    def end_loss(self, mark: Mark) -> None:
-        """End the measurement that began with a mark."""
-        self._cut()
-        if mark in self._pending:
-            self._pending.remove(mark)
-        if self._pending:
-            self._loss = Window(self.device)
-
-    def _cut(self) -> None:
-        window, self._loss = self._loss, None
-        if window is not None:
-            window.close()
-            for mark in self._pending:
-                mark.most_bytes = max(mark.most_bytes, window.live_bytes)
 
     @contextmanager
     def running(self, *, is_least: bool) -> Iterator[None]:
@@ -210,7 +173,8 @@ class Account:
             is_least: whether its plan takes the least. Otherwise it will be planned for what other graphs keep, and so
                 does not count in what is outside of them.
         """
-        windows = [each._loss for each in _all_measuring() if each._loss is not None and each.device == self.device]
+        here = (each.losses.open for each in _all_measuring() if each.device == self.device)
+        windows = [window for window in here if window is not None]
         with nullcontext() if is_least else paused(windows):
             yield
 
@@ -229,6 +193,18 @@ class Account:
                 "kept, so that it is not measured again",
                 "compiling",
             )
+
+    @contextmanager
+    def unjudged(self) -> Iterator[None]:
+        """Give no verdicts in the block: it holds copies of the model's state, and runs eager steps between its own."""
+        most_bytes = self.most_bytes
+        self.is_judging, self.optimizers.may_step_alone = False, True
+        try:
+            yield
+        finally:
+            self._close()
+            self.most_bytes = most_bytes
+            self.is_judging, self.optimizers.may_step_alone = True, False
 
     def expect_end(self, more_bytes: int) -> None:
         """End the measurement of forward, loss and backward after the backward pass that runs now.
@@ -252,7 +228,7 @@ class Account:
         Raises:
             OverBudgetError: it took more than the budget.
         """
-        if any(each.awaits_backward and each.device == self.device for each in _all_measuring()):
+        if any(each.losses.are_awaited and each.device == self.device for each in _all_measuring()):
             self.ran += 1
             return run()
         window = Window(self.device)
@@ -270,15 +246,16 @@ class Account:
     def _end_backward(self) -> None:
         if not self._is_in_step:
             return
-        self._is_in_step, self._loss = False, None
-        self._pending.clear()
+        self._is_in_step = False
+        self.losses.drop()
         taken = self._close()
         self._left_bytes = held_bytes(self.device) - self._others_bytes
         if self._returns_cache or (self.device.type == "cuda" and self.optimizers.bytes_to_come()):
             empty_cache(self.device)  # what is left there may not be of use to the update
         self._held_before_update_bytes = held_bytes(self.device)
-        self._record()  # of the update
-        if taken:
+        self._make_way()
+        self._open = Window(self.device)  # of the update
+        if taken and self.is_judging:
             self._judge(taken)
             if self.ended is not None:
                 self.ended(taken)
@@ -288,7 +265,7 @@ class Account:
         self._updates += 1
         self._left_bytes = held_bytes(self.device) - self._others_bytes
         fits = self._live_bytes <= self.budget_bytes
-        if fits and taken <= self._held_before_update_bytes:  # a backward pass has left that
+        if not self.is_judging or (fits and taken <= self._held_before_update_bytes):  # a backward pass has left that
             return
         if fits and taken > self.budget_bytes and not self._returns_cache:
             self._returns_cache = True
@@ -347,13 +324,9 @@ class Account:
         """Give up the records of the account that has measured least lately: its backward or update may never come."""
         others = [each for each in _all_measuring() if each is not self]
         for oldest in others[: 1 - _MOST_MEASURING]:
-            oldest._loss = oldest._open = None
-            oldest._pending.clear()
+            oldest._open = None
+            oldest.losses.drop()
         _measuring[:] = map(weakref.ref, [*others[1 - _MOST_MEASURING :], self])
-
-    def _record(self) -> None:
-        self._make_way()
-        self._open = Window(self.device)
 
     def _close(self) -> int:
         """End the open window; return the most bytes on the device in it, 0 without one."""
@@ -365,10 +338,6 @@ class Account:
         taken = self._total_bytes(window)
         self.most_bytes = max(self.most_bytes, taken)
         return taken
-
-    @property
-    def _is_proved(self) -> bool:
-        return self.standing.kept_in_a_row >= STEPS_IN_A_ROW
 
     def _total_bytes(self, window: Window) -> int:
         return self._uncounted.live_bytes() + max(window.live_bytes, window.held_bytes - self._others_bytes)

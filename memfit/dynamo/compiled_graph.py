@@ -182,7 +182,7 @@ class CompiledGraph:
         step, also whether much less is outside than was assumed.
         """
         is_repeated = self.share.is_repeated
-        if self.plan is None or (self.outside_seen is None and not is_repeated):
+        if self.plan is None or (self.outside_seen is None and not is_repeated) or not self.account.is_judging:
             return False
         account = self.account
         grown = self._grown_between() + account.live_bytes - self._bytes_at_start
@@ -325,7 +325,7 @@ class CompiledGraph:
             return make()
         except NoPlanError as error:
             found_bytes, left_bytes = error.least_budget_found_bytes, self._unshared_bytes + self.bytes_exceeded
-            may_fit = self.account.awaits_backward or self._is_outside_estimated
+            may_fit = self.account.losses.are_awaited or self._is_outside_estimated
             if found_bytes is None or (found_bytes > left_bytes and not may_fit):
                 raise self._of_whole_budget(error) from error
             self._least_bytes, self.is_least = found_bytes, True
@@ -336,7 +336,7 @@ class CompiledGraph:
         departing = (graph.storages[storage].bytes for each in graph.boundaries for storage in each.departures)
         self._bytes_departing = sum(size for size in departing if size > _NUMBER_BYTES)
         seen = None if self.before is None else self.before.outside_seen  # the most so far
-        estimated = self.account.estimated_outside(self._parameters, self._bytes_departing) if seen is None else None
+        estimated = self.account.outside.estimated(self._parameters, self._bytes_departing) if seen is None else None
         self._is_outside_estimated = estimated is not None or self._leaves_out
         copies = 0 if self._leaves_out else 1 if self.graph.options.kernels == INDUCTOR else 2
         assumed = Outside(between_bytes=copies * self._bytes_departing, held_bytes=copies * self._bytes_departing)
@@ -388,7 +388,7 @@ class CompiledGraph:
         """Count what user code holds outside of the graph, before the backward half begins."""
         mark = self._marks.take() or Mark(after_forward_bytes=allocated_bytes(self.device))
         held = allocated_bytes(self.device) - mark.after_forward_bytes
-        self.account.end_loss(mark)
+        self.account.losses.end(mark)
         between = max(held, mark.most_bytes - mark.after_forward_bytes if mark.is_last else 0)
         seen, known = self.outside_seen, self.outside if self.outside_seen is None else self.outside_seen
         self.account.expect_end(max(0, between - known.between_bytes))
@@ -397,4 +397,4 @@ class CompiledGraph:
             held_bytes=held if seen is None else max(held, seen.held_bytes),
         )
         self.share.begin_backward()
-        self.account.note_outside(self._parameters, self._bytes_departing, self.outside_seen)
+        self.account.outside.note(self._parameters, self._bytes_departing, self.outside_seen)

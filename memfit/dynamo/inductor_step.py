@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,13 +16,13 @@ from memfit.dynamo.settings import INDUCTOR, GraphSettings
 from memfit.errors import InvalidOptionError
 from memfit.plan import Plan
 from memfit.planning import Settings
+from memfit.step.base import Step
 from memfit.step.measure import measured_eager_peak
 from memfit.step.turns import Turn
-from memfit.step.uncopied import Uncopied
 from memfit.system.budget import parse_budget
 
 
-class InductorStep(Uncopied):
+class InductorStep(Step):
     """A training step on Inductor's kernels, inside its budget: call it with a batch, get the loss.
 
     The model and the loss are compiled, and planned, at the first call with a batch of some sizes, before anything of
@@ -31,11 +32,6 @@ class InductorStep(Uncopied):
         step: the training step.
         settings: a budget, of which a percentage is a share of the measured peak of an eager step, and how plans are
             searched.
-
-    Attributes:
-        step: the TrainingStep that is carried out.
-        settings: the budget, in bytes, and how plans are searched.
-        device: the device that the step runs on.
     """
 
     def __init__(self, step: TrainingStep, settings: Settings) -> None:
@@ -48,7 +44,7 @@ class InductorStep(Uncopied):
         def loss(batch: Any) -> torch.Tensor:
             return step.compute_loss(step.model, batch)
 
-        self._turn = Turn()
+        self._own_turn = Turn()
         self._calls = calls = PlannedCalls(loss, step.model, options, "memfit.fit")
         self._compiled = replace(step, loss=lambda _model, batch: calls(batch))
         if step.optimizer is not None:
@@ -69,17 +65,28 @@ class InductorStep(Uncopied):
         """The most bytes on the device in any step that was measured, and while graphs were compiled."""
         return self._calls.account.most_bytes
 
-    def __call__(self, batch: Any) -> torch.Tensor:
-        """Run one step on `batch`; return the loss, detached.
+    def _run(self, batch: Any) -> torch.Tensor:
+        require_training_context("the step was called", self.step)
+        return self._compiled.run_eager(batch)
+
+    def verify(self, batch: Any = None) -> NoReturn:
+        """Refuse: Inductor's kernels round otherwise than eager's.
 
         Raises:
-            InfeasibleBudgetError, TimeLimitError: no plan fits, or the update does not.
-            UnsupportedStepError: Inductor cannot compile the step, the call is inside torch.no_grad or torch.autocast,
-                or another thread is in a step.
+            InvalidOptionError: always.
         """
-        require_training_context("the step was called", self.step)
-        with self._turn.of(self, f"the planned step of {self.step.name or type(self.step.model).__name__}"):
-            return self._compiled.run_eager(batch)
+        del batch
+        raise InvalidOptionError(
+            'verify does not go with kernels="inductor": its kernels round otherwise than eager\'s, so that last bits '
+            'differ; compare losses within a tolerance, or plan with kernels="eager"'
+        )
+
+    def _unjudged(self) -> AbstractContextManager[None]:
+        return self._calls.account.unjudged()
+
+    def _turn(self, what: str, planned: object | None = None) -> AbstractContextManager[None]:
+        """Of the step alone: each graph takes the device's turn, and autograd runs its backward half in a thread."""
+        return self._own_turn.of(planned or self.step, f"{what} of {self.step.name or type(self.step.model).__name__}")
 
 
 def refuse_with_inductor(settings: Settings, **others: object) -> None:

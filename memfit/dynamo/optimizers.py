@@ -23,11 +23,13 @@ class Optimizers:
 
     Attributes:
         followed: these optimizers.
+        may_step_alone: whether updates may follow calls that ran no graph.
     """
 
     def __init__(self, device: torch.device, ran: Callable[[], int], updated: Callable[[], None]) -> None:
         self._device, self._ran, self._updated = device, ran, updated
         self.followed: tuple[torch.optim.Optimizer, ...] = ()
+        self.may_step_alone = False
         self._hooks: list[Any] = []
         self._ran_before: dict[int, int] = {}  # by the optimizer: calls of graphs before its last step
 
@@ -86,7 +88,8 @@ class Optimizers:
         return before_update(lambda: self._require_calls(optimizer), given, named)
 
     def _require_calls(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._ran() == self._ran_before[id(optimizer)] and _changes_parameters(optimizer):
+        is_alone = self._ran() == self._ran_before[id(optimizer)]
+        if is_alone and not self.may_step_alone and _changes_parameters(optimizer):
             raise UnsupportedStepError(
                 "the optimizer is about to step, and no call of the model was planned since its last step: the loop "
                 "calls a part of the model, or `model.forward`, in the place of `model(...)`; plan the module that the "

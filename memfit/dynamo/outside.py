@@ -51,6 +51,31 @@ class Outside:
         return max(int(taken[:at].max(initial=0)), between, after)
 
 
+class OutsideOfGraphs:
+    """What was outside of graphs, by the graph, whatever its sizes, and by the bytes of its outputs."""
+
+    def __init__(self) -> None:
+        self._seen: dict[frozenset[int], dict[int, Outside]] = {}
+
+    def note(self, graph: frozenset[int], departing_bytes: int, outside: Outside) -> None:
+        """Note what was outside of a graph between its halves.
+
+        Args:
+            graph: names it.
+            departing_bytes: of its outputs.
+            outside: that was seen.
+        """
+        self._seen.setdefault(graph, {})[departing_bytes] = outside
+
+    def estimated(self, graph: frozenset[int], departing_bytes: int) -> Outside | None:
+        """Return what is outside at new sizes, in proportion to what was at the nearest known ones; None if unknown."""
+        known = self._seen.get(graph)
+        if not known:
+            return None
+        near = min(known, key=lambda each: abs(each - departing_bytes))
+        return known[near].scaled(departing_bytes, near) if near else known[near]
+
+
 def tangent_bytes(graph: Graph) -> int:
     """Return the bytes that come from user code between the halves of a graph."""
     return sum(graph.storages[storage].bytes for each in graph.boundaries for storage in each.arrivals)

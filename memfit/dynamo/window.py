@@ -96,6 +96,50 @@ class Marks:
         return self._marks.pop() if self._marks else None
 
 
+class LossWindows:
+    """What runs between the forward and the backward halves of an account's graphs: of all that are awaited, as one.
+
+    Args:
+        device: that is measured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pending: list[Mark] = []
+        self.open: Window | None = None
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether a graph was called whose backward half has yet to run, and none has begun since."""
+        return self.open is not None and any(map(Mark.is_awaited, self._pending))
+
+    def begin(self, mark: Mark) -> None:
+        """Measure from the end of a forward half on; `end` is told its mark."""
+        self._cut()
+        self._pending.append(mark)
+        self.open = Window(self._device)
+
+    def end(self, mark: Mark) -> None:
+        """End the measurement that began with a mark."""
+        self._cut()
+        if mark in self._pending:
+            self._pending.remove(mark)
+        if self._pending:
+            self.open = Window(self._device)
+
+    def _cut(self) -> None:
+        window, self.open = self.open, None
+        if window is not None:
+            window.close()
+            for mark in self._pending:
+                mark.most_bytes = max(mark.most_bytes, window.live_bytes)
+
+    def drop(self) -> None:
+        """Measure none of them any more."""
+        self.open = None
+        self._pending.clear()
+
+
 def storages_of(values: Sequence[Any]) -> set[int]:
     """Return numbers of the storages of those values that are tensors."""
     return {storage_key(each) for each in values if is_plain_dense(each)}

@@ -303,7 +303,7 @@ class Contents:
         self.running, pinned, before_bytes = None, self.releasing.pinned, self.live_bytes()
         function, args, kwargs = running
         try:
-            self.releasing.pinned = pinned | self._given(args, kwargs)
+            self.releasing.pinned = pinned | _given(self.sources, args, kwargs)
             self.make_room(need_bytes, "this line" if function is None else function)
         except BaseException as refusal:  # noqa: BLE001 (it passes through a kernel, which raises another error)
             self.refusal = refusal
@@ -314,12 +314,6 @@ class Contents:
             self.on_freed(freed_bytes)
             self.running, self.releasing.pinned = running, pinned
         return None
-
-    def _given(self, args: Any, kwargs: Any) -> set[Source]:
-        """Return the contents that a call is given."""
-        dense = [tensor for tensor in tensors_given((args, kwargs)) if is_dense(tensor)]
-        found = (self.sources.find(tensor.untyped_storage()) for tensor in dense)
-        return {source for source in found if source is not None}
 
     def _let_go_for(self, need_bytes: int) -> bool:
         """Let contents go, in the policy's order, until there is room for a call; return whether there is."""
@@ -365,6 +359,13 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     with no_modes():
         return tensor.detach()
+
+
+def _given(sources: Sources, args: Any, kwargs: Any) -> set[Source]:
+    """Return the contents that a call is given."""
+    dense = [tensor for tensor in tensors_given((args, kwargs)) if is_dense(tensor)]
+    found = (sources.find(tensor.untyped_storage()) for tensor in dense)
+    return {source for source in found if source is not None}
 
 
 def _lost() -> UnsupportedStepError:

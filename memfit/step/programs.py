@@ -19,6 +19,7 @@ from memfit.cost.observations import Corrections
 from memfit.errors import InvalidOptionError
 from memfit.memory.host.store import HostStore
 from memfit.memory.step_memory import StepMemory
+from memfit.memory.what_is_left import saying_what_is_left
 from memfit.near_plans import PROVISIONAL
 from memfit.plan import Plan
 from memfit.planning import Settings
@@ -29,9 +30,10 @@ from memfit.step.eager_peak import with_eager_peak
 from memfit.step.near_sizes import NearSizes
 from memfit.step.prepare import ANEW, AS_IT_IS
 from memfit.step.signature import batch_signature
-from memfit.step.step_program import StepProgram, adds_to_gradients, make_step_program
+from memfit.step.step_program import StepProgram, adds_to_gradients, make_step_program, set_gradients
 from memfit.step.variants import Variant, Variants
 from memfit.system.recorder import empty_cache
+from memfit.torch_private.tensors import tree_flatten, tree_unflatten
 
 
 class Programs:
@@ -119,6 +121,25 @@ class Programs:
             program = make_step_program(self._step, captured, settings, better, self._store, AS_IT_IS)
             self._replace(variant, program)
         return variant
+
+    def run(self, variant: Variant, batch: Any) -> Any:
+        """Run a variant's program on `batch`, or replay its CUDA graph; return the loss, or a function's next state."""
+        step, parameters = self._step, variant.guards.parameters
+        outputs = None if self._graphs is None else self._graphs.outputs()
+        if outputs is None:
+            written = parameters.values(), variant.guards.tensors.now, step.optimizer
+            with saying_what_is_left(*written), self._memory.call(variant.key), self._ranks.running():
+                outputs = variant.program.run(batch)
+        variant.guards.take_left()
+        if not step.has_backward:
+            return tree_unflatten(list(outputs.values()), tree_flatten(batch[0])[1])
+        set_gradients(outputs, parameters)
+        if step.optimizer is not None:
+            # A scheduler warns if the optimizer's own `step` was not called; the program updates each parameter itself.
+            step.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+        loss = outputs["loss"]
+        # torch's losses leave the mean in memory of all that it is of; a loop keeps the loss while the next step runs
+        return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
 
     def add(self, batch: Any, plan: Plan | None = None) -> Variant:
         """Add a program of the step as it is now, on batches like this one; return its variant.

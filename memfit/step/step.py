@@ -14,7 +14,7 @@ import torch
 from memfit.capture import Captured, TrainingStep
 from memfit.capture.placement import step_device
 from memfit.cost.observe import doubt
-from memfit.errors import InvalidDeviceError, InvalidOptionError
+from memfit.errors import InvalidOptionError
 from memfit.memory.arena.arena import Arena
 from memfit.memory.contract import FIRM, MOST_CORRECTIONS, STEPS_IN_A_ROW, Contract
 from memfit.memory.hard_cap import require_cap
@@ -22,22 +22,17 @@ from memfit.memory.host.store import HostStore
 from memfit.memory.snapshot import left_as_it_was
 from memfit.memory.step_memory import Served, memory_for
 from memfit.memory.uncounted import Beside
-from memfit.memory.what_is_left import saying_what_is_left
 from memfit.plan import Plan
 from memfit.planning import Settings
 from memfit.simulate.overlap import Transfers
+from memfit.step.base import Step
 from memfit.step.cuda_graph import StepGraphs, require_capturable
 from memfit.step.distributed.ranks import ranks_of
-from memfit.step.measure import measure_step, resident_bytes
+from memfit.step.measure import resident_bytes
 from memfit.step.measured import Measured
 from memfit.step.programs import Programs
-from memfit.step.proof import Correction, Proof
-from memfit.step.step_program import set_gradients
+from memfit.step.proof import Proof
 from memfit.step.turns import turn_for
-from memfit.step.uncopied import Uncopied
-from memfit.step.variants import Variant
-from memfit.step.verify import require_same
-from memfit.torch_private.tensors import tree_flatten, tree_unflatten
 
 _MOST_PREDICTED = 1.5  # seconds of the unplanned step, in those of eager's
 _DOUBTED = "The ops were measured in a busy moment: predicted times are too long; the next fit measures them anew."
@@ -45,7 +40,7 @@ _ON_RANKS = "the ranks of a step have none"
 _MOST_PROVING_STEPS = (MOST_CORRECTIONS + 1) * (STEPS_IN_A_ROW + 1)  # of each plan; a first one may make state
 
 
-class PlannedStep(Uncopied):
+class PlannedStep(Step):
     """A training step inside its budget: call it with a batch, get the loss.
 
     A batch of another shape has a program of its own within the same budget, and so has each change of what the step
@@ -93,6 +88,7 @@ class PlannedStep(Uncopied):
         )
         with self._on_stream(), turn_for(step, self.device, "memfit.fit"):
             self._programs.variants.latest = self._programs.add(step.batch, plan)
+        self.settings = self._programs.settings
         contract = Contract(
             self.plan.budget_bytes, is_firm=settings.budget_is == FIRM, most_corrections=MOST_CORRECTIONS
         )
@@ -105,18 +101,13 @@ class PlannedStep(Uncopied):
             None if Contract(settings.budget).is_share else Beside(self.device, step.model, step.optimizer),
             is_capped=settings.hard,
         )
-        self.corrections: list[Correction] = self._proof.corrections
+        self.corrections = self._proof.corrections
         self.seconds: Mapping[str, float] = {
             "capture": self._programs.capture_seconds,
             **self._programs.first.prepared.seconds,
         }
         self.memory: Served = self._memory.served
         self.arena: Arena | None = self._memory.arena
-
-    @property
-    def settings(self) -> Settings:
-        """The budget, in bytes, and how plans are searched."""
-        return self._programs.settings
 
     @property
     def plan(self) -> Plan:
@@ -176,41 +167,31 @@ class PlannedStep(Uncopied):
         """Whether there is a CUDA graph that calls replay (see `cuda_graph` of `memfit.fit`)."""
         return self._graphs is not None and self._graphs.has_graph
 
-    def __call__(self, batch: Any) -> Any:
-        """Run one step on `batch`; return the loss, detached. The step of a function returns its next state.
-
-        Raises:
-            InfeasibleBudgetError: a batch of a new shape, or a changed step, for which no plan fits the budget.
-            InvalidOptionError: no batch.
-            UnsupportedStepError: the call is inside torch.no_grad or torch.autocast, a changed step cannot be captured,
-                or another thread runs a planned step on the device.
-        """
-        with self._on_stream(), turn_for(self.step, self.device, "the planned step", self):
-            return self._call(batch)
-
-    def _call(self, batch: Any) -> Any:
-        variants, variant = self._programs.variants, self._programs.find(batch)
-        self._proof.allow(variant.program.plan.budget_bytes)
-        takes_workspaces = self._memory.follow_stream()
-        if takes_workspaces:
-            for each in variants:
-                each.forget_steps()  # what steps take on this stream was not seen
-            if self.step.across is None:  # ranks correct a plan together, and this one's stream is its own
-                self._proof.leave_stranded(variant)
-        variants.latest, program = variant, variant.program
-        self._memory.expect(variant.key, program)
-        key, run = self._memory.key(variant.key), partial(self._run, variant, batch)
-        if self._graphs is not None and self._graphs.prepare(key, program, batch, run, is_proved=key in variant.proved):
-            variant.proved.discard(key)  # what a graph takes is proved as well
-            variant.judged_key = None
-        library_bytes = 0 if takes_workspaces else program.library_bytes
-        return self._proof.run(
-            variant,
-            key,
-            run,
-            lambda: resident_bytes(self, batch) + variant.gradient_bytes(self.device),
-            library_bytes + self.held_bytes,
-        )
+    def _run(self, batch: Any) -> Any:
+        with self._on_stream():
+            variants, variant = self._programs.variants, self._programs.find(batch)
+            self._proof.allow(variant.program.plan.budget_bytes)
+            takes_workspaces = self._memory.follow_stream()
+            if takes_workspaces:
+                for each in variants:
+                    each.forget_steps()  # what steps take on this stream was not seen
+                if self.step.across is None:  # ranks correct a plan together, and this one's stream is its own
+                    self._proof.leave_stranded(variant)
+            variants.latest, program = variant, variant.program
+            self._memory.expect(variant.key, program)
+            key, run = self._memory.key(variant.key), partial(self._programs.run, variant, batch)
+            is_proved, graphs = key in variant.proved, self._graphs
+            if graphs is not None and graphs.prepare(key, program, batch, run, is_proved=is_proved):
+                variant.proved.discard(key)  # what a graph takes is proved as well
+                variant.judged_key = None
+            library_bytes = 0 if takes_workspaces else program.library_bytes
+            return self._proof.run(
+                variant,
+                key,
+                run,
+                lambda: resident_bytes(self, batch) + variant.gradient_bytes(self.device),
+                library_bytes + self.held_bytes,
+            )
 
     def prove(self) -> None:
         """Run steps on the step's own batch until two in a row keep the budget; they leave no trace.
@@ -231,15 +212,6 @@ class PlannedStep(Uncopied):
         finally:
             proof.is_capped = capped_before
 
-    def verify(self, batch: Any = None) -> None:
-        """Run one eager and one planned step from the same state; both leave no trace.
-
-        Raises:
-            VerificationError: a loss, gradient, parameter, buffer, optimizer state or generator differs in its bits.
-        """
-        with turn_for(self.step, self.device, "`verify`"):
-            require_same(self, self.step.batch if batch is None else batch)
-
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a block in which calls add to this rank's gradients only: the first ones of an accumulation.
 
@@ -251,15 +223,8 @@ class PlannedStep(Uncopied):
         return self.step.across.no_sync()
 
     def measure(self, batch: Any = None, *, repeats: int | None = None) -> Measured:
-        """Measure peak bytes and seconds of planned and eager steps, in turns; both leave no trace.
-
-        Args:
-            batch: of the steps; its own if None.
-            repeats: how many turns; None takes as many as it takes to know the overhead to two percentage points, five
-                at least, within 10 seconds.
-        """
-        with turn_for(self.step, self.device, "`measure`"):
-            measured = measure_step(self, self.step.batch if batch is None else batch, repeats=repeats)
+        """As of any `Step`; the note also says where the ops were measured in a busy moment."""
+        measured = super().measure(batch, repeats=repeats)
         predicted, eager = self.plan.unplanned.seconds, measured.baseline_step_seconds
         note = measured.note
         if self.settings.device is None and eager is not None and predicted > _MOST_PREDICTED * eager:
@@ -282,11 +247,6 @@ class PlannedStep(Uncopied):
 
         write_html(self.plan, path, measured=self.noted(self.measure(repeats=repeats)))
 
-    def noted(self, measured: Measured) -> Measured:
-        """Return a measurement that also notes which plans were corrected."""
-        sentences = [measured.note, *(correction.sentence for correction in self.corrections)]
-        return replace(measured, note=" ".join(filter(None, sentences)))
-
     def __repr__(self) -> str:
         return f"PlannedStep({self.plan!r}, {len(self.plans)} plans)"
 
@@ -302,46 +262,3 @@ class PlannedStep(Uncopied):
             seconds: how long to wait at most; None waits as long as it takes.
         """
         return self._programs.sizes.behind.wait(seconds)
-
-    def op_seconds(self, batch: Any = None) -> tuple[float, ...]:
-        """Run one step, and return the seconds of each op of the plan's graph in its place; it leaves no trace.
-
-        Ops that are measured one by one find other caches and other free memory. Only for a CPU, and for a plan that
-        offloads nothing.
-
-        Args:
-            batch: of the step; its own if None.
-
-        Raises:
-            InvalidDeviceError: the step runs on another device.
-            InvalidOptionError: the plan offloads.
-        """
-        batch = self.step.batch if batch is None else batch
-        if self.device.type != "cpu":
-            raise InvalidDeviceError(f"the step runs on {self.device}, expected a CPU: there ops only start in order")
-        with turn_for(self.step, self.device, "`op_seconds`"):
-            program = self._programs.find(batch).program
-            if program.plan.offloaded_bytes:
-                raise InvalidOptionError(
-                    "the plan offloads, so that copies would count with the ops; plan without a host"
-                )
-            with left_as_it_was(self.step, self.generators):
-                return program.op_seconds(batch)
-
-    def _run(self, variant: Variant, batch: Any) -> Any:
-        parameters = variant.guards.parameters
-        outputs = None if self._graphs is None else self._graphs.outputs()
-        if outputs is None:
-            written = parameters.values(), variant.guards.tensors, self.step.optimizer
-            with saying_what_is_left(*written), self._memory.call(variant.key), self._ranks.running():
-                outputs = variant.program.run(batch)
-        variant.guards.take_left()
-        if not self.step.has_backward:
-            return tree_unflatten(list(outputs.values()), tree_flatten(batch[0])[1])
-        set_gradients(outputs, parameters)
-        if self.step.optimizer is not None:
-            # A scheduler warns if the optimizer's own `step` was not called; the program updates each parameter itself.
-            self.step.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
-        loss = outputs["loss"]
-        # torch's losses leave the mean in memory of all that it is of; a loop keeps the loss while the next step runs
-        return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss

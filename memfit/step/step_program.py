@@ -75,29 +75,6 @@ class StepProgram:
         """The bytes that a step is predicted to take."""
         return max(self.plan.predicted.peak_bytes, self.predicted_bytes)
 
-    def op_seconds(self, batch: Any) -> tuple[float, ...]:
-        """Run all ops on `batch`, and return the seconds of each op in its place in the step; outputs are dropped.
-
-        An op that is computed several times gets the mean. Only a CPU's ops are timed so: on a GPU they run later.
-        """
-        captured, plan = self.prepared.captured, self.plan
-        totals, counts = [0.0] * len(plan.graph.ops), [0] * len(plan.graph.ops)
-        began = 0.0
-
-        def tick(op: int) -> None:
-            nonlocal began
-            now = time.perf_counter()
-            if op >= 0:
-                totals[op] += now - began
-                counts[op] += 1
-            began = now
-
-        outputs = [list(captured.binding.outputs.values())]
-        (half,) = make_program(captured, plan.schedule, outputs, tick=tick).halves
-        leaves = tree_flatten(batch)[0]
-        half.function([fetch(leaves) for fetch in self.fetchers])
-        return tuple(total / max(1, count) for total, count in zip(totals, counts, strict=True))
-
     def run(self, batch: Any) -> dict[str, torch.Tensor]:
         """Run all ops of the step on `batch`; return its outputs by name (see `memfit.binding.Binding`).
 
@@ -289,10 +266,10 @@ def fetchers(model: torch.nn.Module, captured: Captured, takes: Sequence[int]) -
 def _fetcher(model: torch.nn.Module, resident: Resident, guards: Guards | None) -> Fetch:
     if resident.origin is Origin.CONSTANT:
         constant = resident.constant
-        position = guards.number_of(constant) if guards is not None else None
+        position = guards.tensors.number_of(constant) if guards is not None else None
         if guards is None or position is None:
             return lambda _leaves: constant
-        guarded = guards.tensors
+        guarded = guards.tensors.now
         return lambda _leaves: guarded[position]
     if resident.origin is Origin.INPUT:
         number = int(resident.key)
@@ -306,3 +283,32 @@ def _fetcher(model: torch.nn.Module, resident: Resident, guards: Guards | None) 
     if is_sharded(table[name]):
         return lambda _leaves: whole_part(table[name])
     return lambda _leaves: table[name]
+
+
+def op_seconds(step: TrainingStep, captured: Captured, plan: Plan) -> tuple[float, ...]:
+    """Run all ops of a plan on the step's batch, and return the seconds of each in its place in the step.
+
+    An op that is computed several times gets the mean. Ops that are measured one by one find other caches and other
+    free memory. Outputs are dropped. Only for a CPU, as a GPU's ops run later, and for a plan that offloads nothing.
+
+    Args:
+        step: the step; what it writes to is to be put back.
+        captured: its capture, of which the plan is.
+        plan: that is carried out.
+    """
+    totals, counts = [0.0] * len(plan.graph.ops), [0] * len(plan.graph.ops)
+    began = 0.0
+
+    def tick(op: int) -> None:
+        nonlocal began
+        now = time.perf_counter()
+        if op >= 0:
+            totals[op] += now - began
+            counts[op] += 1
+        began = now
+
+    outputs = [list(captured.binding.outputs.values())]
+    (half,) = make_program(captured, plan.schedule, outputs, tick=tick).halves
+    leaves = tree_flatten(step.batch)[0]
+    half.function([fetch(leaves) for fetch in fetchers(step.model, captured, half.takes)])
+    return tuple(total / max(1, count) for total, count in zip(totals, counts, strict=True))
