@@ -12,7 +12,7 @@ from _measure import all_same, differences, outcome, resident_bytes, same_bits, 
 from _record import interleaved_ratio
 
 from memfit import PlannedStep, TrainingStep
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.errors import InfeasibleBudgetError, TimeLimitError
 from memfit.planning import Settings
 from memfit.system.recorder import allocated_bytes

@@ -36,7 +36,7 @@ from _record import load, result_path, store
 from memfit import TrainingStep
 from memfit.capture import capture
 from memfit.device import GENERIC
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.errors import InfeasibleBudgetError
 from memfit.packing import PackingProblem, check_layout, make_packer
 from memfit.packing.from_schedule import blocks_of

@@ -26,7 +26,7 @@ from _record import interleaved_seconds, load, result_path, store
 from torch_baselines import BASELINE_KINDS, baseline, best
 
 from memfit import PlannedStep, TrainingStep
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.errors import InfeasibleBudgetError, MemfitError
 from memfit.planning import DEFAULT_PLANNER, Settings
 from memfit.system.recorder import allocated_bytes

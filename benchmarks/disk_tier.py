@@ -30,7 +30,7 @@ from _process import answer_if_child, in_fresh_process
 from _record import load, result_path, store
 
 from memfit.cost.link import link_rates
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.memory.snapshot import left_as_it_was
 from memfit.planning import Settings
 from memfit.simulate import simulate

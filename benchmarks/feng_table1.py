@@ -32,7 +32,7 @@ from memfit import TrainingStep
 from memfit.capture import capture
 from memfit.cost.device_profiles import load_device
 from memfit.cost.rooflines import roofline
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.errors import InfeasibleBudgetError
 from memfit.graph import Graph, Phase
 from memfit.plan import Plan, Problem

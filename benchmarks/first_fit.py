@@ -32,7 +32,7 @@ def fit_once(case: str, budget: str) -> dict[str, Any]:
     stages = {"import torch": time.perf_counter() - began}
     stages["import memfit"] = -time.perf_counter()
     import memfit
-    from memfit.doors.fit import fit_step
+    from memfit.doors.step import fit_step
     from memfit.planning import Settings
 
     stages["import memfit"] += time.perf_counter()

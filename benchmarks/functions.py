@@ -17,7 +17,7 @@ from _process import answer_if_child, in_fresh_process
 from _record import store
 
 from memfit.capture.row_chunks import RowChunks
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.errors import NoPlanError
 from memfit.planning import Settings
 from memfit.step.step import PlannedStep

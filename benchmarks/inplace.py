@@ -31,7 +31,7 @@ from memfit import TrainingStep
 from memfit.binding import Binding
 from memfit.capture import Captured
 from memfit.cost.calibration import local_device
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.errors import InfeasibleBudgetError
 from memfit.graph import Graph, Op
 from memfit.plan import Plan

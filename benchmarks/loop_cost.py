@@ -31,7 +31,7 @@ from memfit import PlannedStep
 from memfit.binding import Call, Value, map_values
 from memfit.capture.fuse import Fused, calls_of
 from memfit.capture.generators import SaveGeneratorState
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.kernels.direct_calls import DirectCalls
 from memfit.planning import Settings
 from memfit.schedule import Compute

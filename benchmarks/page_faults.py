@@ -32,7 +32,7 @@ from _process import answer_if_child, in_fresh_process
 from _record import store
 
 from memfit import TrainingStep
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.planning import Settings
 from memfit.step.step import PlannedStep
 

@@ -21,7 +21,7 @@ from _record import store
 from memfit.commands.graph_with_costs import graph_with_costs
 from memfit.commands.targets import resolve
 from memfit.commands.work import working
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.planning import Settings, make_plan
 from memfit.workloads import build
 

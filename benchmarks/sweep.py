@@ -24,7 +24,7 @@ from _process import answer_if_child, fresh_cache, in_fresh_process
 from _record import load, result_path, store
 
 from memfit import Plan, Problem, TrainingStep
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.planning import Settings, plan_frontier
 
 BUDGETS = 10

@@ -1,6 +1,6 @@
 """Stored seconds of tests and of their shared fixtures: those that take long are `slow` (see `pyproject.toml`).
 
-`make durations` runs all tests and stores them anew in `durations.json`, in seconds on two cores: those of one second or more.
+`make durations` runs all tests and stores them anew in `durations.json`, in seconds on two cores, from one second on.
 A test is as slow as the slowest of what it needs: its own call, or a fixture that its file shares, which the first test
 that is run would wait for.
 """

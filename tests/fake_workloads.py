@@ -22,7 +22,7 @@ MORE_BYTES = 24 << 10  # that later steps take beside what was planned, as a lib
 def run(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Train a workload planned and eagerly, in turns; return what the planned steps did."""
     from memfit.device import Device
-    from memfit.doors.fit import fit_step
+    from memfit.doors.step import fit_step
     from memfit.errors import NoPlanError
     from memfit.memory.snapshot import StepState
     from memfit.planning import Settings

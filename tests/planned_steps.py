@@ -5,7 +5,7 @@ from __future__ import annotations
 from steps import make_pair
 
 from memfit import PlannedStep, TrainingStep
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.errors import InfeasibleBudgetError
 from memfit.planning import Settings
 from memfit.workloads import build

@@ -22,7 +22,7 @@ from memfit import TrainingStep
 from memfit.capture import capture
 from memfit.commands.options import Search
 from memfit.cost import warming
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.dynamo import account, window
 from memfit.dynamo.account import Account
 from memfit.dynamo.settings import read_options

@@ -29,7 +29,7 @@ from memfit.cost.observations import Observations, RealResult, call_key
 from memfit.cost.op_inputs import InputMaker
 from memfit.cost.result_check import check_results
 from memfit.cost.single_op import undisturbed
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.errors import CaptureError, WrongFakesError
 from memfit.graph import Op, Phase, Role, Storage
 from memfit.planning import Settings

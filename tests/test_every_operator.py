@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import op_db
 
 import memfit
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.planning import Settings
 
 # Torch's list forbids its settings to the whole process.

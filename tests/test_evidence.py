@@ -13,7 +13,7 @@ from torch import nn
 from memfit import TrainingStep
 from memfit.capture import capture
 from memfit.capture.hidden_state import refuse_hidden_state
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.errors import UnsupportedStepError, VerificationError
 from memfit.memory import saved_on_host
 from memfit.memory.snapshot import StepState

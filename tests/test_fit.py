@@ -24,7 +24,7 @@ from workspace import Workspace, hungry_pair
 import memfit
 from memfit import TrainingStep
 from memfit.checkpointing.step import CheckpointedStep
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.errors import (
     InfeasibleBudgetError,
     InvalidBudgetError,

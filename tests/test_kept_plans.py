@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memfit import TrainingStep
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.errors import InfeasibleBudgetError
 from memfit.plan import Problem, Result, Status
 from memfit.planners import make_planner

@@ -21,7 +21,7 @@ from planned_steps import small_step
 import memfit
 from memfit.checkpointing.step import CheckpointedStep
 from memfit.cost.link import link_rates
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.errors import (
     HostMemoryError,
     InvalidBudgetError,

@@ -26,7 +26,7 @@ from memfit.cost.observations import Observation, Observations, call_key
 from memfit.cost.op_inputs import InputMaker
 from memfit.cost.rooflines import roofline
 from memfit.device import GENERIC
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.errors import PlanMismatchError
 from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.plan import Problem

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import memfit
 from memfit import PlannedStep, TrainingStep
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.planners import PLANNERS
 from memfit.planning import Settings
 

@@ -13,7 +13,7 @@ from memfit.binding import Value
 from memfit.capture.reuse import in_place_form
 from memfit.capture.whole_step import capture_whole_step
 from memfit.device import GENERIC
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.graph import Graph
 from memfit.plan import Problem
 from memfit.planners import make_planner

@@ -18,7 +18,7 @@ from strategies import graphs
 from memfit.capture.whole_step import capture_whole_step
 from memfit.checker import check
 from memfit.device import GENERIC, Device
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.errors import InvalidOptionError
 from memfit.graph import Graph, Phase
 from memfit.papers.planners.layers import is_convolution, is_fully_connected, layer_of_backward

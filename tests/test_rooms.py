@@ -151,7 +151,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("account", "inputs"),
         ("optimizers", "outside", "window"),
     ),
-    "doors": (("compile", "function", "run"), ("checkpoint", "fit")),
+    "doors": (("compile", "function", "run"), ("checkpoint", "fit"), ("step",)),
     "memory": (("bits", "contract", "fit_by", "place"),),  # the files above `capture` stand in ORDER
     "checkpointing": (
         ("step",),

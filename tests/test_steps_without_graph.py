@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memfit
 from memfit.checkpointing.step import CheckpointedStep
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.errors import InfeasibleBudgetError, InvalidOptionError, UnsupportedStepError
 from memfit.memory.snapshot import StepState
 from memfit.planning import Settings

@@ -14,7 +14,7 @@ from memfit.capture import capture, update_trial
 from memfit.capture.finish import finish
 from memfit.capture.optimizer import ParameterUpdate, updates_many_at_once
 from memfit.cost.measurement import measure
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
 from memfit.step.step import PlannedStep

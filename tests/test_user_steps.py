@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import memfit
 from memfit.checkpointing.step import CheckpointedStep
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.errors import (
     CaptureError,
     InvalidBudgetError,

@@ -236,7 +236,7 @@ def _measured(point: ComparedPoint, step: TrainingStep, repeats: int, known: dic
 
 
 def _run(plan: Plan, step: TrainingStep, repeats: int) -> Measured:
-    from memfit.doors.fit import fit_step
+    from memfit.doors.step import fit_step
 
     planned = fit_step(step, Settings(budget=plan.budget_bytes, device=plan.device), plan=plan)
     try:

@@ -73,7 +73,7 @@ def fit(
     with working() as work:
         from memfit.capture.step_check import check_step
         from memfit.cost.device_profiles import load_device
-        from memfit.doors.fit import fit_step
+        from memfit.doors.step import fit_step
 
         settings = replace(work.follow(asked), device=load_device(device_profile) if device_profile else None)
         refusal = f"{target} is a graph file, which can be planned but not run; use `memfit plan`"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from memfit.capture.function_step import FunctionStep
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.options import FunctionOptions, require_options, settings_from
 from memfit.plan import Plan
 from memfit.step.measured import Measured

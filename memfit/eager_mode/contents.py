@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -32,6 +33,7 @@ from memfit.torch_private.autograd import no_modes, require_unwritten, without_a
 from memfit.torch_private.tensors import has_own_dispatch
 
 NO_CALL: tuple[Any, Any, Any] = (None, (), {})
+_RECENT_CALLS = 32  # whose results the loop may be about to use
 
 
 class Contents:
@@ -127,7 +129,7 @@ class Contents:
         if self.kept:
             self.sources.hold_without(lost)
         elif not self._is_forgotten:
-            self.forget()
+            self.forget(recent_calls=0)  # they may read what is lost
 
     def _to_stay_without(self, lost: set[Source]) -> list[Kept]:
         """Return the contents of which all others can be recomputed that are made of what is about to be lost."""
@@ -274,11 +276,12 @@ class Contents:
         self._forget_dead()
         if self._let_go_for(need_bytes):
             return
-        self.forget()
-        gc.collect()
-        self.upper_bytes = self.live_bytes()
-        if self.upper_bytes + need_bytes <= self.budget_bytes or self._let_go_for(need_bytes):
-            return
+        for recent_calls in (_RECENT_CALLS, 0):  # what is known of calls holds contents, too
+            self.forget(recent_calls)
+            gc.collect()
+            self.upper_bytes = self.live_bytes()
+            if self.upper_bytes + need_bytes <= self.budget_bytes or self._let_go_for(need_bytes):
+                return
         most_bytes = self._most_bytes - self.stranded_bytes  # what else the allocator has unused may be of use
         if self.upper_bytes + need_bytes <= most_bytes:
             return
@@ -329,16 +332,20 @@ class Contents:
     def _forget_dead(self) -> None:
         self.kept = {source: kept for source, kept in self.kept.items() if kept.alive()}
 
-    def forget(self) -> None:
-        """Forget how what nobody saved was made, or a loop's calls would all be remembered."""
+    def forget(self, recent_calls: int = _RECENT_CALLS) -> None:
+        """Forget how what nobody saved was made, or a loop's calls would all be remembered.
+
+        Args:
+            recent_calls: of what so many latest calls made it is not forgotten.
+        """
         self._forget_dead()
-        self.sources.forget(needed_by(self.kept))
+        self.sources.forget(needed_by(self.kept), self.calls - recent_calls if recent_calls else math.inf)
         self.releasing.forget_dead()
-        self._is_forgotten = not self.kept
+        self._is_forgotten = not self.kept and not recent_calls
 
     def close(self) -> None:
         """Copy nothing to the host any more; what autograd holds after the block can still be read."""
-        self.forget()
+        self.forget(recent_calls=0)
         self.sources = Sources()
         self.releasing.close()
 

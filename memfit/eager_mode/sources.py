@@ -193,13 +193,20 @@ class Sources:
         for source in held - lost:
             source.call = None
 
-    def forget(self, needed: set[Source]) -> None:
-        """Drop the entries of storages that are gone, and forget how the others were made.
+    def forget(self, needed: set[Source], since: float) -> None:
+        """Drop the entries of storages that are gone, and forget how most of the others were made.
 
         Args:
             needed: contents of which it is not forgotten.
+            since: the number of a call: of what it and later ones made it is not forgotten either. What reads that next
+                would hold it otherwise, as what cannot be recomputed.
         """
         self._of = {key: source for key, source in self._of.items() if source.live is not None}
+        for source in self._of.values():
+            if source.call is not None and source.call.number >= since:
+                made_of = needed_by([source], needed)
+                if len(made_of) <= _LONGEST_CHAIN:  # or a loop that saves nothing would be remembered from its start
+                    needed |= made_of
         for source in self._of.values():
             if source not in needed:
                 source.call = None
