@@ -24,11 +24,13 @@ _MARKED = re.compile(r"(<!-- table: (?P<name>[\w ]+) -->\n).*?(<!-- end of table
 def instances(payload: dict[str, Any]) -> list[list[str]]:
     """Ratio and seconds of every packer on every instance."""
     packers = list(payload["instances"][0]["packers"])
-    rows = [["instance", "blocks", "auto in 0.1 s", *packers]]
+    rows = [["instance", "blocks", "auto in 0.1 s", "auto in 60 s", *packers]]
     for entry in payload["instances"]:
         name = entry["name"].partition(".")[0]
         cells = [_cell(entry["packers"][packer]) for packer in packers]
-        rows.append([name, str(entry["blocks"]), f"{entry['first_answer']['ratio']:.4f}", *cells])
+        long = entry.get("long_answer")
+        first = f"{entry['first_answer']['ratio']:.4f}"
+        rows.append([name, f"{entry['blocks']:,}", first, "" if long is None else f"{long['ratio']:.4f}", *cells])
     return rows
 
 

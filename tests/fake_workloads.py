@@ -26,6 +26,7 @@ def run(name: str, options: dict[str, Any]) -> dict[str, Any]:
     from memfit.errors import NoPlanError
     from memfit.memory.snapshot import StepState
     from memfit.planning import Settings
+    from memfit.step.programs import Programs
     from memfit.step.step import PlannedStep
     from memfit.workloads import build
 
@@ -65,7 +66,7 @@ def run(name: str, options: dict[str, Any]) -> dict[str, Any]:
     for seed in range(STEPS_BEFORE):
         step_both(seed)
     compare()
-    run_lean = planned._run
+    run_lean = Programs.run
     spare_bytes = int(planned.settings.budget) - planned.plan.predicted.peak_bytes
 
     def hungry(*given: Any) -> Any:
@@ -74,7 +75,7 @@ def run(name: str, options: dict[str, Any]) -> dict[str, Any]:
         del held
         return result
 
-    planned._run = hungry  # type: ignore[method-assign]
+    Programs.run = hungry  # type: ignore[method-assign]
     for seed in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
         step_both(seed)
     compare()

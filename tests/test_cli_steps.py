@@ -222,9 +222,9 @@ def test_a_correction_is_reported_verified_and_measured_against_the_budget_that_
     run: Run, own_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step takes 192 KiB more than its ops were measured to take, as a library's workspace may."""
-    from memfit.step.step import PlannedStep
+    from memfit.step.programs import Programs
 
-    monkeypatch.setattr(PlannedStep, "_run", hungry(PlannedStep._run, 192 << 10))
+    monkeypatch.setattr(Programs, "run", hungry(Programs.run, 192 << 10))
     plan_file, page = tmp_path / "step.plan.json", tmp_path / "step.html"
     words = ["fit", f"{own_file}:step", "--budget", "80%", *MOVES, "--repeats", 1, "--curve", 0]
     status, out, err = run(*words, "--save", plan_file, "--report", page, "--json")

@@ -19,6 +19,7 @@ from memfit.memory import saved_on_host
 from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
 from memfit.step import verify
+from memfit.step.programs import Programs
 from memfit.step.step import PlannedStep
 
 FAST = Settings(budget="100%", planner="none")
@@ -36,7 +37,7 @@ def test_an_optimizer_whose_rate_is_0_hides_no_gradient(monkeypatch: pytest.Monk
     before = StepState.take(planned.step)
     planned.verify()
     assert before.first_difference(StepState.take(planned.step)) is None
-    run = planned._run
+    run = Programs.run
 
     def wrong(*given: Any) -> Any:
         loss = run(*given)
@@ -46,7 +47,7 @@ def test_an_optimizer_whose_rate_is_0_hides_no_gradient(monkeypatch: pytest.Monk
             parameter.sub_(1e-3 * rate)  # a gradient that is off by a thousandth
         return loss
 
-    monkeypatch.setattr(planned, "_run", wrong)
+    monkeypatch.setattr(Programs, "run", wrong)
     with pytest.raises(VerificationError, match="after the parameters were changed"):
         planned.verify()
 
@@ -115,7 +116,7 @@ def test_eager_runs_with_saved_tensors_on_the_host_where_the_device_has_no_room(
 def test_garbage_that_python_frees_within_a_step_hides_nothing_of_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """An eager step leaves a cycle that holds a tensor, and a planned step collects it."""
     planned = planned_of(make_pair("conv", None)[0])
-    run_eager, run = TrainingStep.run_eager, planned._run
+    run_eager, run = TrainingStep.run_eager, Programs.run
 
     def leaves_garbage(step: TrainingStep, batch: Any) -> torch.Tensor:
         cycle: list[Any] = [torch.empty(1 << 20)]
@@ -127,7 +128,7 @@ def test_garbage_that_python_frees_within_a_step_hides_nothing_of_its_peak(monke
         return run(*given)
 
     expected = planned.measure(repeats=1).peak_bytes
-    monkeypatch.setattr(planned, "_run", collects_garbage)
+    monkeypatch.setattr(Programs, "run", collects_garbage)
     monkeypatch.setattr(TrainingStep, "run_eager", leaves_garbage)
     assert planned.measure(repeats=1).peak_bytes == expected
 

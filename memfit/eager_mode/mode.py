@@ -35,6 +35,7 @@ from memfit.torch_private.autograd import (
 )
 from memfit.torch_private.cuda import LastStream
 
+_UNUSED_BLOCKS = 2  # of the largest size, which the allocator may leave unused beyond what a pass has shown
 _UNUSED_SHARE = 1 / 3  # of the budget, in the allocator's pages on CUDA, before a pass has shown it
 _RESERVE_BYTES = {"cpu": 1 << 12, "cuda": 1 << 23}  # of the budget, for the mode's own numbers, and for checksums
 _FORGET_EVERY = 4096  # calls
@@ -281,11 +282,15 @@ class BudgetMode(UnwrappedMode):
             taken = Taken(taken_bytes=max(live_bytes, usage.reserved_bytes or 0), live_bytes=live_bytes)
             verdict = contract.judge(self._standing, taken, self._aim_bytes)
             if isinstance(verdict, Aim) and (verdict.aim_bytes > self._aim_bytes) == verdict.is_larger:
-                self._standing.replace_plan(is_least=False, is_most=not self._may_grow)
-                half = (verdict.aim_bytes + self._aim_bytes) // 2  # what is unused does not grow evenly
-                self._aim(half if verdict.is_larger else verdict.aim_bytes)
-                if not verdict.is_larger:
+                if verdict.is_larger:  # what is unused does not grow evenly: by some blocks at once
+                    more_bytes = verdict.aim_bytes - self._aim_bytes - _UNUSED_BLOCKS * self.needs.largest_bytes
+                    aim_bytes = self._aim_bytes + max(0, more_bytes) // 2
+                else:
+                    aim_bytes = verdict.aim_bytes
                     empty_cache(self._device)
+                if aim_bytes != self._aim_bytes:
+                    self._standing.replace_plan(is_least=False, is_most=not self._may_grow)
+                    self._aim(aim_bytes)
         self._open()
 
     def _end_pass(self) -> None:

@@ -80,11 +80,12 @@ class Needs:
     Attributes:
         bounded: how many calls were bounded because none like them had been seen, and how many took more than that.
         exceeded: how many of those took more than their bound.
+        largest_bytes: of the storages of all results so far.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.bounded = self.exceeded = 0
+        self.bounded = self.exceeded = self.largest_bytes = 0
         self._on_gpu = CallTimes(device)
         self._shares: dict[tuple[Any, bool], float] = {}  # operator, images not row by row -> largest workspace share
 
@@ -128,6 +129,7 @@ class Needs:
         share = max(0, peak_bytes - result_bytes - _SMALL_BYTES) / max(1, _input_bytes(args, kwargs) + result_bytes)
         kind = function, _is_rearranged(args)
         self._shares[kind] = max(share, self._shares.get(kind, 0.0))
+        self.largest_bytes = max([self.largest_bytes, *self._sizes_beside(returned, tensors_given((args, kwargs)))])
         self.bounded += 1
         self.exceeded += peak_bytes > bound_bytes
         return returned, need
@@ -184,10 +186,13 @@ class Needs:
 
     def _bytes_beside(self, returned: Any, given: Iterable[torch.Tensor]) -> int:
         """Return the bytes of the storages of results that are not those of arguments."""
+        return sum(self._sizes_beside(returned, given))
+
+    def _sizes_beside(self, returned: Any, given: Iterable[torch.Tensor]) -> list[int]:
         own = {storage_key(tensor) for tensor in given}
         results = {storage_key(tensor): tensor for tensor in tensors_in(returned) if _is_dense(tensor)}
         sizes = (tensor.untyped_storage().nbytes() for key, tensor in results.items() if key not in own)
-        return sum(taken_bytes(size, self.device) for size in sizes)
+        return [taken_bytes(size, self.device) for size in sizes]
 
 
 def key_of(args: Any, kwargs: Any = None, *, is_whole: bool = True) -> Hashable:

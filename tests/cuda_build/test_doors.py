@@ -9,7 +9,6 @@ import pytest
 from _gpu_doors import BY_ITERATIONS, CASES, GPT, USERS_SEGMENTS, Case, measure_case
 from _measure import MIB
 from conftest import InChild
-from varying import VARYING
 
 SHARES = (0.9, 0.75, 0.6)
 OFFLOAD = {"planner": "offload", "host_budget": "1GiB"}
@@ -56,17 +55,7 @@ BY_NAME = {case.name: case for case in (*CASES, *BESIDE)}
 
 def _cases() -> list[Any]:
     """Return name and share of each case."""
-    unknown = set(VARYING) - set(BY_NAME)
-    assert not unknown, f"said to vary, and no case: {unknown}"
-    return [
-        pytest.param(name, share, id=f"{name}, {share:.0%}", marks=_marks(name, share))
-        for name in BY_NAME
-        for share in SHARES
-    ]
-
-
-def _marks(name: str, share: float) -> list[Any]:
-    return [pytest.mark.xfail(strict=False, reason="see varying.py")] if share in VARYING.get(name, ()) else []
+    return [pytest.param(name, share, id=f"{name}, {share:.0%}") for name in BY_NAME for share in SHARES]
 
 
 @pytest.mark.parametrize(("name", "share"), _cases())
