@@ -148,8 +148,6 @@ def _child(name: str, row: int, seconds: float, measure: Measure, smaller: dict[
 
 
 FAULTS: dict[str, str] = {
-    "U-Net, accumulation": "as accumulation by percentage",
-    "llama-1b": "unused parts of segments that hold parameters and state count only after a first step has shown them",
     "inductor-gpt2": "the step in which Inductor makes its kernels counts, and no plan fits into what that leaves",
 }
 """Children that fail in a rehearsal, by a fault of memfit, and which. One that no longer fails has to go from here."""

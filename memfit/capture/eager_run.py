@@ -18,7 +18,7 @@ from memfit.capture.batch_norms import BATCH_NORMS
 from memfit.capture.generators import states_kept
 from memfit.capture.model_tables import memory_put_back, swapped, with_a_momentum
 from memfit.capture.optimizer import LiveBytes
-from memfit.capture.placement import on_its_own
+from memfit.capture.placement import on_its_own, step_device
 from memfit.capture.reads import Reads
 from memfit.capture.stand_ins import stand_ins_shown
 from memfit.capture.stream import LIFT, Difference, Dispatched, Stream, tensors_of
@@ -27,6 +27,7 @@ from memfit.capture.training_step import TrainingStep
 from memfit.errors import MemfitError, NoGraphError
 from memfit.memory.place import Place, bytes_of, lazy_view
 from memfit.system.budget import format_bytes
+from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes
 from memfit.torch_private.autograd import (
     TorchDispatchMode,
     only_mode,
@@ -131,13 +132,18 @@ class _Kept:
 class _Watch(TorchDispatchMode):
     """Compares each call with the expected one, and copies what the run is about to write to."""
 
-    def __init__(self, stream: Stream, expected: Stream | None, kept: _Kept, limit_bytes: int | None) -> None:
+    def __init__(
+        self, stream: Stream, expected: Stream | None, kept: _Kept, limit_bytes: int | None, device: torch.device
+    ) -> None:
         super().__init__()
         self.stream = stream
         self.expected = expected
         self.kept = kept
         self.limit_bytes = limit_bytes  # of the forward pass
         self.live = LiveBytes()
+        self.device = device
+        if limit_bytes is not None and device.type == "cuda":  # whose allocator keeps what is free
+            self.most_held_bytes = allocated_bytes(device) + limit_bytes
         self.backward_mode: FakeTensorMode | None = None
         self.unused = set() if expected is None else expected.generators()
 
@@ -170,9 +176,16 @@ class _Watch(TorchDispatchMode):
         if self.limit_bytes is None or self.backward_mode is not None:
             return func(*args, **kwargs)
         needed_bytes = planned.new_bytes if planned is not None and planned.target == str(func) else 0
-        if self.live.live_bytes + self.kept.bytes + needed_bytes > self.limit_bytes:
+        if self.live.live_bytes + self.kept.bytes + needed_bytes > self.limit_bytes or self._is_full(needed_bytes):
             raise _OverLimit
         return self.live.__torch_dispatch__(func, types, args, kwargs)
+
+    def _is_full(self, needed_bytes: int) -> bool:
+        """Return whether the device's allocator may not take so many bytes more, having returned what is unused."""
+        if self.device.type != "cuda" or held_bytes(self.device) + needed_bytes <= self.most_held_bytes:
+            return False
+        empty_cache(self.device)
+        return held_bytes(self.device) + needed_bytes > self.most_held_bytes
 
     def _faked(self, leaf: Any) -> Any:
         """Return the fake that stands for a real tensor in backward: a leaf, or what autograd saved as it is."""
@@ -221,7 +234,7 @@ class _EagerRun:
         self.stream = Stream(own=own)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.kept = _Kept()
-        self.watch = _Watch(self.stream, expected, self.kept, limit_bytes)
+        self.watch = _Watch(self.stream, expected, self.kept, limit_bytes, step_device(step.model, batch))
 
     def run(self) -> tuple[Stream, Difference | None]:
         difference, reads = None, Reads(self.step)

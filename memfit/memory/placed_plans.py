@@ -23,6 +23,7 @@ from memfit.schedule import Schedule
 from memfit.simulate.cuda_allocator import AllocatorSettings, whole_segments_bytes
 from memfit.simulate.reserved import reserved
 from memfit.system.budget import format_bytes
+from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes
 from memfit.torch_private.cuda import allocator_settings_text
 
 _log = logging.getLogger("memfit")
@@ -38,7 +39,7 @@ Make = Callable[[Settings], Plan]
 _kept_places: deque[tuple[Schedule, tuple[str, int], Places]] = deque(maxlen=_MOST_KEPT_PLACES)
 
 
-def plan_as_placed(make: Make, settings: Settings, at: torch.device) -> Plan:
+def plan_as_placed(make: Make, settings: Settings, at: torch.device, unused_bytes: int) -> Plan:
     """Return a plan whose bytes fit their budgets as they are placed on a device and on the host.
 
     Not what is live has to fit, but what is taken: with an arena its height, and on CUDA what torch's caching allocator
@@ -48,6 +49,7 @@ def plan_as_placed(make: Make, settings: Settings, at: torch.device) -> Plan:
         make: makes a plan by settings.
         settings: have the budgets.
         at: the device that the step runs on.
+        unused_bytes: that lie there beside the step's residents: see `unused_bytes_on`.
 
     Raises:
         HostMemoryError: no plan's host copies fit the host budget; with host budgets of a few pages, say.
@@ -63,26 +65,35 @@ def plan_as_placed(make: Make, settings: Settings, at: torch.device) -> Plan:
 
     def placed(plan: Plan) -> int:
         places = places_of(plan, at, settings.seed) if settings.arena else None
-        return taken_bytes(plan, places, allocator) + (0 if allocator is None else _SMALL_SEGMENT_BYTES)
+        taken = taken_bytes(plan, places, allocator, unused_bytes)
+        return taken + (0 if allocator is None else _SMALL_SEGMENT_BYTES)
 
     return plan_within(within_host, settings, placed)
 
 
-def taken_bytes(plan: Plan, places: Places | None, allocator: AllocatorSettings | None) -> int:
+def unused_bytes_on(at: torch.device) -> int:
+    """Return the bytes that a device's allocator cannot return, as they lie beside what is live in its segments."""
+    if at.type != "cuda":
+        return 0
+    empty_cache(at)
+    return held_bytes(at) - allocated_bytes(at)
+
+
+def taken_bytes(plan: Plan, places: Places | None, allocator: AllocatorSettings | None, unused_bytes: int = 0) -> int:
     """Return the bytes that a plan takes as they are placed.
 
     Args:
         plan: of a step.
         places: of its schedule in an arena; None is no arena.
         allocator: how torch's caching allocator is set; None for a device without one, which then has an arena.
+        unused_bytes: that lie beside the step's residents where these are now; in their order they may be fewer.
     """
     if allocator is None:
         assert places is not None
         return bytes_beside(plan, places) + places.height_bytes
     height_bytes = None if places is None else whole_segments_bytes(places.height_bytes)
-    return reserved(
-        plan.graph, plan.schedule, allocator, arena_bytes=height_bytes, outside_bytes=plan.bytes_outside
-    ).peak_bytes
+    found = reserved(plan.graph, plan.schedule, allocator, arena_bytes=height_bytes, outside_bytes=plan.bytes_outside)
+    return found.peak_bytes + max(0, unused_bytes - found.resident_unused_bytes)
 
 
 def places_of(plan: Plan, at: torch.device, seed: int) -> Places:

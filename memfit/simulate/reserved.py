@@ -28,12 +28,14 @@ class Reserved:
 
     Attributes:
         resident_bytes: reserved when the residents are there, before the first step.
+        resident_unused_bytes: of these the bytes that lie beside the residents in their segments.
         allocated_peak_bytes: the most bytes in live blocks.
         step_peaks_bytes: the most bytes reserved in each step.
         is_refused: whether a request ran out of memory, under a capacity or a cap.
     """
 
     resident_bytes: int
+    resident_unused_bytes: int
     allocated_peak_bytes: int
     step_peaks_bytes: tuple[int, ...]
     is_refused: bool
@@ -91,8 +93,10 @@ def reserved(
     found: Replay = replay(events, settings)
     ends = [*begins[1:], len(events)]
     parts = [found.reserved_bytes[max(first - 1, 0) : end] for first, end in zip(begins, ends, strict=True)]
+    resident_bytes = int(found.reserved_bytes[begins[0] - 1]) if begins[0] else 0
     return Reserved(
-        resident_bytes=beside_bytes + (int(found.reserved_bytes[begins[0] - 1]) if begins[0] else 0),
+        resident_bytes=beside_bytes + resident_bytes,
+        resident_unused_bytes=resident_bytes - sum(event.size_bytes for event in events[: begins[0]]),
         allocated_peak_bytes=beside_bytes + found.peak_allocated_bytes,
         step_peaks_bytes=tuple(beside_bytes + int(part.max(initial=0)) for part in parts),
         is_refused=bool(found.refused),

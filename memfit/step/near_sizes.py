@@ -18,7 +18,7 @@ from memfit.device import Device
 from memfit.graph import Graph
 from memfit.memory.host.layout import host_layout
 from memfit.memory.host.slab import alignment_bytes
-from memfit.memory.placed_plans import plan_as_placed
+from memfit.memory.placed_plans import plan_as_placed, unused_bytes_on
 from memfit.near_plans import CARRIED, PROVISIONAL, is_carried, make_near_plan
 from memfit.plan import Plan, Problem, Progress
 from memfit.planners.engine.carried import carry_over, predicted_seconds
@@ -154,9 +154,13 @@ def _further_search(
 ) -> Callable[[Callable[[Progress], None]], dict[Hashable, Plan]]:
     """Return the work that searches a plan in the whole time limit, and tries it on smaller sizes."""
 
+    unused_bytes = unused_bytes_on(device)  # not while steps run
+
     def work(listen: Callable[[Progress], None]) -> dict[Hashable, Plan]:
         own = replace(settings.within(plan.budget_bytes), on_stage=ignored, progress=listen, stops_on_interrupt=True)
-        searched = plan_as_placed(lambda own: make_plan(plan.graph, plan.device, own, plan.bytes_outside), own, device)
+        searched = plan_as_placed(
+            lambda own: make_plan(plan.graph, plan.device, own, plan.bytes_outside), own, device, unused_bytes
+        )
         found = {key: searched}
         for other, smaller in _served(known, searched):
             carried = _carried(searched, smaller)

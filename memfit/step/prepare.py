@@ -24,7 +24,7 @@ from memfit.memory.host.layout import host_layout
 from memfit.memory.host.slab import alignment_bytes
 from memfit.memory.host.store import HostStore
 from memfit.memory.in_arena import InArena
-from memfit.memory.placed_plans import plan_as_placed
+from memfit.memory.placed_plans import plan_as_placed, unused_bytes_on
 from memfit.plan import Plan
 from memfit.planning import Settings, make_plan
 from memfit.system.budget import format_bytes
@@ -64,7 +64,10 @@ class Planning:
         at = captured.binding.device
         device = settings.device or linked_device(at, settings.host_budget_bytes, settings.host_dir)
         return plan_as_placed(
-            lambda settings: self.searched(captured.graph, device, settings, bytes_outside), settings, at
+            lambda settings: self.searched(captured.graph, device, settings, bytes_outside),
+            settings,
+            at,
+            unused_bytes_on(at),
         )
 
     def searched(self, graph: Graph, device: Device, settings: Settings, bytes_outside: int) -> Plan:

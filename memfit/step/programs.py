@@ -226,7 +226,8 @@ class Programs:
         program = with_real_results(make)
         program.arguments(batch)  # or the comparison would write to memory that two of them share
         self.settings.on_stage("comparing with eager's calls")
-        limit_bytes = max(0, program.plan.budget_bytes - self._beside_bytes(batch))
+        workspace_bytes = max((op.workspace_bytes or 0 for op in program.plan.graph.ops), default=0)
+        limit_bytes = max(0, program.plan.budget_bytes - self._beside_bytes(batch) - workspace_bytes)
         self._comparisons.require_as_eager(self._step, batch, streams[-1], limit_bytes=limit_bytes)
         return program
 

@@ -19,7 +19,7 @@ from memfit.memory.footprint import footprint
 from memfit.memory.host.store import HostStore
 from memfit.memory.in_arena import InArena
 from memfit.memory.place import at_offset_zero, span_bytes
-from memfit.memory.placed_plans import allocator_settings, taken_bytes
+from memfit.memory.placed_plans import allocator_settings, taken_bytes, unused_bytes_on
 from memfit.plan import Plan
 from memfit.planning import Settings
 from memfit.step.prepare import ANEW, Planning, Prepared, prepare
@@ -162,7 +162,7 @@ def make_step_program(
     places = None if arena is None else arena.places(prepared.captured, prepared.plan)
     (half,) = prepared.program.halves
     written, written_batch = _written(captured, half.takes)
-    allocator = allocator_settings(device)
+    allocator, unused_bytes = allocator_settings(device), unused_bytes_on(device)
     return StepProgram(
         prepared=prepared,
         fetchers=fetchers(step.model, captured, half.takes),
@@ -171,7 +171,7 @@ def make_step_program(
         names=tuple(captured.graph.storages[each].name for each in half.takes),
         library_bytes=library_bytes,
         places=places,
-        predicted_bytes=taken_bytes(prepared.plan, places, allocator) if places or allocator else 0,
+        predicted_bytes=taken_bytes(prepared.plan, places, allocator, unused_bytes) if places or allocator else 0,
     )
 
 
