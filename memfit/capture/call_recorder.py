@@ -17,6 +17,7 @@ from memfit.capture.looks import Look, look_at
 from memfit.capture.stream import Stream
 from memfit.capture.symbols import Symbols, at_hand
 from memfit.capture.trace import Trace
+from memfit.capture.traced import on_its_device
 from memfit.capture.under_modes import UnderModes, is_looked_at
 from memfit.errors import UnsupportedStepError
 from memfit.torch_private.absent import has_no_memory
@@ -38,7 +39,6 @@ from memfit.torch_private.tensors import (
 
 _aten = torch.ops.aten
 _ASKS_FOR_DEVICE = torch.ops.prim.device.default
-_META = torch.device("meta")
 _CONSTRAINTS = str(Path(torch.__file__).parent / "distributions" / "constraints.py")
 _CHECK_FRAMES = 8  # from a reading of a value out to the constraint that asked for it
 
@@ -85,9 +85,7 @@ class CallRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is not _aten.lift_fresh.default:  # its argument is a tensor that the step has just made
             args, kwargs = tree_map(self._faked, (args, kwargs))
-        if func is _aten._to_copy.default and kwargs.get("device") == _META and args[0].device != _META:
-            # Forward-mode derivatives that are known to be zero have the device of the fakes' own metadata.
-            kwargs = {**kwargs, "device": args[0].device}
+        kwargs = on_its_device(func, args, kwargs)
         if is_looked_at(func):
             self._under_modes.look_at(func, args, len(self._trace.calls), calling_line())
         if func is READS_A_NUMBER and not known_value(args[0]):
