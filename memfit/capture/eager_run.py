@@ -50,7 +50,8 @@ from memfit.torch_private.tensors import (
 from memfit.torch_private.tracing import checkpoints_inlined
 
 _NO_HOOKS = "support saved tensor hooks"  # in torch's error for torch.func.grad inside of such hooks
-_ZEROS = torch.ops.aten._efficientzerotensor.default
+_aten = torch.ops.aten
+_ZEROS = _aten._efficientzerotensor.default
 _MARK = 0x6D656D666974  # a seed that no step sets
 
 

@@ -13,6 +13,8 @@ from memfit.binding import Value, values_in
 from memfit.graph import Phase, Role
 from memfit.torch_private.tensors import tensors_in, tree_flatten
 
+_aten = torch.ops.aten
+
 
 @dataclass(slots=True, kw_only=True)
 class TracedStorage:
@@ -116,13 +118,15 @@ class Entry:
 
 
 def mutated_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that the operator writes to by its schema.
+    """Return the tensors that the operator writes to by its schema; the conjugate of real numbers is not written.
 
     Args:
         func: an operator overload.
         args: its positional arguments.
         kwargs: its named ones.
     """
+    if func is _aten.conj_physical_.default and not args[0].is_complex():
+        return []
     mutated: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -140,7 +144,7 @@ def on_its_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
         func: an operator overload.
         args, kwargs: of the call.
     """
-    is_moved = func is torch.ops.aten._to_copy.default and kwargs.get("device") == _META and args[0].device != _META
+    is_moved = func is _aten._to_copy.default and kwargs.get("device") == _META and args[0].device != _META
     return {**kwargs, "device": args[0].device} if is_moved else kwargs
 
 
