@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.optim.optimizer as torch_optimizer
@@ -187,6 +188,7 @@ from memfit.torch_private.tensors import (
     is_data_dependent,
     is_fake,
     is_freed,
+    is_of_array,
     is_plain_dense,
     is_view,
     is_zero_tensor,
@@ -1073,6 +1075,12 @@ def test_backward_passes_go_through_one_function() -> None:
     Looks.apply(values).sum().backward()  # pyright: ignore
     torch.autograd.grad(Looks.apply(values).sum(), values)  # pyright: ignore
     assert seen == [True, True]
+
+
+def test_memory_of_arrays_is_told_from_memory_of_torchs() -> None:
+    array = np.ones(3, np.float32)
+    assert is_of_array(torch.from_numpy(array)) and is_of_array(torch.as_tensor(array))
+    assert not (is_of_array(torch.tensor(array)) or is_of_array(torch.as_tensor([1.0])))
 
 
 def test_zero_tensors_are_known() -> None:

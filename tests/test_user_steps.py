@@ -572,6 +572,65 @@ def _as_eager(step: memfit.TrainingStep, corrections: Any) -> None:
     require_as_eager(step, step.batch, captured.stream)
 
 
+class OfArrays(nn.Module):
+    """A module with an array, which its forward pass uses and changes in one of several ways."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.inner, self.array, self.change = nn.Linear(WIDTH, 10), np.ones(1, np.float32), change
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.inner(inputs) * self.change(self)
+
+
+def _counted(module: Any) -> Any:
+    module.array += 1
+    return torch.from_numpy(module.array)
+
+
+def _noted(module: Any) -> float:
+    module.array[0] = WIDTH
+    return 2.0
+
+
+ARRAYS: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "written through torch": (lambda module: torch.from_numpy(module.array).add_(1), False),
+    "written through as_tensor": (lambda module: torch.as_tensor(module.array).add_(1), False),
+    "counted by NumPy": (_counted, False),
+    "a copy written": (lambda module: torch.tensor(module.array).add_(1), True),
+    "numbers written": (lambda _module: torch.tensor(3.0).sqrt_(), True),
+    "noted": (_noted, True),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_that_a_step_changes_is_as_eager_leaves_it(name: str) -> None:
+    change, is_graph = ARRAYS[name]
+    torch.manual_seed(0)
+    models, losses = [OfArrays(change) for _ in range(2)], list[list[torch.Tensor]]()
+    models[1].load_state_dict(models[0].state_dict())
+    planned = memfit.fit(models[0], _entropy, batches()[0], budget="150%")
+    assert isinstance(planned, memfit.PlannedStep) is is_graph
+    eager = memfit.TrainingStep(model=models[1], loss=_entropy, batch=batches()[0])
+    for run in (planned, eager.run_eager):
+        losses.append([run(batch) for batch in batches(4)])
+    assert all(torch.equal(*pair) for pair in zip(*losses, strict=True))
+    assert models[0].array == models[1].array
+
+
+def test_a_tensor_that_gets_more_memory_as_out_is_in_no_graph() -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        outputs = model(batch[0])
+        with torch.no_grad():
+            largest = torch.amax(outputs, 1, keepdim=True, out=torch.empty(0))
+        return functional.cross_entropy(outputs - largest, batch[1])
+
+    torch.manual_seed(0)
+    step = memfit.fit(network(), loss, batches()[0], budget="150%")
+    assert isinstance(step, CheckpointedStep)
+    step(batches()[0])
+
+
 def _sum_of_products(model: nn.Module, batch: Any) -> torch.Tensor:
     """Uses a grouped product, whose fake kernel takes no float32."""
     weights = model.get_parameter("0.weight").view(3, 8, WIDTH).mT

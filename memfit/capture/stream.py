@@ -193,6 +193,10 @@ class Stream:
         default = {torch.default_generator, *torch.cuda.default_generators}
         return {generator for generator in given if isinstance(generator, torch.Generator)} - default
 
+    def numbers(self) -> list[Any]:
+        """Return digests of the tensors that the run has made of numbers and arrays."""
+        return [call.arguments for call in self.calls if call.target == str(LIFT)]
+
     def here(self) -> str:
         """Return `file:line` of the innermost frame of the user's that is being run."""
         frames = users_frames(_frames())
