@@ -46,10 +46,10 @@ _STEPS = {"gpt2": "GPT-2 small, 256 tokens", "resnet50": "ResNet-50, 4 images"}
 def fuzz(found: Payload) -> Table:
     """How the fuzzer's cases ended."""
     rows = [[words, str(found["outcomes"].get(kind, 0))] for kind, words in _ENDINGS.items()]
-    first, count = found["seeds"]
+    seeds = " and ".join(f"{first} to {first + count - 1}" for first, count in found["seeds"])
     covered = (len(found[name]) for name in ("blocks", "losses", "optimizers", "changes", "ops"))
-    note = "Seeds {} to {}: {} kinds of blocks, {} losses, {} optimizers, {} changes between steps; {} operators."
-    return ["a case ends with", "cases"], rows, note.format(first, first + count - 1, *covered)
+    note = "Seeds {}: {} kinds of blocks, {} losses, {} optimizers, {} changes between steps; {} operators."
+    return ["a case ends with", "cases"], rows, note.format(seeds, *covered)
 
 
 def fuzz_refusals(found: Payload) -> Table:

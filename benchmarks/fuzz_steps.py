@@ -6,7 +6,7 @@ compared. A case ends as:
 
     same        all bits are equal, and every step kept its budget or was reported and corrected
     refused     memfit said in an error of its own why it will not, as its page on limits has it; messages are counted
-    unexpected  it refused for another reason, or ran a step as no graph that has no branch on a value
+    unexpected  it refused for another reason, ran a step as no graph that has no branch on a value, or did not compare
     false bound a step of eager took less than what is said to be proved that every plan takes
     different   a bit differs, and nobody was told
     over        a step took more than its budget, and nobody was told
@@ -18,6 +18,8 @@ What fails is shrunk: a case with one thing less that fails alike takes its plac
     python benchmarks/fuzz_steps.py                        # seeds 0 to 1,999, stored: about two hours of two cores
     python benchmarks/fuzz_steps.py --seeds 40 --no-store  # a short run
     python benchmarks/fuzz_steps.py --first 17 --seeds 1 --show
+    python benchmarks/fuzz_steps.py --first 21000 --seeds 500   # later seeds, added to those that are stored
+    python benchmarks/fuzz_steps.py --again                # what failed among the later seeds, with the code of now
     python benchmarks/fuzz_steps.py --put-back             # each known defect, put back, is found; stored
 """
 
@@ -56,7 +58,7 @@ from _fuzz_worlds import (
     reset,
     world_of,
 )
-from _record import store
+from _record import load, result_path, store
 
 import memfit
 from memfit.errors import InfeasibleBudgetError, MemfitError, NoPlanError, TimeLimitError
@@ -70,6 +72,7 @@ EXPECTED = re.compile(  # what `docs/limits.md` says is refused, as far as a see
     r"the step draws from|reads it in the next step|inside torch\.autocast|calls backward\(\) itself|retain_graph"
     "|which eager casts under|compiles around that line give other bits|with use_reentrant=True, which runs"
 )
+NOT_COMPARED = re.compile(r"not compared(?!.*takes more than)")  # with eager's calls, for another reason than bytes
 MOVES = 500  # of one search: plans need not be good here
 CASES_PER_PROCESS = 25  # then a fresh one takes over
 
@@ -147,7 +150,8 @@ def _compare(case: Case, eager: World, planned: World) -> Outcome:
     except Exception as error:  # noqa: BLE001 - it is counted
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return Outcome(kind=TRACEBACK, step=number, text=f"{_line(error)} ({frame.filename}:{frame.lineno})", ops=ops)
-    return Outcome(kind=SAME, step=case.steps, ops=ops)
+    skipped = next((text for text in _Said.texts if NOT_COMPARED.search(text)), "")
+    return Outcome(kind=UNEXPECTED if skipped else SAME, step=case.steps, text=skipped, ops=ops)
 
 
 def _nothing_takes_less(error: MemfitError) -> bool:
@@ -342,7 +346,7 @@ def summary(results: list[tuple[Case, Outcome]]) -> dict[str, Any]:
     refusals = Counter(re.sub(r"\d[\d,.]*", "#", outcome.text) for _, outcome in results if outcome.kind == REFUSED)
     tried = [case_of(case.seed) for case, _ in results]
     return {
-        "seeds": [results[0][0].seed, len(results)],
+        "seeds": [[results[0][0].seed, len(results)]],
         "outcomes": dict(Counter(outcome.kind for _, outcome in results)),
         "refusals": dict(refusals.most_common()),
         "eager_errors": dict(Counter(outcome.text for _, outcome in results if outcome.kind == EAGER)),
@@ -360,6 +364,30 @@ def summary(results: list[tuple[Case, Outcome]]) -> dict[str, Any]:
     }
 
 
+def together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return what is stored of two runs: lists in turn, and sums of counts."""
+    return {
+        name: value + other[name]
+        if isinstance(value, list)
+        else dict((Counter(value) + Counter(other[name])).most_common())
+        for name, value in one.items()
+    }
+
+
+def run_again(stored: dict[str, Any]) -> dict[str, Any]:
+    """Return what is stored with the outcomes of now in the places of failures; `ops` stay as they were."""
+    outcomes, refusals, failures = Counter(stored["outcomes"]), Counter(stored["refusals"]), list[dict[str, Any]]()
+    for failure in stored["failures"]:
+        result = run_seed(failure["case"]["seed"])
+        now = summary([result])
+        print(f"{result[0].seed}: {failure['outcome']['kind']}, now {result[1].kind} {result[1].text}", flush=True)
+        outcomes += Counter({result[1].kind: 1})
+        outcomes -= Counter({failure["outcome"]["kind"]: 1})
+        refusals += Counter(now["refusals"])
+        failures += now["failures"]
+    return {**stored, "outcomes": dict(outcomes), "refusals": dict(refusals.most_common()), "failures": failures}
+
+
 def main() -> None:
     """Run seeds, print what failed and the counts, and store them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -368,11 +396,16 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--minutes", type=float, default=math.inf, help="end with what was run by then, and store it")
     parser.add_argument("--show", action="store_true", help="print every case")
+    parser.add_argument("--again", action="store_true", help="run again what failed among the stored later seeds")
     parser.add_argument("--put-back", action="store_true", help="put known defects back, one at a time, and find them")
     parser.add_argument("--no-store", action="store_true", help="store nothing")
     options = parser.parse_args()
     if options.put_back:
         find_defects(options)
+    later = result_path("fuzz_steps_later")
+    if options.again:
+        print(store("fuzz_steps_later", run_again(load(later)["payload"])))
+        return
     results: list[tuple[Case, Outcome]] = []
     end_seconds = time.monotonic() + 60 * options.minutes
     pool = multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=CASES_PER_PROCESS)
@@ -390,6 +423,8 @@ def main() -> None:
     for name in ("outcomes", "refusals", "eager_errors"):
         print(f"{name}: {found[name]}")
     if not options.no_store:
+        known = options.first and later.exists()
+        found = together(load(later)["payload"], found) if known else found
         print(store("fuzz_steps_later" if options.first else "fuzz_steps", found))
     sys.exit(any(outcome.kind in FAILURES for _, outcome in results))
 

@@ -25,7 +25,9 @@ from torch.nn.utils import parametrize
 
 import memfit
 from memfit.errors import InfeasibleBudgetError, UnsupportedStepError
+from memfit.step.measure import resident_bytes
 from memfit.step.step import PlannedStep
+from memfit.system.recorder import record
 
 WIDTH = 12
 SCALE = 1.0
@@ -207,6 +209,36 @@ GROUP_CHANGES: dict[str, Change] = {
         slice(None), [{**own.optimizer.param_groups[0], "params": [own.model[3].bias]}]
     ),
 }
+
+
+@pytest.mark.parametrize("change", ["removed", "frozen"])
+def test_what_the_optimizer_keeps_of_parameters_that_it_no_longer_updates_is_predicted(change: str) -> None:
+    model, batch = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 5)), torch.randn(64, 16)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.01)
+    step = memfit.fit(
+        model,
+        lambda model, batch: model(batch).pow(2).mean(),
+        batch,
+        optimizer=optimizer,
+        budget="300%",
+        planner="none",
+    )
+    assert isinstance(step, PlannedStep)
+    step(batch)
+    if change == "removed":
+        del optimizer.param_groups[-1]
+    else:
+        for parameter in parameters[2:]:
+            parameter.requires_grad_(False)
+    for _ in range(3):  # the gradients of what has no group any more are added to
+        before_bytes = resident_bytes(step, batch) + sum(p.grad.nbytes for p in parameters if p.grad is not None)
+        plans = len(step.plans)
+        with record("cpu") as usage:
+            step(batch)
+    assert len(step.plans) == plans, "the last step must not be one that plans"
+    padding_bytes = sum(-p.nbytes % 64 for p in parameters if p.grad is not None)
+    assert before_bytes + padding_bytes + usage.peak_bytes == step.plans[-1].predicted.peak_bytes
 
 
 def test_add_param_group() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.optim.optimizer as torch_optimizer
@@ -42,6 +44,7 @@ from memfit.torch_private.absent import (
 from memfit.torch_private.ambient import Ambient, put_back_after_an_error, saved_as_they_are
 from memfit.torch_private.aot import boxed, hand_over_absent, trace_joint, without_inference_mode
 from memfit.torch_private.autograd import (
+    RUNS_BACKWARD,
     TorchDispatchMode,
     UnwrappedMode,
     any_autocast,
@@ -185,6 +188,7 @@ from memfit.torch_private.tensors import (
     is_data_dependent,
     is_fake,
     is_freed,
+    is_of_array,
     is_plain_dense,
     is_view,
     is_zero_tensor,
@@ -1052,6 +1056,31 @@ def test_the_innermost_hooks_of_saved_tensors() -> None:
         with torch.autograd.graph.save_on_cpu():
             assert default_saved_hooks() != (hooks.pack_hook, hooks.unpack_hook)
     assert default_saved_hooks() is None
+
+
+def test_backward_passes_go_through_one_function() -> None:
+    seen: list[bool] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(_context: Any, values: torch.Tensor) -> torch.Tensor:
+            return values * 1
+
+        @staticmethod
+        def backward(_context: Any, *gradients: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+            seen.append(any(frame.f_code is RUNS_BACKWARD.__code__ for frame, _ in traceback.walk_stack(None)))
+            return gradients[0]
+
+    values = torch.ones(3, requires_grad=True)
+    Looks.apply(values).sum().backward()  # pyright: ignore
+    torch.autograd.grad(Looks.apply(values).sum(), values)  # pyright: ignore
+    assert seen == [True, True]
+
+
+def test_memory_of_arrays_is_told_from_memory_of_torchs() -> None:
+    array = np.ones(3, np.float32)
+    assert is_of_array(torch.from_numpy(array)) and is_of_array(torch.as_tensor(array))
+    assert not (is_of_array(torch.tensor(array)) or is_of_array(torch.as_tensor([1.0])))
 
 
 def test_zero_tensors_are_known() -> None:

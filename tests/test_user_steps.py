@@ -18,6 +18,8 @@ from torch import distributions, nn
 from torch.nn import functional
 
 import memfit
+from memfit.capture import capture, finish, with_real_results
+from memfit.capture.compare import require_as_eager
 from memfit.checkpointing.step import CheckpointedStep
 from memfit.doors.step import fit_step
 from memfit.errors import (
@@ -48,6 +50,10 @@ def batches(count: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
         (torch.randn(64, WIDTH, generator=generator), torch.randint(0, 10, (64,), generator=generator))
         for _ in range(count)
     ]
+
+
+def _entropy(model: nn.Module, batch: Any) -> torch.Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def run_both(
@@ -527,6 +533,102 @@ def test_a_hessian_of_each_sample() -> None:
         return nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, 1))
 
     assert run_both(smooth, _squared_curvature, batches())[1] is None
+
+
+class CurvedAboveFrozen(nn.Module):
+    """A frozen layer and its normalization, then a curvature whose derivative is known to be zero in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.norm = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.BatchNorm1d(WIDTH)
+        self.inner, self.last = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 10)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        values = self.norm(self.below(inputs))
+        curved = torch.func.vmap(torch.func.hessian(lambda row: self.inner(row).tanh().sum()))(values[:4])
+        return self.last(values + 0.01 * curved.diagonal(dim1=-2, dim2=-1).mean())
+
+
+def _with_own_backward(model: nn.Module, batch: Any) -> torch.Tensor:
+    outputs = model(batch[0])
+    outputs.square().mean().backward(retain_graph=True)
+    return functional.cross_entropy(outputs, batch[1])
+
+
+@pytest.mark.parametrize("loss", [_entropy, _with_own_backward])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_fakes_of_the_comparison_with_eager_are_as_real_as_those_of_a_capture(
+    loss: Loss, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Autograd's zeros have no memory, and a kernel returns none of the gradients that nobody asked it for."""
+    torch.manual_seed(0)
+    step = memfit.TrainingStep(model=CurvedAboveFrozen(), loss=loss, batch=batches()[0])
+    with_real_results(partial(_as_eager, step))
+    assert not caplog.records
+
+
+def _as_eager(step: memfit.TrainingStep, corrections: Any) -> None:
+    captured = finish(capture(step, corrections=corrections))
+    require_as_eager(step, step.batch, captured.stream)
+
+
+class OfArrays(nn.Module):
+    """A module with an array, which its forward pass uses and changes in one of several ways."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.inner, self.array, self.change = nn.Linear(WIDTH, 10), np.ones(1, np.float32), change
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.inner(inputs) * self.change(self)
+
+
+def _counted(module: Any) -> Any:
+    module.array += 1
+    return torch.from_numpy(module.array)
+
+
+def _noted(module: Any) -> float:
+    module.array[0] = WIDTH
+    return 2.0
+
+
+ARRAYS: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "written through torch": (lambda module: torch.from_numpy(module.array).add_(1), False),
+    "written through as_tensor": (lambda module: torch.as_tensor(module.array).add_(1), False),
+    "counted by NumPy": (_counted, False),
+    "a copy written": (lambda module: torch.tensor(module.array).add_(1), True),
+    "numbers written": (lambda _module: torch.tensor(3.0).sqrt_(), True),
+    "noted": (_noted, True),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_that_a_step_changes_is_as_eager_leaves_it(name: str) -> None:
+    change, is_graph = ARRAYS[name]
+    torch.manual_seed(0)
+    models, losses = [OfArrays(change) for _ in range(2)], list[list[torch.Tensor]]()
+    models[1].load_state_dict(models[0].state_dict())
+    planned = memfit.fit(models[0], _entropy, batches()[0], budget="150%")
+    assert isinstance(planned, memfit.PlannedStep) is is_graph
+    eager = memfit.TrainingStep(model=models[1], loss=_entropy, batch=batches()[0])
+    for run in (planned, eager.run_eager):
+        losses.append([run(batch) for batch in batches(4)])
+    assert all(torch.equal(*pair) for pair in zip(*losses, strict=True))
+    assert models[0].array == models[1].array
+
+
+def test_a_tensor_that_gets_more_memory_as_out_is_in_no_graph() -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        outputs = model(batch[0])
+        with torch.no_grad():
+            largest = torch.amax(outputs, 1, keepdim=True, out=torch.empty(0))
+        return functional.cross_entropy(outputs - largest, batch[1])
+
+    torch.manual_seed(0)
+    step = memfit.fit(network(), loss, batches()[0], budget="150%")
+    assert isinstance(step, CheckpointedStep)
+    step(batches()[0])
 
 
 def _sum_of_products(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -17,8 +17,9 @@ from memfit.capture.looks import Look, look_at
 from memfit.capture.stream import Stream
 from memfit.capture.symbols import Symbols, at_hand
 from memfit.capture.trace import Trace
+from memfit.capture.traced import mutated_tensors, on_its_device
 from memfit.capture.under_modes import UnderModes, is_looked_at
-from memfit.errors import UnsupportedStepError
+from memfit.errors import NoGraphError, UnsupportedStepError
 from memfit.torch_private.absent import has_no_memory
 from memfit.torch_private.autograd import TorchDispatchMode, only_mode
 from memfit.torch_private.sharding import is_sharded
@@ -29,6 +30,7 @@ from memfit.torch_private.tensors import (
     FakeTensorMode,
     as_fake,
     is_fake,
+    is_of_array,
     known_value,
     storage_key,
     strided_as_real,
@@ -38,7 +40,6 @@ from memfit.torch_private.tensors import (
 
 _aten = torch.ops.aten
 _ASKS_FOR_DEVICE = torch.ops.prim.device.default
-_META = torch.device("meta")
 _CONSTRAINTS = str(Path(torch.__file__).parent / "distributions" / "constraints.py")
 _CHECK_FRAMES = 8  # from a reading of a value out to the constraint that asked for it
 
@@ -76,6 +77,7 @@ class CallRecorder(TorchDispatchMode):
         self.records_stream = symbols is None
         self.fake_of_storage: dict[int, torch.Tensor] = {}
         self.looks: list[Look] = []
+        self._of_arrays: dict[int, torch.Tensor] = {}  # by the keys of their storages, which they keep
         self._trace, self._stream, self._mode, self._leaves = trace, stream, mode, leaves
         self._symbols, self._under_modes, self._counts_as_asked = symbols, under_modes, counts_as_asked
 
@@ -85,20 +87,37 @@ class CallRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is not _aten.lift_fresh.default:  # its argument is a tensor that the step has just made
             args, kwargs = tree_map(self._faked, (args, kwargs))
-        if func is _aten._to_copy.default and kwargs.get("device") == _META and args[0].device != _META:
-            # Forward-mode derivatives that are known to be zero have the device of the fakes' own metadata.
-            kwargs = {**kwargs, "device": args[0].device}
+        kwargs = on_its_device(func, args, kwargs)
+        written = [each for each in mutated_tensors(func, args, kwargs) if each.layout is torch.strided]
+        sizes = [self._written_bytes(func, each) for each in written]
         if is_looked_at(func):
             self._under_modes.look_at(func, args, len(self._trace.calls), calling_line())
         if func is READS_A_NUMBER and not known_value(args[0]):
             returned = self._number(func, args)
         else:
             returned = self._run(func, args, kwargs)
+            if func is _aten.lift_fresh.default and is_of_array(args[0]):
+                self._of_arrays[storage_key(returned)] = returned
+            if any(self._written_bytes(func, each) > size for each, size in zip(written, sizes, strict=True)):
+                raise NoGraphError(
+                    f"{calling_line()}: {func} gives a tensor that it writes to (out=) more memory",
+                    "let it return a new tensor, or hand it one of the result's size",
+                )
             if torch.Tag.inplace_view not in func.tags:
                 returned = self._trace.add_call(func, args, kwargs, returned)
         if self.records_stream:
             self._stream.add(func, args, kwargs, returned)
         return returned
+
+    def _written_bytes(self, func: Any, tensor: torch.Tensor) -> int:
+        """Return the bytes of a storage that is written; that of an array is refused."""
+        if storage_key(tensor) in self._of_arrays:
+            raise NoGraphError(
+                f"{calling_line()}: the step writes to the memory of an array ({func}), and a planned step, which has "
+                "read its values once, would not",
+                "write to a buffer, or to a copy: torch.tensor(array)",
+            )
+        return tensor.untyped_storage().nbytes() if self._symbols is None and is_fake(tensor) else 0
 
     def one_hot(self, original: Any, indices: Any, num_classes: int = -1) -> torch.Tensor:
         """Return what `one_hot` makes of a fake by the calls that it makes for real tensors; its checks are entered.

@@ -11,7 +11,7 @@ from memfit.capture.placement import step_device
 from memfit.capture.stream import Difference, Stream
 from memfit.capture.stream_structure import structure_of
 from memfit.capture.training_step import TrainingStep
-from memfit.errors import CaptureError, UnsupportedStepError
+from memfit.errors import CaptureError, NoGraphError
 
 _log = logging.getLogger("memfit")
 
@@ -66,7 +66,7 @@ def require_as_eager(
         whether both were compared: they were found equal, or a warning named what torch makes different.
 
     Raises:
-        UnsupportedStepError: two eager runs differ: the step draws or counts outside of torch. Names the line.
+        NoGraphError: two eager runs differ: the step draws or counts outside of torch. Names the line.
         CaptureError: the captured step is not the one that eager runs. Names the line.
     """
     if captured is None or not leaves_are_real(step, batch):
@@ -82,10 +82,10 @@ def require_as_eager(
         _log.warning("memfit: the captured step was not compared with eager's: %s", error)
         return False
     if own is not None and not own.is_autograds:
-        raise UnsupportedStepError(
+        raise NoGraphError(
             f"{own.lines[1]}: two eager runs of the step from the same state differ: {_calls(own, 'first', 'then')}; "
-            "the step draws from a generator, counts, or reads a clock where memfit does not see it: do that outside "
-            "of the step, and hand it in with the batch"
+            "the step draws from a generator, counts, or reads a clock where memfit does not see it",
+            "do that outside of the step, and hand it in with the batch",
         )
     where, calls = difference.lines[1], _calls(difference, "captured", "eager")
     if _is_torchs(step, batch, difference):

@@ -249,8 +249,7 @@ class Items:
             (kind.update if kind is set else kind.extend)(items, held)
 
     def put_back(self) -> None:
-        if not isinstance(self.items, BUFFERS):  # numbers that a step writes into an array are the user's results
-            self.write(self.before)
+        self.write(self.before)
 
 
 def own_attributes(value: Any) -> dict[str, Any] | None:

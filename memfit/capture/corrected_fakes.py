@@ -28,14 +28,27 @@ def corrected_fakes(corrections: Corrections) -> AbstractContextManager[None]:
     def corrected(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
         if str(func) not in operators:
             return returned
-        args, kwargs = tree_map(_described, (args, kwargs))
-        if func.overloadpacket in BATCH_NORM_GRADIENTS:
-            args = without_idle_statistics(func, args)
-        real = corrections.get(call_key(Call(op=0, target=func, args=args, kwargs=kwargs)) or "", {})
+        real = real_results(corrections, func, args, kwargs)
         tensors = {place: kind for place, kind in real.items() if kind is not None}
         return as_corrected(returned, tensors, lambda leaf: not is_fake(leaf))
 
     return fakes_corrected(corrected)
+
+
+def real_results(
+    corrections: Corrections, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Mapping[int, RealResult | None]:
+    """Return by position what the real kernel of a call returns in the place of wrong fakes.
+
+    Args:
+        corrections: by the keys of calls.
+        func: the operator overload.
+        args, kwargs: its arguments.
+    """
+    args, kwargs = tree_map(_described, (args, kwargs))
+    if func.overloadpacket in BATCH_NORM_GRADIENTS:
+        args = without_idle_statistics(func, args)
+    return corrections.get(call_key(Call(op=0, target=func, args=args, kwargs=kwargs)) or "", {})
 
 
 def as_corrected(returned: Any, real: Mapping[int, RealResult | None], is_kept: Callable[[Any], bool]) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memfit.capture.batch_norms import BATCH_NORMS
+from memfit.capture.corrected_fakes import as_corrected, real_results
 from memfit.capture.generators import states_kept
 from memfit.capture.model_tables import memory_put_back, swapped, with_a_momentum
 from memfit.capture.optimizer import LiveBytes
@@ -22,7 +23,7 @@ from memfit.capture.placement import on_its_own, step_device
 from memfit.capture.reads import Reads
 from memfit.capture.stand_ins import stand_ins_shown
 from memfit.capture.stream import LIFT, Difference, Dispatched, Stream, tensors_of
-from memfit.capture.traced import mutated_tensors
+from memfit.capture.traced import mutated_tensors, on_its_device
 from memfit.capture.training_step import TrainingStep
 from memfit.errors import MemfitError, NoGraphError
 from memfit.memory.place import Place, bytes_of, lazy_view
@@ -40,14 +41,18 @@ from memfit.torch_private.tensors import (
     as_fake,
     is_fake,
     is_plain_dense,
+    is_zero_tensor,
     real_tensors,
     storage_key,
+    tensors_in,
     tree_flatten,
     tree_map,
 )
 from memfit.torch_private.tracing import checkpoints_inlined
 
 _NO_HOOKS = "support saved tensor hooks"  # in torch's error for torch.func.grad inside of such hooks
+_aten = torch.ops.aten
+_ZEROS = _aten._efficientzerotensor.default
 _MARK = 0x6D656D666974  # a seed that no step sets
 
 
@@ -133,7 +138,13 @@ class _Watch(TorchDispatchMode):
     """Compares each call with the expected one, and copies what the run is about to write to."""
 
     def __init__(
-        self, stream: Stream, expected: Stream | None, kept: _Kept, limit_bytes: int | None, device: torch.device
+        self,
+        stream: Stream,
+        expected: Stream | None,
+        kept: _Kept,
+        limit_bytes: int | None,
+        mode: FakeTensorMode,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.stream = stream
@@ -141,16 +152,19 @@ class _Watch(TorchDispatchMode):
         self.kept = kept
         self.limit_bytes = limit_bytes  # of the forward pass
         self.live = LiveBytes()
+        self.mode = mode
+        self.is_backward = False
         self.device = device
         if limit_bytes is not None and device.type == "cuda":  # whose allocator keeps what is free
             self.most_held_bytes = allocated_bytes(device) + limit_bytes
-        self.backward_mode: FakeTensorMode | None = None
         self.unused = set() if expected is None else expected.generators()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.backward_mode is not None and func is not LIFT:  # whose argument the step has just made of a number
+        on_fakes = self.is_backward or any(map(is_fake, tensors_in((args, kwargs))))  # in a backward pass of the user's
+        if on_fakes and func is not LIFT:  # whose argument the step has just made of a number
             args, kwargs = tree_map(self._faked, (args, kwargs))
+            kwargs = on_its_device(func, args, kwargs)
         self._check_generator(kwargs.get("generator"))
         for tensor in _written(func, args, kwargs):
             if is_fake(tensor) or tensor.layout is not torch.strided or storage_key(tensor) in self.kept.storages:
@@ -159,26 +173,38 @@ class _Watch(TorchDispatchMode):
                 self.kept.storage(tensor)
                 self.stream.look_at(tensor)
         if self.expected is None:
-            returned = func(*args, **kwargs)
+            returned = self._run(func, args, kwargs, None, on_fakes=on_fakes)
             self.stream.add(func, args, kwargs, returned)
             return returned
         place = len(self.stream.calls)
         planned = self.expected.calls[place] if place < len(self.expected.calls) else None
-        returned = self._run(func, types, args, kwargs, planned)
+        returned = self._run(func, args, kwargs, planned, on_fakes=on_fakes)
         call = self.stream.add(func, args, kwargs, returned)
         if call is not None and (planned is None or not call.is_as(planned)):
             raise _Parted(Difference(expected=planned, found=call))
         return returned
 
     def _run(
-        self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], planned: Dispatched | None
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], planned: Dispatched | None, *, on_fakes: bool
     ) -> Any:
-        if self.limit_bytes is None or self.backward_mode is not None:
+        if on_fakes:
+            return self._run_on_fakes(func, args, kwargs)
+        if self.limit_bytes is None:
             return func(*args, **kwargs)
         needed_bytes = planned.new_bytes if planned is not None and planned.target == str(func) else 0
         if self.live.live_bytes + self.kept.bytes + needed_bytes > self.limit_bytes or self._is_full(needed_bytes):
             raise _OverLimit
-        return self.live.__torch_dispatch__(func, types, args, kwargs)
+        return self.live.__torch_dispatch__(func, (), args, kwargs)
+
+    def _run_on_fakes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is _ZEROS or (func.is_view and is_zero_tensor(args[0])):
+            with real_tensors():  # they have no memory, and as fakes some of their views lose their device
+                return func(*args, **kwargs)
+        returned = func(*args, **kwargs)
+        if self.expected is None or not self.expected.corrections:
+            return returned
+        real = real_results(self.expected.corrections, func, args, kwargs)
+        return as_corrected(returned, real, lambda leaf: not is_fake(leaf))
 
     def _is_full(self, needed_bytes: int) -> bool:
         """Return whether the device's allocator may not take so many bytes more, having returned what is unused."""
@@ -191,8 +217,9 @@ class _Watch(TorchDispatchMode):
         """Return the fake that stands for a real tensor in backward: a leaf, or what autograd saved as it is."""
         if not isinstance(leaf, torch.Tensor) or is_fake(leaf) or leaf.layout is not torch.strided:
             return leaf
-        assert self.backward_mode is not None
-        fake, key = as_fake(self.backward_mode, leaf), self.stream.key(leaf)
+        if is_zero_tensor(leaf):
+            return leaf
+        fake, key = as_fake(self.mode, leaf), self.stream.key(leaf)
         self.stream.stand_for(fake, key)
         if self.stream.is_outside(leaf):
             self.stream.contents.setdefault(key, leaf)
@@ -234,7 +261,8 @@ class _EagerRun:
         self.stream = Stream(own=own)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.kept = _Kept()
-        self.watch = _Watch(self.stream, expected, self.kept, limit_bytes, step_device(step.model, batch))
+        device = step_device(step.model, batch)
+        self.watch = _Watch(self.stream, expected, self.kept, limit_bytes, self.mode, device)
 
     def run(self) -> tuple[Stream, Difference | None]:
         difference, reads = None, Reads(self.step)
@@ -283,7 +311,7 @@ class _EagerRun:
             with self.watch:
                 loss = self.step.compute_loss(self.step.model, batch)
                 scaled = self.step.scaled(loss)
-            self.watch.backward_mode = self.mode
+            self.watch.is_backward = True
             del loss, batch
             with self.mode, self.watch, saved_leaves_themselves():
                 scaled.backward()
@@ -312,7 +340,7 @@ class _EagerRun:
         return leaf
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if is_fake(tensor):
+        if is_fake(tensor) or is_zero_tensor(tensor):  # which have no memory
             return tensor
         return _Saved(Place.of(tensor, self.stream.key(tensor)), tensor.device)
 

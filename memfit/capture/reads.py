@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from memfit.capture.code_reads import is_opaque, is_own
-from memfit.capture.copies import BUFFERS, MISSING, Table, entry_of, is_plain, is_same
+from memfit.capture.copies import MISSING, Table, entry_of, is_plain, is_same
 from memfit.capture.discovery import Discovery
 from memfit.capture.training_step import TrainingStep
 from memfit.capture.unrecorded import Left, Unrecorded, holds_fakes
@@ -82,7 +82,7 @@ class Reads(Discovery):
                 held.put_back()
 
     def put_numbers_back(self) -> None:
-        """Write what arrays held back, and set iterators back, which are the user's results where a step is captured.
+        """Write what arrays held back, and set iterators back: the step will be run as it is, from the state before.
 
         Raises:
             UnsupportedStepError: a value was taken from an iterator that cannot be set back.
@@ -162,7 +162,7 @@ class Reads(Discovery):
                 cell.is_log = cell.is_changed
         for number, items in enumerate(self.items):
             first = held[number] if number < len(held) else MISSING
-            if _is_left(first, first) and not isinstance(items.items, BUFFERS) and items.holds(first):
+            if _is_left(first, first) and items.holds(first):
                 items.left = first
             else:
                 items.is_log = items.is_changed

@@ -136,7 +136,7 @@ class StepRecording:
             step_count=self._scopes.step_count,
             corrections=corrections or {},
         )
-        self.stream = Stream()
+        self.stream = Stream(corrections=corrections or {})
         self.outputs: dict[str, Value] = {}
         self.values = ValuesRead()
         self._under_modes = UnderModes()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import permutations
 from types import CodeType
@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from memfit.capture.lines import OWN, is_users_file
+from memfit.cost.observations import Corrections, RealResult
 from memfit.memory.place import bytes_of
-from memfit.torch_private.autograd import backward_node
+from memfit.torch_private.autograd import RUNS_BACKWARD, backward_node
 from memfit.torch_private.tensors import (
     READS_A_NUMBER,
     StorageWeakRef,
@@ -110,11 +111,13 @@ class Stream:
             in a capture.
         calls: the calls so far.
         contents: the real tensors for which fakes stand, by the key of the fake's storage.
+        corrections: of a capture: what real kernels return in the place of their fakes' results.
     """
 
     own: frozenset[int] = frozenset()
     calls: list[Dispatched] = field(default_factory=list[Dispatched])
     contents: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    corrections: Corrections = field(default_factory=dict[str, Mapping[int, RealResult | None]])
     _digests: dict[int, str] = field(default_factory=dict[int, str])
     _numbers: dict[int, int] = field(default_factory=dict[int, int])
     _stands_for: dict[int, int] = field(default_factory=dict[int, int])
@@ -129,7 +132,7 @@ class Stream:
             args, kwargs: its arguments.
             returned: what it returned.
         """
-        if func in _IDLE or func.namespace in ("prim", "profiler") or _only_views(func, args, returned):
+        if func in _IDLE or func.namespace in ("prim", "profiler") or _computes_nothing(func, args, returned):
             return None
         func, args = self._known_first(func, args)
         arguments = ((("number", _digest(args[0])),), {}) if func is LIFT else self._described_arguments(args, kwargs)
@@ -190,6 +193,10 @@ class Stream:
         default = {torch.default_generator, *torch.cuda.default_generators}
         return {generator for generator in given if isinstance(generator, torch.Generator)} - default
 
+    def numbers(self) -> list[Any]:
+        """Return digests of the tensors that the run has made of numbers and arrays."""
+        return [call.arguments for call in self.calls if call.target == str(LIFT)]
+
     def here(self) -> str:
         """Return `file:line` of the innermost frame of the user's that is being run."""
         frames = users_frames(_frames())
@@ -237,7 +244,7 @@ class Difference:
     def is_autograds(self) -> bool:
         """Return whether both calls are made by autograd's own formulas, in no function of the user's."""
         calls = (self.expected, self.found)
-        return all(call is not None and call.in_backward and not users_frames(call.frames) for call in calls)
+        return all(call is not None and call.in_backward and not _called_in_backward(call.frames) for call in calls)
 
     @property
     def lines(self) -> tuple[str, str]:
@@ -261,9 +268,11 @@ def _place_without_lines(call: Dispatched | None) -> str:
     return "backward" if call.in_backward else "the training step"
 
 
-def _only_views(func: Any, args: tuple[Any, ...], returned: Any) -> bool:
+def _computes_nothing(func: Any, args: tuple[Any, ...], returned: Any) -> bool:
     """Return whether a call computes nothing: autograd replays views of fakes that it does not replay of others."""
     tensors = tensors_in(returned)
+    if tensors and all(each.device.type == "meta" for each in tensors):  # a form, of a derivative known to be zero
+        return True
     if not tensors or func is LIFT or any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments):
         return False
     if any(tensor.layout is not torch.strided for tensor in (*tensors, *tensors_in(args))):
@@ -319,6 +328,12 @@ def users_frames(frames: Frames) -> list[tuple[CodeType, int]]:
     """Return the frames that are neither torch's nor memfit's, below memfit's first one."""
     own = next((place for place, (code, _) in enumerate(frames) if code.co_filename.startswith(OWN)), 0)
     return [(code, line) for code, line in frames[own:] if is_users_file(code.co_filename)]
+
+
+def _called_in_backward(frames: Frames) -> bool:
+    """Return whether a frame inside of the innermost backward pass, which the user may have called, is the user's."""
+    passes = [place for place, (code, _) in enumerate(frames) if code is RUNS_BACKWARD.__code__]
+    return any(is_users_file(code.co_filename) for code, _ in frames[passes[-1] if passes else 0 :])
 
 
 def _line(frame: tuple[CodeType, int]) -> str:

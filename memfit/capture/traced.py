@@ -13,6 +13,8 @@ from memfit.binding import Value, values_in
 from memfit.graph import Phase, Role
 from memfit.torch_private.tensors import tensors_in, tree_flatten
 
+_aten = torch.ops.aten
+
 
 @dataclass(slots=True, kw_only=True)
 class TracedStorage:
@@ -116,13 +118,15 @@ class Entry:
 
 
 def mutated_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that the operator writes to by its schema.
+    """Return the tensors that the operator writes to by its schema; the conjugate of real numbers is not written.
 
     Args:
         func: an operator overload.
         args: its positional arguments.
         kwargs: its named ones.
     """
+    if func is _aten.conj_physical_.default and not args[0].is_complex():
+        return []
     mutated: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -131,11 +135,25 @@ def mutated_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return mutated
 
 
+def on_its_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of a call on fakes, without the device of the fakes' own metadata.
+
+    A sum with derivatives that are known to be zero takes it from a view of those zeros, and copies what it adds there.
+
+    Args:
+        func: an operator overload.
+        args, kwargs: of the call.
+    """
+    is_moved = func is _aten._to_copy.default and kwargs.get("device") == _META and args[0].device != _META
+    return {**kwargs, "device": args[0].device} if is_moved else kwargs
+
+
 def short_name(func: Any) -> str:
     return func._schema.name.split("::")[-1].rstrip("_")
 
 
 # which autograd calls or leaves out, by other references to a gradient
+_META = torch.device("meta")
 _OF_SUMS = ("clone", "add", "add_", "copy_", "overwrite.aten.copy_")
 _OF_COPIES = ("new_empty_strided", "empty_strided")  # of what is copied: they compute nothing
 

@@ -17,7 +17,6 @@ from memfit.capture.reads import Reads
 from memfit.capture.step_check import require_training_context
 from memfit.capture.step_recording import Recorded, StepRecording
 from memfit.capture.symbols import Symbols
-from memfit.capture.trace import Trace
 from memfit.capture.training_step import TrainingStep
 from memfit.cost.observations import Corrections
 from memfit.errors import (
@@ -53,7 +52,7 @@ def capture_whole_step(step: TrainingStep, batch: Any = None, corrections: Corre
                 first = StepRecording(step, batch, corrections)
                 with reads.tracked():
                     captured = first.run()
-                _require_unread(step, batch, first.trace, reads)
+                _require_unread(step, batch, first, reads)
         except (CaptureError, NoGraphError):  # it will be run, from the state before
             reads.put_numbers_back()
             raise
@@ -94,7 +93,7 @@ def record_at_all_sizes(step: TrainingStep, batch: Any, symbols: Symbols) -> tup
     return recorded, Guards(step, reads, left, recording.values.tensors)
 
 
-def _require_unread(step: TrainingStep, batch: Any, trace: Trace, reads: Reads) -> None:
+def _require_unread(step: TrainingStep, batch: Any, first: StepRecording, reads: Reads) -> None:
     """Refuse a step that reads what it has itself set in the step before, unless the next step's ops are the same.
 
     They are the same in all later steps if a second capture, which starts with what the first one set, makes the same
@@ -107,10 +106,10 @@ def _require_unread(step: TrainingStep, batch: Any, trace: Trace, reads: Reads) 
     if not carried:
         return
     held = reads.held()
-    second = StepRecording(step, batch, trace.corrections)
+    second = StepRecording(step, batch, first.trace.corrections)
     try:
         second.run()
-        same = second.trace.is_as(trace)
+        same = second.trace.is_as(first.trace) and second.stream.numbers() == first.stream.numbers()
     except MemfitError:  # what the step raised, for example for a fake of the first capture among its attributes
         same = False
     later = reads.carried()

@@ -16,11 +16,12 @@ from memfit.torch_private.autograd import UnwrappedMode, default_saved_hooks, in
 from memfit.torch_private.checkpoints import IGNORED_OPS, detached, is_cached_cast, schema_of
 from memfit.torch_private.ranks import groups_of
 from memfit.torch_private.sharding import is_sharded, local
-from memfit.torch_private.tensors import StorageWeakRef, draws, storage_key, tensors_in
+from memfit.torch_private.tensors import StorageWeakRef, draws, is_of_array, storage_key, tensors_in
 
 if TYPE_CHECKING:
     from memfit.checkpointing.recording import LeanRecorder
 
+_LIFTED = torch.ops.aten.lift_fresh.default
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
 _OF_RANKS = (*_COLLECTIVES, "fsdp")  # write to memory of their own
 
@@ -128,6 +129,8 @@ class BlockMode(UnwrappedMode):
             return func(*args, **kwargs)
         self.call.differentiates |= in_backward()
         given = {key_of(tensor) for tensor in tensors_in((args, kwargs))}
+        if func is _LIFTED and not is_of_array(args[0]):  # made of numbers in the block
+            given = set[int]()
         written = self._written(func, args, kwargs)
         self.wrote |= written
         updated = _only_updated(func, args, kwargs)

@@ -70,24 +70,28 @@ class InputMaker:
         return raw
 
     def _fill(self, tensor: torch.Tensor) -> None:
-        pattern = self.pattern(tensor.dtype, tensor.device)
+        pattern = self.pattern(tensor.dtype, tensor.device, tensor.numel())
         rows = tensor.numel() // _PATTERN_ELEMENTS
-        tensor[: rows * _PATTERN_ELEMENTS].view(rows, _PATTERN_ELEMENTS).copy_(pattern)
+        if rows:
+            tensor[: rows * _PATTERN_ELEMENTS].view(rows, _PATTERN_ELEMENTS).copy_(pattern)
         rest = tensor[rows * _PATTERN_ELEMENTS :]
         rest.copy_(pattern[: rest.numel()])
 
-    def pattern(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def pattern(self, dtype: torch.dtype, device: torch.device, elements: int) -> torch.Tensor:
         """Return the noise that is repeated in storages: drawing all of it anew would take longer than the ops.
 
         Args:
             dtype: floating-point or complex.
             device: that holds it.
+            elements: that are filled; the noise is no longer, as ops are also measured within what a budget leaves.
         """
-        if (dtype, device) not in self._patterns:
-            generator = torch.Generator().manual_seed(_SEED)
-            noise = torch.empty(_PATTERN_ELEMENTS).uniform_(_LEAST, _MOST, generator=generator)
-            self._patterns[dtype, device] = noise.to(dtype=dtype, device=device)
-        return self._patterns[dtype, device]
+        needed = min(elements, _PATTERN_ELEMENTS)
+        known = self._patterns.get((dtype, device))
+        if known is None or known.numel() < needed:
+            generator = torch.Generator().manual_seed(_SEED)  # shorter noise is the beginning of longer noise
+            noise = torch.empty(needed).uniform_(_LEAST, _MOST, generator=generator)
+            known = self._patterns[dtype, device] = noise.to(dtype=dtype, device=device)
+        return known
 
 
 def holds_noise(value: Value) -> bool:

@@ -10,18 +10,21 @@ returns its loss and its logits is one.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
 
-from memfit.binding import Binding, Call, Value, values_in
+from memfit.binding import Binding, Value, values_in
 from memfit.capture.joint import is_tangent
 from memfit.graph import Graph
 from memfit.torch_private.tensors import fake_mode_of
 
-_SUM = torch.ops.aten.add.Tensor
+_Call = TypeVar("_Call")
+_Held = TypeVar("_Held")  # a storage, or a node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,33 +52,52 @@ class Absent:
             graph, binding: of a joint graph.
             tangents: the storages of the absent ones.
         """
-        gradients = {storage for boundary in graph.boundaries for storage in boundary.arrivals}
         absent, ops = set(tangents), set[int]()
         passed_on: dict[int, Value] = {}
-        for op in graph.ops:
-            given = gradients & {*op.reads, *op.mutates}
-            if not given:
-                continue
-            gradients |= {*op.writes, *op.mutates}
-            if given <= absent:
+        gradients = {storage for boundary in graph.boundaries for storage in boundary.arrivals}
+        calls = ((op, {*op.reads, *op.mutates}, op.writes, op.mutates) for op in graph.ops)
+        for op, lost, is_gone in _followed(calls, gradients, absent):
+            if is_gone:
                 ops.add(op.id)
-                absent |= {*op.writes, *op.mutates}
-                continue
-            call = binding.calls[op.id]
-            operand = _operand(call, absent) if given & absent else None
-            if operand is not None:
-                passed_on[op.id] = operand
-            absent -= {*op.mutates}
+            elif lost:
+                call = binding.calls[op.id]
+                there = [value for value in values_in(call.args) if value.storage not in lost]
+                if len(call.results) == 1 and _is_passed_on(call.target, call.kwargs, there, call.results[0]):
+                    passed_on[op.id] = there[0]
         return Absent(tangents=frozenset(tangents), ops=frozenset(ops), passed_on=passed_on, left_out=frozenset(absent))
 
 
-def _operand(call: Call, absent: set[int]) -> Value | None:
-    """Return the operand of a sum that is there, if the result is it."""
-    if call.target is not _SUM or call.kwargs or len(call.results) != 1:
-        return None
-    (result,), there = call.results, [value for value in values_in(call.args) if value.storage not in absent]
-    is_it = len(there) == 1 and result is not None and (there[0].shape, there[0].dtype) == (result.shape, result.dtype)
-    return there[0] if is_it else None
+def _followed(
+    calls: Iterable[tuple[_Call, Collection[_Held], Collection[_Held], Collection[_Held]]],
+    gradients: set[_Held],
+    absent: set[_Held],
+) -> Iterator[tuple[_Call, set[_Held], bool]]:
+    """Yield each call that takes gradients, with those that are absent, and whether all are: then it is not made.
+
+    Args:
+        calls: with what each takes, makes, and writes to of what it takes; in order.
+        gradients: the tangents; what is made of them is added.
+        absent: the absent tangents; what is made of them alone is added.
+    """
+    for call, taken, made, written in calls:
+        given = gradients.intersection(taken)
+        if not given:
+            continue
+        gradients.update(made, written)
+        lost = given & absent
+        is_gone = lost == given
+        yield call, lost, is_gone
+        if is_gone:
+            absent.update(made, written)
+        else:
+            absent.difference_update(written)
+
+
+def _is_passed_on(target: Any, kwargs: Mapping[str, Any], there: Sequence[Any], result: Any) -> bool:
+    """Return whether a call is a sum whose only operand that is there has the result's form."""
+    if target is not torch.ops.aten.add.Tensor or kwargs or len(there) != 1 or result is None:
+        return False
+    return (there[0].shape, there[0].dtype) == (result.shape, result.dtype)
 
 
 def zeros(base: Value, device: torch.device) -> torch.Tensor:
@@ -119,40 +141,59 @@ def leave_out(joint: GraphModule, absent: Collection[Node]) -> None:
         joint: is changed; the placeholders of the tangents stay.
         absent: those placeholders.
     """
-    gradients = {node for node in joint.graph.find_nodes(op="placeholder") if is_tangent(node)}
-    gone, without_use = set(absent), set[Node]()
-    for node in list(joint.graph.nodes):
-        given = [each for each in node.all_input_nodes if each in gradients]
-        if not given or node.op == "output":
-            continue
-        gradients.add(node)
-        lost = [each for each in given if each in gone]
-        if len(lost) == len(given):
-            gone.add(node)
-        elif lost and _passed_on(node, lost):
-            without_use.add(node)
-        elif lost:
-            for each in lost:
-                with joint.graph.inserting_before(node):
-                    node.replace_input_with(each, _zeros_node(joint, each))
+    gone, erased = set(absent), list[Node]()
+    for node, lost, is_gone in _followed_nodes(joint, gone):
+        there = [each for each in node.all_input_nodes if each not in lost]
+        if is_gone:
+            erased.append(node)
+        elif lost and _is_passed_on(node.target, node.kwargs, [each.meta["val"] for each in there], node.meta["val"]):
+            node.replace_all_uses_with(there[0])
+            erased.append(node)
+        for each in () if is_gone or node in erased else lost:
+            with joint.graph.inserting_before(node):
+                node.replace_input_with(each, _zeros_node(joint, each))
     output = next(iter(joint.graph.find_nodes(op="output")))
     output.args = (tuple(None if each in gone else each for each in output.args[0]),)  # pyright: ignore
-    for node in reversed(list(joint.graph.nodes)):
-        if node in without_use or (node in gone and node.op != "placeholder"):
-            joint.graph.erase_node(node)
+    for node in reversed(erased):
+        joint.graph.erase_node(node)
     joint.recompile()
 
 
-def _passed_on(node: Node, lost: Collection[Node]) -> bool:
-    """Put the operand of a sum that is there in its place, if the sum is it; return whether it is."""
-    there = [each for each in node.all_input_nodes if each not in lost]
-    if node.target is not _SUM or node.kwargs or len(there) != 1:
-        return False
-    mine, its = node.meta["val"], there[0].meta["val"]
-    if (mine.shape, mine.dtype) != (its.shape, its.dtype):
-        return False
-    node.replace_all_uses_with(there[0])
-    return True
+def with_zeros_for_absent(
+    backward: GraphModule, call: Callable[[list[Any]], Sequence[Any]]
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Return a backward half that takes None for absent gradients, and returns None for what is made of none else.
+
+    Args:
+        backward: the half; its placeholders are the arguments.
+        call: takes tensors, also for tangents.
+    """
+    given = backward.graph.find_nodes(op="placeholder")
+    tangents = {number: node for number, node in enumerate(given) if is_tangent(node)}
+    (outputs,) = next(iter(backward.graph.find_nodes(op="output"))).args
+
+    @cache
+    def there(absent: frozenset[int]) -> list[bool]:
+        gone = {tangents[number] for number in absent}
+        for _ in _followed_nodes(backward, gone):
+            pass
+        return [each not in gone for each in outputs]
+
+    def half(arguments: list[Any]) -> Sequence[Any]:
+        absent = frozenset(number for number in tangents if arguments[number] is None)
+        for number in absent:
+            fake = tangents[number].meta["val"]
+            arguments[number] = zeros(Value.of(fake, number), fake.device)
+        returned = call(arguments)
+        return [each if is_there else None for each, is_there in zip(returned, there(absent), strict=True)]
+
+    return half
+
+
+def _followed_nodes(module: GraphModule, absent: set[Node]) -> Iterator[tuple[Node, set[Node], bool]]:
+    tangents = {node for node in module.graph.find_nodes(op="placeholder") if is_tangent(node)}
+    nodes = ((node, node.all_input_nodes, (node,), ()) for node in list(module.graph.nodes) if node.op != "output")
+    return _followed(nodes, tangents, absent)
 
 
 def _zeros_node(joint: GraphModule, like: Node) -> Node:

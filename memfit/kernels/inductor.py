@@ -26,6 +26,7 @@ from memfit.cost.observations import Corrections
 from memfit.cost.workspaces import Workspaces
 from memfit.errors import MemfitError, NoPlanError, TimeLimitError, UnsupportedStepError
 from memfit.graph import Graph
+from memfit.kernels.absent_gradients import with_zeros_for_absent
 from memfit.kernels.chains import with_chains
 from memfit.kernels.joint_graphs import (
     is_fusible,
@@ -33,7 +34,6 @@ from memfit.kernels.joint_graphs import (
     refuse_unplannable,
     saved_bytes,
     survey,
-    with_zeros_for_absent,
 )
 from memfit.kernels.node_halves import node_halves, rejoined
 from memfit.kernels.race import Clock, Compiled, Race

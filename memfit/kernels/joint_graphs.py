@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from memfit.capture.joint import is_tangent
 from memfit.errors import UnsupportedStepError
 from memfit.torch_private.inductor import ModulePair
 from memfit.torch_private.tensors import bare_overload, fake_mode_of, tensors_in
@@ -38,38 +36,6 @@ def saved_bytes(forward: GraphModule, forward_outputs: int) -> int:
     kept = (node for node in returned[forward_outputs:] if isinstance(node, Node) and node.op != "placeholder")
     storages = [tensor.untyped_storage() for node in kept for tensor in tensors_in(node.meta.get("val"))]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-
-def with_zeros_for_absent(
-    backward: GraphModule, call: Callable[[list[Any]], Sequence[Any]]
-) -> Callable[[list[Any]], Sequence[Any]]:
-    """Return a backward half that takes None for absent gradients, and returns None for what is made of none else.
-
-    Args:
-        backward: the half; its placeholders are the arguments.
-        call: takes tensors, also for tangents.
-    """
-
-    given = backward.graph.find_nodes(op="placeholder")
-    forms = {number: node.meta["val"] for number, node in enumerate(given) if is_tangent(node)}
-    tangents: dict[Node, set[int]] = {node: {number} for number, node in enumerate(given) if number in forms}
-    for node in backward.graph.nodes:
-        tangents.setdefault(node, set()).update(*(tangents[each] for each in node.all_input_nodes))
-    (outputs,) = next(iter(backward.graph.find_nodes(op="output"))).args
-    made_of = [tangents[each] if isinstance(each, Node) else set[int]() for each in outputs]
-
-    def half(arguments: list[Any]) -> Sequence[Any]:
-        absent = {number for number in forms if arguments[number] is None}
-        for number in absent:
-            fake = forms[number]
-            made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-            arguments[number] = made.zero_()
-        returned = call(arguments)
-        if not absent:
-            return returned
-        return [None if of and of <= absent else each for of, each in zip(made_of, returned, strict=True)]
-
-    return half
 
 
 def refuse_unplannable(joint: GraphModule) -> None:

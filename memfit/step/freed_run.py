@@ -190,8 +190,10 @@ class _Run:
         self.graph, self.uses, self.clock = graph, uses, clock
         self.big_bytes, self.freed_bytes = BIG_BYTES, 0
         self.inputs = InputMaker(self.device)
-        for dtype in {value.dtype for values in uses.values for value in values if holds_noise(value)}:
-            self.inputs.pattern(dtype, self.device)
+        filled = [value for values in uses.values for value in values if holds_noise(value)]
+        for dtype in {value.dtype for value in filled}:
+            longest = max(value.reach_bytes for value in filled if value.dtype == dtype)
+            self.inputs.pattern(dtype, self.device, longest // dtype.itemsize)
         self.residents = self._residents(step, captured)
 
     def _residents(self, step: TrainingStep, captured: Captured) -> Mapping[int, torch.Tensor]:

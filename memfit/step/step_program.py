@@ -212,7 +212,7 @@ def adds_to_gradients(captured: Captured) -> bool:
 def bytes_of_others(step: TrainingStep, captured: Captured) -> int:
     """Return the bytes on the step's device that the optimizer or a wrapper holds and the captured step does not touch.
 
-    These are buckets of a wrapper, the states of frozen parameters, which some optimizers make for all, and parameters
+    These are buckets of a wrapper, the states of parameters that are frozen or in no group any more, and parameters
     with their states that are no longer the model's, because a layer was replaced.
 
     Args:
@@ -225,7 +225,8 @@ def bytes_of_others(step: TrainingStep, captured: Captured) -> int:
     names = {parameter: name for name, parameter in step.model.named_parameters()}
     touched = {resident.key for resident in captured.binding.residents if resident.origin is Origin.STATE}
     held: list[Any] = []
-    for parameter in (each for group in step.optimizer.param_groups for each in group["params"]):
+    in_groups = (each for group in step.optimizer.param_groups for each in group["params"])
+    for parameter in dict.fromkeys([*in_groups, *step.optimizer.state]):  # a group that was removed leaves its states
         name = names.get(parameter)
         state = step.optimizer.state.get(parameter, {})
         held += [parameter] if name is None else []

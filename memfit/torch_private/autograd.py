@@ -13,6 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from memfit.torch_private.patching import Inside, replaced
 
+RUNS_BACKWARD = torch.autograd.graph._engine_run_backward
+"""Through which all backward passes of this thread go."""
+
 
 def in_backward() -> bool:
     """Return whether this thread is carrying out a backward pass."""

@@ -81,6 +81,11 @@ def without_torch_function() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunction()
 
 
+def is_of_array(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor that torch has just made lies on memory of an array, and not on memory of its own."""
+    return not tensor.untyped_storage().resizable()
+
+
 def is_zero_tensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is one of autograd's zeros, which have no memory: of a derivative that vanishes."""
     return tensor._is_zerotensor()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
