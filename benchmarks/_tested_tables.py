@@ -150,20 +150,28 @@ def _failure(row: dict[str, Any]) -> str:
 def first_fit(found: Payload) -> Table:
     """Where the seconds of a first fit go."""
     stages = ["capturing the step", "measuring each op", "searching a plan", "comparing with eager's calls"]
-    head = ["model", "budget", "caches", "fit, s", *(f"{stage}, s" for stage in stages), "of it compiling, s"]
+    head = ["searches", "model", "budget", "caches", "fit, s", *(f"{stage}, s" for stage in stages), "compiling, s"]
+    head.append("processors that others took")
     rows = [
         [
+            each["searches"],
             each["case"],
             each["budget"],
             each["caches"],
             f"{each['fit_seconds']:.1f}",
             *(f"{each['stages'].get(stage, 0.0):.1f}" for stage in stages),
             f"{each['compile_seconds']:.1f}",
+            f"{each['load']:.0%}",
         ]
         for each in found["fits"]
         if "fit_seconds" in each
     ]
-    return head, rows, f"Without imports; at most {found['time_limit_seconds']:.0f} s of search."
+    packs = "; ".join(
+        f"{each['searches']}, {each['caches']}: {each['ratio']:.3f} of the bound after {each['seconds']:.1f} s"
+        for each in found["packs"]
+    )
+    note = f"Without imports; at most {found['time_limit_seconds']:.0f} s of search. `memfit pack` of a trace of "
+    return head, rows, f"{note}MiniMalloc's: {packs}. The library took {found['build_seconds']:.0f} s to build."
 
 
 def versions(stored: dict[str, Payload]) -> Table:
