@@ -40,9 +40,9 @@ def fit_once(case: str, budget: str) -> dict[str, Any]:
     stages = {"import torch": time.perf_counter() - began}
     stages["import memfit"] = -time.perf_counter()
     import memfit
-    from memfit.cost.load import Load
     from memfit.doors.fit import fit_step
     from memfit.planning import Settings
+    from memfit.system.load import Load
 
     stages["import memfit"] += time.perf_counter()
     compiling = _compile_seconds()

@@ -18,7 +18,7 @@ import torch
 from _record import store
 
 import memfit
-from memfit.cost.load import Load
+from memfit.system.load import Load
 
 MEASUREMENTS, OTHERS, QUIET_TURNS = 20, 1, 60
 WORKS_SECONDS, RESTS_SECONDS = 0.3, 0.3  # of each of the other processes
