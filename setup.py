@@ -28,7 +28,7 @@ class WithSearches(build_py):
             command = [sys.executable, "-s", str(script), str(folder.absolute())]
             subprocess.run(command, check=True, timeout=MOST_SECONDS)
         except (subprocess.SubprocessError, OSError) as error:
-            self.announce(f"memfit is built without compiled searches, numba compiles them at first use: {error}", 3)
+            self.warn(f"memfit is built without compiled searches, numba compiles them at first use: {error}")
             for name in ("searches.so", "searches.json"):
                 (folder / name).unlink(missing_ok=True)
 

@@ -174,3 +174,33 @@ def test_the_library_of_a_wheel_plans_and_packs_as_numba_does(tmp_path: Path) ->
         printed[searches] = ran.stdout
         assert ran.stderr == said
     assert printed["library"] == printed["numba"]
+
+
+def test_a_build_without_a_compiler_asks_for_no_more_than_setuptools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "building")
+    backend: Any = pytest.importorskip("backend")
+    assert any(each.startswith("numba") for each in backend.get_requires_for_build_wheel())
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    assert not any(each.startswith("numba") for each in backend.get_requires_for_build_wheel())
+    assert backend.build_wheel is not None, "all else is of setuptools"
+
+
+def test_a_build_that_cannot_compile_leaves_none_of_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `setup.py` finds it: no compiler, or one that fails, costs the library and nothing else."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "building").mkdir()
+    for name in ("machine_code.py", "backend.py"):
+        (tmp_path / "building" / name).write_text((ROOT / "building" / name).read_text())
+    (tmp_path / "memfit" / "system").mkdir(parents=True)
+    (tmp_path / "memfit" / "__init__.py").write_text("")
+    (tmp_path / "memfit" / "system" / "__init__.py").write_text("")
+    shutil.copy(ROOT / "memfit" / "system" / "version.py", tmp_path / "memfit" / "system" / "version.py")
+    monkeypatch.chdir(tmp_path)
+    built = subprocess.run([sys.executable, "setup.py", "-q", "build"], capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    assert "numba compiles them at first use" in built.stdout + built.stderr
+    assert list(tmp_path.glob("build/lib/memfit/system/*.py"))
+    assert not list(tmp_path.rglob("searches.*"))
