@@ -150,20 +150,28 @@ def _failure(row: dict[str, Any]) -> str:
 def first_fit(found: Payload) -> Table:
     """Where the seconds of a first fit go."""
     stages = ["capturing the step", "measuring each op", "searching a plan", "comparing with eager's calls"]
-    head = ["model", "budget", "caches", "fit, s", *(f"{stage}, s" for stage in stages), "of it compiling, s"]
+    head = ["searches", "model", "budget", "caches", "fit, s", *(f"{stage}, s" for stage in stages), "compiling, s"]
+    head.append("processors that others took")
     rows = [
         [
+            each["searches"],
             each["case"],
             each["budget"],
             each["caches"],
             f"{each['fit_seconds']:.1f}",
             *(f"{each['stages'].get(stage, 0.0):.1f}" for stage in stages),
             f"{each['compile_seconds']:.1f}",
+            f"{each['load']:.0%}",
         ]
         for each in found["fits"]
         if "fit_seconds" in each
     ]
-    return head, rows, f"Without imports; at most {found['time_limit_seconds']:.0f} s of search."
+    packs = "; ".join(
+        f"{each['searches']}, {each['caches']}: {each['ratio']:.3f} of the bound after {each['seconds']:.1f} s"
+        for each in found["packs"]
+    )
+    note = f"Without imports; at most {found['time_limit_seconds']:.0f} s of search. `memfit pack` of a trace of "
+    return head, rows, f"{note}MiniMalloc's: {packs}. The library took {found['build_seconds']:.0f} s to build."
 
 
 def versions(stored: dict[str, Payload]) -> Table:
@@ -249,12 +257,35 @@ def loop_cost(stored: dict[str, Payload]) -> Table:
     return head, rows, "Processor microseconds an op, one thread, medians of steps in turns."
 
 
+def overhead_spread(found: Payload) -> Table:
+    """Overheads measured on a busy machine, with their spreads, beside a long measurement without that work."""
+    rows = [
+        [
+            name,
+            f"{each['overhead']:+.1%}",
+            f"{100 * each['spread'][0]:.1f} to {100 * each['spread'][1]:.1f}",
+            str(each["turns"]),
+            f"{each['load']:.0%}",
+            "" if name == "quiet" else "yes" if each["spread"][0] <= quiet <= each["spread"][1] else "**no**",
+        ]
+        for quiet in [found["quiet"]["overhead"]]
+        for name, each in [
+            ("quiet", found["quiet"]),
+            *((f"busy, {at}", row) for at, row in enumerate(found["busy"], 1)),
+        ]
+    ]
+    head = ["measurement", "overhead", "spread, points", "turns", "processors that others took", "covers the first row"]
+    note = f"{found['covers']} of {len(found['busy'])} spreads cover what is measured without the other process; "
+    return head, rows, f"{note}the median one is {100 * found['median_width']:.0f} points wide."
+
+
 TESTED_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {
     "fuzz": ("fuzz_steps", fuzz),
     "fuzz-later": ("fuzz_steps_later", fuzz),
     "fuzz-refusals": ("fuzz_steps", fuzz_refusals),
     "fuzz-defects": ("fuzz_defects", fuzz_defects),
     "first-fit": ("first_fit", first_fit),
+    "overhead-spread": ("overhead_spread", overhead_spread),
     "variable-shapes": ("variable_shapes", variable_shapes),
 }
 """Each table of one result by name: the script that stored it, and what makes it."""

@@ -18,7 +18,7 @@ import torch
 from _record import store
 
 import memfit
-from memfit.cost.load import Load
+from memfit.system.load import Load
 
 MEASUREMENTS, OTHERS, QUIET_TURNS = 20, 1, 60
 WORKS_SECONDS, RESTS_SECONDS = 0.3, 0.3  # of each of the other processes
@@ -31,10 +31,10 @@ def small_step() -> Any:
         torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 512)) for _ in range(6)
     ]
     model = torch.nn.Sequential(*blocks, torch.nn.Linear(512, 10))
-    batch = torch.randn(1024, 512), torch.randint(0, 10, (1024,))
+    batch = torch.randn(128, 512), torch.randint(0, 10, (128,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return memfit.fit(
-        model, torch.nn.CrossEntropyLoss(), batch, optimizer=optimizer, budget="65%", time_limit_seconds=3
+        model, torch.nn.CrossEntropyLoss(), batch, optimizer=optimizer, budget="90%", time_limit_seconds=3
     )
 
 

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import ctypes
+
+import numpy as np
+from msgspec.structs import replace
+
 from memfit.device import GENERIC
 from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.packing.registry import compile_packers
 from memfit.plan import Problem
 from memfit.planners.registry import make_planner
+from memfit.system.addresses import returns_same
 
 _LAYERS, _BYTES = 6, 1 << 20
 _MOVES = 1_000
+_LINK = 1e10  # bytes a second
 
 
 def compile_ahead() -> None:
-    """Plan and pack a small step. The machine code of searches, bounds, simulator and packers is kept on disk."""
+    """Plan and pack a small step, with and without a host; the machine code is kept on disk."""
     graph = _chain()
     budget_bytes = (_LAYERS // 2 + 3) * _BYTES
-    make_planner("auto", iterations=_MOVES).plan(Problem(graph=graph, device=GENERIC, budget_bytes=budget_bytes))
+    linked = replace(GENERIC, to_host_bytes_per_second=_LINK, to_device_bytes_per_second=_LINK)
+    for device, host_bytes in ((GENERIC, 0), (linked, _LAYERS * _BYTES)):
+        problem = Problem(graph=graph, device=device, budget_bytes=budget_bytes, host_budget_bytes=host_bytes)
+        make_planner("auto", iterations=_MOVES).plan(problem)
     compile_packers()
+    word = np.zeros(1, np.int64)
+    returns_same(ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p).value, word, word)
 
 
 def compile_simulator() -> None:

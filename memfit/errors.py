@@ -73,7 +73,7 @@ def naming_extra(extra: str) -> Generator[None]:
             f"memfit.integrations.{extra} needs the package {(error.name or '').partition('.')[0]}, which is not "
             f"installed: pip install 'memfit[{extra}]'",
             name=error.name,
-        ) from error
+        ) from None
 
 
 class PlanMismatchError(MemfitError, ValueError):

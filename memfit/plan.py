@@ -169,6 +169,9 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return msgspec.structs.replace(self, overhead=-1.0 if graph.has_collectives else 0.0, overhead_in_order=None)
 
 
+MADE = "made"  # the attribute of a plan from the cache that `age_seconds` reads: the time, in seconds of the epoch
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A checked schedule, its predictions, and what it was made for. Saved as JSON that carries its graph.
 
@@ -195,6 +198,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def overhead(self) -> float:
         """Predicted planned seconds over unplanned seconds, minus one."""
         return self.predicted.seconds / self.unplanned.seconds - 1.0 if self.unplanned.seconds else 0.0
+
+    @property
+    def age_seconds(self) -> float | None:
+        """How long ago a plan from the cache was made, in seconds; None of one that was made now, or read otherwise."""
+        made = vars(self).get(MADE)
+        return None if made is None else max(0.0, time.time() - made)
 
     @property
     def offloaded_bytes(self) -> int:

@@ -6,6 +6,9 @@ those of the problem, and the checker replays it, as it does any plan. Where no 
 found is kept, for a later call with as many bytes as it needs; its bytes do not depend on seconds, so that they are no
 part of its key. They depend on the workspaces of ops, as an update's with another `weight_decay`, which are.
 
+Of several plans with one key the fastest is kept. A search by time while other processes took of the processors is made
+once more when its plan is asked for again.
+
 The name of a plan's file begins with the structure of its graph and its bytes, so that `kept_near` finds plans of the
 same step on batches of other sizes. All plans together take a bounded number of bytes on the disk.
 """
@@ -14,6 +17,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -24,17 +29,19 @@ import msgspec
 
 from memfit.device import Device
 from memfit.errors import MemfitError, PlanMismatchError
-from memfit.plan import Plan, Problem, Result
+from memfit.plan import MADE, Plan, Problem, Result, Status
 from memfit.planners import uses_files
 from memfit.planners.engine.results import Ending, make_result
 from memfit.planners.protocols import Planner
 from memfit.system.cache import is_kept
 from memfit.system.files import cache_folder
+from memfit.system.load import BUSY, Load
 from memfit.system.version import __version__
 
 _MOST_BYTES = 256 << 20  # of all plans, compressed; the least recently used ones are deleted
 _SUFFIX = ".plan.json.gz"
 _KEY = "kept as"  # among the versions of a kept plan: the name of its file, which holds the key
+_BESIDE = "searched beside others"  # there, too: that a search by time had less of the processors than it could have
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +56,7 @@ def plan_or_kept(
     Args:
         problem: what the planner is given.
         planner: with its options, which its `repr` shows.
-        reads: whether a kept plan may be used; False searches again and replaces it.
+        reads: whether a kept plan may be used; False searches again, and keeps the faster one.
         on_search: called before the planner is.
     """
     shared = (
@@ -67,18 +74,28 @@ def plan_or_kept(
     budgets = problem.budget_bytes, problem.host_budget_bytes, problem.bytes_outside
     near_key = _near_key(problem.graph.structure, problem.device, budgets, planner)
     path = _path(*key, prefix=f"{near_key}-{problem.graph.all_bytes}-")
-    kept = _read(path, partial(Plan.load, graph=problem.graph)) if reads and not own_files else None
+    kept = None if own_files else _read(path, partial(Plan.load, graph=problem.graph))
+    was_disturbed = kept is not None and _BESIDE in kept.versions
     if kept is not None:
-        return Result(status=kept.status, plan=kept, bounds=kept.bounds)
+        kept = _without(kept, _BESIDE)
+        if reads and not was_disturbed:
+            return Result(status=kept.status, plan=kept, bounds=kept.bounds)
     on_search()
+    load = Load()
     result = planner.plan(problem)
     if result.interrupted:
         return result  # at once: keeping a plan of a long step takes a second
     if result.plan is None:
         taken = [(op.workspace_bytes, op.reuses) for op in problem.graph.ops]
         result = _with_leanest(result, problem, _path(shared, taken, "leanest"))
+    is_disturbed = load.others() > BUSY and getattr(planner, "iterations", None) is None and not was_disturbed
+    if kept is not None and (result.plan is None or kept.predicted.seconds <= result.plan.predicted.seconds):
+        if was_disturbed:
+            _keep(kept, path)
+        return replace(result, status=kept.status, plan=kept) if reads else result
     if result.plan is not None and not own_files:
-        _keep(result.plan, path)
+        marks = {_BESIDE: "yes"} if is_disturbed and result.status is not Status.OPTIMAL else {}
+        _keep(msgspec.structs.replace(result.plan, versions={**result.plan.versions, **marks}), path)
     return result
 
 
@@ -158,9 +175,21 @@ def _read(path: Path, load: Callable[[Path], Plan]) -> Plan | None:
     except (MemfitError, OSError) as error:
         _log.warning("a kept plan cannot be read and is made again: %s", error)
         return None
+    made = path.stat().st_mtime
     with suppress(OSError):  # a cache that can only be read
-        path.touch()
-    return msgspec.structs.replace(plan, versions=versions)
+        os.utime(path, (time.time(), made))  # used now, and as old as it is
+    plan = msgspec.structs.replace(plan, versions=versions)
+    vars(plan)[MADE] = made
+    return plan
+
+
+def _without(plan: Plan, mark: str) -> Plan:
+    if mark not in plan.versions:
+        return plan
+    made, versions = vars(plan)[MADE], {name: value for name, value in plan.versions.items() if name != mark}
+    plan = msgspec.structs.replace(plan, versions=versions)
+    vars(plan)[MADE] = made
+    return plan
 
 
 def _keep(plan: Plan, path: Path) -> None:
@@ -179,7 +208,7 @@ def _drop_oldest(folder: Path) -> None:
     for file in folder.glob(f"*{_SUFFIX}"):
         with suppress(FileNotFoundError):  # another process has deleted it
             state = file.stat()
-            states.append((state.st_mtime, state.st_size, file))
+            states.append((max(state.st_atime, state.st_mtime), state.st_size, file))
     taken_bytes = 0
     for place, (_, file_bytes, file) in enumerate(sorted(states, reverse=True)):
         taken_bytes += file_bytes

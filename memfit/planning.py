@@ -8,6 +8,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from memfit.plan import Bounds, Plan, Problem, Progress, Result, Status
 from memfit.plan_cache import plan_or_kept
 from memfit.planners import Marked, make_planner
 from memfit.planners.auto import AutoPlanner
+from memfit.planners.engine.pace import processor_clock
 from memfit.planners.engine.results import unplanned_peak_bytes
 from memfit.planners.engine.retention.decisions import Retention
 from memfit.planners.protocols import Planner, SearchOptions
@@ -31,6 +33,8 @@ from memfit.system.spill_file import require_host_budget
 
 DEFAULT_PLANNER = "auto"
 DEFAULT_TIME_LIMIT_SECONDS = 5.0
+
+_MOST_OPS_BY_MOVES, _MOVES_PER_SECOND = 600, 20_000  # of a curve's points: the same answers on each machine
 
 _MOST_HOLDING_OPS = 3  # in a message: the ops that set the least budget
 
@@ -364,8 +368,11 @@ def plan_again_at(plan: Plan, budgets: Sequence[int], settings: Settings, each_s
         plan: gives the graph, the device, the host budget and the bytes outside.
         budgets: bytes, in any order.
         settings: give the seed and the progress listener.
-        each_seconds: the time limit of each search.
+        each_seconds: for each search. A small graph is given a number of moves for it, and gets the same plans on any
+            machine; of a large one it is the processors' time, of which other processes take nothing.
     """
+    by_moves = len(plan.graph.ops) <= _MOST_OPS_BY_MOVES
+    planner = AutoPlanner(iterations=max(1, int(_MOVES_PER_SECOND * each_seconds)) if by_moves else None)
     problem = Problem(
         graph=plan.graph,
         device=plan.device,
@@ -375,5 +382,6 @@ def plan_again_at(plan: Plan, budgets: Sequence[int], settings: Settings, each_s
         time_limit_seconds=each_seconds,
         seed=settings.seed,
         progress=settings.progress,
+        clock=time.monotonic if by_moves else processor_clock(planner.threads),
     )
-    return plan_frontier(problem, budgets)
+    return plan_frontier(problem, budgets, planner=planner)

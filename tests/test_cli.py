@@ -34,7 +34,9 @@ def test_plan_answers_with_the_keys_of_the_contract(run: Run, graph_file: Path) 
     document = json_of(out)
     assert (status, err) == (0, "")
     assert set(document) == COMMON_KEYS | {
-        "budget_bytes", "planner", "status", "plan_seconds", "predicted", "unplanned", "overhead", "bounds", "counts",
+        "budget_bytes", "planner", "status", "plan_seconds", "age_seconds",
+        "predicted", "unplanned", "overhead", "bounds",
+        "counts",
     }  # fmt: skip
     assert set(document["predicted"]) == set(document["unplanned"]) == {"peak_bytes", "seconds"}
     assert set(document["bounds"]) == {

@@ -131,8 +131,8 @@ def test_fit_plans_runs_verifies_and_measures(run: Run, own_file: Path, tmp_path
     assert status == 0, err
     assert set(document) == {
         "target", "device", "memfit_version", "budget_bytes", "resident_bytes", "planner", "status", "plan_seconds",
-        "baseline", "predicted", "measured", "overhead", "overhead_spread", "turns", "bitwise_equal", "reserved",
-        "bounds",
+        "age_seconds", "baseline", "predicted", "measured", "overhead", "overhead_spread", "turns", "bitwise_equal",
+        "reserved", "bounds",
     }  # fmt: skip
     assert set(document["baseline"]) == {"peak_bytes", "step_seconds"}
     for side, more in (("predicted", {"overhead"}), ("measured", set())):

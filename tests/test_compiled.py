@@ -26,7 +26,7 @@ def twice(number: int) -> int:
     return scaled(number) + scaled(number)
 
 
-print(twice(10), sum(twice.stats.cache_hits.values()))
+print(twice(10), sum(twice.dispatcher.stats.cache_hits.values()))
 """
 
 

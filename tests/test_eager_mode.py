@@ -255,6 +255,25 @@ def test_bad_arguments() -> None:
         memfit.eager(mlp(), budget="60%")
 
 
+def _peaks(*, asks: bool) -> list[int]:
+    model, peaks = mlp(), list[int]()
+    with memfit.eager(model, budget="1GiB") as steps:
+        for seed in range(3):
+            loss = mlp_loss(model, seed)
+            peaks += [steps.report().peak_bytes] if asks else []
+            loss.backward()
+            peaks += [steps.report().peak_bytes] if asks else []
+    return [*peaks, steps.report().peak_bytes]
+
+
+def test_the_peak_so_far_is_that_of_the_whole_block() -> None:
+    peaks = _peaks(asks=True)
+    assert peaks == sorted(peaks)
+    assert peaks[-2] == peaks[-1]
+    gc.collect()
+    assert _peaks(asks=False) == peaks[-1:]
+
+
 def test_nothing_is_left_after_the_block() -> None:
     model = mlp()
     with memfit.eager(model, budget="1GiB") as steps:

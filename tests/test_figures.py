@@ -21,11 +21,11 @@ from torch import nn
 import memfit
 from memfit.cost import observe
 from memfit.cost.environment import environment
-from memfit.cost.load import BUSY, Load
 from memfit.cost.observations import Observation, Observations
 from memfit.step.measured import Measured
 from memfit.step.overhead import ratio_of, spread_of
 from memfit.step.step import PlannedStep
+from memfit.system.load import BUSY, Load
 
 FILE = """
 import memfit, torch

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import itertools
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from command_line import MOVES, Run, json_of
 from torch import nn
 from walk import functions_of_target
 
-from memfit import TrainingStep
+from memfit import TrainingStep, plan_cache
 from memfit.device import GENERIC
 from memfit.errors import (
     InfeasibleBudgetError,
@@ -26,11 +27,12 @@ from memfit.errors import (
     NoPlanError,
     TimeLimitError,
 )
-from memfit.plan import Bounds, Problem, Result, Status
-from memfit.planners import PLANNERS
+from memfit.plan import Bounds, Plan, Problem, Result, Status
+from memfit.planners import PLANNERS, make_planner
 from memfit.planners.engine.results import unplanned_peak_bytes
 from memfit.planners.none import KeepEverything
 from memfit.planning import SEARCHING, Settings, make_plan
+from memfit.system.files import cache_folder
 
 SMALL = ("--set", "batch=4", "--set", "steps=6", "--set", "width=16")
 
@@ -143,6 +145,50 @@ def test_plan_and_fit_give_the_same_plan_byte_for_byte(run: Run, tmp_path: Path,
         status, _, err = run(*words, "--json")
         assert status == 0, err
     assert (tmp_path / "plan").read_bytes() == (tmp_path / "fit").read_bytes()
+
+
+def _kept_by(monkeypatch: pytest.MonkeyPatch, searches: Iterator[tuple[str, float]], settings: Settings) -> Plan:
+    """Return the plan of a small step whose search finds the plan of a planner, while others took so much."""
+    graph = chain(8)
+
+    def plan(_: object, problem: Problem) -> Result:
+        found, load = next(searches)
+        monkeypatch.setattr(plan_cache.Load, "others", lambda _: load)
+        return make_planner(found, **({"iterations": 300} if found == "search" else {})).plan(problem)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PLANNERS["auto"], "plan", plan)
+        return make_plan(graph, GENERIC, settings)
+
+
+def test_the_fastest_plan_is_kept_and_tells_its_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(budget="80%")
+    searches = iter([("search", 0.0), ("sublinear", 0.0)])
+    first = _kept_by(monkeypatch, searches, settings)
+    assert first.age_seconds is None
+    slower = _kept_by(monkeypatch, searches, replace(settings, reads_kept_plans=False))
+    assert slower.predicted.seconds > first.predicted.seconds
+    (file,) = (cache_folder() / "plans").glob("*.gz")
+    os.utime(file, (file.stat().st_atime, file.stat().st_mtime - 7_500))
+    kept = _kept_by(monkeypatch, searches, settings)
+    assert kept == first
+    assert kept.age_seconds == pytest.approx(7_500, abs=600)
+    assert ", kept 2 hours ago: " in kept.explain()
+    assert (_kept_by(monkeypatch, searches, settings).age_seconds or 0) > 7_000, "to be used makes it no younger"
+
+
+@pytest.mark.parametrize(("second", "is_faster"), [("search", True), ("sublinear", False)])
+def test_a_search_beside_other_processes_is_made_once_more(
+    monkeypatch: pytest.MonkeyPatch, second: str, is_faster: bool
+) -> None:
+    settings = Settings(budget="80%")
+    first_found = "sublinear" if is_faster else "search"
+    searches = iter([(first_found, 0.5), (second, 0.5)])
+    first = _kept_by(monkeypatch, searches, settings)
+    again = _kept_by(monkeypatch, searches, settings)
+    assert (again.predicted.seconds < first.predicted.seconds) == is_faster
+    assert again.versions == first.versions
+    assert _kept_by(monkeypatch, searches, settings) == again, "and no third time"
 
 
 def test_no_cache_searches_again(run: Run, graph_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

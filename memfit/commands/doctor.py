@@ -21,6 +21,8 @@ from memfit.report.formatting import count_text
 from memfit.system.budget import format_bytes
 from memfit.system.files import cache_folder
 from memfit.system.native import NativeLibrary, NativeLibraryError
+from memfit.system.shipped import FOLDER, shipped_functions
+from memfit.system.shipped import LIBRARY as SHIPPED
 from memfit.system.version import __version__
 
 EXAMPLES = """
@@ -79,6 +81,7 @@ def _devices() -> list[dict[str, Any]]:
 
 def _libraries(devices: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield the name of each compiled library that a device here takes, and its file, or why there is none."""
+    yield "searches", str(FOLDER / SHIPPED) if shipped_functions() else "compiled by numba at first use"
     if not devices:
         return
     from memfit.memory.arena.library import LIBRARIES

@@ -19,7 +19,7 @@ from memfit.commands.work import Work, working
 from memfit.errors import InvalidOptionError, VerificationError
 from memfit.memory.contract import FIRM
 from memfit.plan import Plan, Status
-from memfit.report.formatting import change_text, count_text, seconds_text
+from memfit.report.formatting import age_text, change_text, count_text, seconds_text
 from memfit.report.taken import is_for_gpu, taken_of
 from memfit.step.measured import Measured
 from memfit.system.budget import format_bytes, parse_budget
@@ -166,6 +166,7 @@ def _of_plan(planned: PlannedStep) -> Facts:
     taken = taken_of(plan, by)
     host = offloads_of([plan], planned.device.type, planned.settings.host_dir)
     seconds = sum(each.plan_seconds for each in planned.plans)
+    age = max((each.age_seconds for each in planned.plans if each.age_seconds is not None), default=None)
     is_gpu, corrections = is_for_gpu(plan), planned.corrections
     return Facts(
         device=plan.device.name,
@@ -180,6 +181,7 @@ def _of_plan(planned: PlannedStep) -> Facts:
             "planner": plan.planner,
             "status": plan.status,
             "plan_seconds": seconds,
+            "age_seconds": age,
             **host,
             **({"reserved": taken.keys()} if taken else {}),
             **({"memory": {"served_by": by, "why": why}} if is_gpu else {}),
@@ -189,7 +191,7 @@ def _of_plan(planned: PlannedStep) -> Facts:
         rows={
             **({"memory from": f"{by}{f': {why}' if why else ''}"} if is_gpu else {}),
             **({"offloaded": offloads_row(host["host"])} if host else {}),
-            "plan": f"by planner {plan.planner} in {seconds_text(seconds)}: {plan.status}",
+            "plan": f"by planner {plan.planner} in {seconds_text(seconds)}{age_text(age)}: {plan.status}",
             **({"corrected": " ".join(correction.sentence for correction in corrections)} if corrections else {}),
         },
         by_part=taken.rows() if taken else {},

@@ -103,7 +103,7 @@ def frontier(
 
 def batch(
     target: options.StepTarget,
-    budget: options.Budget,
+    budget: options.BudgetOfAnyBatch,
     search: options.Search,
     ranks: Ranks,
     set_: options.WorkloadOptions = None,
@@ -140,7 +140,7 @@ def batch(
 
 def command(
     target: options.StepTarget,
-    budget: options.Budget,
+    budget: options.BudgetOfAnyBatch,
     search: options.Search,
     ranks: Ranks,
     set_: Annotated[

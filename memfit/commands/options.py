@@ -38,19 +38,17 @@ _STEP = "A built-in workload (see `memfit workloads`), {}path/to/file.py:functio
 Target = Annotated[str, typer.Argument(metavar="TARGET", help=_STEP.format("", ", or a graph file"))]
 StepTarget = Annotated[str, typer.Argument(metavar="TARGET", help=_STEP.format("or ", ""))]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A file that `--save` wrote.")]
-Budget = Annotated[
-    str,
-    typer.Option(
-        "--budget",
-        "-b",
-        metavar="BUDGET",
-        help="6GiB, 500MB, a whole number of bytes, 60% of the peak of the step as it was written, or '90% of the "
-        "card'. It covers parameters and inputs too.",
-    ),
-]
-OptionalBudget = Annotated[
-    str | None, typer.Option("--budget", "-b", metavar="BUDGET", help="As for `memfit plan`; or give --plan.")
-]
+_BYTES, _COVERS = "6GiB, 500MB, a whole number of bytes, ", "It covers parameters and inputs too."
+_SHARES = f"{_BYTES}60% of the peak of the step as it was written, or '90% of the card'. {_COVERS}"
+
+
+def _budget(help_text: str) -> Any:
+    return typer.Option("--budget", "-b", metavar="BUDGET", help=help_text)
+
+
+Budget = Annotated[str, _budget(_SHARES)]
+BudgetOfAnyBatch = Annotated[str, _budget(f"{_BYTES}or '90% of the card', whatever the batch. {_COVERS}")]
+OptionalBudget = Annotated[str | None, _budget(f"{_SHARES} Or give --plan.")]
 HostBudget = Annotated[str | None, _of_record("host_budget", metavar="SIZE")]
 HostDir = Annotated[Path | None, _of_record("host_dir", metavar="DIR")]
 BudgetIs = Annotated[str, _of_record("budget_is", metavar="firm|soft")]

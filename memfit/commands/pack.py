@@ -30,6 +30,7 @@ from memfit.report.layout_page import write_layout_html, write_layout_png
 from memfit.report.layout_text import layout_text
 from memfit.report.picture import find_chrome
 from memfit.system.budget import format_bytes
+from memfit.system.shipped import shipped_functions
 
 EXAMPLES = """
 Examples:
@@ -112,15 +113,13 @@ def pack(
         if parallel_safe is None:
             blocks = read_trace(file, ends=ends, alignment_bytes=align)
             if isinstance(chosen, SEARCHING):
-                work.stage("compiling the packers, once on this machine")
-                compile_packers()
+                _compile(work)
             layout, seconds = _packed(blocks, chosen, limit, seed, work)
             extra: dict[str, Any] = {}
         else:
             device = msgspec.structs.replace(GENERIC, alignment_bytes=align)
             graph = Graph.load(file)
-            work.stage("compiling the packers, once on this machine")
-            compile_packers()
+            _compile(work)
             blocks, layout, seconds, extra = _packed_in_parallel(graph, parallel_safe, device, limit, seed, work)
         if output is not None:
             write_offsets(output, blocks, layout)
@@ -128,6 +127,12 @@ def pack(
             draw = write_layout_png if picture.suffix.lower() in _PNG else write_layout_html
             draw(blocks, layout, picture, name=file.name)
     return deliver(_answer(file, blocks, layout, seconds, extra, timeline, work.exit_status), as_json=as_json)
+
+
+def _compile(work: Work) -> None:
+    if not shipped_functions():  # else the machine code is there
+        work.stage("compiling the packers, once on this machine")
+        compile_packers()
 
 
 def _packed(blocks: Blocks, packer: Packer, limit: float, seed: int, work: Work) -> tuple[Layout, float]:

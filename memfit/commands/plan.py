@@ -138,6 +138,7 @@ def _answer(
         "planner": plan.planner,
         "status": plan.status,
         "plan_seconds": plan.plan_seconds,
+        "age_seconds": plan.age_seconds,
         "predicted": {
             "peak_bytes": plan.predicted.peak_bytes,
             **({"reserved_bytes": taken.reserved_bytes} if taken else {}),

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from memfit.binding import Call, Value, map_values
-from memfit.cost.load import BUSY
 from memfit.graph import Bytes, Seconds
 from memfit.system.cache import environment_path, keep, read_kept
+from memfit.system.load import BUSY
 
 FORMAT = "memfit-costs"
 VERSION = 2  # 1 counted the bytes that were asked for, 2 counts what the allocator takes

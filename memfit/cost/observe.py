@@ -14,7 +14,6 @@ import torch
 from memfit.binding import Binding
 from memfit.cost.environment import environment, free_bytes
 from memfit.cost.in_place_trials import RUNS, forms_to_try, gives_same_bits
-from memfit.cost.load import Load
 from memfit.cost.observations import PRIVATE, Observation, Observations, RealResult, call_key
 from memfit.cost.op_inputs import InputMaker
 from memfit.cost.result_check import differs
@@ -22,6 +21,7 @@ from memfit.cost.samples import Samples, work_of
 from memfit.cost.single_op import Clock, Measurer, undisturbed
 from memfit.errors import WrongFakesError
 from memfit.graph import Graph
+from memfit.system.load import Load
 
 _log = logging.getLogger(__name__)
 

@@ -16,14 +16,16 @@ from memfit.checkpointing.handle import Checkpointed
 from memfit.checkpointing.loop import Loop, loops_of
 from memfit.checkpointing.reporting import Report
 from memfit.checkpointing.windows import History
+from memfit.cost.calibration import memory_bytes
 from memfit.doors.checkpoint import checkpoint
 from memfit.eager_mode.eager import Eager, eager
 from memfit.eager_mode.eager import Report as EagerReport
 from memfit.errors import InvalidOptionError, MemfitError, UnsupportedStepError
-from memfit.memory.contract import FIRM
+from memfit.memory.contract import FIRM, Contract, Usage, Warnings, WindowKind
 from memfit.report.run_page import HeldShown
 from memfit.system.alive import alive_objects
-from memfit.system.recorder import allocated_bytes
+from memfit.system.budget import on_card
+from memfit.system.recorder import allocated_bytes, watch
 from memfit.torch_private.autograd import has_modes
 from memfit.torch_private.modules import before_calls, own_call, uncompiled
 
@@ -97,7 +99,7 @@ class Running:
     A model is the outermost module that is called with gradients and has parameters that need some. It is held by
     `memfit.checkpoint`, from within this first call. What checkpoints cannot hold as a whole is held in eager mode,
     which is then on for all that comes: a model without blocks, one in eval mode, one of several modules that one
-    optimizer updates together.
+    optimizer updates together. Calls without gradients before that are measured, and told where they take more.
 
     Args:
         budget: as text or in bytes.
@@ -121,6 +123,8 @@ class Running:
     _steered: list[_Steered] = field(default_factory=list[_Steered], init=False)
     _eager: _InEagerMode | None = field(default=None, init=False)
     _hooks: list[Any] = field(default_factory=list[Any], init=False)
+    _warnings: Warnings = field(default_factory=Warnings, init=False)
+    _is_evaluating: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if self.door not in DOORS:
@@ -131,6 +135,7 @@ class Running:
         if torch.cuda.device_count() == 0:
             allocated_bytes("cpu")  # what comes from here on
         self._hooks += before_calls(self._is_trained, self._hold)
+        self._hooks += before_calls(self._is_evaluated_before, self._measure)
         self._hooks.append(register_optimizer_step_pre_hook(self._require_seen))
 
     def _is_trained(self, module: torch.nn.Module) -> bool:
@@ -140,6 +145,36 @@ class Running:
         if torch.jit.is_tracing() or has_modes():
             return False
         return any(each.requires_grad and each.device.type != "meta" for each in module.parameters())
+
+    def _is_evaluated_before(self, module: torch.nn.Module) -> bool:
+        """Return whether a call without gradients begins before anything was trained, of which a loop is told then."""
+        if torch.is_grad_enabled() or self._is_evaluating or self._steered or self._eager is not None:
+            return False
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or has_modes():
+            return False
+        return any(each.device.type != "meta" for each in module.parameters())
+
+    def _measure(self, module: torch.nn.Module, _args: Any, _kwargs: Any) -> None:
+        """Say once the call has returned if it has taken more than the budget: nothing could be planned there."""
+        device = next(each.device for each in module.parameters())
+        contract = Contract(on_card(self.budget, lambda: memory_bytes(device)))
+        if not contract.is_resolved:  # a share of a peak that is not known yet
+            return
+        self._is_evaluating = True
+        before_bytes, watched = allocated_bytes(device), watch(device)
+        seen = watched.__enter__()
+
+        def returned(*_call: Any) -> None:
+            handle.remove()
+            self._is_evaluating = False
+            watched.__exit__(None, None, None)
+            taken = Usage(
+                taken_bytes=before_bytes + seen.peak_bytes, live_bytes=seen.peak_bytes, kind=WindowKind.EVALUATION
+            )
+            if taken.taken_bytes > contract.budget_bytes:
+                self._warnings.warn(f"{type(module).__name__}: {contract.over_text(taken)}", "evaluation", most=1)
+
+        handle = module.register_forward_hook(returned, always_call=True)
 
     def _hold(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self._roots.add(module)

@@ -124,9 +124,9 @@ class Eager(Uncopied):
         self._freezes = gc.get_freeze_count() == 0
         if self._freezes:  # or what is remembered of calls would have all older objects looked through again and again
             gc.freeze()
-        self._window = record(self.device)
-        self._usage = self._window.__enter__()
+        self._above_bytes, self._most_bytes = 0, 0
         self._before_bytes = before_bytes
+        self._record()
         needs = Needs(self.device)
         live_bytes = partial(_live, self.device, offset_bytes)
         model_bytes = partial(_model_bytes, self._model)
@@ -141,6 +141,17 @@ class Eager(Uncopied):
         else:
             self._limit = CpuLimit(contents.budget_bytes - offset_bytes, contents.make_room_within)
             self._limit.__enter__()
+
+    def _record(self) -> None:
+        self._window = record(self.device)
+        self._usage = self._window.__enter__()
+
+    def _end_record(self) -> None:
+        """Add what the record that is open has seen; both counts are above what was there before the block."""
+        assert self._usage is not None
+        self._window.__exit__()
+        self._most_bytes = max(self._most_bytes, self._above_bytes + self._usage.peak_bytes)
+        self._above_bytes += self._usage.end_bytes - self._usage.start_bytes
 
     def __exit__(self, *raised: Any) -> None:
         assert self._mode is not None
@@ -159,24 +170,31 @@ class Eager(Uncopied):
         self._turn.close()
         if self._freezes:
             gc.unfreeze()
-        self._window.__exit__(*raised)
+        self._end_record()
         refusal = self._mode.contents.refusal
-        self._ended, self._mode = self.report(), None  # what autograd still holds has the mode that it needs
+        self._ended, self._mode = self._report(), None  # what autograd still holds has the mode that it needs
         if refusal is not None and isinstance(raised[1], torch.OutOfMemoryError):
             raise refusal from None
 
     def report(self) -> Report:
-        """Return what was done so far; the peak is known at the end of the block."""
+        """Return what was done so far. In another thread than the block's, the peak is that of the last report."""
         if self._ended is not None:
             return self._ended
         if self._mode is None or self._usage is None:
             raise InvalidOptionError("nothing has run yet; enter the block first")
+        if threading.current_thread() is self._thread:  # whose bytes are counted
+            self._end_record()
+            self._record()
+        return self._report()
+
+    def _report(self) -> Report:
+        assert self._mode is not None
         contents, needs, passes = self._mode.contents, self._mode.needs, self._mode.passes
         releasing = contents.releasing
         ran = passes.with_present() if self._mode.is_in_pass else passes.ran
         return Report(
             budget_bytes=self.budget_bytes,
-            peak_bytes=self._before_bytes + self._usage.peak_bytes,
+            peak_bytes=self._before_bytes + self._most_bytes,
             passes=sum(each.passes for each in ran.values()),
             calls=contents.calls,
             let_go=releasing.freed,

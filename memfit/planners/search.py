@@ -35,6 +35,7 @@ from memfit.planners.engine.retention.instance import Instance, build_instance
 from memfit.planners.engine.starts.starting_points import MILD, NARROW, WIDE, Start, starting_points
 from memfit.planners.protocols import SearchOptions
 from memfit.schedule import Schedule
+from memfit.system.shipped import shipped_functions
 
 _REPORT_SECONDS = 0.05  # between two reports of progress while a wave runs
 _BOUNDING = 0.15  # share of the time, at most, for the bound by minimum cuts
@@ -152,9 +153,10 @@ class _Known:
 
 def _compile(problem: Problem, instance: Instance) -> None:
     """Compile the search, once on a machine."""
-    compiling = "compiling the search, once on a machine"
-    problem.progress(Progress(elapsed_seconds=0.0, best_overhead=None, best_peak_bytes=None, message=compiling))
-    warm_up(instance, keep_everything(instance))
+    if not shipped_functions():
+        compiling = "compiling the search, once on a machine"
+        problem.progress(Progress(elapsed_seconds=0.0, best_overhead=None, best_peak_bytes=None, message=compiling))
+        warm_up(instance, keep_everything(instance))
 
 
 def _promise(problem: Problem, ending: Ending) -> tuple[int, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from memfit.graph import Graph
 from memfit.system.lines import printable
 
+_AGES = ((86_400, "day"), (3_600, "hour"), (60, "minute"))
 _SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
@@ -23,6 +24,18 @@ def seconds_text(seconds: float | None) -> str:
     number = size / scale
     digits = 3 if unit == "s" and number < 100 else 2 if number < 9.995 else 1 if number < 99.95 else 0
     return f"{sign}{number:.{digits}f} {unit}"
+
+
+def age_text(seconds: float | None) -> str:
+    """Return that a plan was kept so long ago, to follow how it was made; empty of one that was made now.
+
+    >>> age_text(7_300), age_text(59), age_text(200_000), age_text(None)
+    (', kept 2 hours ago', ', kept a moment ago', ', kept 2 days ago', '')
+    """
+    if seconds is None:
+        return ""
+    size, unit = next((pair for pair in _AGES if seconds >= pair[0]), (0, ""))
+    return f", kept {count_text(int(seconds // size), unit)} ago" if size else ", kept a moment ago"
 
 
 def change_text(ratio: float | None) -> str:

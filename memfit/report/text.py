@@ -8,7 +8,7 @@ from memfit.errors import InvalidOptionError
 from memfit.plan import Plan
 from memfit.report.curve import Curve, CurvePoint
 from memfit.report.explanation import Explanation, explained
-from memfit.report.formatting import change_text, count_text, module_text, seconds_text, status_text
+from memfit.report.formatting import age_text, change_text, count_text, module_text, seconds_text, status_text
 from memfit.report.least_budget import LeastBudget
 from memfit.report.live import Run, play
 from memfit.report.more_memory import MoreMemory
@@ -103,7 +103,7 @@ def _key_figures(plan: Plan) -> list[str]:
     lines.append(f"  limits: {reached}no plan at all below {format_bytes(bound)}")
     if least := least_overhead(plan):
         lines.append(f"  no plan within this budget adds less than {least}")
-    how = f"planner {printable(plan.planner)} in {seconds_text(plan.plan_seconds)}"
+    how = f"planner {printable(plan.planner)} in {seconds_text(plan.plan_seconds)}{age_text(plan.age_seconds)}"
     lines.append(f"  {how}: {status_meaning(plan)}")
     unknown = sum(op.workspace_bytes is None for op in graph.ops)
     if unknown:

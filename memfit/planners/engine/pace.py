@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Callable
 
 from memfit.plan import Problem
 
 _FINISHING = 1.5  # times the check and simulation of the unplanned step: the plan's own, at the end, take longer
 _LEAST_SEARCHING = 0.5  # of the time limit is left to the search, however long its end takes
+
+
+def processor_clock(threads: int) -> Callable[[], float]:
+    """Return a clock for a search of this thread that other processes take nothing of.
+
+    It counts the time in which processors worked for this thread, or for the process by the search's threads: the
+    longer one.
+
+    Args:
+        threads: that search at a time, 1 or more.
+    """
+    own = time.pthread_getcpuclockid(threading.get_ident())
+    return lambda: max(time.clock_gettime(own), time.process_time() / threads)
 
 
 class Pace:
