@@ -28,6 +28,7 @@ from memfit.planning import Settings
 from memfit.simulate.overlap import Transfers
 from memfit.step.cuda_graph import StepGraphs, require_capturable
 from memfit.step.distributed.ranks import ranks_of
+from memfit.step.host_states import settle
 from memfit.step.measure import measure_step, resident_bytes
 from memfit.step.measured import Measured
 from memfit.step.programs import Programs
@@ -198,6 +199,7 @@ class PlannedStep(Uncopied):
             if self.step.across is None:  # ranks correct a plan together, and this one's stream is its own
                 self._proof.leave_stranded(variant)
         variants.latest, program = variant, variant.program
+        settle(self.step.optimizer, program.kept, self.device, self.settings.host_dir)
         self._memory.expect(variant.key, program)
         key, run = self._memory.key(variant.key), partial(self._run, variant, batch)
         if self._graphs is not None and self._graphs.prepare(key, program, batch, run, is_proved=key in variant.proved):
