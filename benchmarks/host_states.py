@@ -28,7 +28,7 @@ from memfit.step.step import PlannedStep
 from memfit.workloads import build
 
 HOST_BYTES = 4 << 30
-SEARCH: dict[str, Any] = {"time_limit_seconds": 3.0}
+SEARCH: dict[str, Any] = {"time_limit_seconds": 2.0}
 SLACK = 1.01  # over the least that a search has reached, which a later one may miss
 WAYS: dict[str, dict[str, Any]] = {
     "device": {},
@@ -37,9 +37,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "parts": {"host_budget_bytes": HOST_BYTES},
 }
 STEPS: dict[str, dict[str, Any]] = {
-    "gpt2": {"layers": 6, "width": 384, "tokens": 128, "batch": 2, "vocabulary": 4096, "dropout": 0.0},
-    "resnet50": {"batch": 2, "size": 64},
-    "encoder": {},
+    "gpt2": {"layers": 4, "width": 384, "tokens": 128, "batch": 2, "vocabulary": 4096, "dropout": 0.0},
+    "encoder": {"layers": 4, "tokens": 64, "batch": 4},
 }
 
 

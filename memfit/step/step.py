@@ -168,6 +168,11 @@ class PlannedStep(Uncopied):
         return self._proof.budget_bytes
 
     @property
+    def predicted_bytes(self) -> int:
+        """The bytes that a step on the first batch is predicted to take, as its plan is placed."""
+        return self._programs.first.peak_bytes
+
+    @property
     def taken_bytes(self) -> int:
         """The bytes that the latest call that was measured took of the device; 0 before."""
         return self._proof.taken_bytes
