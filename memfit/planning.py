@@ -28,7 +28,7 @@ from memfit.planners.engine.results import unplanned_peak_bytes
 from memfit.planners.engine.retention.decisions import Retention
 from memfit.planners.protocols import Planner, SearchOptions
 from memfit.progress import SEARCHING, tell_search, tell_stage
-from memfit.system.budget import format_bytes, on_card, parse_budget
+from memfit.system.budget import Card, format_bytes, on_card, parse_budget
 from memfit.system.spill_file import require_host_budget
 
 DEFAULT_PLANNER = "auto"
@@ -117,16 +117,16 @@ class Settings:
         """Whether the budget can be read before the unplanned peak is known."""
         return not str(self.budget).strip().endswith("%")
 
-    def on_card(self, memory_bytes: Callable[[], int | None]) -> Settings:
+    def on_card(self, card: Callable[[], Card]) -> Settings:
         """Return the same settings with a budget such as `90% of the card` in bytes.
 
         Args:
-            memory_bytes: returns the size of the device's memory, None if it is unknown.
+            card: returns the device's memory.
 
         Raises:
             InvalidBudgetError: see `memfit.system.budget.on_card`.
         """
-        return replace(self, budget=on_card(self.budget, memory_bytes))
+        return replace(self, budget=on_card(self.budget, card))
 
     def within(self, budget_bytes: int) -> Settings:
         """Return the same settings with another budget."""

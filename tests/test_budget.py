@@ -13,7 +13,7 @@ from memfit.cost.calibration import memory_bytes
 from memfit.cost.device_profiles import load_device
 from memfit.dynamo.settings import read_options
 from memfit.errors import InvalidBudgetError
-from memfit.system.budget import format_bytes, is_of_card, on_card, parse_budget, parse_host_budget
+from memfit.system.budget import Card, format_bytes, is_of_card, on_card, parse_budget, parse_host_budget
 
 
 @pytest.mark.parametrize(
@@ -89,15 +89,15 @@ def test_formatted_bytes_read_back_close(size_bytes: int) -> None:
 
 
 def test_a_share_of_the_card_is_read_where_the_device_is_known() -> None:
-    assert on_card(" 12.5 % of  the Card", lambda: 1001) == 125
+    assert on_card(" 12.5 % of  the Card", lambda: Card(1001)) == 125
     assert on_card("6GiB", lambda: 1 // 0) == "6GiB"
     assert on_card("60%", lambda: 1 // 0) == "60%"
     assert not is_of_card("60%")
     for text in ("0% of the card", "101% of the card"):
         with pytest.raises(InvalidBudgetError, match="expected more than 0% and at most 100% of the card"):
-            on_card(text, lambda: 1000)
+            on_card(text, lambda: Card(1000))
     with pytest.raises(InvalidBudgetError, match="no memory_bytes"):
-        on_card("90% of the card", lambda: None)
+        on_card("90% of the card", lambda: Card(None))
     with pytest.raises(InvalidBudgetError, match="no device is known here"):
         parse_budget("90% of the card", 1000)
     with pytest.raises(InvalidBudgetError, match="is a share"):

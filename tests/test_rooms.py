@@ -96,9 +96,10 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("step",),
         ("base", "programs"),
         ("proof",),
+        ("state_forms",),
         ("chunked", "cuda_graph", "distributed", "freed_run", "near_sizes", "variants"),
         ("behind", "step_program"),
-        ("measure", "prepare"),
+        ("host_states", "measure", "prepare", "update_parts"),
         ("verify",),
         (
             "agreement",
@@ -152,7 +153,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("optimizers", "outside", "window"),
     ),
     "doors": (("compile", "function", "run"), ("checkpoint", "fit"), ("step",)),
-    "memory": (("bits", "contract", "fit_by", "place"),),  # the files above `capture` stand in ORDER
+    "memory": (("kept_on_host",), ("bits", "contract", "fit_by", "place")),  # the files above `capture` stand in ORDER
     "checkpointing": (
         ("step",),
         ("handle",),
@@ -214,6 +215,7 @@ TORCH_ROOMS = {
 }
 TORCH_FILES = {
     "memory/bits.py",
+    "memory/kept_on_host.py",
     "memory/place.py",
     "system/cpu_limit.py",
     "system/instruments.py",

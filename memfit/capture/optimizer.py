@@ -21,6 +21,7 @@ from memfit.capture.training_step import TrainingStep
 from memfit.cost.environment import free_bytes
 from memfit.cost.single_op import undisturbed
 from memfit.errors import UnsupportedStepError
+from memfit.memory.kept_on_host import is_kept_on_host, on_device
 from memfit.torch_private.absent import real_form
 from memfit.torch_private.autograd import TorchDispatchMode
 from memfit.torch_private.modules import bare_step
@@ -319,12 +320,18 @@ def trial_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Par
         copies[parameter] = made = torch.nn.Parameter(real_form(local(parameter).detach()).clone())
         made.grad = torch.full_like(made, _GRADIENT)
         if parameter in optimizer.state:
-            trial.state[made] = {name: copy.deepcopy(local(held)) for name, held in optimizer.state[parameter].items()}
+            trial.state[made] = {name: _copied(held, made) for name, held in optimizer.state[parameter].items()}
     groups = [
         {**group, "params": [copies[p] for p in group["params"] if p in copies]} for group in optimizer.param_groups
     ]
     trial.param_groups = [group for group in groups if group["params"]]
     return trial
+
+
+def _copied(held: Any, made: torch.Tensor) -> Any:
+    if isinstance(held, torch.Tensor) and is_kept_on_host(held):
+        return on_device(held, made.device)
+    return copy.deepcopy(local(held))
 
 
 def _tried_state(
@@ -346,6 +353,8 @@ def _fake_state(state: Mapping[str, Any], mode: FakeTensorMode, fake: torch.Tens
             return value
         if is_sharded(value):
             return torch.empty_like(fake, dtype=value.dtype)
+        if is_kept_on_host(value):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=fake.device)
         if _is_count(value):
             with real_tensors():
                 number = value.tolist()

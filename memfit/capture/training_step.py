@@ -13,6 +13,7 @@ import torch
 from memfit.capture.across import Across
 from memfit.chunked_loss.heads import ChunkedHead
 from memfit.errors import InvalidOptionError
+from memfit.memory.kept_on_host import on_its_device
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 
@@ -96,15 +97,16 @@ class TrainingStep:
             batch: nested like the step's own.
             model: called in place of the step's own: a compiled form of it.
         """
-        if self.across is not None:
-            self.across.share_buffers(self.model)
-        loss = self.compute_loss(self.model if model is None else model, batch)
-        self.scaled(loss).backward()
-        if self.across is not None:
-            self.across.average(dict(self.model.named_parameters()))
-        if self.optimizer is not None:
-            self.update()
-            self.optimizer.zero_grad(set_to_none=True)
+        with on_its_device(self.optimizer):
+            if self.across is not None:
+                self.across.share_buffers(self.model)
+            loss = self.compute_loss(self.model if model is None else model, batch)
+            self.scaled(loss).backward()
+            if self.across is not None:
+                self.across.average(dict(self.model.named_parameters()))
+            if self.optimizer is not None:
+                self.update()
+                self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:

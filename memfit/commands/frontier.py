@@ -19,13 +19,13 @@ from memfit.commands.batch_trial import Trial
 from memfit.commands.ranks import Ranks, There, clusters_from, on_ranks
 from memfit.commands.targets import require_step, resolve
 from memfit.commands.work import Work, working
-from memfit.cost.device_profiles import load_device
+from memfit.cost.device_profiles import card_of_profile, load_device
 from memfit.errors import InfeasibleBudgetError, InvalidBudgetError, InvalidOptionError, TimeLimitError
 from memfit.options import Cluster, RanksOptions
 from memfit.planning import Settings
 from memfit.report.frontier_page import FrontierRow, write_frontier_page
 from memfit.report.ranks import COLUMNS
-from memfit.system.budget import format_bytes, parse_budget
+from memfit.system.budget import Card, format_bytes, parse_budget
 
 if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
@@ -210,7 +210,7 @@ def _written(report: Path | None) -> tuple[RenderableType, ...]:
 
 
 def _in_bytes(settings: Settings, device_profile: str | None) -> Settings:
-    settings = settings.on_card(lambda: _memory_bytes(device_profile))
+    settings = settings.on_card(lambda: _card(device_profile))
     if not settings.is_in_bytes:
         raise InvalidBudgetError(
             f"budget {settings.budget!r} is a share of a peak that grows with the batch; give bytes, such as 6GiB"
@@ -218,12 +218,12 @@ def _in_bytes(settings: Settings, device_profile: str | None) -> Settings:
     return settings.within(parse_budget(settings.budget, 1))
 
 
-def _memory_bytes(device_profile: str | None) -> int | None:
+def _card(device_profile: str | None) -> Card:
     if device_profile is not None:
-        return load_device(device_profile).memory_bytes
-    from memfit.cost.calibration import memory_bytes  # torch
+        return card_of_profile(load_device(device_profile))
+    from memfit.cost.calibration import card_of  # torch
 
-    return memory_bytes()
+    return card_of()
 
 
 def _values(name: str, text: str) -> list[str]:

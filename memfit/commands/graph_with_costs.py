@@ -7,10 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from memfit.commands.work import Work
+from memfit.cost.device_profiles import card_of_profile
 from memfit.device import GENERIC, Device
 from memfit.graph import Graph
 from memfit.plan import Plan
 from memfit.planning import Settings, make_plan
+from memfit.system.budget import Card
 
 if TYPE_CHECKING:
     from memfit.capture.across import Across
@@ -57,13 +59,20 @@ class Costed(NamedTuple):
         Args:
             settings: the budget, and how a plan is searched.
         """
-        settings = settings.on_card(lambda: self.device.memory_bytes)
+        settings = settings.on_card(self._card)
         if self.step is None or self.captured is None or not self.captured.checkpoints:
             return settings
         from memfit.step.eager_peak import with_eager_peak
 
         is_here = bool(self.captured.observed)
         return with_eager_peak(settings, self.step, self.captured, self.device, is_here=is_here)
+
+    def _card(self) -> Card:
+        if self.captured is None or not self.captured.observed:
+            return card_of_profile(self.device)
+        from memfit.cost.calibration import card_of
+
+        return card_of(self.captured.binding.device)
 
 
 def graph_with_costs(

@@ -12,10 +12,11 @@ from pathlib import Path
 import msgspec
 import torch
 
-from memfit.cost.environment import environment, find_device, hardware_name
+from memfit.cost.environment import bytes_beside, environment, find_device, hardware_name
 from memfit.cost.link import link_rates, with_link
 from memfit.device import Device
 from memfit.errors import HostMemoryError
+from memfit.system.budget import Card
 from memfit.system.cache import environment_path, keep, read_kept
 from memfit.system.recorder import CPU_ALIGNMENT_BYTES, CUDA_ALIGNMENT_BYTES
 
@@ -112,6 +113,13 @@ def memory_bytes(device: torch.device | str | None = None) -> int:
     """
     presumed = "cuda" if torch.cuda.device_count() else "cpu"
     return _memory_bytes(find_device(presumed if device is None else device))
+
+
+def card_of(device: torch.device | str | None = None) -> Card:
+    """Return the memory of a device, with what is taken of it beside torch's allocator; the argument as above."""
+    presumed = "cuda" if torch.cuda.device_count() else "cpu"
+    found = find_device(presumed if device is None else device)
+    return Card(_memory_bytes(found), bytes_beside(found))
 
 
 def linked_device(device: torch.device | str, host_budget_bytes: int, directory: Path | None = None) -> Device:

@@ -12,9 +12,11 @@ from pathlib import Path
 
 from memfit.device import Device
 from memfit.errors import InvalidDeviceError
+from memfit.system.budget import Card
 from memfit.system.files import decode, read_bytes
 
 _ALIGNMENT_BYTES = 512  # c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize
+_CONTEXT_BYTES = 800 << 20  # assumed: a context with a step's kernels takes 0.5 to 0.8 GiB (docs/measuring.md)
 _LAUNCH_SECONDS = 5e-6  # assumed: a launch by the driver takes 2 to 3 us, eager's dispatch about as long
 _LANES = 16
 _TERA, _GIGA, _MEBI = 1e12, 1e9, 1 << 20
@@ -110,6 +112,12 @@ def load_device(name_or_path: str | os.PathLike[str]) -> Device:
     raise InvalidDeviceError(
         f"no device profile is called {text!r}; there are {', '.join(DEVICES)}, or give a profile's file{hint}"
     )
+
+
+def card_of_profile(device: Device) -> Card:
+    """Return the memory of a device that is not here, of whose context only the size is assumed."""
+    is_gpu = device.alignment_bytes == _ALIGNMENT_BYTES
+    return Card(device.memory_bytes, _CONTEXT_BYTES if is_gpu and device.memory_bytes is not None else 0)
 
 
 def _plain(name: str) -> str:

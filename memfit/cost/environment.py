@@ -68,6 +68,18 @@ def free_bytes(device: torch.device) -> int | None:
     return max(0, min(free, int(limit.read_text()) - used))
 
 
+def bytes_beside(device: torch.device) -> int:
+    """Return the bytes of a GPU that are taken, and not by torch's allocator in this process; 0 for a CPU.
+
+    These are CUDA's context with the kernels loaded so far, what libraries and communicators have allocated by
+    themselves, and other processes.
+    """
+    if device.type != "cuda":
+        return 0
+    free, whole = torch.cuda.mem_get_info(device)
+    return max(0, whole - free - torch.cuda.memory_reserved(device))
+
+
 def _field_bytes(path: Path, name: str) -> int:
     """Return the number that stands beside `name` in a file of /proc or of a cgroup."""
     fields = (line.split() for line in path.read_text().splitlines())

@@ -14,9 +14,10 @@ from memfit.checkpointing.handle import Checkpointed
 from memfit.checkpointing.loop import Loop
 from memfit.checkpointing.policy import read_policy
 from memfit.chunked_loss.heads import ChunkedHead
-from memfit.cost.calibration import memory_bytes
+from memfit.cost.calibration import card_of
 from memfit.errors import InvalidDeviceError, InvalidOptionError, UnsupportedStepError
 from memfit.memory.contract import FIRM, SOFT, Contract
+from memfit.memory.hard_cap import tell_of_card
 from memfit.step.hooks import Hook
 from memfit.system.budget import on_card, parse_host_budget
 from memfit.system.recorder import page_bytes
@@ -83,8 +84,10 @@ def checkpoint(
         raise InvalidOptionError(f"budget_is={budget_is!r}: expected {FIRM!r} or {SOFT!r}")
     device = _device_of(model)
     is_firm = budget_is == FIRM
-    budget = None if budget is None else on_card(budget, lambda: memory_bytes(device))
+    budget = None if budget is None else on_card(budget, lambda: card_of(device))
     contract = None if budget is None else Contract(budget, page_bytes=page_bytes(device), is_firm=is_firm)
+    if contract is not None and not contract.is_share:
+        tell_of_card(device, contract.budget_bytes, "memfit.checkpoint")
     given = None if policy is None else read_policy(policy)
     head = ChunkedHead(uncompiled(model), chunk_loss) if chunk_loss else None
     if head is not None and is_compiled(model):

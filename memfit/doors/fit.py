@@ -13,7 +13,7 @@ from memfit.capture.fully_sharded import across_ranks
 from memfit.capture.placement import step_device
 from memfit.capture.step_check import check_step
 from memfit.checkpointing.step import CheckpointedStep
-from memfit.cost.calibration import memory_bytes
+from memfit.cost.calibration import card_of
 from memfit.doors.step import fit_step
 from memfit.dynamo.inductor_step import InductorStep, refuse_with_inductor
 from memfit.dynamo.settings import INDUCTOR, read_kernels
@@ -114,7 +114,7 @@ def fit(
         chunk_loss=chunk_loss,
     )
     check_step(step, "memfit.fit")
-    settings = settings.on_card(lambda: memory_bytes(step_device(step.model, step.batch)))
+    settings = settings.on_card(lambda: card_of(step_device(step.model, step.batch)))
     if read_kernels(kernels, settings) == INDUCTOR:
         refuse_with_inductor(
             settings, plan=plan, verify=verify, process_group=across is not None, chunk_loss=bool(chunk_loss)

@@ -11,8 +11,9 @@ from memfit.capture.across import BY_CHECKPOINT
 from memfit.capture.placement import step_device
 from memfit.checkpointing.step import CheckpointedStep
 from memfit.compile_ahead import compile_simulator
-from memfit.cost.calibration import memory_bytes
+from memfit.cost.calibration import card_of
 from memfit.errors import CaptureError, GraphBreakError, MemfitError, NoGraphError, UnsupportedStepError
+from memfit.memory.hard_cap import tell_of_card
 from memfit.plan import Plan
 from memfit.planning import Settings
 from memfit.step.step import PlannedStep
@@ -34,7 +35,7 @@ def fit_step(
     Raises:
         MemfitError: as `fit`.
     """
-    settings = settings.on_card(lambda: memory_bytes(step_device(step.model, step.batch)))
+    settings = settings.on_card(lambda: card_of(step_device(step.model, step.batch)))
     given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
     if step_device(step.model, step.batch).type == "cpu" and LIBRARY.build_beside():  # by another program, meanwhile
         settings.on_stage("compiling what counts memory, once for this machine")
@@ -54,6 +55,8 @@ def fit_step(
     if settings.hard and isinstance(planned, PlannedStep):
         settings.on_stage("running steps until two in a row keep the budget")
         planned.prove()
+    if isinstance(planned, PlannedStep):
+        tell_of_card(planned.device, planned.predicted_bytes, "memfit.fit")
     empty_cache(planned.device)  # of what capture and measuring left: it would count as taken by the first step
     return planned
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from memfit.cost.calibration import memory_bytes
+from memfit.cost.calibration import card_of
 from memfit.errors import InvalidOptionError
 from memfit.graph import Graph
+from memfit.memory.hard_cap import tell_of_card
 from memfit.options import CompileOptions, require_options, settings_from
 from memfit.papers.planners.mirror import read_mirrors
 from memfit.planners.none import KeepEverything
@@ -59,13 +60,15 @@ def read_options(
     require_options(given, CompileOptions, where)
     if "budget" not in options:
         raise InvalidOptionError(f'{where} needs a budget: options={{"budget": "6GiB"}}')
-    budget = on_card(options["budget"], lambda: memory_bytes(device))
+    budget = on_card(options["budget"], lambda: card_of(device))
     if isinstance(budget, str) and budget.strip().endswith("%"):
         raise InvalidOptionError(
             f"budget {budget!r}: a share of the unplanned peak is not known before loss and optimizer are; give "
             "bytes, or use memfit.fit"
         )
     settings = settings_from(parse_budget(budget, 0), given)
+    if device is not None:
+        tell_of_card(device, parse_budget(budget, 0), where)
     reserve = options.get("reserve")
     return GraphSettings(
         settings=settings,

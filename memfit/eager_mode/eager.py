@@ -17,12 +17,13 @@ from memfit.capture.across import BY_CHECKPOINT
 from memfit.capture.placement import step_device
 from memfit.capture.under_modes import gradients_that_differ
 from memfit.chunked_loss.heads import ChunkedHead
-from memfit.cost.calibration import memory_bytes
+from memfit.cost.calibration import card_of
 from memfit.eager_mode.contents import Contents
 from memfit.eager_mode.mode import BudgetMode
 from memfit.eager_mode.needs import Needs
 from memfit.eager_mode.passes import Ran, Way
 from memfit.errors import InvalidBudgetError, InvalidOptionError, UnsupportedStepError
+from memfit.memory.hard_cap import tell_of_card
 from memfit.memory.host.room import Host
 from memfit.memory.uncounted import Uncounted
 from memfit.step.hooks import Hook
@@ -262,7 +263,9 @@ def eager(
         raise InvalidBudgetError(
             f"budget {budget!r} is a percentage, and nothing is known of the steps yet: give bytes"
         )
-    budget = on_card(budget, lambda: memory_bytes(step_device(model, ())))
+    device = step_device(model, ())
+    budget = on_card(budget, lambda: card_of(device))
+    tell_of_card(device, parse_budget(budget, 0), "memfit.eager")
     host_budget_bytes, directory = parse_host_budget(host_budget), parse_host_dir(host_dir)
     require_host_budget(directory, host_budget_bytes)
     _refuse_divided(model)

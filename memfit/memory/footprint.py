@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from memfit.memory.kept_on_host import is_kept_on_host
 from memfit.system.recorder import taken_bytes
 from memfit.torch_private.sharding import local
 
@@ -14,7 +15,8 @@ from memfit.torch_private.sharding import local
 def footprint(tensors: Iterable[Any], device: torch.device) -> dict[int, int]:
     """Return the storages that tensors have on a device, each once: address -> bytes that it takes.
 
-    Of a sharded tensor this rank's part counts. What is no tensor, or is one without a storage, is left out.
+    Of a sharded tensor this rank's part counts. What is no tensor, or is one without a storage, is left out, and so is
+    state that is kept on the host.
 
     Args:
         tensors: those on other devices do not count.
@@ -23,6 +25,8 @@ def footprint(tensors: Iterable[Any], device: torch.device) -> dict[int, int]:
     found: dict[int, int] = {}
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor) or tensor.device.type != device.type:
+            continue
+        if is_kept_on_host(tensor):
             continue
         try:
             storage = local(tensor).untyped_storage()

@@ -1,16 +1,21 @@
-"""A cap on what a process may take of a GPU while a step runs: an allocation beyond the budget fails, whoever asks."""
+"""A GPU's own limit: whether a budget fits beside what is on the card, and a cap on the process while a step runs."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from memfit.cost.calibration import memory_bytes
+from memfit.cost.environment import bytes_beside
 from memfit.errors import InvalidOptionError
 from memfit.planning import Settings
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import allocated_bytes
+
+_log = logging.getLogger("memfit")
 
 
 def require_cap(settings: Settings, device: torch.device) -> None:
@@ -28,6 +33,29 @@ def require_cap(settings: Settings, device: torch.device) -> None:
             f"hard=True caps what a process takes of a GPU, and the step runs on {device}; leave it out: each step on "
             "a CPU is measured"
         )
+
+
+def tell_of_card(device: torch.device, needed_bytes: int, door: str) -> None:
+    """Warn of a step that does not fit beside what is on the card already: before it runs.
+
+    Args:
+        device: that the step runs on; nothing is said of a CPU.
+        needed_bytes: what the step may take, residents included.
+        door: begins the message.
+    """
+    beside_bytes = bytes_beside(device)
+    left_bytes = memory_bytes(device) - beside_bytes
+    if device.type != "cuda" or needed_bytes <= left_bytes:
+        return
+    _log.warning(
+        "memfit: %s: steps may take %s, and %s of the card's %s are taken beside them (CUDA's context, communicators, "
+        "other processes), so that an allocation may fail; give a budget of at most %s, or '95%% of the card'",
+        door,
+        format_bytes(needed_bytes),
+        format_bytes(beside_bytes),
+        format_bytes(memory_bytes(device)),
+        format_bytes(max(0, left_bytes)),
+    )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from memfit.memory.footprint import footprint
+from memfit.memory.kept_on_host import is_kept_on_host
 from memfit.memory.snapshot import is_undone
 from memfit.system.alive import alive_objects
 from memfit.system.budget import format_bytes
@@ -45,7 +46,7 @@ class Uncounted:
                 self._look_at(thing, device)
 
     def _look_at(self, tensor: torch.Tensor, device: torch.device) -> None:
-        if tensor.device != device or tensor.layout is not torch.strided:
+        if tensor.device != device or tensor.layout is not torch.strided or is_kept_on_host(tensor):
             return
         try:
             pointer, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()

@@ -22,7 +22,7 @@ from memfit.memory.step_memory import StepMemory
 from memfit.memory.what_is_left import saying_what_is_left
 from memfit.near_plans import PROVISIONAL
 from memfit.plan import Plan
-from memfit.planning import Settings
+from memfit.planning import DEFAULT_PLANNER, Settings
 from memfit.step.chunked import make_function_program
 from memfit.step.cuda_graph import StepGraphs
 from memfit.step.distributed.ranks import Ranks
@@ -30,6 +30,7 @@ from memfit.step.eager_peak import with_eager_peak
 from memfit.step.near_sizes import NearSizes
 from memfit.step.prepare import ANEW, AS_IT_IS
 from memfit.step.signature import batch_signature
+from memfit.step.state_forms import make_program_of_forms
 from memfit.step.step_program import StepProgram, adds_to_gradients, make_step_program, set_gradients
 from memfit.step.variants import Variant, Variants
 from memfit.system.recorder import empty_cache
@@ -161,7 +162,7 @@ class Programs:
         variant, dropped = self.variants.add(signature, program)
         for old in dropped:
             self._forget(old)
-        self.sizes.add(variant.key, program.prepared, self.settings)
+        self._remember(variant)
         return variant
 
     def plan_within(self, variant: Variant, budget_bytes: int) -> None:
@@ -188,7 +189,11 @@ class Programs:
         empty_cache(self._store.device)
         variant.program = program
         variant.standing.replace_plan(is_least=False, is_most=False)
-        self.sizes.add(variant.key, program.prepared, self.settings)
+        self._remember(variant)
+
+    def _remember(self, variant: Variant) -> None:
+        if not variant.program.kept:  # whose ops are not those of the captures of other sizes
+            self.sizes.add(variant.key, variant.program.prepared, self.settings)
 
     def _forget(self, variant: Variant) -> None:
         """Drop what is known of a variant's program: the memory of its steps, and its plan."""
@@ -221,7 +226,9 @@ class Programs:
             if not self._step.has_backward:
                 return make_function_program(self._step, captured, settings, plan, self._store)
             planning = self._ranks.planning(ANEW if plan is not None else self.sizes.planning(captured, settings))
-            return make_step_program(self._step, captured, settings, plan, self._store, planning)
+            if not self._may_keep_on_host(settings):
+                return make_step_program(self._step, captured, settings, plan, self._store, planning)
+            return make_program_of_forms(self._step, captured, settings, plan, self._store, planning)
 
         program = with_real_results(make)
         program.arguments(batch)  # or the comparison would write to memory that two of them share
@@ -230,6 +237,10 @@ class Programs:
         limit_bytes = max(0, program.plan.budget_bytes - self._beside_bytes(batch) - workspace_bytes)
         self._comparisons.require_as_eager(self._step, batch, streams[-1], limit_bytes=limit_bytes)
         return program
+
+    def _may_keep_on_host(self, settings: Settings) -> bool:
+        is_alone = self._step.optimizer is not None and self._step.across is None
+        return is_alone and settings.host_budget_bytes > 0 and settings.planner == DEFAULT_PLANNER
 
     def _settings_for(self, captured: Captured) -> Settings:
         """Return the settings: a budget in percent is a share of each of the two peaks of accumulation."""

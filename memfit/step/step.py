@@ -28,6 +28,7 @@ from memfit.simulate.overlap import Transfers
 from memfit.step.base import Step
 from memfit.step.cuda_graph import StepGraphs, require_capturable
 from memfit.step.distributed.ranks import ranks_of
+from memfit.step.host_states import settle
 from memfit.step.measure import resident_bytes
 from memfit.step.measured import Measured
 from memfit.step.programs import Programs
@@ -158,6 +159,11 @@ class PlannedStep(Step):
         return self._proof.budget_bytes
 
     @property
+    def predicted_bytes(self) -> int:
+        """The bytes that a step on the first batch is predicted to take, as its plan is placed."""
+        return self._programs.first.peak_bytes
+
+    @property
     def taken_bytes(self) -> int:
         """The bytes that the latest call that was measured took of the device; 0 before."""
         return self._proof.taken_bytes
@@ -178,6 +184,7 @@ class PlannedStep(Step):
                 if self.step.across is None:  # ranks correct a plan together, and this one's stream is its own
                     self._proof.leave_stranded(variant)
             variants.latest, program = variant, variant.program
+            settle(self.step.optimizer, program.kept, self.device, self.settings.host_dir)
             self._memory.expect(variant.key, program)
             key, run = self._memory.key(variant.key), partial(self._programs.run, variant, batch)
             is_proved, graphs = key in variant.proved, self._graphs

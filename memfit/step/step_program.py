@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from memfit.memory.place import at_offset_zero, span_bytes
 from memfit.memory.placed_plans import allocator_settings, taken_bytes, unused_bytes_on
 from memfit.plan import Plan
 from memfit.planning import Settings
+from memfit.step.host_states import Kept, bytes_of_kept, kept_by, names_of
 from memfit.step.prepare import ANEW, Planning, Prepared, prepare
 from memfit.system.recorder import taken_bytes as device_bytes
 from memfit.torch_private.sharding import is_sharded, local_gradient, whole_part, with_local
@@ -47,6 +48,7 @@ class StepProgram:
         library_bytes: that libraries keep on a GPU for the program's ops, from step to step.
         places: of the plan's requests in an arena; None without one.
         predicted_bytes: that the plan takes as it is placed.
+        kept: the optimizer's states that are on the host between steps.
     """
 
     prepared: Prepared
@@ -57,6 +59,7 @@ class StepProgram:
     library_bytes: int = 0
     places: Places | None = None
     predicted_bytes: int = 0
+    kept: tuple[Kept, ...] = ()
 
     def first_places(self) -> Places | None:
         """Return the places for a step that makes the optimizer's state, which is ordinary memory."""
@@ -146,15 +149,19 @@ def make_step_program(
         InfeasibleBudgetError, TimeLimitError: there is no plan.
         PlanMismatchError: `plan` is for another graph, or another torch.
     """
-    device, graph_bytes = captured.binding.device, _bytes_of_graph(captured) if settings.cuda_graph else 0
-    library_bytes = warm(captured.graph, captured.binding) if device.type == "cuda" else 0
+    kept = kept_by(captured)
+    if kept:
+        left_bytes = max(0, settings.host_budget_bytes - bytes_of_kept(captured))
+        settings = replace(settings, host_budget_bytes=left_bytes, host_dir=settings.host_dir if left_bytes else None)
+    device = captured.binding.device
+    library_bytes = _library_bytes(captured)
     arena = InArena(device, settings.seed) if settings.arena else None
     prepared = prepare(
         captured,
         settings,
         outputs=[list(captured.binding.outputs.values())],
         plan=plan,
-        bytes_outside=bytes_of_others(step, captured) + library_bytes + graph_bytes,
+        bytes_outside=bytes_outside(step, captured, settings),
         store=store,
         planning=planning,
         arena=arena,
@@ -172,7 +179,18 @@ def make_step_program(
         library_bytes=library_bytes,
         places=places,
         predicted_bytes=taken_bytes(prepared.plan, places, allocator, unused_bytes) if places or allocator else 0,
+        kept=kept,
     )
+
+
+def bytes_outside(step: TrainingStep, captured: Captured, settings: Settings) -> int:
+    """Return the bytes on the device that a captured step does not touch, and that are there beside it."""
+    graph_bytes = _bytes_of_graph(captured) if settings.cuda_graph else 0
+    return bytes_of_others(step, captured) + _library_bytes(captured) + graph_bytes
+
+
+def _library_bytes(captured: Captured) -> int:
+    return warm(captured.graph, captured.binding) if captured.binding.device.type == "cuda" else 0
 
 
 def _bytes_of_graph(captured: Captured) -> int:
@@ -224,6 +242,7 @@ def bytes_of_others(step: TrainingStep, captured: Captured) -> int:
         return kept_bytes
     names = {parameter: name for name, parameter in step.model.named_parameters()}
     touched = {resident.key for resident in captured.binding.residents if resident.origin is Origin.STATE}
+    touched |= names_of(step, kept_by(captured))
     held: list[Any] = []
     in_groups = (each for group in step.optimizer.param_groups for each in group["params"])
     for parameter in dict.fromkeys([*in_groups, *step.optimizer.state]):  # a group that was removed leaves its states

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from typing import NamedTuple
 
 from memfit.errors import InvalidBudgetError
 
@@ -74,17 +75,32 @@ def is_of_card(text: object) -> bool:
     return isinstance(text, str) and _OF_CARD.fullmatch(text.strip()) is not None
 
 
-def on_card(text: str | int, memory_bytes: Callable[[], int | None]) -> str | int:
+class Card(NamedTuple):
+    """The memory of a device.
+
+    Attributes:
+        whole_bytes: its size; None if it is unknown.
+        beside_bytes: of it, what a budget does not count: CUDA's context, communicators, other processes.
+    """
+
+    whole_bytes: int | None
+    beside_bytes: int = 0
+
+
+def on_card(text: str | int, card: Callable[[], Card]) -> str | int:
     """Return a budget such as `90% of the card` in bytes, rounded down; any other budget as it is.
 
-        >>> on_card("90% of the card", lambda: 1000), on_card("90%", lambda: 1000)
+        >>> on_card("90% of the card", lambda: Card(1000)), on_card("90%", lambda: Card(1000))
         (900, '90%')
+        >>> on_card("90% of the card", lambda: Card(1000, beside_bytes=50))
+        850
 
-    Every door that knows its device calls it, before the budget is read by `parse_budget`.
+    All that is on the card stays within that share: what a budget does not count is taken off. Every door that knows
+    its device calls it, before the budget is read by `parse_budget`.
 
     Args:
         text: the budget.
-        memory_bytes: returns the size of the device's memory, None if it is unknown: called only if it is asked for.
+        card: returns the device's memory: called only if it is asked for.
 
     Raises:
         InvalidBudgetError: more than the card has, nothing of it, or a device whose memory is unknown.
@@ -95,10 +111,16 @@ def on_card(text: str | int, memory_bytes: Callable[[], int | None]) -> str | in
     share = Fraction(match["number"])
     if not 0 < share <= 100:
         raise InvalidBudgetError(f"budget {text!r}: expected more than 0% and at most 100% of the card")
-    whole_bytes = memory_bytes()
+    whole_bytes, beside_bytes = card()
     if whole_bytes is None:
         raise InvalidBudgetError(f"budget {text!r}: the device's profile has no memory_bytes; give bytes, such as 6GiB")
-    return _checked(share * whole_bytes / 100, str(text))
+    left_bytes = share * whole_bytes / 100 - beside_bytes
+    if beside_bytes and left_bytes < 1:
+        raise InvalidBudgetError(
+            f"budget {text!r}: {format_bytes(beside_bytes)} of the card's {format_bytes(whole_bytes)} are taken by "
+            "CUDA's context, communicators and other processes, which leaves nothing of that share"
+        )
+    return _checked(left_bytes, str(text))
 
 
 def format_bytes(size_bytes: int) -> str:

@@ -138,16 +138,16 @@ class PinnedSlab:
     def write(self, source: torch.Tensor, offset: int) -> Transfer:
         """Start the copy of a tensor's storage to an offset."""
         whole = bytes_of(source)
-        return _PinnedTransfer(_streams(source.device)[0], self._memory[offset : offset + len(whole)], whole)
+        return PinnedTransfer(copy_streams(source.device)[0], self._memory[offset : offset + len(whole)], whole)
 
     def read(self, target: torch.Tensor, offset: int) -> Transfer:
         """Start the copy from an offset to a tensor's storage."""
         whole = bytes_of(target)
-        return _PinnedTransfer(_streams(target.device)[1], whole, self._memory[offset : offset + len(whole)])
+        return PinnedTransfer(copy_streams(target.device)[1], whole, self._memory[offset : offset + len(whole)])
 
     def settle(self) -> None:
         """Wait until no copy is under way."""
-        for stream in _streams(self._device):
+        for stream in copy_streams(self._device):
             stream.synchronize()
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class PinnedSlab:
         self._unpin()
 
 
-class _PinnedTransfer:
+class PinnedTransfer:
     """A copy on a stream, after what the current stream was given before."""
 
     __slots__ = ("_device", "_done")
@@ -184,7 +184,7 @@ def _unpin(address: int, device: torch.device) -> None:
 
 
 @cache
-def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+def copy_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Return a device's streams for copies: to the host, and to the device."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
