@@ -20,7 +20,7 @@ from unittest import mock
 from _measure import MIB
 from _record import store
 
-from memfit.doors.fit import fit_step
+from memfit.doors.step import fit_step
 from memfit.errors import NoPlanError
 from memfit.planning import Settings
 from memfit.step import state_forms

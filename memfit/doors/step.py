@@ -13,7 +13,6 @@ from memfit.checkpointing.step import CheckpointedStep
 from memfit.compile_ahead import compile_simulator
 from memfit.cost.calibration import card_of
 from memfit.errors import CaptureError, GraphBreakError, MemfitError, NoGraphError, UnsupportedStepError
-from memfit.memory.hard_cap import tell_of_card
 from memfit.plan import Plan
 from memfit.planning import Settings
 from memfit.step.step import PlannedStep
@@ -55,8 +54,6 @@ def fit_step(
     if settings.hard and isinstance(planned, PlannedStep):
         settings.on_stage("running steps until two in a row keep the budget")
         planned.prove()
-    if isinstance(planned, PlannedStep):
-        tell_of_card(planned.device, planned.predicted_bytes, "memfit.fit")
     empty_cache(planned.device)  # of what capture and measuring left: it would count as taken by the first step
     return planned
 

@@ -17,7 +17,7 @@ from memfit.cost.observe import doubt
 from memfit.errors import InvalidOptionError
 from memfit.memory.arena.arena import Arena
 from memfit.memory.contract import FIRM, MOST_CORRECTIONS, STEPS_IN_A_ROW, Contract
-from memfit.memory.hard_cap import require_cap
+from memfit.memory.hard_cap import require_cap, tell_of_card
 from memfit.memory.host.store import HostStore
 from memfit.memory.snapshot import left_as_it_was
 from memfit.memory.step_memory import Served, memory_for
@@ -109,6 +109,7 @@ class PlannedStep(Step):
         }
         self.memory: Served = self._memory.served
         self.arena: Arena | None = self._memory.arena
+        tell_of_card(self.device, self._programs.first.peak_bytes, "memfit.fit")
 
     @property
     def plan(self) -> Plan:
@@ -157,11 +158,6 @@ class PlannedStep(Step):
     def budget_bytes(self) -> int:
         """What a step may take: of a budget in percent, the largest of those of the steps so far."""
         return self._proof.budget_bytes
-
-    @property
-    def predicted_bytes(self) -> int:
-        """The bytes that a step on the first batch is predicted to take, as its plan is placed."""
-        return self._programs.first.peak_bytes
 
     @property
     def taken_bytes(self) -> int:
