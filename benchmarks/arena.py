@@ -1,4 +1,4 @@
-"""The arena beside torch's own allocator, on the five models of sekiyama2018: memory, step time, the solver's time.
+"""The arena beside torch's own allocator, on the models of sekiyama2018: memory, step time, the solver's time.
 
 For each model, training at several batch sizes and inference of one: the bytes of the arena beside the peak of live
 bytes (what torch's allocator holds on a CPU) and beside every block apart (the paper's Figure 2; what outlives the step
@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _googlenet import classification_loss
 from _measure import MIB
 from _process import answer_if_child, in_fresh_process
 from _record import interleaved_seconds, load, result_path, store
@@ -48,7 +49,13 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Where pytorchcv has a model, the images it takes, and the batches of its training that this machine holds."""
+    """A model, the images it takes, and the batches of its training that this machine holds.
+
+    Attributes:
+        module, function: where pytorchcv has the model; another module is one beside this file.
+        pixels: of an image's side.
+        batches: of training.
+    """
 
     module: str
     function: str
@@ -57,11 +64,14 @@ class Network:
 
 
 NETWORKS = {
-    "alexnet": Network(module="alexnet", function="alexnet", pixels=224, batches=(8, 16, 32)),
-    "googlenet": Network(module="bninception", function="bninception", pixels=224, batches=(4, 8, 16)),
-    "resnet50": Network(module="resnet", function="resnet50", pixels=224, batches=(4, 8, 16)),
+    "alexnet": Network(module="pytorchcv.models.alexnet", function="alexnet", pixels=224, batches=(8, 16, 32)),
+    "googlenet": Network(module="_googlenet", function="GoogLeNet", pixels=224, batches=(4, 8, 16)),
+    "bninception": Network(
+        module="pytorchcv.models.bninception", function="bninception", pixels=224, batches=(4, 8, 16)
+    ),
+    "resnet50": Network(module="pytorchcv.models.resnet", function="resnet50", pixels=224, batches=(4, 8, 16)),
     "inception_resnet_v2": Network(
-        module="inceptionresnetv2", function="inceptionresnetv2", pixels=299, batches=(2, 4, 8)
+        module="pytorchcv.models.inceptionresnetv2", function="inceptionresnetv2", pixels=299, batches=(2, 4, 8)
     ),
 }
 SEQ2SEQ = "seq2seq"
@@ -72,7 +82,7 @@ def build_network(name: str) -> torch.nn.Module:
     """Return the model from pytorchcv, imported alone: its collection of all models asks for torchvision."""
     network = NETWORKS[name]
     torch.manual_seed(SEED)
-    return getattr(import_module(f"pytorchcv.models.{network.module}"), network.function)()
+    return getattr(import_module(network.module), network.function)()
 
 
 def network_step(name: str, batch: int | None) -> Step:
@@ -91,7 +101,7 @@ def network_step(name: str, batch: int | None) -> Step:
 
     def train() -> None:
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        classification_loss(model(images), labels).backward()
         optimizer.step()
 
     return train

@@ -1,9 +1,11 @@
-"""The arena at full size: the five models of sekiyama2018, captured with fake tensors and packed, nothing allocated.
+"""The arena at full size: the models of sekiyama2018, captured with fake tensors and packed, nothing allocated.
 
 For each model, training at batches of 32, 64, 128 (the sequence-to-sequence LSTM at 256, too) and inference of one: the
-bytes of the arena beside the peak of live bytes and beside every block apart (the paper's Figure 2), and the
-seconds of the solver (Figure 4). The step is the unplanned one, nothing in place, as eager runs it. Its workspaces are
-those of kernels that were not run: none. Heights do not depend on the machine, only the solver's seconds do.
+bytes of the arena beside the peak of live bytes and beside every block apart (the paper's Figure 2); all that the
+process takes of a GPU by memfit's model of torch's caching allocator, with its pool, with expandable segments, and with
+the arena; and the seconds of the solver (Figure 4). The step is the unplanned one, nothing in place, as eager runs it.
+Its workspaces are those of kernels that were not run: none. Heights do not depend on the machine, only the solver's
+seconds do.
 
     python benchmarks/arena_captured.py
     python benchmarks/arena_captured.py resnet50 --batches 32
@@ -17,6 +19,7 @@ import time
 from typing import Any
 
 import torch
+from _googlenet import classification_loss
 from _made_traces import made_trace
 from _measure import MIB
 from _record import load, result_path, store
@@ -27,10 +30,14 @@ from memfit import TrainingStep
 from memfit.capture import capture
 from memfit.commands.estimate import forward_part
 from memfit.cost.calibration import local_device
+from memfit.graph import Graph
 from memfit.packing import Blocks, PackingProblem, check_layout, make_packer
 from memfit.packing.from_schedule import blocks_of
 from memfit.plan import Problem
 from memfit.planners.engine.results import unplanned_schedule
+from memfit.schedule import Schedule
+from memfit.simulate.cuda_allocator import AllocatorSettings, whole_segments_bytes
+from memfit.simulate.reserved import reserved
 
 BATCHES, SEQ2SEQ_BATCHES = (32, 64, 128), (32, 64, 128, 256)
 MOST_RATIO = 1.005  # of the peak of live bytes, on the convolutional networks
@@ -49,12 +56,16 @@ def step_of(name: str, batch: int | None) -> TrainingStep:
     else:
         model, pixels = build_network(name).train(batch is not None), NETWORKS[name].pixels
         images, labels = torch.empty(count, 3, pixels, pixels), torch.zeros(count, dtype=torch.int64)
-        step = TrainingStep(model=model, loss=torch.nn.functional.cross_entropy, batch=(images, labels), name=name)
+        step = TrainingStep(model=model, loss=_loss, batch=(images, labels), name=name)
     if batch is None:
         return step
     momentum = 0.0 if name == SEQ2SEQ else 0.9
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=momentum)
     return dataclasses.replace(step, optimizer=optimizer)
+
+
+def _loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return classification_loss(model(batch[0]), batch[1])
 
 
 def figures(name: str, batch: int | None) -> dict[str, Any]:
@@ -79,12 +90,23 @@ def figures(name: str, batch: int | None) -> dict[str, Any]:
         "peak_live_bytes": exact.lower_bound_bytes,
         "apart_bytes": int(exact.sizes_bytes.sum()),
         "outliving_bytes": int(step.outside_bytes.max(initial=0)),
+        "reserved": _reserved(graph, schedule, layout.height_bytes),
         "arena_over_peak": layout.height_bytes / exact.lower_bound_bytes,
         "arena_over_apart": layout.height_bytes / int(exact.sizes_bytes.sum()),
         "proven": layout.proven,
         "solver_seconds": seconds,
         "solver_processor_seconds": processor,
         "capture_seconds": capture_seconds,
+    }
+
+
+def _reserved(graph: Graph, schedule: Schedule, height_bytes: int) -> dict[str, int]:
+    """Return the bytes that a process takes of a GPU in three steps, residents included, by what serves the step."""
+    paged = AllocatorSettings(expandable_segments=True)
+    return {
+        "pool": reserved(graph, schedule).peak_bytes,
+        "expandable": reserved(graph, schedule, paged).peak_bytes,
+        "arena": reserved(graph, schedule, paged, arena_bytes=whole_segments_bytes(height_bytes)).peak_bytes,
     }
 
 
@@ -97,7 +119,7 @@ def compile_packers() -> None:
 def main() -> None:
     """Capture and pack what is not stored yet; print and store each result as it comes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("models", nargs="*", default=[*NETWORKS, SEQ2SEQ], help="default: all five")
+    parser.add_argument("models", nargs="*", default=[*NETWORKS, SEQ2SEQ], help="default: all")
     parser.add_argument("--batches", type=int, nargs="+", help="batch sizes of training, for all models")
     parser.add_argument("--again", action="store_true", help="also what is stored already")
     parser.add_argument("--dry-run", action="store_true", help="store nothing")

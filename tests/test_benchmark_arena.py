@@ -14,8 +14,10 @@ import _record
 import arena_captured
 import tables
 
+CASES = [("alexnet", 32), ("alexnet", None), ("googlenet", 32), ("bninception", 32)]
 
-@pytest.mark.parametrize(("name", "batch"), [("alexnet", 32), ("alexnet", None), ("googlenet", 32)])
+
+@pytest.mark.parametrize(("name", "batch"), CASES)
 def test_the_arena_is_as_low_as_the_peak_of_live_bytes(name: str, batch: int | None) -> None:
     result = arena_captured.figures(name, batch)
     assert result["proven"]
@@ -29,6 +31,7 @@ def result(**figures: Any) -> dict[str, Any]:
         "apart_bytes": 30 << 20,
         "peak_live_bytes": 10 << 20,
         "arena_bytes": 11 << 20,
+        "reserved": {"pool": 13 << 20, "expandable": 12 << 20, "arena": 12 << 20},
         "arena_over_peak": 1.1,
         "arena_over_apart": 11 / 30,
         "solver_seconds": 0.25,
@@ -50,7 +53,7 @@ def test_tables_of_the_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         _record.store(path, {"results": results}, folder=tmp_path / "here")
     full, small, each = (tables.render(f"arena-{name}", "here") for name in ("captured", "measured", "requests"))
     assert full is not None and small is not None and each is not None
-    assert "| alexnet | training 32 | 1,234 | 30.0 | 10.0 | 11.0 | 1.1000 | 0.367 | 0.25 |" in full
+    assert "| alexnet | training 32 | 1,234 | 30.0 | 10.0 | 11.0 | 1.1000 | 0.367 | 13.0 | 12.0 | 12.0 | 0.25 |" in full
     assert "| alexnet | training 8 | 30.0 | 10.0 | 11.0 | 1.1000 | 0.987 | 0.25 | 3 |" in small
     assert (
         "| seq2seq | training 16, a key for each pair of lengths | 30.0 | 10.0 | 11.0 | 1.1000 | 0.987 | 2.50 |"

@@ -72,6 +72,21 @@ def test_pack_shares_as_asked(way: str, height: int, graph_file: Path, capsys: p
         assert layout.dependences == implicit_dependences(two_chains(), offsets)
 
 
+def test_fewer_paths_share_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two chains of four ops from one input, and an op that joins them: along a path, every second result shares."""
+    storages = [Storage(id=0, name="x", bytes=SIZE, role=Role.INPUT)]
+    storages += [Storage(id=at, name=f"r{at}", bytes=SIZE, role=Role.ACTIVATION) for at in range(1, 10)]
+    reads = [(0,), (1,), (2,), (3,), (0,), (5,), (6,), (7,), (4, 8)]
+    ops = [
+        Op(id=at, name=f"op{at}", phase=Phase.FORWARD, reads=each, writes=(at + 1,), seconds=0.0)
+        for at, each in enumerate(reads)
+    ]
+    file = tmp_path / "chains.graph.json"
+    Graph.build(name="chains", storages=storages, ops=ops).save(file)
+    asked = ["pack", file, "--parallel-safe", "paths", "-t", 0.1]
+    assert answer(capsys, *asked, "--paths", 1)["height"] > answer(capsys, *asked)["height"]
+
+
 def test_offsets_are_multiples_of_the_alignment(graph_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = answer(capsys, "pack", graph_file, "--parallel-safe", "ancestors", "--align", 64)
     assert keys["height"] == 4 * 128
@@ -109,6 +124,7 @@ def test_estimate_compares_the_ways(graph_file: Path, capsys: pytest.CaptureFixt
     [
         (["trace.csv", "--parallel-safe", "ancestors"], "trace.csv has none; give a graph file"),
         (["x.graph.json"], "x.graph.json is a graph file: give --parallel-safe (ancestors|paths|series)"),
+        (["x.graph.json", "--parallel-safe", "series", "--paths", "2"], "--paths is for --parallel-safe paths"),
         (["x.graph.json", "--parallel-safe", "lines"], "'lines', expected one of ancestors, paths, series"),
         (["x.graph.json", "--parallel-safe", "paths", "-p", "exact"], "leave out --packer and --option"),
         (["x.graph.json", "--parallel-safe", "paths", "--option", "work=1"], "leave out --packer and --option"),

@@ -15,6 +15,8 @@ from memfit.cli import main
 from memfit.device import GENERIC
 from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.packing.strategies import strategy_bytes
+from memfit.plan import Problem
+from memfit.planners.engine.results import unplanned_schedule
 from memfit.schedule import Schedule
 from memfit.simulate import simulate
 from memfit.simulate.in_place import apart, in_place
@@ -82,6 +84,57 @@ def two_inputs(*, mutates: tuple[int, ...] = ()) -> Graph:
     )  # fmt: skip
     ops = [Op(id=i, name=f"op{i}", phase=Phase.FORWARD, reads=(0,), writes=(i + 1,), seconds=0.0) for i in range(2)]
     return Graph.build(name="two inputs", storages=storages, ops=[*ops, both])
+
+
+def test_the_notes_perceptron_takes_three_areas() -> None:
+    """Its figure of a two-layer perceptron: act1, d(fc1), out and d(fc2) in place; d(act1) and d(A) share memory."""
+    names = ["A", "fc1", "act1", "fc2", "out", "d(fc2)", "d(W2)", "d(act1)", "d(fc1)", "d(W1)", "d(A)"]
+    number = {name: at for at, name in enumerate(names)}
+    weights = ("d(W2)", "d(W1)")
+    storages = [
+        Storage(
+            id=at,
+            name=name,
+            bytes=SIZE,
+            role=Role.INPUT if name == "A" else Role.GRADIENT if name.startswith("d(") else Role.ACTIVATION,
+            required_at_end=name in weights,
+        )
+        for at, name in enumerate(names)
+    ]
+    reads = {
+        "fc1": ("A",),
+        "act1": ("fc1",),
+        "fc2": ("act1",),
+        "out": ("fc2",),
+        "d(fc2)": ("out",),
+        "d(W2)": ("d(fc2)", "act1"),
+        "d(act1)": ("d(fc2)",),
+        "d(fc1)": ("d(act1)", "act1"),
+        "d(W1)": ("d(fc1)", "A"),
+        "d(A)": ("d(fc1)",),
+    }
+    over = {"act1": "fc1", "out": "fc2", "d(fc2)": "out", "d(fc1)": "act1"}
+    ops = [
+        Op(
+            id=at,
+            name=name,
+            phase=Phase.BACKWARD if name.startswith("d(") else Phase.FORWARD,
+            reads=tuple(number[each] for each in reads[name]),
+            writes=(number[name],),
+            seconds=0.0,
+            reuses=((number[over[name]], number[name]),) if name in over else (),
+        )
+        for at, name in enumerate(reads)
+    ]
+    graph = Graph.build(name="perceptron", storages=storages, ops=ops)
+    schedule = unplanned_schedule(Problem(graph=graph, device=GENERIC, budget_bytes=0))
+    placed = in_place(graph, schedule)
+    check(graph, placed)
+    reused = {line.split()[1]: line.split()[3] for line in placed.lines() if "in_place_of" in line}
+    assert {ops[int(op)].name: names[int(storage)] for op, storage in reused.items()} == over
+    beside = 1 + len(weights)  # what comes in and goes out
+    needs = strategy_bytes(graph, schedule, GENERIC)
+    assert needs == {"none": (8 + beside) * SIZE, "inplace": (4 + beside) * SIZE, "sharing": (3 + beside) * SIZE}
 
 
 def test_of_two_that_die_the_larger_is_taken_over() -> None:

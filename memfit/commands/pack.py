@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +24,7 @@ from memfit.graph import Graph
 from memfit.packing import PACKERS, Blocks, Layout, Packer, PackingProblem, check_layout, make_packer
 from memfit.packing.blocks import make_layout
 from memfit.packing.check_parallel import check_parallel
-from memfit.packing.parallel import WAYS, pack_parallel, serial_blocks
+from memfit.packing.parallel import PATHS, WAYS, ParallelLayout, pack_parallel, serial_blocks
 from memfit.packing.registry import SEARCHING, compile_packers
 from memfit.packing.trace_file import read_trace, write_offsets
 from memfit.report.formatting import count_text, seconds_text
@@ -85,6 +87,9 @@ _ParallelSafe = Annotated[
         "orders the ops, or along its longest paths only, or as in series, with the dependences that this needs.",
     ),
 ]
+_Paths = Annotated[
+    int, typer.Option("--paths", metavar="K", min=1, help="With --parallel-safe paths: how many of the longest.")
+]
 
 
 def pack(
@@ -99,12 +104,15 @@ def pack(
     picture: _Picture = None,
     timeline: _Timeline = False,
     parallel_safe: _ParallelSafe = None,
+    paths: _Paths = PATHS,
     as_json: options.Json = False,
 ) -> int:
     """Give every block of FILE an address, as low as possible. Steps are half-open, [lower, upper)."""
     options.require_writable(output, picture)
     _require_picture(picture)
     _require_kind(file, parallel_safe, packer, option)
+    if paths != PATHS and parallel_safe != "paths":
+        raise InvalidOptionError("--paths is for --parallel-safe paths; leave it out")
     settings = options.read_settings(option, "--option")
     chosen = make_packer(packer, **options.typed_options("packer", packer, PACKERS, settings))
     limit = options.require_time_limit(time_limit)
@@ -120,7 +128,9 @@ def pack(
             device = msgspec.structs.replace(GENERIC, alignment_bytes=align)
             graph = Graph.load(file)
             _compile(work)
-            blocks, layout, seconds, extra = _packed_in_parallel(graph, parallel_safe, device, limit, seed, work)
+            work.stage("packing", expected_seconds=limit)
+            found = partial(pack_parallel, graph, parallel_safe, device, paths=paths, seconds=limit, seed=seed)
+            blocks, layout, seconds, extra = _packed_in_parallel(graph, parallel_safe, device, found, work)
         if output is not None:
             write_offsets(output, blocks, layout)
         if picture is not None:
@@ -153,12 +163,11 @@ def _packed(blocks: Blocks, packer: Packer, limit: float, seed: int, work: Work)
 
 
 def _packed_in_parallel(
-    graph: Graph, way: str, device: Device, limit: float, seed: int, work: Work
+    graph: Graph, way: str, device: Device, pack: Callable[[], ParallelLayout], work: Work
 ) -> tuple[Blocks, Layout, float, dict[str, Any]]:
     """Return the storages as blocks of the graph's own order, their layout, the seconds it took, and more JSON keys."""
-    work.stage("packing", expected_seconds=limit)
     started = time.perf_counter()
-    found = pack_parallel(graph, way, device, seconds=limit, seed=seed)
+    found = pack()
     seconds = time.perf_counter() - started
     work.stage("checking")
     check_parallel(graph, found, device)

@@ -28,7 +28,7 @@ from memfit.packing.portfolio import Portfolio
 
 Edges = tuple[tuple[int, int], ...]
 WAYS = ("ancestors", "paths", "series")
-_PATHS = 8  # of the note's "first k paths": most graphs of vision models have fewer branches
+PATHS = 8  # of the note's "first k paths": most graphs of vision models have fewer branches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class ParallelLayout:
 
 
 def pack_parallel(
-    graph: Graph, way: str, device: Device = GENERIC, *, paths: int = _PATHS, seconds: float = 1.0, seed: int = 0
+    graph: Graph, way: str, device: Device = GENERIC, *, paths: int = PATHS, seconds: float = 1.0, seed: int = 0
 ) -> ParallelLayout:
     """Return a layout of `graph` that is safe when its ops run at the same time.
 
@@ -133,7 +133,7 @@ def pack_by_ancestors(graph: Graph, device: Device = GENERIC) -> ParallelLayout:
     return _first_fit(graph, device, storages, meets)
 
 
-def pack_by_paths(graph: Graph, device: Device = GENERIC, *, paths: int = _PATHS) -> ParallelLayout:
+def pack_by_paths(graph: Graph, device: Device = GENERIC, *, paths: int = PATHS) -> ParallelLayout:
     """Share only along the longest paths of the graph; O(n) for each path, and a sort.
 
     Ops of one colour are ordered by their path, so two storages that only ops of that colour touch are ordered. They
