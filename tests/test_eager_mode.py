@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ import memfit
 from memfit.capture.under_modes import gradients_that_differ
 from memfit.eager_mode.eager import bytes_of_tensors
 from memfit.eager_mode.kept import Kept
-from memfit.eager_mode.sources import seconds_to_make
+from memfit.eager_mode.sources import Call, Sources, seconds_to_make
 from memfit.errors import InvalidBudgetError, InvalidOptionError, OverBudgetError, UnsupportedStepError
 from memfit.system.recorder import allocated_bytes
 
@@ -473,3 +474,27 @@ def test_what_code_holds_and_numpy_changes_is_as_it_is_or_refused() -> None:
             assert torch.equal(gradient(), expected)
         except UnsupportedStepError as error:
             assert "cannot be recomputed with the same contents" in str(error)
+
+
+def chain_of_calls(length: int) -> tuple[Sources, list[torch.Tensor]]:
+    """Return what is known after so many calls, each of which reads the result of the one before; and the results."""
+    made, sources = [torch.ones(4)], Sources()
+    for number in range(1, length + 1):
+        call = Call(number, torch.ops.aten.relu.default, 0.0, 0, None)
+        call.read(sources, (made[-1],), {})
+        made.append(torch.ones(4))
+        sources.made(made[-1].untyped_storage(), call, 0)
+    return sources, made[1:]
+
+
+@pytest.mark.parametrize(("length", "is_known"), [(3, True), (1000, False)])
+def test_what_was_just_made_is_not_forgotten_unless_all_of_the_loop_would_be_remembered_with_it(
+    length: int, is_known: bool
+) -> None:
+    """What reads it next would hold it as what cannot be recomputed: a loop near its budget was refused there."""
+    sources, made = chain_of_calls(length)
+    sources.forget(set(), since=length)
+    known = [sources.of(each.untyped_storage()).call is not None for each in made]
+    assert known == [is_known] * length
+    sources.forget(set(), since=math.inf)
+    assert all(sources.of(each.untyped_storage()).call is None for each in made)
