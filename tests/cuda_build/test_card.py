@@ -47,7 +47,7 @@ def measured() -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step: Any = memfit.fit(model, loss, batch, optimizer=optimizer, budget="90% of the card")
     quiet = list(told)
-    take_beside(card.whole_bytes - card.beside_bytes - 100 * MIB - torch.cuda.memory_reserved())
+    take_beside(card.whole_bytes - card.beside_bytes - 50 * MIB - torch.cuda.memory_reserved())
     memfit.checkpoint(model, 200 * MIB).close()
     try:
         memfit.checkpoint(model, "90% of the card")
