@@ -152,7 +152,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("account", "inputs"),
         ("optimizers", "outside", "window"),
     ),
-    "doors": (("compile", "function", "run"), ("checkpoint", "fit"), ("step",)),
+    "doors": (("compile", "function"), ("checkpoint", "fit"), ("step",)),
     "memory": (("kept_on_host",), ("bits", "contract", "fit_by", "place")),  # the files above `capture` stand in ORDER
     "checkpointing": (
         ("step",),
@@ -180,7 +180,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("tensors",),
         ("patching",),
     ),
-    "integrations": (("accelerate", "lightning", "transformers"), ("metrics",), ("held",)),
+    "integrations": (("accelerate", "lightning", "transformers"), ("metrics",), ("found_models", "held")),
 }
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 INNER_LEVEL = {

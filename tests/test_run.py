@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from memfit.commands.run import main
-from memfit.doors.run import HeldReport, Running
 from memfit.errors import BudgetNotHeldError, UnsupportedStepError
+from memfit.integrations.found_models import HeldReport, Running
 from memfit.system.script import Script
 
 _ODD = """

@@ -22,7 +22,7 @@ from memfit.system.lines import lines_on_stderr, say
 from memfit.system.script import Script, when_imported
 
 if TYPE_CHECKING:
-    from memfit.doors.run import HeldReport, Running
+    from memfit.integrations.found_models import HeldReport, Running
 
 EXAMPLES = """
 Examples:
@@ -115,7 +115,7 @@ class Run:
 
     Attributes:
         script: the script.
-        options: of `memfit.doors.run.Running`.
+        options: of `memfit.integrations.found_models.Running`.
         report: the file of the report; None writes none.
         is_quiet: whether nothing is said of what was held.
     """
@@ -143,7 +143,7 @@ class Run:
         return 0
 
     def _begin(self) -> None:
-        from memfit.doors.run import Running  # torch, which the script has imported now
+        from memfit.integrations.found_models import Running  # torch, which the script has imported now
 
         self._running = Running(**self.options)
         self._running.begin()

@@ -83,9 +83,8 @@ def checkpoint(
     if budget_is not in (FIRM, SOFT):
         raise InvalidOptionError(f"budget_is={budget_is!r}: expected {FIRM!r} or {SOFT!r}")
     device = _device_of(model)
-    is_firm = budget_is == FIRM
     budget = None if budget is None else on_card(budget, lambda: card_of(device))
-    contract = None if budget is None else Contract(budget, page_bytes=page_bytes(device), is_firm=is_firm)
+    contract = None if budget is None else Contract(budget, page_bytes=page_bytes(device), is_firm=budget_is == FIRM)
     if contract is not None and not contract.is_share:
         tell_of_card(device, contract.budget_bytes, "memfit.checkpoint")
     given = None if policy is None else read_policy(policy)

@@ -1,4 +1,4 @@
-"""The door of `memfit run`: the models that a script trains, found as they are called, and held to a budget."""
+"""The models that a script trains under `memfit run`: found as they are called, and held to a budget."""
 
 from __future__ import annotations
 
