@@ -37,7 +37,7 @@ from memfit.torch_private.tensors import is_fake  # noqa: E402
 
 DOORS = ("fit", "checkpoint", "compile", "backend", "eager", "run")
 SHARES = (0.7, 0.9)
-STEPS, SETTLED, SECONDS = 6, 3, 150.0
+STEPS, SETTLED, SECONDS = 5, 3, 150.0
 _RUNS = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import habit_runs; habit_runs.main_of_script()"
 
 
