@@ -181,6 +181,8 @@ def judged(row: dict[str, Any], bare: dict[str, Any], budget_bytes: int) -> tupl
             f"left: {other[:3] or sorted(row['left'].keys() ^ bare['left'].keys())[:3]}; {row['said'][:2]}",
         )
     over = [number for number, peak in enumerate(row["peaks_bytes"]) if peak > budget_bytes]
+    if any("are not the planned step's" in each for each in row["said"]):  # what `fit` tells of, and does not count
+        return "held", "beside others: " + " ".join(peaks)
     is_said = any("more than" in each for each in row["said"])
     if any(number >= SETTLED for number in over) or (over and not is_said):
         return "over" if is_said else "unsaid", " ".join(peaks)
