@@ -591,3 +591,38 @@ def test_a_parameter_that_the_compiler_loses_is_there_again_and_the_model_is_ref
         with pytest.raises(UnsupportedStepError, match="'weight' out of its module"):
             model(torch.randn(4, 8))
         assert {*map(id, model.parameters())} == {*map(id, own)}
+
+
+class _Around(torch.optim.Optimizer):
+    """Calls another optimizer's step, and then asks for all of its parameters."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+        self.slow = [each.detach().clone() for group in self.param_groups for each in group["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        self.inner.step(closure)
+        fast = [each for group in self.param_groups for each in group["params"]]
+        with torch.no_grad():
+            for slow, each in zip(self.slow, fast, strict=True):
+                each.copy_(slow.lerp_(each, 0.5))
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_a_trial_of_an_optimizer_around_another_does_not_call_it(has_gradients: bool) -> None:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    inputs = torch.randn(64, 16)
+    for model in models:
+        optimizer = _Around(torch.optim.AdamW(model.parameters()))
+        if has_gradients:
+            model(inputs).mean().backward()
+        called = memfit.compile(model, budget="8MiB", optimizer=optimizer) if model is models[0] else model
+        for _ in range(3):
+            called(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))

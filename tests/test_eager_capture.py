@@ -394,7 +394,9 @@ def test_numbers_that_differ_between_two_runs_are_refused_with_their_line(draw: 
     with pytest.raises(UnsupportedStepError) as caught:
         fitted(between)
     line = between.__code__.co_firstlineno + 1
-    assert str(caught.value).startswith(f"{__file__}:{line}: two eager runs of the step from the same state differ")
+    is_iterator = draw is UNSEEN["counter"]
+    says = "takes values from draw, an iterator" if is_iterator else f"{line}: two eager runs of the step from the same"
+    assert says in str(caught.value)
 
 
 def test_a_drawn_tensor_that_differs_between_two_runs_is_refused() -> None:
@@ -513,14 +515,9 @@ def forked(tensor: torch.Tensor) -> torch.Tensor:
 def test_a_step_that_seeds_is_no_graph(between: Callable[[torch.Tensor], torch.Tensor]) -> None:
     Network(between)
     state = torch.get_rng_state()
-    try:
-        step = fitted(between)
-    except UnsupportedStepError as error:
-        assert between is seeded_anew
-        assert "two eager runs" in str(error)
-    else:
-        assert re.search("sets the seed|calls `", step.why)
-        step.verify()
+    step = fitted(between)
+    assert re.search("sets the seed|calls `|two eager runs", step.why)
+    step.verify()
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -236,6 +236,16 @@ def test_two_models_with_optimizers_of_their_own_share_the_budget(running: Runni
     assert one is not other
 
 
+def test_a_layer_that_is_added_to_a_model_is_held_with_it(running: Running) -> None:
+    model = _Model()
+    _train(model, steps=2)
+    model.blocks.append(_Block())
+    bare = _train(copy.deepcopy(model), steps=2)
+    held = _train(model, steps=2)
+    assert _equal(bare, held)
+    assert "_Block" not in [each.name for each in running.end()]
+
+
 def test_teachers_evaluations_and_losses_are_not_held(running: Running) -> None:
     teacher = _Model().requires_grad_(requires_grad=False)
     teacher(torch.randn(2, 16))

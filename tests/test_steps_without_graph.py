@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +318,18 @@ def test_an_iterator_that_cannot_be_set_back_is_refused_by_name() -> None:
 
     with pytest.raises(UnsupportedStepError, match=r"takes values from model\.rates, an iterator.*in the batch"):
         planned_within(step_of(Streaming), "100%")
+
+
+def test_the_example_batch_is_not_kept_beside_a_later_one() -> None:
+    torch.manual_seed(0)
+    example = torch.randn(32, _WIDTH)
+    reference = weakref.ref(example)
+    step = memfit.fit(Looking(), lambda model, given: model(given).square().mean(), example, budget="200%")
+    assert isinstance(step, CheckpointedStep)
+    del example
+    step(torch.randn(32, _WIDTH))
+    assert reference() is None
+    step.verify()
 
 
 def test_a_percentage_is_of_the_measured_eager_step() -> None:

@@ -170,6 +170,11 @@ def innermost(optimizer: object) -> object:
     return optimizer
 
 
+def _is_around_another(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has another one, whose step it calls: one of real parameters."""
+    return any(isinstance(each, torch.optim.Optimizer) for each in vars(optimizer).values())
+
+
 def require_supported(optimizer: torch.optim.Optimizer) -> None:
     """Raise UnsupportedStepError for an optimizer that evaluates the loss several times in a step."""
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -205,12 +210,16 @@ def update_cost(
         trial.state = defaultdict(dict, {fake: _fake_state(optimizer.state.get(parameter, {}), mode, fake)})
         trial.param_groups = [{**group, "params": [fake]}]
         before = {storage_key(tensor) for tensor in tensors_in(trial.state[fake])}
-        needs_values = not is_tried(optimizer) and is_of_torch(optimizer)
+        needs_values = _is_around_another(optimizer) or (not is_tried(optimizer) and is_of_torch(optimizer))
         try:
             with LiveBytes() as live:
                 if not needs_values:
                     type(optimizer).step(trial)
         except DATA_DEPENDENT_ERRORS:
+            needs_values = True
+        except Exception:  # of code that takes all parameters to be there
+            if is_of_torch(optimizer):
+                raise
             needs_values = True
         if needs_values:
             with real_tensors():

@@ -212,6 +212,7 @@ class CheckpointedStep(Step):
 
     def _run(self, batch: Any) -> torch.Tensor:
         require_training_context("the step was called", self.step)
+        object.__setattr__(self.step, "batch", batch)  # the example would live on the device beside it
         with saying_what_is_left(*own_tensors(self.step.model), self.step.optimizer):
             return self._run_steered(batch)
 

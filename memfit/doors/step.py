@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import torch
@@ -48,6 +49,8 @@ def fit_step(
         if step.across is not None:
             raise UnsupportedStepError(f"{broken}; across ranks {BY_CHECKPOINT}") from broken
         planned = _checkpointed(step, settings, broken)
+    if isinstance(planned, CheckpointedStep):
+        gc.collect()  # cycles of the capture that was given up hold the example batch
     if verify:
         settings.on_stage("verifying against eager")
         planned.verify()

@@ -144,6 +144,9 @@ class Running:
             return False
         if torch.jit.is_tracing() or has_modes():
             return False
+        if any(each is module for root in self._roots for each in root.modules()):  # a layer that was added to it
+            self._known.update(module.modules())
+            return False
         return any(each.requires_grad and each.device.type != "meta" for each in module.parameters())
 
     def _is_evaluated_before(self, module: torch.nn.Module) -> bool:
