@@ -266,16 +266,16 @@ def overhead_spread(found: Payload) -> Table:
             f"{100 * each['spread'][0]:.1f} to {100 * each['spread'][1]:.1f}",
             str(each["turns"]),
             f"{each['load']:.0%}",
-            "" if name == "quiet" else "yes" if each["spread"][0] <= quiet <= each["spread"][1] else "**no**",
+            "" if each is found["quiet"] else "yes" if each["spread"][0] <= quiet <= each["spread"][1] else "**no**",
         ]
         for quiet in [found["quiet"]["overhead"]]
         for name, each in [
-            ("quiet", found["quiet"]),
-            *((f"busy, {at}", row) for at, row in enumerate(found["busy"], 1)),
+            ("long", found["quiet"]),
+            *((f"{at}, beside it", row) for at, row in enumerate(found["busy"], 1)),
         ]
     ]
     head = ["measurement", "overhead", "spread, points", "turns", "processors that others took", "covers the first row"]
-    note = f"{found['covers']} of {len(found['busy'])} spreads cover what is measured without the other process; "
+    note = f"{found['covers']} of {len(found['busy'])} spreads cover the long measurement; "
     return head, rows, f"{note}the median one is {100 * found['median_width']:.0f} points wide."
 
 

@@ -143,16 +143,23 @@ def _row(script: str, share: int, door: str, budget_bytes: int, plain: Ran, ran:
 
 def main() -> None:
     """Run, print and store."""
-    from _record import store
+    from _record import load, result_path, store
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scripts", nargs="*", help=f"of {', '.join(SCRIPTS)}; all, and stored, if none is named")
     parser.add_argument(
         "--shares", nargs="*", type=int, default=SHARES, help="of the bytes that a script takes as it is"
     )
+    parser.add_argument(
+        "--add", action="store_true", help="store the scripts that are named beside those stored before"
+    )
     options = parser.parse_args()
     rows = [row for script in options.scripts or SCRIPTS for row in measure(script, options.shares)]
-    if not options.scripts:
+    if options.add:
+        before = load(result_path("run_scripts"))["payload"]["rows"]
+        rows += [row for row in before if row["script"] not in options.scripts]
+        rows.sort(key=lambda row: list(SCRIPTS).index(row["script"]))
+    if options.add or not options.scripts:
         print("stored in", store("run_scripts", {"rows": rows}))
 
 

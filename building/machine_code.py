@@ -34,7 +34,8 @@ def main() -> None:
 
         shipped.shipped_functions = compiled.shipped_functions = dict  # none
         compile_ahead()
-        chosen = [pair for each in compiled.ENTRY_POINTS if (pair := _chosen(each)) is not None]
+        _compile_the_rest()
+        chosen = [(each, _chosen(each)) for each in compiled.ENTRY_POINTS]
         described = [_described(number, *pair) for number, pair in enumerate(chosen)]
         (Path(made) / "code.o").write_bytes(_object([found for _, found in chosen]))
         (Path(made) / "calls.c").write_text("\n".join(_CALLS_HEAD + [_call(*each) for each in enumerate(chosen)]))
@@ -51,8 +52,26 @@ def main() -> None:
         print(f"{len(described)} functions, {(folder / shipped.LIBRARY).stat().st_size} bytes")  # noqa: T201
 
 
-def _chosen(entry: Any) -> tuple[Any, Any] | None:
-    """Return an entry point with its compilation for the types that Python calls it with; None if it was not called."""
+def _compile_the_rest() -> None:
+    """Compile what a plan and a layout of a small step do not call: published planners and packers, and rare paths."""
+    from memfit.compile_ahead import small_problem
+    from memfit.packing.improve import ejecting
+    from memfit.packing.registry import compile_packers
+    from memfit.planners.registry import make_planner
+
+    for name in ("sublinear", "linear_split"):
+        make_planner(name).plan(small_problem())
+    compile_packers(("tags",))
+    room = _chosen(ejecting.take_out).signature.args[0]
+    ejecting.put_all.dispatcher.compile((room,))
+
+
+def _chosen(entry: Any) -> Any:
+    """Return the compilation of an entry point for the types that Python calls it with.
+
+    Raises:
+        LookupError: it was not called.
+    """
     from numba.core import types
 
     found = [
@@ -60,7 +79,9 @@ def _chosen(entry: Any) -> tuple[Any, Any] | None:
         for each in entry.dispatcher.overloads.values()
         if not any(isinstance(kind, types.Literal | types.Omitted) for kind in each.fndesc.argtypes)
     ]
-    return (entry, found[0]) if found else None
+    if not found:
+        raise LookupError(f"{entry.py_func} was not called: let memfit/compile_ahead.py call it")
+    return found[0]
 
 
 def _described(number: int, entry: Any, found: Any) -> dict[str, Any]:

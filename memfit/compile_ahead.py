@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 from msgspec.structs import replace
 
-from memfit.device import GENERIC
+from memfit.device import GENERIC, Device
 from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.packing.registry import compile_packers
 from memfit.plan import Problem
@@ -21,15 +21,23 @@ _LINK = 1e10  # bytes a second
 
 def compile_ahead() -> None:
     """Plan and pack a small step, with and without a host; the machine code is kept on disk."""
-    graph = _chain()
-    budget_bytes = (_LAYERS // 2 + 3) * _BYTES
     linked = replace(GENERIC, to_host_bytes_per_second=_LINK, to_device_bytes_per_second=_LINK)
     for device, host_bytes in ((GENERIC, 0), (linked, _LAYERS * _BYTES)):
-        problem = Problem(graph=graph, device=device, budget_bytes=budget_bytes, host_budget_bytes=host_bytes)
-        make_planner("auto", iterations=_MOVES).plan(problem)
+        make_planner("auto", iterations=_MOVES).plan(small_problem(device, host_bytes))
     compile_packers()
     word = np.zeros(1, np.int64)
     returns_same(ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p).value, word, word)
+
+
+def small_problem(device: Device = GENERIC, host_budget_bytes: int = 0) -> Problem:
+    """Return the planning of a small step that has to recompute, or to offload.
+
+    Args:
+        device: with a link, if there is a host budget.
+        host_budget_bytes: 0 offloads nothing.
+    """
+    budget_bytes = (_LAYERS // 2 + 3) * _BYTES
+    return Problem(graph=_chain(), device=device, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
 
 
 def compile_simulator() -> None:

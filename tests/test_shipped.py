@@ -134,11 +134,9 @@ def test_without_a_library_of_these_sources_numba_compiles(
 
 COMPARE = """
 import sys
-from memfit.compile_ahead import _chain
+from memfit.compile_ahead import small_problem
 from memfit.device import GENERIC
-from memfit.graph import Graph
 from memfit.packing import Blocks, PackingProblem, make_packer
-from memfit.plan import Problem
 from memfit.planners.registry import make_planner
 from memfit.system import compiled, shipped
 import msgspec, numpy as np
@@ -147,8 +145,7 @@ if sys.argv[1] == "numba":
     compiled.shipped_functions = dict
 linked = msgspec.structs.replace(GENERIC, to_host_bytes_per_second=1e9, to_device_bytes_per_second=1e9)
 for planner, host_bytes in (("search", 0), ("offload", 4 << 20)):
-    problem = Problem(graph=_chain(), device=linked, budget_bytes=6 << 20, host_budget_bytes=host_bytes)
-    result = make_planner(planner, iterations=3000).plan(problem)
+    result = make_planner(planner, iterations=3000).plan(small_problem(linked, host_bytes))
     print(result.status, result.plan.predicted, [str(each) for each in result.plan.schedule.instructions])
 random = np.random.default_rng(0)
 starts = random.integers(0, 60, 60)
