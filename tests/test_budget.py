@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import memfit
 from memfit.cost.calibration import memory_bytes
-from memfit.cost.device_profiles import load_device
+from memfit.cost.device_profiles import card_of_profile, load_device
 from memfit.dynamo.settings import read_options
 from memfit.errors import InvalidBudgetError
 from memfit.system.budget import Card, format_bytes, is_of_card, on_card, parse_budget, parse_host_budget
@@ -119,4 +119,6 @@ def test_a_plan_for_another_device_takes_a_share_of_its_memory(run: Run) -> None
     words = ("plan", "unet", "--set", "size=32", "--set", "width=4", "--set", "batch=1", "--json")
     status, out, _ = run(*words, "--budget", "50% of the card", "--device-profile", "a100-40")
     assert status == 0
-    assert json_of(out)["budget_bytes"] == load_device("a100-40").memory_bytes // 2
+    card = card_of_profile(load_device("a100-40"))
+    assert card.whole_bytes == 40 << 30 and card.beside_bytes == 800 << 20
+    assert json_of(out)["budget_bytes"] == card.whole_bytes // 2 - card.beside_bytes

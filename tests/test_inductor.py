@@ -20,10 +20,11 @@ from memfit.dynamo.inductor_step import InductorStep
 from memfit.dynamo.model import PlannedCalls
 from memfit.errors import InvalidOptionError, NoPlanError, UnsupportedStepError
 from memfit.graph import Graph, Op, Phase, Role, Storage
-from memfit.kernels import inductor
+from memfit.kernels import host_copies, inductor
 from memfit.kernels.chains import with_chains
 from memfit.kernels.joint_graphs import leave_out_overwritten
 from memfit.kernels.node_halves import node_halves, rejoined
+from memfit.memory.host.store import Lease
 from memfit.schedule import Schedule
 from memfit.system.recorder import record
 
@@ -81,13 +82,14 @@ class Trained:
 
     others_bytes = 0
 
-    def __init__(self, made: Any, *, budget: int | None = None, steps: int = 3, dtype: Any = None) -> None:
+    def __init__(self, made: Any, *, budget: int | None = None, steps: int = 3, dtype: Any = None, **more: Any) -> None:
         torch.manual_seed(0)
         self.model, inputs = made()
         given = copy.deepcopy(self.model)
         call: Any = torch.compile(given)
         if budget is not None:
             options = {"budget": budget + self.others_bytes, "reserve": 0, "kernels": "inductor", "options": OPTIONS}
+            options |= more
             call = torch.compile(given, backend="memfit", options=options)
         self.resident_bytes = sum(t.nbytes for t in (*given.parameters(), *given.buffers(), inputs))
         for _ in range(steps):
@@ -123,6 +125,41 @@ def test_a_budget_holds_with_the_gradients_and_masks_of_inductor(made: Any, shar
     assert torch.equal(planned.masks, plain.masks) and planned.masks.any()
     assert_close([planned.total, *planned.gradients], [plain.total, *plain.gradients])
     assert_close(planned.buffers, plain.buffers)
+
+
+ONLY_COPIES: dict[str, Any] = {
+    "planner": "offload",
+    "host_budget": "64MiB",
+    "options": {"rematerialize": False, "iterations": 20_000},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", [dense, conv])
+def test_copies_to_the_host_stand_in_inductors_code(
+    made: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is computed anew, so that the bits are those of Inductor, and the lean code alone would not fit."""
+    left: list[int] = []
+    offload = Lease.offload
+
+    def counted(lease: Lease, source: torch.Tensor, offset: int) -> Any:
+        left.append(source.nbytes)
+        return offload(lease, source, offset)
+
+    monkeypatch.setattr(Lease, "offload", counted)
+    plain = Trained(made)
+    budget = plain.of_activations(0.6 if made is dense else 0.88)
+    torch.compiler.reset()
+    caplog.set_level("INFO", "memfit")
+    planned = Trained(made, budget=budget, **ONLY_COPIES)
+    assert planned.peak_bytes <= budget < plain.peak_bytes
+    assert left
+    assert torch.equal(planned.masks, plain.masks)
+    assert_close([planned.total, *planned.gradients], [plain.total, *plain.gradients])
+    assert_close(planned.buffers, plain.buffers)
+    gc.collect()
+    assert not host_copies._copies  # the last backward pass is over
 
 
 @pytest.mark.slow
@@ -271,7 +308,7 @@ def test_other_sizes_and_evaluation() -> None:
     ("options", "words"),
     [
         ({"kernels": "triton"}, "kernels is 'triton', expected one of 'eager', 'inductor'"),
-        ({"kernels": "inductor", "host_budget": "1GiB"}, "offloads nothing: leave host_budget out"),
+        ({"kernels": "inductor", "host_dir": "/var/tmp"}, "host_dir"),
     ],
 )
 def test_options_that_do_not_combine_are_refused(options: dict[str, Any], words: str) -> None:
@@ -355,7 +392,7 @@ def step_of_three() -> Graph:
 
 
 def test_a_chain_is_one_op_without_the_memory_between() -> None:
-    graph, members = with_chains(step_of_three(), [True, True, False])
+    graph, members, _ = with_chains(step_of_three(), [True, True, False])
     assert members == ((0, 1), (2,))
     assert [storage.name for storage in graph.storages] == ["x", "b", "y"]
     chain, last = graph.ops
@@ -365,7 +402,7 @@ def test_a_chain_is_one_op_without_the_memory_between() -> None:
 
 
 def test_what_another_op_reads_stays() -> None:
-    graph, members = with_chains(step_of_three(), [True, False, False])
+    graph, members, _ = with_chains(step_of_three(), [True, False, False])
     assert members == ((0,), (1,), (2,))
     assert graph.ops[1].reads == (1,)
 

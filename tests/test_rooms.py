@@ -120,6 +120,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("program",),
         ("lowering",),
         ("absent_gradients", "chains", "direct_calls", "joint_graphs", "node_halves", "race", "rehearse"),
+        ("host_copies",),
     ),
     "chunked_loss": (("heads",), ("logits",), ("reductions",), ("rows",)),
     "memory/host": (("layout", "room"), ("store",), ("slab",)),

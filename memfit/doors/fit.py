@@ -115,7 +115,7 @@ def fit(
     )
     check_step(step, "memfit.fit")
     settings = settings.on_card(lambda: card_of(step_device(step.model, step.batch)))
-    if read_kernels(kernels, settings) == INDUCTOR:
+    if read_kernels(kernels) == INDUCTOR:
         refuse_with_inductor(
             settings, plan=plan, verify=verify, process_group=across is not None, chunk_loss=bool(chunk_loss)
         )

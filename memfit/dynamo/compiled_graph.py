@@ -30,7 +30,7 @@ from memfit.dynamo.inputs import (
 )
 from memfit.dynamo.outside import Outside, of_whole_budget, planned_beside
 from memfit.dynamo.ready_order import noting_order
-from memfit.dynamo.settings import INDUCTOR, as_it_is, settings_of
+from memfit.dynamo.settings import INDUCTOR, as_it_is, host_of, settings_of
 from memfit.dynamo.share import Share
 from memfit.dynamo.window import Mark, Marks, kept_by, storages_of
 from memfit.errors import NoPlanError
@@ -139,15 +139,13 @@ class CompiledGraph:
         return with_real_results(traced)
 
     def _by_inductor(self, examples: Sequence[Any]) -> Callable[..., Any]:
-        options = self.graph.options
-
         def plan(graph: Graph, budget_bytes: int | None) -> Plan:
             outside = self.outside.between_bytes if self.before is None else max(0, self.outside.held_bytes)
             settings = self.settings(graph).within(budget_bytes) if budget_bytes else as_it_is(graph, outside)
-            return make_plan(graph, linked_device(self.device, 0), settings, outside)
+            return make_plan(graph, linked_device(self.device, *host_of(settings)), settings, outside)
 
         planning = Planning(
-            with_costs=lambda captured: with_costs(captured, options.settings),
+            with_costs=lambda captured: with_costs(captured, self.graph.options.settings),
             left_bytes=self._left_bytes,
             between_bytes=lambda: self.outside.between_bytes,
             plan=plan,
@@ -155,6 +153,7 @@ class CompiledGraph:
             held_bytes=lambda: None if self.before is None else self.outside.held_bytes,
             headroom_bytes=self._headroom_bytes,
             decided=self._take_plan,
+            host=host_of(self.graph.options.settings),
         )
         compiled = self._or_least(
             lambda: compile_within(

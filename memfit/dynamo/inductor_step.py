@@ -100,8 +100,6 @@ def refuse_with_inductor(settings: Settings, **others: object) -> None:
         InvalidOptionError: names what was asked for.
     """
     asked = {
-        "host_budget": settings.host_budget_bytes,
-        "host_dir": settings.host_dir,
         "arena": settings.arena,
         "hard": settings.hard,
         "cuda_graph": settings.cuda_graph,

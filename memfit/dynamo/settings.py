@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,25 +74,24 @@ def read_options(
     return GraphSettings(
         settings=settings,
         reserve_bytes=None if reserve is None else _size(reserve),
-        kernels=read_kernels(options.get("kernels", EAGER), settings),
+        kernels=read_kernels(options.get("kernels", EAGER)),
         backward_autocast=_yes_or_no(options, "backward_autocast"),
     )
 
 
-def read_kernels(name: object, settings: Settings) -> str:
-    """Return the name of kernels.
+def host_of(settings: Settings) -> tuple[int, Path | None]:
+    """Return the host budget in bytes, and the directory of a CPU's copies."""
+    return settings.host_budget_bytes, settings.host_dir
 
-    Args:
-        name: as the user gave it.
-        settings: of the step.
+
+def read_kernels(name: object) -> str:
+    """Return the name of kernels, as the user gave it.
 
     Raises:
-        InvalidOptionError: there are no such kernels, or they do not do what the settings ask for.
+        InvalidOptionError: there are no such kernels.
     """
     if name not in _KERNELS:
         raise InvalidOptionError(f"kernels is {name!r}, expected one of {', '.join(map(repr, _KERNELS))}")
-    if name == INDUCTOR and settings.host_budget_bytes:
-        raise InvalidOptionError(f"kernels={name!r} offloads nothing: leave host_budget out, or take kernels={EAGER!r}")
     return str(name)
 
 

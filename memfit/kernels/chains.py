@@ -13,8 +13,8 @@ _SMALL = 16  # times fewer bytes than a result: seeds, biases, statistics; a mas
 _DRAWS = "inductor_random"  # takes as long as it computes, wherever its memory goes
 
 
-def with_chains(graph: Graph, fusible: Sequence[bool]) -> tuple[Graph, tuple[tuple[int, ...], ...]]:
-    """Return `graph` with each chain as one op, and for each op of it the ops that it stands for.
+def with_chains(graph: Graph, fusible: Sequence[bool]) -> tuple[Graph, tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """Return `graph` with each chain as one op, what ops each of its ops stands for, and its storages' numbers before.
 
     A chain is a run of neighbouring fusible ops of one phase, each of which reads something that the run has read or
     written. A mask that is made from a seed is a chain of its own, which a schedule can compute again alone. What only
@@ -35,7 +35,7 @@ def with_chains(graph: Graph, fusible: Sequence[bool]) -> tuple[Graph, tuple[tup
 
     ops = [_as_one(graph, chain, inside) for chain in members]
     boundaries = [msgspec.structs.replace(each, position=new_position(each.position)) for each in graph.boundaries]
-    return rebuilt(graph, ops, left, boundaries=boundaries), members
+    return rebuilt(graph, ops, left, boundaries=boundaries), members, tuple(left)
 
 
 def _chains(graph: Graph, fusible: Sequence[bool]) -> tuple[tuple[int, ...], ...]:

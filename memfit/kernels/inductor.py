@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,11 +36,13 @@ from memfit.kernels.joint_graphs import (
     saved_bytes,
     survey,
 )
-from memfit.kernels.node_halves import node_halves, rejoined
+from memfit.kernels.node_halves import copying_of, node_halves, rejoined
 from memfit.kernels.race import Clock, Compiled, Race
 from memfit.kernels.rehearse import rehearse
 from memfit.memory.fit_by import Fitted, SamePlanError, Sizes, fit_by
+from memfit.memory.host.store import HostStore
 from memfit.plan import Plan
+from memfit.schedule import Code
 from memfit.system.budget import format_bytes
 from memfit.torch_private.inductor import LEAN, InductorHalf, ModulePair, compiled_by_inductor
 from memfit.torch_private.tensors import fake_mode_of, real_tensors, tensors_in
@@ -66,6 +69,7 @@ class Planning:
         headroom_bytes: of the budget besides `left_bytes`, for temporary allocations between steps. Inductor's own
             halves may take it, and those from a plan half of it.
         decided: called with what has won the race, if there is one.
+        host: the budget of copies to the host, and the directory of a CPU's.
     """
 
     with_costs: Callable[[Captured], Captured]
@@ -76,6 +80,7 @@ class Planning:
     held_bytes: Callable[[], int | None]
     headroom_bytes: int
     decided: Callable[[Compiled], None]
+    host: tuple[int, Path | None] = (0, None)
 
     def fits(self, own: Compiled) -> bool:
         """Return whether halves of Inductor's own fit."""
@@ -225,6 +230,7 @@ class _Attempt:
     saved_bytes: dict[float, int] = field(default_factory=dict[float, int])
     function: Callable[..., Any] = field(init=False)
     plan: Plan | None = None
+    store: HostStore | None = None
     left_bytes: int = 0
     _graph: Graph | None = None
     _forward_outputs: int = 0
@@ -327,7 +333,7 @@ class _Attempt:
             not op.computed_once and is_fusible(nodes)
             for op, nodes in zip(capture.graph.ops, capture.sources, strict=True)
         ]
-        graph, members = with_chains(capture.graph, fusible)
+        graph, members, left = with_chains(capture.graph, fusible)
         self._graph = graph
         plan = self._plan(graph)
         if self.aim_bytes is None:
@@ -336,7 +342,10 @@ class _Attempt:
             raise SamePlanError
         self.known.add(plan.schedule.text())
         sources = [[node for op in chain for node in capture.sources[op]] for chain in members]
-        return node_halves(joint, sources, plan.schedule, forward_outputs)
+        copying = None
+        if (plan.schedule.codes == Code.OFFLOAD).any():
+            self.store, copying = copying_of(capture, graph, left, plan.schedule, self.device, *self.planning.host)
+        return node_halves(joint, sources, plan.schedule, forward_outputs, copying)
 
     def _plan(self, graph: Graph) -> Plan:
         self.left_bytes = self.planning.left_bytes(graph)
