@@ -17,8 +17,8 @@ import torch
 from memfit.capture.batch_norms import BATCH_NORMS
 from memfit.capture.corrected_fakes import as_corrected, real_results
 from memfit.capture.generators import states_kept
+from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.model_tables import memory_put_back, swapped, with_a_momentum
-from memfit.capture.optimizer import LiveBytes
 from memfit.capture.placement import on_its_own, step_device
 from memfit.capture.reads import Reads
 from memfit.capture.stand_ins import stand_ins_shown

@@ -9,7 +9,6 @@ global norm, a GradScaler, an unknown optimizer, one with step hooks) is one op 
 from __future__ import annotations
 
 import copy
-import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +16,13 @@ from typing import Any
 
 import torch
 
+from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.training_step import TrainingStep
 from memfit.cost.environment import free_bytes
 from memfit.cost.single_op import undisturbed
 from memfit.errors import UnsupportedStepError
 from memfit.memory.kept_on_host import is_kept_on_host, on_device
 from memfit.torch_private.absent import real_form
-from memfit.torch_private.autograd import TorchDispatchMode
 from memfit.torch_private.modules import bare_step
 from memfit.torch_private.sharding import is_sharded, local, with_local
 from memfit.torch_private.tensors import (
@@ -371,35 +370,3 @@ def _fake_state(state: Mapping[str, Any], mode: FakeTensorMode, fake: torch.Tens
         return mode.from_tensor(value)
 
     return {name: faked(value) for name, value in state.items()}
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live tensors among those made under it; `peak_bytes` is their maximum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self._holders: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {storage_key(leaf) for leaf in tensors_in((args, kwargs))}
-        returned = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(returned):
-            key = storage_key(tensor)
-            if key in inputs and key not in self._holders:
-                continue
-            size = tensor.untyped_storage().nbytes()
-            if key not in self._holders:
-                self._holders[key] = 0
-                self.live_bytes += size
-                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-            self._holders[key] += 1
-            weakref.finalize(tensor, self._release, key, size)
-        return returned
-
-    def _release(self, key: int, size: int) -> None:
-        self._holders[key] -= 1
-        if self._holders[key] == 0:
-            del self._holders[key]
-            self.live_bytes -= size
