@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,7 +67,7 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int | None = N
     step, device = planned.step, planned.device
     runs: dict[str, Callable[[Any], Any]] = {"eager": step.run_eager, "planned": planned}
     taken: dict[str, list[_Taken]] = {"eager": [], "planned": []}
-    with left_as_it_was(step, planned.generators) as put_back, _older_objects_aside():
+    with left_as_it_was(step, planned.generators) as put_back:
         eager = EagerRun(step.run_eager, device, unplanned_bytes(planned), put_back)
         if device.type == "cuda" and not eager.is_saved_on_host:
             eager(batch)  # shows whether there is room
@@ -127,20 +126,6 @@ class _Taken:
     @property
     def peak_bytes(self) -> int:
         return self.held_bytes + self.usage.peak_bytes
-
-
-@contextmanager
-def _older_objects_aside() -> Generator[None]:
-    """Let collections inside of the block look at newer objects alone: one of all takes longer than many a step."""
-    gc.collect()
-    freezes = gc.get_freeze_count() == 0
-    if freezes:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if freezes:
-            gc.unfreeze()
 
 
 def _pairs(taken: dict[str, list[_Taken]]) -> list[tuple[float, float]]:
