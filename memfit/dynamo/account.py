@@ -27,6 +27,7 @@ from memfit.memory.contract import (
     WindowKind,
 )
 from memfit.memory.contract import Usage as Taken
+from memfit.memory.host.store import SharedHost
 from memfit.memory.uncounted import Uncounted
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, page_bytes
@@ -65,6 +66,7 @@ class Account:
         optimizers: whose updates are measured.
         losses: what runs between the halves of graphs.
         outside: what was seen there.
+        host: the host budget of all graphs.
         is_judging: whether verdicts are given, and plans are replaced.
         excess_bytes: what steps took beyond what their plans allow for.
         most_bytes: the most bytes on the device in any step that was measured, and while a graph was compiled.
@@ -92,7 +94,7 @@ class Account:
         self._last_compiled = -WINDOWS_BEFORE_LARGER  # the step in which a graph was compiled last
         self._uncounted = Uncounted(device)
         self.optimizers = Optimizers(device, lambda: self.ran, self._end_update)
-        self.losses, self.outside = LossWindows(device), OutsideOfGraphs()
+        self.losses, self.outside, self.host = LossWindows(device), OutsideOfGraphs(), SharedHost()
         self.is_judging = True
         self._open: Window | None = None
         self._is_in_step = False

@@ -172,7 +172,8 @@ class CompiledGraph:
 
     def settings(self, graph: Graph) -> Settings:
         """Return how the graph is planned."""
-        return settings_of(self.graph.options, graph)
+        settings = settings_of(self.graph.options, graph)
+        return replace(settings, host_budget_bytes=self.account.host.left_bytes(settings.host_budget_bytes))
 
     def should_plan_again(self) -> bool:
         """Return whether the plan has no room for what is outside of the graph now, as steps so far have shown it.
@@ -295,12 +296,14 @@ class CompiledGraph:
 
         def within(left_bytes: int) -> Prepared:
             nonlocal capture, costs
+            settings = self.settings(graph).within(left_bytes)
             prepared = prepare(
                 capture.captured,
-                self.settings(graph).within(left_bytes),
+                settings,
                 outputs=[capture.forward_outputs, capture.backward_outputs],
                 bytes_outside=self.outside.beside(graph),
                 planning=costs,
+                store=self.account.host.store(self.device, settings),
             )
             capture, costs = replace(capture, captured=prepared.captured), AS_IT_IS
             return prepared

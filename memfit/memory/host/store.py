@@ -20,6 +20,7 @@ import torch
 from memfit.errors import UnsupportedStepError
 from memfit.memory.host.slab import Slab, Transfer, make_slab
 from memfit.memory.place import Place
+from memfit.planning import Settings
 from memfit.simulate.overlap import Span, Transfers
 from memfit.system.budget import format_bytes
 
@@ -113,6 +114,11 @@ class HostStore:
         """The copies and stalls of the last run; on a GPU nobody notes the times of copies."""
         return self._last
 
+    @property
+    def lent_bytes(self) -> int:
+        """The bytes of the slabs that runs have borrowed."""
+        return sum(lease.slab.size_bytes for lease in self._lent)
+
     def reserve(self, size_bytes: int) -> None:
         """Get a slab of at least this size before the first run.
 
@@ -163,7 +169,7 @@ class HostStore:
                 slab.settle()
                 return slab
             slab.close()
-        lent_bytes = sum(lease.slab.size_bytes for lease in self._lent)
+        lent_bytes = self.lent_bytes
         if lent_bytes and lent_bytes + self._needed_bytes > self.budget_bytes:
             raise UnsupportedStepError(
                 f"a planned forward pass runs again before the backward pass of the one before, and the host budget of "
@@ -171,6 +177,23 @@ class HostStore:
                 f"{format_bytes(lent_bytes + self._needed_bytes)}, or call backward first"
             )
         return make_slab(self.device, self._needed_bytes, self._directory)
+
+
+class SharedHost:
+    """A host budget for several programs, each with a store of its own: what runs have borrowed counts for all."""
+
+    def __init__(self) -> None:
+        self._stores: weakref.WeakSet[HostStore] = weakref.WeakSet()
+
+    def left_bytes(self, budget_bytes: int) -> int:
+        """Return what is left of the host budget beside the slabs that are borrowed now."""
+        return max(0, budget_bytes - sum(store.lent_bytes for store in self._stores))
+
+    def store(self, device: torch.device, settings: Settings) -> HostStore:
+        """Return a store for another program, which was planned for what is left."""
+        store = HostStore(device, settings.host_budget_bytes, settings.host_dir)
+        self._stores.add(store)
+        return store
 
 
 class Lease:
