@@ -20,7 +20,7 @@ class Experts(nn.Module):
 
     Args:
         width, experts, layers: of the transformer.
-        checkpoints: whether what a layer computes is computed again in backward.
+        checkpoints: whether what a layer computes is recomputed in backward.
     """
 
     def __init__(self, width: int = 128, experts: int = 4, layers: int = 4, *, checkpoints: bool = False) -> None:
@@ -59,7 +59,7 @@ class Trees(nn.Module):
 
     Args:
         width: of states.
-        checkpoints: whether what a cell computes is computed again in backward.
+        checkpoints: whether what a cell computes is recomputed in backward.
     """
 
     def __init__(self, width: int = 128, *, checkpoints: bool = False) -> None:

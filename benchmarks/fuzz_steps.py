@@ -155,7 +155,7 @@ def _compare(case: Case, eager: World, planned: World) -> Outcome:
 
 
 def _nothing_takes_less(error: MemfitError) -> bool:
-    """Return whether an error says that nothing takes less: what is computed again, or any plan, as is proved."""
+    """Return whether an error says that nothing takes less: what is recomputed, or any plan, as is proved."""
     says = "keeps as little as can be", "and no plan fits"
     return isinstance(error, NoPlanError) or any(words in str(error) for words in says)
 

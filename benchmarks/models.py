@@ -275,7 +275,7 @@ def _show(name: str, row: dict[str, Any]) -> None:
 
 
 def state_bytes(name: str) -> int:
-    """Return what is there at the end of a backward pass, whatever is computed again.
+    """Return what is there at the end of a backward pass, whatever is recomputed.
 
     That is parameters, their gradients and AdamW's two moments of each, buffers and the larger batch.
     """

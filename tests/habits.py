@@ -730,7 +730,7 @@ class Ensemble(nn.Module):
 
 
 class Reversible(torch.autograd.Function):
-    """Two halves whose inputs are computed again from the outputs, in a backward of its own."""
+    """Two halves whose inputs are recomputed from the outputs, in a backward of its own."""
 
     @staticmethod
     def forward(context: Any, inputs: Tensor, one: nn.Module, other: nn.Module, *_parameters: Tensor) -> Tensor:

@@ -225,7 +225,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def odd_models(rank: int, _count: int) -> dict[str, bool]:
-    """Models in which something is shared, frozen, unused, called twice, or computed again; a few steps of each."""
+    """Models in which something is shared, frozen, unused, called twice, or recomputed; a few steps of each."""
     tokens = [(labels, labels) for _, labels in data(rank, FEW)]
 
     def partly_frozen() -> Any:

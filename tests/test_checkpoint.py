@@ -324,7 +324,7 @@ def test_a_plan_is_explained() -> None:
     )
     assert [other.seconds for other in found.larger] == sorted((o.seconds for o in found.larger), reverse=True)
     text = str(found)
-    assert planned.peak_is_in in text and "would be computed again" in text and "inputs of blocks" in text
+    assert planned.peak_is_in in text and "would be recomputed" in text and "inputs of blocks" in text
     assert max(got.peaks[2:]) <= handle.report().budget_bytes
     handle.close()
     with memfit.checkpoint(mlps(), policy={"64": {}}) as handle:

@@ -1,4 +1,4 @@
-"""What a loop changes between forward and backward does not reach blocks that are computed again, or is refused."""
+"""What a loop changes between forward and backward does not reach blocks that are recomputed, or is refused."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ class Deterministic:
         (Fewer, 0.6),
         (Less, 0.6),
         (Factor, 0.6),
-        (Lossy, 1.4),  # what is computed again is not in half the bytes
+        (Lossy, 1.4),  # what is recomputed is not in half the bytes
         (Deterministic, 0.6),
         (lambda: sdpa_kernel(SDPBackend.MATH), 0.6),
         (lambda: torch.device("cpu"), 0.6),

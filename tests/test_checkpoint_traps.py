@@ -628,7 +628,7 @@ class _Products(TorchDispatchMode):
 
 
 def test_what_is_to_go_to_the_host_goes_there() -> None:
-    """Stock's policies of offloading compute again in eager mode, and say nothing (pytorch#196956)."""
+    """Stock's policies of offloading recompute in eager mode, and say nothing (pytorch#196956)."""
 
     def offload(*_: Any, **__: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_CPU_OFFLOAD

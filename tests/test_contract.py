@@ -82,9 +82,9 @@ def test_the_least_plan_is_refused_with_the_figure() -> None:
     standing.replace_plan(is_least=True, is_most=False)
     verdict = contract.judge(standing, took(1300), predicted_bytes=1200)
     assert verdict == Refused(1300, 300)
-    error = contract.refusal(verdict, "every block is computed again")
+    error = contract.refusal(verdict, "every block is recomputed")
     assert isinstance(error, BudgetNotHeldError) and error.over_bytes == 300
-    assert "1300 bytes" in str(error) and "every block is computed again" in str(error)
+    assert "1300 bytes" in str(error) and "every block is recomputed" in str(error)
 
 
 def test_a_percentage_is_of_what_is_told_later() -> None:

@@ -85,7 +85,7 @@ def test_the_streams_find_copies_that_are_not_waited_for(monkeypatch: pytest.Mon
     monkeypatch.setattr(slabs, "alignment_bytes", slabs.alignment_bytes)
 
     fake_streams.install()
-    slabs._streams.cache_clear()
+    slabs.copy_streams.cache_clear()
     try:
         slab = PinnedSlab(1 << 16, torch.device("cpu"))
         source = torch.full((1024,), 7.0)
@@ -105,7 +105,7 @@ def test_the_streams_find_copies_that_are_not_waited_for(monkeypatch: pytest.Mon
         assert bool((back == 2.0).all()), "what was there when the copy was made at last"
         assert sum(isinstance(stream, CopyStream) for stream in fake_streams.made) >= 2
     finally:
-        slabs._streams.cache_clear()
+        slabs.copy_streams.cache_clear()
 
 
 def test_freed_memory_is_overwritten(fakes: str) -> None:

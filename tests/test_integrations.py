@@ -229,7 +229,7 @@ def test_a_trainer_of_a_model_that_is_compiled_keeps_its_bits_and_its_budget(
     assert_same(trainers[1].model, trainers[0].model)
     report: Any = callback.report()
     assert report.over == 0
-    assert "computed again" in str(report)
+    assert "recomputed" in str(report)
 
 
 def with_a_break() -> Any:

@@ -100,7 +100,7 @@ class Applied(nn.Module):
 
 
 def computed_again(function: Callable[[Any, Tensor], Tensor], norm: Any = None) -> PlannedStep:
-    """Return a step that computes again all of its forward pass that can be, and has eager's bits."""
+    """Return a step that recomputes all of its forward pass that can be, and has eager's bits."""
     torch.manual_seed(0)
     model, batch = Applied(function, norm), torch.randn(16, 32)
     step = TrainingStep(

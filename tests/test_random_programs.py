@@ -1,6 +1,6 @@
 """Random programs of slices, views, writes in place, draws and running statistics: planned, they have eager's bits.
 
-A seed is a list of calls on tensors of one size. All that can be computed again is, so that each rewrite of the
+A seed is a list of calls on tensors of one size. All that can be recomputed is, so that each rewrite of the
 captured graph is used: writes merged into what made the tensor, functional forms of writes, statistics that a
 normalization returns, and gradients that are computed on demand. At the least budget ops are in the order that
 the search chooses.

@@ -207,7 +207,7 @@ def test_a_model_with_blocks_is_held_from_within_its_first_call() -> None:
     assert found[0].history is not None
     windows = found[0].history.latest
     assert len(windows) == 4
-    assert windows[0].plan == 0  # its blocks were computed again in the first step already
+    assert windows[0].plan == 0  # its blocks were recomputed in the first step already
     assert len({window.numel for window in windows}) == 1  # arguments by name are seen in the first call, too
     assert "forward" not in vars(model.blocks[0])
 

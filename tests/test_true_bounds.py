@@ -156,11 +156,11 @@ def test_the_first_step_that_makes_states_and_the_next_one_stay_within_the_budge
         assert planned is not None
 
 
-# -- results that cannot be computed again ----------------------------------------------------------------------------
+# -- results that cannot be recomputed ----------------------------------------------------------------------------
 
 
 def once_graph(recomputable: bool) -> Graph:
-    """Four results that nothing can compute again (or all can), and an op that reads all of them at the end."""
+    """Four results that nothing can recompute (or all can), and an op that reads all of them at the end."""
     sizes = [8, 100, 200, 300, 400, 8]
     roles = [Role.INPUT, *[Role.ACTIVATION] * 4, Role.OUTPUT]
     forward = Phase.FORWARD

@@ -1,4 +1,4 @@
-"""What user code writes to between forward and backward is no source of what a plan computes again."""
+"""What user code writes to between forward and backward is no source of what a plan recomputes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Waves(nn.Module):
         shown = first + 1.0
         hidden = torch.relu(shown) * torch.tanh(shown * 0.5)
         for _ in range(4):
-            hidden = torch.sin(hidden + 0.5)  # which may be computed again
+            hidden = torch.sin(hidden + 0.5)  # which may be recomputed
         return shown, self.layers[1](hidden)
 
 

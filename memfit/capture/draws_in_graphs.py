@@ -1,7 +1,7 @@
-"""Random ops that are computed again inside a CUDA graph: each draws from a state of Philox that the graph knows.
+"""Random ops that are recomputed inside a CUDA graph: each draws from a state of Philox that the graph knows.
 
 A graph holds no offsets. It reads them from the device, where a replay writes the present one of each generator that is
-registered with it. The generator's own state cannot be set back during a capture. An op that is computed again
+registered with it. The generator's own state cannot be set back during a capture. An op that is recomputed
 therefore draws from a copy of the generator, and the copy is set before each replay to where the generator will be
 when the op draws first: as far from the start of the step as it was in a step that ran as planned.
 """
@@ -20,7 +20,7 @@ from memfit.errors import UnsupportedStepError
 
 
 class PhiloxStates:
-    """The states of a step's random ops that are computed again, in the order in which they are.
+    """The states of a step's random ops that are recomputed, in the order in which they are.
 
     Args:
         device: of the step.

@@ -61,7 +61,7 @@ _saved: Callable[[], torch.Tensor] | None = None
 
 @contextmanager
 def replayed_by(replayer: Replayer, saved: Callable[[], torch.Tensor] | None = None) -> Iterator[None]:
-    """Let random ops be computed again, in the block, by another function, for CUDA graphs.
+    """Let random ops be recomputed, in the block, by another function, for CUDA graphs.
 
     Args:
         replayer: takes the place of `replay_now`.

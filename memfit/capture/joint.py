@@ -177,7 +177,7 @@ class _JointCapture:
     def _keep_what_is_made_of(
         self, written: set[int], forward: Sequence[TracedCall], backward: Sequence[TracedCall]
     ) -> None:
-        """Let nothing be computed again from storages that may have been written to since, as a queue of keys is behind
+        """Let nothing be recomputed from storages that may have been written to since, as a queue of keys is behind
         a graph break. To those that backward reads in eager, too, autograd lets nobody write.
         """
         written = written.difference(*(call.reads for call in backward))

@@ -111,7 +111,7 @@ class BlockMode(UnwrappedMode):
         self.call.spans.append(SpanSeen(name=name, first=first, last=self._tick(), given=frozenset(given)))  # pyright: ignore
 
     def end_of_forward(self) -> None:
-        """Let what is made beside a write to a tensor of the model that the block reads be computed again, always."""
+        """Let what is made beside a write to a tensor of the model that the block reads be recomputed, always."""
         for storage, written in self._made_beside:
             if written & self.read:
                 self._compute_always(storage)
@@ -195,7 +195,7 @@ class BlockMode(UnwrappedMode):
             whose = "its input" if foreign & self._given else "a tensor from outside of it"
             self._recorder.refuse(
                 self.call,
-                f"block {self.call.block!r} writes to {whose} ({func}): computed again, it would read what it wrote. "
+                f"block {self.call.block!r} writes to {whose} ({func}): recomputed, it would read what it wrote. "
                 "Write a new tensor there (relu in the place of relu_, x = x + y in the place of x += y), or name "
                 f"other blocks: memfit.checkpoint(..., blocks=[...]) without {self.call.block!r}",
             )

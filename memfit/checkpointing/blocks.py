@@ -12,7 +12,7 @@ from memfit.errors import InvalidOptionError
 
 Named = tuple[str, torch.nn.Module]
 NO_BLOCKS = (
-    "no blocks of the model were found that can be computed again: name them, as memfit.checkpoint(..., "
+    "no blocks of the model were found that can be recomputed: name them, as memfit.checkpoint(..., "
     "blocks=['encoder.layers.*', 'decoder.*']), or use memfit.eager, which needs none"
 )
 _LEAST_MEMBERS = 2

@@ -1,4 +1,4 @@
-"""Inputs of blocks that are computed again from the block before (Chen's segments), instead of being kept."""
+"""Inputs of blocks that are recomputed from the block before (Chen's segments), instead of being kept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Link:
         given: the input, kept or on the host; None if it is what `before` returned.
         before: the call that returned the input.
         device: of the model.
-        is_halved: whether few of the inputs before it stay when it is computed again.
+        is_halved: whether few of the inputs before it stay when it is recomputed.
     """
 
     def __init__(

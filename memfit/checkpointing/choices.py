@@ -1,4 +1,4 @@
-"""The choices for one call of a block: what each keeps, in bytes, and what it computes again, in seconds. Torch-free.
+"""The choices for one call of a block: what each keeps, in bytes, and what it recomputes, in seconds. Torch-free.
 
 A choice is one of: nothing is checkpointed; the whole block is; some of its modules are, each by itself, which needs no
 dispatch mode; the whole block is, and storages of it are kept, which needs one; the block is and, when it is computed
@@ -42,7 +42,7 @@ class Choice:
     """What is done with a block.
 
     Attributes:
-        seconds: for what is computed again, modes and hooks included.
+        seconds: for what is recomputed, modes and hooks included.
         held_bytes: from its forward pass to its backward pass, beyond what a checkpoint of the whole block holds.
         more_bytes: that are live in its own backward pass beyond what they are under a checkpoint of the whole block;
             negative if less.
@@ -86,7 +86,7 @@ def _first(span: SpanSeen) -> int:
 
 
 def _seconds(call: CallSeen, first: int, last: int, prices: Prices) -> float:
-    """Return the seconds of computing again what a checkpoint around these moments does."""
+    """Return the seconds of recomputing what a checkpoint around these moments does."""
     saves = sum(first <= moment < last for moment in call.saves)
     return sum(op.seconds for op in call.recomputed(first, last)) + prices.checkpoint + prices.saved * saves
 
@@ -186,7 +186,7 @@ def _by_modules(call: CallSeen, spans: Sequence[SpanSeen], prices: Prices) -> Ch
 
 
 def _nested(call: CallSeen, spans: Sequence[SpanSeen], full: Choice, prices: Prices) -> Choice:
-    """The whole block is computed again, and these modules once more, one after the other."""
+    """The whole block is recomputed, and these modules once more, one after the other."""
     held = sum(_held(call, spans)[0].values())
     at_once = max(_saved_inside(call, span) for span in spans)
     everything = none_choice(call).held_bytes
@@ -203,7 +203,7 @@ def choice_of_rules(call: CallSeen, rules: Mapping[str, Rule], prices: Prices) -
 
     Args:
         call: as it was seen.
-        rules: name of a module -> rule; a block without one is computed again.
+        rules: name of a module -> rule; a block without one is recomputed.
         prices: of what is no kernel.
 
     Raises:

@@ -16,7 +16,7 @@ class OtherBudget:
 
     Attributes:
         budget_bytes: that it is for.
-        seconds: for what is computed again.
+        seconds: for what is recomputed.
     """
 
     budget_bytes: int
@@ -53,11 +53,11 @@ class Explanation:
             f"{self.numel:,} elements: {format_bytes(planned.predicted_bytes)} predicted, most of it in "
             f"{planned.peak_is_in}:",
             *(f"  {format_bytes(size_bytes):>12}  {name}" for name, size_bytes in parts.items() if size_bytes),
-            f"  {planned.seconds * 1e3:.1f} ms are computed again; no plan of such choices takes fewer than "
+            f"  {planned.seconds * 1e3:.1f} ms are recomputed; no plan of such choices takes fewer than "
             f"{planned.bound_seconds * 1e3:.1f} ms",
         ]
         lines += [
-            f"  {format_bytes(other.budget_bytes)}: {other.seconds * 1e3:.1f} ms would be computed again"
+            f"  {format_bytes(other.budget_bytes)}: {other.seconds * 1e3:.1f} ms would be recomputed"
             for other in self.larger
         ]
         least, most = format_bytes(self.least_bytes), format_bytes(self.most_bytes)

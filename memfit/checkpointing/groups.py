@@ -1,7 +1,7 @@
-"""Groups of calls whose inputs are computed again from the first one's (Chen et al. 2016, section 4.4). Torch-free.
+"""Groups of calls whose inputs are recomputed from the first one's (Chen et al. 2016, section 4.4). Torch-free.
 
-All inputs of a group are computed again at once when its backward pass begins (`CHAINED`), which is the paper's
-division into segments; or about the logarithm of them is there at once, and stretches in between are computed again as
+All inputs of a group are recomputed at once when its backward pass begins (`CHAINED`), which is the paper's
+division into segments; or about the logarithm of them is there at once, and stretches in between are recomputed as
 they are needed (`HALVED`), which is the paper's recursion, with halves in the place of its k parts.
 """
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cache
 
 CHAINED = "full, input too"
-"""Rule of a block that is computed again, and whose input is computed again, too, from the block before it."""
+"""Rule of a block that is recomputed, and whose input is recomputed, too, from the block before it."""
 HALVED = "full, input by halves"
 """The same, but few of a group's inputs are there at once: those at halves of what is left are kept on the way."""
 HOSTED = "full, input on the host"
-"""Rule of a block that is computed again, and whose input is on the host from its forward to its backward pass."""
+"""Rule of a block that is recomputed, and whose input is on the host from its forward to its backward pass."""
 CHAINS = (CHAINED, HALVED)
 INPUT_RULES = (*CHAINS, HOSTED)
 

@@ -184,7 +184,7 @@ def refuse_others(model: torch.nn.Module) -> None:
         if why:
             raise UnsupportedStepError(
                 f"module {name!r} is checkpointed with {why}, which would be lost: memfit.checkpoint decides what is "
-                "computed again; leave it out of gradient_checkpointing_kwargs or of the wrapper, or switch that "
+                "recomputed; leave it out of gradient_checkpointing_kwargs or of the wrapper, or switch that "
                 "checkpointing off"
             )
 

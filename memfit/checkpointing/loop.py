@@ -56,11 +56,11 @@ class Loop:
 
     Args:
         called: what the loop calls; the hooks are on it, or on what is in it if torch.compile made it.
-        find: returns the blocks that are steered, and computed again in lean passes; and modules beside them that are
-            steered, and not computed again in lean passes. It is called again where modules were replaced.
+        find: returns the blocks that are steered, and recomputed in lean passes; and modules beside them that are
+            steered, and not recomputed in lean passes. It is called again where modules were replaced.
         contract: the budget.
         device: of the model.
-        may_chain: whether inputs of blocks may be computed again.
+        may_chain: whether inputs of blocks may be recomputed.
         host_budget_bytes: that inputs of blocks may take on the host.
         host_dir: for the file of a model on a CPU; by default the system's temporary directory.
         given: a policy in the place of plans: elements of the batch -> name of a module -> rule.

@@ -82,7 +82,7 @@ class Pass:
         calls: of each block so far.
         given_bytes: of all tensors that were given to them.
         planned: bytes that were given to each call of a block in the pass that the plan was made from. Calls that it
-            does not have, and larger ones, are computed again. None of a pass in which they are not.
+            does not have, and larger ones, are recomputed. None of a pass in which they are not.
         leaving: the input that goes to the host now.
         hosted: inputs on the host, in the order of the forward pass.
     """

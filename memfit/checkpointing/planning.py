@@ -1,4 +1,4 @@
-"""A plan of what is kept and what is computed again, from one lean pass, within so many bytes. Torch-free."""
+"""A plan of what is kept and what is recomputed, from one lean pass, within so many bytes. Torch-free."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Planned:
     Attributes:
         rules: name of a module -> what is done with it.
         predicted_bytes: the most that is live, of a pass that begins with as many bytes as it was planned for.
-        seconds: for what is computed again.
+        seconds: for what is recomputed.
         bound_seconds: no plan of these choices takes fewer.
         is_least, is_most: whether no plan takes less, or none is faster.
         has_mode: whether a dispatch mode is on in a block.
@@ -75,7 +75,7 @@ class Planner:
     Args:
         lean: the pass.
         prices: of what is no kernel.
-        may_chain: whether the input of a block may be computed again.
+        may_chain: whether the input of a block may be recomputed.
         is_shared: whether the ranks of collectives in blocks follow the same plan.
         host: where inputs of blocks may go; None if nowhere.
     """
@@ -127,7 +127,7 @@ class Planner:
         """Return the plan that given rules make.
 
         Args:
-            rules: name of a module -> rule; a block without one is computed again.
+            rules: name of a module -> rule; a block without one is recomputed.
             more_bytes: as for `plan`.
 
         Raises:
@@ -215,7 +215,7 @@ class Planner:
         return Moments(after=after, within=within, forward=forward)
 
     def _relief(self, groups: Division, moment: MomentSeen) -> int:
-        """Return the bytes of inputs that are not there at a moment since they are computed again later."""
+        """Return the bytes of inputs that are not there at a moment since they are recomputed later."""
         return sum(
             self._lean.calls[call].input_bytes for group in groups for call in group.absent(moment.own, moment.last)
         )
@@ -308,7 +308,7 @@ class Planner:
 
 _AFTER = (
     "what follows backward, such as the optimizer's update, or a backward pass through it (create_graph=True), which "
-    "holds what was computed again"
+    "holds what was recomputed"
 )
 
 

@@ -35,7 +35,7 @@ class Plans:
         given: a policy in the place of plans.
         compiled: the model's compiled calls.
         device: of the model.
-        may_chain: whether inputs of blocks may be computed again.
+        may_chain: whether inputs of blocks may be recomputed.
         blocks: names.
         host: where inputs of blocks may go; None if nowhere.
 
@@ -86,7 +86,7 @@ class Plans:
         return found
 
     def of_rest_again(self, rest: Sequence[str], shape: Shape) -> list[str]:
-        """Return what beside the blocks a given policy computes again: it can be, or no policy would say so."""
+        """Return what beside the blocks a given policy recomputes: it can be, or no policy would say so."""
         if self.given is None:
             return []
         rules = rules_for(self.given, shape.numel, shape.kind)
@@ -208,7 +208,7 @@ class Plans:
             self._compiled.note_compilation()
 
     def _uncalled_bytes(self, lean: LeanPass, blocks: Collection[str]) -> int:
-        """Return what blocks take that data may choose, and did not in a lean pass: they are computed again.
+        """Return what blocks take that data may choose, and did not in a lean pass: they are recomputed.
 
         That is their inputs, and all of one of them, while other blocks are kept.
         """

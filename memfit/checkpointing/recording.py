@@ -111,11 +111,11 @@ class LeanRecorder:
                 mode.call,
                 f"block {mode.call.block!r} calls torch.utils.checkpoint with use_reentrant=True, which runs "
                 "a backward pass of its own inside of backward; give use_reentrant=False, or take that checkpoint out: "
-                "memfit.checkpoint decides what is computed again",
+                "memfit.checkpoint decides what is recomputed",
             )
 
     def refuse(self, call: CallSeen, why: str) -> None:
-        """Note that a call cannot be computed again.
+        """Note that a call cannot be recomputed.
 
         Raises:
             UnsupportedStepError: it is to be.

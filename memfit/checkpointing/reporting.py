@@ -19,7 +19,7 @@ class WindowSeen:
     Attributes:
         numel: elements of the batch.
         kind: of the window.
-        plan: the number of the plan of this size; 0 if all blocks were computed again, or in an evaluation.
+        plan: the number of the plan of this size; 0 if all blocks were recomputed, or in an evaluation.
         taken_bytes: most bytes that were taken.
         predicted_bytes: that were predicted; None of a lean pass and of an evaluation.
     """
@@ -50,7 +50,7 @@ class SizeReport:
     most_bytes: int
 
     def kinds_text(self) -> str:
-        """Return how many modules are kept, partly kept, and computed again."""
+        """Return how many modules are kept, partly kept, and recomputed."""
         kept = Counter(_kind_of(rule) for rule in self.planned.rules.values())
         return ", ".join(f"{count} {kind}" for kind, count in sorted(kept.items())) or "no blocks"
 
@@ -99,7 +99,7 @@ def _kind_of(rule: object) -> str:
     if rule == NONE:
         return "kept"
     if rule == FULL:
-        return "computed again"
+        return "recomputed"
     if rule == HOSTED:
-        return "computed again from the host"
-    return "computed again with their inputs" if rule in CHAINS else "partly kept"
+        return "recomputed from the host"
+    return "recomputed with their inputs" if rule in CHAINS else "partly kept"

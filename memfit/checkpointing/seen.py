@@ -91,7 +91,7 @@ class CallSeen:
         has_collectives: whether operators of it may talk to other ranks.
         differentiates: whether its forward pass runs a backward pass, for which it needs what it saves.
         is_kept: whether it was no checkpoint in the lean pass.
-        must_stay: why it cannot be computed again; empty if it can.
+        must_stay: why it cannot be recomputed; empty if it can.
     """
 
     block: str
@@ -128,11 +128,11 @@ class CallSeen:
 
     @property
     def runs_without_saving(self) -> bool:
-        """Whether its output alone may be computed again."""
+        """Whether its output alone may be recomputed."""
         return not (self.must_stay or self.differentiates)
 
     def recomputed(self, first: int, last: int) -> Iterator[OpSeen]:
-        """Yield the operators that a checkpoint around these moments computes again: those before its last save."""
+        """Yield the operators that a checkpoint around these moments recomputes: those before its last save."""
         stop = max((moment for moment in self.saves if first <= moment < last), default=-1)
         return (op for op in self.ops if first <= op.moment < stop)
 
@@ -156,7 +156,7 @@ class MomentSeen:
 
 @dataclass(slots=True, kw_only=True)
 class LeanPass:
-    """A pass in which all blocks were computed again.
+    """A pass in which all blocks were recomputed.
 
     Attributes:
         calls: of blocks, in the order of the forward pass.

@@ -99,7 +99,7 @@ class Shape:
 
     @property
     def has_chains(self) -> bool:
-        """Whether inputs of blocks are computed again, or come from the host."""
+        """Whether inputs of blocks are recomputed, or come from the host."""
         return any(isinstance(ruling, str) and ruling in INPUT_RULES for ruling in self.rulings.values())
 
 

@@ -31,11 +31,11 @@ _LARGE_BYTES = 1 << 16  # a buffer whose copy is not kept unless the forward pas
 _MOST_LOOKED_AT = 1000  # entries of a container, for new ones in it
 _GIVEN = "an argument"
 _ATOMS = frozenset(ATOMS)
-_AWAITED: dict[int, WeakSet[CallSnapshot]] = {}  # by the id of a parameter: calls that have yet to be computed again
+_AWAITED: dict[int, WeakSet[CallSnapshot]] = {}  # by the id of a parameter: calls that have yet to be recomputed
 
 
 def is_awaited(parameter: torch.Tensor) -> bool:
-    """Return whether a block that reads a parameter has yet to be computed again."""
+    """Return whether a block that reads a parameter has yet to be recomputed."""
     return bool(_AWAITED.get(id(parameter)))
 
 
@@ -168,7 +168,7 @@ class CallSnapshot:
         """Why the forward pass since cannot be run again; empty if it can."""
         path = next((each.path for each, before in self._lost if each.read() != before), "")
         return path and (
-            f"takes values from {path}, an iterator: computed again, it would take others. Take the value outside of "
+            f"takes values from {path}, an iterator: recomputed, it would take others. Take the value outside of "
             "the block, and pass it, or name other blocks: memfit.checkpoint(..., blocks=[...])"
         )
 
@@ -202,7 +202,7 @@ class CallSnapshot:
         for tensor, _, _, storage in self._parameters:
             if storage and (storage in wrote or storage_key(tensor) != storage):
                 return (
-                    f"writes to its parameter {self._key_of(tensor)!r}, or gives it other memory: computed again, it "
+                    f"writes to its parameter {self._key_of(tensor)!r}, or gives it other memory: recomputed, it "
                     "would do so twice. Do it outside of the model, before or after the step, or name other blocks: "
                     "memfit.checkpoint(..., blocks=[...])"
                 )
@@ -260,7 +260,7 @@ class CallSnapshot:
                 what = "given to it" if path is _GIVEN else f"that it reaches ({path})"
                 raise UnsupportedStepError(
                     f"a tensor of shape {tuple(tensor.shape)} {what} was written to after block {name!r} began its "
-                    "forward pass, and the block is computed again from it for backward: write to it after backward, "
+                    "forward pass, and the block is recomputed from it for backward: write to it after backward, "
                     "or give the block a copy, x.clone()"
                 )
         for each in self._buffers:
@@ -278,7 +278,7 @@ class CallSnapshot:
     def _written(self, key: str) -> UnsupportedStepError:
         return UnsupportedStepError(
             f"{key!r} of a module in block {self._reach.name!r} was written to, or was given other memory, by the "
-            "block or by the loop, after the block began its forward pass, and it is computed again for backward: "
+            "block or by the loop, after the block began its forward pass, and it is recomputed for backward: "
             "write to it before the model is called or after backward, or put a new tensor in its place, or name other "
             "blocks: memfit.checkpoint(..., blocks=[...])"
         )

@@ -130,7 +130,7 @@ class Steering:
             present: the pass.
             recorder: of it.
             call: the call.
-            is_kept: whether it is no checkpoint, since it lies beside the blocks; else all is computed again.
+            is_kept: whether it is no checkpoint, since it lies beside the blocks; else all is recomputed.
         """
         spot = call.spot
         mode = recorder.forward(spot.name, call.args, call.kwargs, is_kept=is_kept, is_compiled=spot.is_compiled)
@@ -163,7 +163,7 @@ class Steering:
         return CallSnapshot(spot.reach, args, kwargs, copies_all=True)
 
     def _chained(self, present: Pass, call: _Call, ruling: Ruling) -> Any:
-        """Run a call of a block whose input, or that of the next block, is computed again."""
+        """Run a call of a block whose input, or that of the next block, is recomputed."""
         spot, forward, args, kwargs = call.spot, call.forward, call.args, call.kwargs
         places = [n for n, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.requires_grad]
         before, present.link = present.link, None
@@ -228,7 +228,7 @@ def _named(name: str) -> Iterator[None]:
 
     def told(error: Exception) -> UnsupportedStepError:
         return UnsupportedStepError(
-            f"block {name!r} computes otherwise when it is computed again for backward: it reads what its first "
+            f"block {name!r} computes otherwise when it is recomputed for backward: it reads what its first "
             "forward pass, or the loop since then, has changed, where memfit does not see it. Change it after "
             f"backward, or name other blocks: memfit.checkpoint(..., blocks=[...]) without {name!r}. In it: {error}"
         )

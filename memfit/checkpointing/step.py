@@ -52,7 +52,7 @@ _OF_GRAPHS = ("plan", "plans", "captured", "source", "bounds")
 class CheckpointedStep(Step):
     """A training step that is no graph, as its Python code depends on a tensor's value, say; called as a `PlannedStep`.
 
-    All of it runs as eager does, under `memfit.checkpoint`: whole blocks or parts of them are computed again. Each
+    All of it runs as eager does, under `memfit.checkpoint`: whole blocks or parts of them are recomputed. Each
     parameter is updated as soon as its gradient is there, where that gives eager's bits. Checkpoints are there in calls
     of the step alone.
 
@@ -150,7 +150,7 @@ class CheckpointedStep(Step):
             except UnsupportedStepError:
                 if not self._updates_in_backward:
                     raise
-                self._updates_in_backward = False  # a block is computed again for each of two backward passes
+                self._updates_in_backward = False  # a block is recomputed for each of two backward passes
             except BudgetNotHeldError as error:
                 least_bytes = self.budget_bytes + error.over_bytes
                 without = "" if self._loop.plans.blocks else f"; {NO_BLOCKS}"

@@ -118,7 +118,7 @@ def _answer(target: str, device: str, policy: dict[str, Any], found: Report, sav
         "blocks": f"{len(found.blocks)}, from {found.blocks[0]} to {found.blocks[-1]}",
         "kept": size.kinds_text(),
         "peak": f"{format_bytes(last.taken_bytes)} measured, {format_bytes(size.planned.predicted_bytes)} predicted",
-        "computed again": f"{seconds_text(size.planned.seconds)} of each step (predicted)",
+        "recomputed": f"{seconds_text(size.planned.seconds)} of each step (predicted)",
         "most in": size.planned.peak_is_in,
         "steps": f"{found.count}, {found.over} of them over budget",
         **({"policy file": str(save)} if save else {}),

@@ -50,7 +50,7 @@ def checkpoint(
         {'32': {'0': 'none', '1': 'none', '2': 'none'}}
         >>> handle.close()
 
-    The loop stays as it is. In the first steps all blocks are computed again in the backward pass, and it is noted what
+    The loop stays as it is. In the first steps all blocks are recomputed in the backward pass, and it is noted what
     they do; from the second step after the optimizer's first one a plan says what is kept. What steps take is measured
     and corrects the plan. Results, gradients, buffers and random streams are those of the loop without it.
 
@@ -63,8 +63,8 @@ def checkpoint(
             Where none are found, steps are held to the budget as they are, and one above it is refused.
         host_budget: the bytes that inputs of blocks may take on the host, as text or in bytes: pinned memory for one
             on a GPU, a file on a CPU. Copies run beside compute; they are made where they cost less time than
-            computing again what they free.
-        budget_is: `firm`: a step that took more than the budget, although all was computed again, is an error at the
+            recomputing what they free.
+        budget_is: `firm`: a step that took more than the budget, although all was recomputed, is an error at the
             next call of the model; `soft`: it is a warning.
         chunk_loss: compute the logits of the model's head, and what the loss makes of them, some rows at a time, so
             that they are never whole: True finds the head, or name it. Last bits differ.
@@ -75,7 +75,7 @@ def checkpoint(
         InvalidOptionError: neither budget nor policy, or blocks that the model does not have.
         InvalidFileError: a policy that cannot be read.
         UnsupportedStepError: `chunk_loss` of a head whose weight is sharded; at the first call of the model, a block
-            cannot be computed again.
+            cannot be recomputed.
         BudgetNotHeldError: at a call of the model, where the last step took too much.
     """
     if budget is None and policy is None:

@@ -290,9 +290,7 @@ class CompiledGraph:
         Before the first step, the bytes that user code will hold between the halves are taken to be those of the
         graph's outputs.
         """
-        graph = capture.captured.graph
-
-        costs = ANEW
+        graph, costs = capture.captured.graph, ANEW
 
         def within(left_bytes: int) -> Prepared:
             nonlocal capture, costs

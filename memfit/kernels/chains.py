@@ -17,7 +17,7 @@ def with_chains(graph: Graph, fusible: Sequence[bool]) -> tuple[Graph, tuple[tup
     """Return `graph` with each chain as one op, what ops each of its ops stands for, and its storages' numbers before.
 
     A chain is a run of neighbouring fusible ops of one phase, each of which reads something that the run has read or
-    written. A mask that is made from a seed is a chain of its own, which a schedule can compute again alone. What only
+    written. A mask that is made from a seed is a chain of its own, which a schedule can recompute alone. What only
     the chain reads takes no memory. Constants and ranges take neither memory nor time, and their ops are in no chain. A
     chain takes the seconds of its ops, by the share of their bytes that it still reads and writes.
 

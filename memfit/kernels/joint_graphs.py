@@ -49,7 +49,7 @@ def refuse_unplannable(joint: GraphModule) -> None:
             )
         if any(written.op != "placeholder" for written in _written(node)):
             raise UnsupportedStepError(
-                f"{node.target} writes to a tensor that the step has made, which could not be computed again with "
+                f"{node.target} writes to a tensor that the step has made, which could not be recomputed with "
                 'Inductor\'s kernels; kernels="eager" can'
             )
 

@@ -36,8 +36,8 @@ _TICKET = object()
 def rejoined(joint: GraphModule, halves: tuple[GraphModule, GraphModule], forward_outputs: int) -> GraphModule:
     """Return two halves of a joint graph as one graph again: what the second computes anew is there twice.
 
-    So what a compiler computes again at no cost, in the kernel that reads it, need not be planned. Where the second is
-    given what the first has not saved (states of random ops that are computed again), the joint graph is returned.
+    So what a compiler recomputes at no cost, in the kernel that reads it, need not be planned. Where the second is
+    given what the first has not saved (states of random ops that are recomputed), the joint graph is returned.
 
     Args:
         joint: the module that AOTAutograd made.

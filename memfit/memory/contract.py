@@ -227,7 +227,7 @@ class Contract:
 
         Args:
             refused: the verdict.
-            what: the plan does, as a clause: `every block is computed again`.
+            what: the plan does, as a clause: `every block is recomputed`.
         """
         return BudgetNotHeldError(
             f"a step took {format_bytes(refused.needed_bytes)} ({refused.needed_bytes} bytes), "

@@ -2,7 +2,7 @@
 
 Its gradient is freed at once, so that gradients do not wait for each other until the end of backward. What user code
 reads of a parameter without a gradient (`weight.detach()`) is not known: autograd raises if that was saved for
-backward, and what is checkpointed (`torch.utils.checkpoint`) is computed again from the updated parameter; the first
+backward, and what is checkpointed (`torch.utils.checkpoint`) is recomputed from the updated parameter; the first
 step is compared with eager's.
 """
 
@@ -25,7 +25,7 @@ def run_updating(step: TrainingStep, batch: Any, is_awaited: Callable[[torch.Ten
     Args:
         step: the training step.
         batch: nested like the step's own.
-        is_awaited: whether a parameter has to stay as it is, since what reads it is computed again later.
+        is_awaited: whether a parameter has to stay as it is, since what reads it is recomputed later.
     """
     if not updates_in_backward(step):
         return step.run_eager(batch)

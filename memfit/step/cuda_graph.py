@@ -87,7 +87,7 @@ class _Replayable:
         fixed: what it holds of the state outside (see `StepGraphs._fixed`).
         inputs: position among the program's arguments -> the tensor that the batch's is copied to.
         outputs: by name; each replay overwrites them.
-        states: of random ops that are computed again.
+        states: of random ops that are recomputed.
     """
 
     program: StepProgram

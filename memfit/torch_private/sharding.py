@@ -168,7 +168,7 @@ def groups_shown(
 
     Args:
         groups: of one model.
-        show: called before a module's forward, with its group; also where it is computed again in backward.
+        show: called before a module's forward, with its group; also where it is recomputed in backward.
         hide: called after it, unless the parameters stay gathered.
     """
     with ExitStack() as stack:

@@ -12,7 +12,7 @@ needed storage that t itself does not touch, one of three holds:
 - kept[t, s]: it is on the device;
 - away[t, s]: it is not, and is there next by a copy from the host. Its copy to the host has then ended before t, for
   else it could not have been dropped, and that back starts after t, for it takes memory from its start on;
-- or it is there next because its op is computed again after t. Then the same holds for what that op reads; these ops
+- or it is there next because its op is recomputed after t. Then the same holds for what that op reads; these ops
   are again[t, e].
 
 At each t, the storages that are kept fit beside those of t into the budget, and those that are away into the host's.
@@ -21,7 +21,7 @@ Compute is serial, and so are the copies in each direction. A copy takes its lat
 direction has alone, or longer, and takes a share of compute's rate away meanwhile. While compute stands still, all of
 its rate is lost, which is more than both shares together. Therefore, where t precedes u:
 
-- T[u] - T[t] is at least the seconds of t, of the ops between them, of the ops computed again in between, which are
+- T[u] - T[t] is at least the seconds of t, of the ops between them, of the ops recomputed in between, which are
   those of storages that are neither kept nor away at t and are read by u or by an op between, and what is lost to the
   copies of storages that are away at t and are so read;
 - T[u] - T[t] is at least the seconds of t and of these copies;
@@ -29,7 +29,7 @@ its rate is lost, which is more than both shares together. Therefore, where t pr
   by an op that t precedes; also of t, of the ops between, and what is lost to these copies.
 
 F is to T[t] as if it were an op that all others precede, and that reads what the step requires at its end. And F is at
-least the seconds of all ops, of those computed again, and what is lost to a copy in each direction of all storages that
+least the seconds of all ops, of those recomputed, and what is lost to a copy in each direction of all storages that
 are ever away.
 
 The program minimizes F. Times are rounded down to whole units wherever they bound T or F from below, so that its value
@@ -170,9 +170,9 @@ class _Program:
         return writer == op or bool(self.precedes[op, writer])
 
     def _computed_again(self, moment: _Moment, read: list[int], *, is_end: bool) -> tuple[list[Term], int]:
-        """Return the seconds of what is computed again after a moment for what is read, as terms and a constant.
+        """Return the seconds of what is recomputed after a moment for what is read, as terms and a constant.
 
-        Up to the end, these are all ops computed again. Else one storage of each op stands for it.
+        Up to the end, these are all ops recomputed. Else one storage of each op stands for it.
         """
         if is_end:
             return [(on, self.op_units([op])) for op, on in moment.again.items()], 0
@@ -185,14 +185,14 @@ class _Program:
 
 
 class _Moment:
-    """What is on the device, away, and computed again, at the first computation of an op.
+    """What is on the device, away, and recomputed, at the first computation of an op.
 
     Where everything that may be needed fits, there are no variables: all of it is kept.
 
     Attributes:
         op: its id.
         kept, away: by storage; that of each storage that may be needed, and of those that fit on the host.
-        again: by op; those that may be computed again for a storage that may be needed.
+        again: by op; those that may be recomputed for a storage that may be needed.
     """
 
     def __init__(self, program: _Program, op: int) -> None:
@@ -219,7 +219,7 @@ class _Moment:
         return writer >= 0 and bool(self.before[writer]) and storage not in self.own
 
     def _require(self, storage: int, *unless: Any) -> None:
-        """Require that a storage is kept, away or computed again, or that one of the literals `unless` holds."""
+        """Require that a storage is kept, away or recomputed, or that one of the literals `unless` holds."""
         program = self.program
         if not self._may_be_needed(storage):
             return
