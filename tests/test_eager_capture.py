@@ -381,7 +381,7 @@ UNSEEN: dict[str, Callable[[], float]] = {
     "SystemRandom": random.SystemRandom().random,
     "new Random": lambda: random.Random().random(),
     "counter": iter(range(1, 1 << 30)).__next__,
-    "clock": lambda: __import__("time").perf_counter(),
+    "clock": lambda: __import__("time").perf_counter() % 1,
     "uuid": lambda: float(__import__("uuid").uuid4().int % 1000003),
 }
 

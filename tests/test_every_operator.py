@@ -27,12 +27,9 @@ NO_GRAPHS = {"masked_select", "nn.functional.logsigmoid", "slice_scatter", "msor
     f"linalg.{name}" for name in (*_LINALG, "matrix_norm", "matrix_power", "matrix_rank", "matrix_rank hermitian")
 }
 # They raise, or give any bits, for what an updated parameter makes of their samples.
-_NOT_FINITE = ("linalg.cholesky", "linalg.svdvals", "linalg.lstsq")
-INTO = {
-    f"{each.name} {each.variant_test_name}".strip(): each
-    for each in op_db
-    if each.supports_out and each.name not in _NOT_FINITE
-}
+_NOT_FINITE = ("linalg.cholesky", "linalg.svdvals", "linalg.lstsq", "norm nuc")
+_NAMES = {f"{each.name} {each.variant_test_name}".strip(): each for each in op_db}
+INTO = {name: each for name, each in _NAMES.items() if each.supports_out and name not in _NOT_FINITE}
 
 
 class Applied(nn.Module):

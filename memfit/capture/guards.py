@@ -145,7 +145,7 @@ class Guards:
         """Return a tensor whose values were read, or the position of the guarded one on its memory; and the values."""
         numbers = (n for n, guarded in enumerate(self.tensors.now) if storage_key(guarded) == storage_key(tensor))
         number = next(numbers, None)
-        held = tensor if number is None else self.tensors[number]
+        held = tensor if number is None else self.tensors.now[number]
         return held if number is None else number, held.detach().clone()
 
     def _read_difference(self) -> Difference | None:

@@ -189,7 +189,7 @@ class Needs:
         return sum(self._sizes_beside(returned, given))
 
     def _sizes_beside(self, returned: Any, given: Iterable[torch.Tensor]) -> list[int]:
-        own = {storage_key(tensor) for tensor in given}
+        own = {storage_key(tensor) for tensor in given if _is_dense(tensor)}
         results = {storage_key(tensor): tensor for tensor in tensors_in(returned) if _is_dense(tensor)}
         sizes = (tensor.untyped_storage().nbytes() for key, tensor in results.items() if key not in own)
         return [taken_bytes(size, self.device) for size in sizes]
