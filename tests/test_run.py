@@ -277,6 +277,17 @@ def test_an_evaluation_before_training_that_takes_more_is_told(caplog: pytest.Lo
     assert not model._forward_pre_hooks
 
 
+def test_an_evaluation_before_training_may_have_a_share_of_the_card(caplog: pytest.LogCaptureFixture) -> None:
+    running = Running(budget="90% of the card")
+    running.begin()
+    try:
+        with torch.no_grad():
+            _Model()(torch.randn(2, 16))
+    finally:
+        assert running.end() == []
+    assert not caplog.records
+
+
 def test_a_model_that_the_script_is_done_with_is_not_kept_alive(running: Running) -> None:
     import gc
     import weakref

@@ -16,7 +16,7 @@ from memfit.checkpointing.handle import Checkpointed
 from memfit.checkpointing.loop import Loop, loops_of
 from memfit.checkpointing.reporting import Report
 from memfit.checkpointing.windows import History
-from memfit.cost.calibration import memory_bytes
+from memfit.cost.calibration import card_of
 from memfit.doors.checkpoint import checkpoint
 from memfit.eager_mode.eager import Eager, eager
 from memfit.eager_mode.eager import Report as EagerReport
@@ -160,7 +160,7 @@ class Running:
     def _measure(self, module: torch.nn.Module, _args: Any, _kwargs: Any) -> None:
         """Say once the call has returned if it has taken more than the budget: nothing could be planned there."""
         device = next(each.device for each in module.parameters())
-        contract = Contract(on_card(self.budget, lambda: memory_bytes(device)))
+        contract = Contract(on_card(self.budget, lambda: card_of(device)))
         if not contract.is_resolved:  # a share of a peak that is not known yet
             return
         self._is_evaluating = True
