@@ -11,7 +11,7 @@ from torch import nn
 
 import memfit
 from memfit.dynamo.account import Account
-from memfit.dynamo.outside import Outside
+from memfit.dynamo.outside import Outside, OutsideOfGraphs
 from memfit.dynamo.share import Share
 from memfit.dynamo.window import Window, apart
 from memfit.errors import BudgetNotHeldError
@@ -115,11 +115,11 @@ def test_a_share_is_half_until_a_step_has_shown_what_follows() -> None:
 
 
 def test_what_is_outside_is_scaled_to_the_size_of_the_outputs() -> None:
-    account = Account(1 << 30, CPU)
+    seen = OutsideOfGraphs()
     graph = frozenset({1})
-    assert account.estimated_outside(graph, 100) is None
-    account.note_outside(graph, 100, Outside(between_bytes=500, held_bytes=200))
-    account.note_outside(graph, 1000, Outside(between_bytes=9000, held_bytes=1000))
-    assert account.estimated_outside(graph, 110) == Outside(between_bytes=550, held_bytes=220)
-    assert account.estimated_outside(graph, 900) == Outside(between_bytes=8100, held_bytes=900)
-    assert account.estimated_outside(frozenset({2}), 100) is None
+    assert seen.estimated(graph, 100) is None
+    seen.note(graph, 100, Outside(between_bytes=500, held_bytes=200))
+    seen.note(graph, 1000, Outside(between_bytes=9000, held_bytes=1000))
+    assert seen.estimated(graph, 110) == Outside(between_bytes=550, held_bytes=220)
+    assert seen.estimated(graph, 900) == Outside(between_bytes=8100, held_bytes=900)
+    assert seen.estimated(frozenset({2}), 100) is None
