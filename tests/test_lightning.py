@@ -146,7 +146,7 @@ def test_what_steps_take_is_written_once_a_step() -> None:
 
     written: list[tuple[int, dict[str, float]]] = []
     callback = MemfitCallback(
-        "16MiB", module="net", door="checkpoint", log_to=lambda numbers, step: written.append((step, numbers))
+        "64MiB", module="net", door="checkpoint", log_to=lambda numbers, step: written.append((step, numbers))
     )
     fit_lightning(is_manual=False, steps=4, callbacks=[callback], log_every_n_steps=2)
     assert [step for step, _ in written] == [2, 4]
