@@ -29,6 +29,7 @@ OVER = {  # in one or two steps, by what is said in docs/ranks.md; their bits ar
     "FSDP2 | Trainer | gradient_checkpointing | auto",
     "FSDP2 | own | accumulation | eager",
     "torchtitan, TP | own | plain | checkpoint",
+    "torchtitan, TP | own | accumulation | checkpoint",
 }
 OTHER_SUMS = {  # on four ranks, in the last bits, by what is said there, too
     "DDP, compiled inside | own | plain | checkpoint",
