@@ -41,6 +41,17 @@ class Conv(torch.nn.Module):
         return self.relu(y)
 
 
+class Pairs(torch.nn.Module):
+    """A block with a kernel that calls operators which autocast casts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.pair = torch.nn.Linear(width, width), torch.nn.Bilinear(width, width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.pair(self.a(x).float().tanh(), x.float().sin()).relu()
+
+
 class Net(torch.nn.Module):
     """Blocks in a list, after a layer and before another."""
 
@@ -76,6 +87,11 @@ def rows(step: int, count: int = 512) -> Batch:
 def images(step: int) -> Batch:
     generator = torch.Generator().manual_seed(step)
     return torch.randn(8, 3, 24, 24, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+
+
+def pairs() -> Net:
+    torch.manual_seed(0)
+    return Net([Pairs(8) for _ in range(12)], torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
 
 
 def cross_entropy(model: torch.nn.Module, batch: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_models import cross_entropy, pairs, rows
 from eager_loops import CPU, Trained, compared, convolutions, images_loss, mlp, mlp_loss
 from torch import nn
 
@@ -159,6 +160,24 @@ def test_a_second_backward_and_gradients_of_gradients() -> None:
         return out + gradient.square().sum()
 
     compared(mlp, loss, 0.8)
+
+
+def test_kernels_that_autocast_casts_inside() -> None:
+    def loss(model: nn.Module, number: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return cross_entropy(model, rows(number, 4096))
+
+    def loss_inside(model: nn.Module, number: int) -> torch.Tensor:
+        inputs, labels = rows(number, 4096)
+        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+            hidden = model.before(inputs)  # pyright: ignore[reportCallIssue]
+            for layer in model.layers:  # pyright: ignore[reportGeneralTypeIssues]
+                with torch.autocast("cpu", torch.bfloat16):
+                    hidden = layer(hidden)
+            return nn.functional.cross_entropy(hidden.float(), labels)
+
+    assert compared(pairs, loss, 0.7).made_again > 0
+    compared(pairs, loss_inside, 1.0)
 
 
 def test_accumulation_and_evaluation_between() -> None:

@@ -27,11 +27,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from memfit import torch_private
+from memfit.errors import UnsupportedStepError
 from memfit.torch_private import cuda
 from memfit.torch_private.absent import (
     DevicesHere,
@@ -49,9 +51,11 @@ from memfit.torch_private.autograd import (
     UnwrappedMode,
     any_autocast,
     at_end_of_backward,
+    autocast_nesting,
     autocast_watched,
     backward_keeps_graph,
     backward_node,
+    casting,
     default_saved_hooks,
     has_modes,
     hooks_aside_in_transforms,
@@ -153,6 +157,7 @@ from memfit.torch_private.sharding import (
     GroupFacts,
     divisions,
     groups_shown,
+    groups_that_divide,
     is_fully_sharded,
     is_sharded,
     local,
@@ -259,6 +264,19 @@ def test_the_groups_of_a_collective_are_told() -> None:
         assert groups_of(functional, (ones, "sum", alone.group_name), {}, [ones]) == []
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_groups_over_which_parameters_stay_divided() -> None:
+    """Those of tensor parallelism, below `fully_shard` too, and not those over which parameters are gathered first."""
+    with absent_ranks(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        _, tensor_parallel = mesh.get_all_groups()
+        assert groups_that_divide(torch.nn.Linear(4, 4)) == []
+        assert groups_that_divide(fully_shard(torch.nn.Linear(4, 4), mesh=mesh["dp"])) == []
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        assert groups_that_divide(model) == [tensor_parallel]
+        assert groups_that_divide(fully_shard(model, mesh=mesh["dp"])) == [tensor_parallel]
 
 
 def test_ranks_that_are_not_there_answer_at_once() -> None:
@@ -912,6 +930,36 @@ def test_autocast_is_seen_from_outside_of_a_dispatch_mode() -> None:
             assert is_on("cpu")
         assert not is_on("cpu")
     assert not hasattr(torch.set_autocast_enabled, "__code__"), "torch's own again"
+
+
+def test_autocast_that_a_dispatch_mode_switches_on_is_not_the_code_s() -> None:
+    matrix = torch.ones(2, 2)
+    with autocast_watched() as is_on:
+        for _ in range(2):
+            with casting("cpu", torch.bfloat16):
+                assert (matrix @ matrix).dtype == torch.bfloat16
+                assert not is_on("cpu") and autocast_nesting() == 0
+            assert (matrix @ matrix).dtype == torch.float32
+    with torch.autocast("cpu"), torch.autocast("cpu", enabled=False):
+        assert autocast_nesting() == 2
+    assert autocast_nesting() == 0
+
+
+def test_dispatch_modes_know_whether_calls_come_from_inside_of_autocast() -> None:
+    class Asking(UnwrappedMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            answers.append(self.has_autocast("cpu"))
+            return func(*args, **(kwargs or {}))
+
+    answers: list[bool] = []
+    ones = torch.ones(2)
+    with Asking():
+        ones.relu()
+    with torch.autocast("cpu"), Asking():
+        ones.relu()
+    assert answers == [False, True]
+    with Asking(), torch.autocast("cpu"), pytest.raises(UnsupportedStepError, match="inside of a block"):
+        ones.relu()
 
 
 def test_metadata_of_tensors() -> None:

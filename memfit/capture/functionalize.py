@@ -6,14 +6,16 @@ exactly the metadata that the in-place call leaves; otherwise the call stays a m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
 from memfit.errors import UnsupportedStepError
 from memfit.memory.place import fills_memory, reinterpret
+from memfit.torch_private.autograd import casting
 from memfit.torch_private.tensors import fake_mode_of, real_tensors, tensors_in, tree_map
 
 # In-place calls whose result does not depend on the old content: only their first argument's metadata counts.
@@ -225,9 +227,39 @@ class UnderAutocast:
     def __name__(self) -> str:
         return f"under_autocast.{self.dtype}.{self.func}"
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.func, name)  # its schema, say
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(self.device_type, self.dtype, cache_enabled=False):
+        with casting(self.device_type, self.dtype):
             return self.func(*args, **kwargs)
+
+
+_CAST_OVERLOADS = frozenset(packet.default for packet in CAST_INSIDE)
+
+
+def as_cast(func: Any, args: Sequence[Any], has_autocast: Callable[[str], bool]) -> Any:
+    """Return an operator as a dispatch mode has to call it: inside autocast, if its kernel's own calls are cast there.
+
+    Args:
+        func: the overload.
+        args: its arguments.
+        has_autocast: says whether the call came from inside of autocast for a device type.
+    """
+    if func not in _CAST_OVERLOADS:
+        return func
+    device_type = args[0].device.type
+    if not has_autocast(device_type):
+        return func
+    return _under_autocast(func, device_type, torch.get_autocast_dtype(device_type))
+
+
+@cache
+def _under_autocast(func: Any, device_type: str, dtype: torch.dtype) -> UnderAutocast:
+    """Return the one call of its kind: whoever notes operators tells them apart by `is`."""
+    return UnderAutocast(func=func, device_type=device_type, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

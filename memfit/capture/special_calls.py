@@ -13,8 +13,8 @@ from memfit.capture.functionalize import (
     SCATTERS,
     Counts,
     PartOverwritten,
-    UnderAutocast,
     WithGradients,
+    as_cast,
     functional_variant,
     overwrite_like,
 )
@@ -83,10 +83,7 @@ def _counts(_trace: Trace, entry: Entry, _kwargs: dict[str, Any]) -> None:
 
 def _cast_inside(trace: Trace, entry: Entry, _kwargs: dict[str, Any]) -> None:
     """Run the kernel inside autocast if it ran there in the step."""
-    device_type = trace.device.type
-    if trace.has_autocast(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        entry.target = UnderAutocast(func=entry.func, device_type=device_type, dtype=dtype)
+    entry.target = as_cast(entry.func, entry.given, trace.has_autocast)
 
 
 # By operator; all others are made functional where they can be.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memfit.capture.functionalize import as_cast
 from memfit.checkpointing.seen import CACHED_CAST, NEVER, CallSeen, OpSeen, SpanSeen, StorageSeen
 from memfit.cost.stopwatch import Stopwatch
 from memfit.system.recorder import taken_bytes
@@ -137,7 +138,7 @@ class BlockMode(UnwrappedMode):
         self.read |= (given - updated) & self._recorder.own
         moment = self._tick()
         watch = Stopwatch(self._recorder.device)
-        returned = func(*args, **kwargs)
+        returned = as_cast(func, args, self.has_autocast)(*args, **kwargs)
         watch.stop()
         storage = self._storage_of(returned, given, written)
         beside = (written | updated) & self._recorder.own

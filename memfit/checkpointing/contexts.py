@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from memfit.capture.functionalize import as_cast
 from memfit.errors import UnsupportedStepError
 from memfit.torch_private.autograd import UnwrappedMode, backward_keeps_graph, in_backward
 from memfit.torch_private.checkpoints import IGNORED_OPS, detached, is_cached_cast
@@ -47,7 +48,8 @@ class Keep(UnwrappedMode):
         self.kept: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returned = func(*args, **kwargs) if kwargs else func(*args)
+        call = as_cast(func, args, self.has_autocast)
+        returned = call(*args, **kwargs) if kwargs else call(*args)
         if func in IGNORED_OPS or self._is_other or is_cached_cast(func, args, kwargs):
             return returned
         number = self._number
@@ -92,7 +94,8 @@ class Again(UnwrappedMode):
                         "memfit.checkpoint(..., blocks=[...])"
                     )
                 return tree_map(detached, kept.pop(number) if self._is_last else kept[number])
-        return func(*args, **kwargs) if kwargs else func(*args)
+        call = as_cast(func, args, self.has_autocast)
+        return call(*args, **kwargs) if kwargs else call(*args)
 
 
 def selective_contexts(names: frozenset[tuple[str, int]]) -> Any:

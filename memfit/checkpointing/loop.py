@@ -33,6 +33,7 @@ from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, rec
 from memfit.torch_private.autograd import at_end_of_backward
 from memfit.torch_private.modules import has_lazy_parameters, module_hooks, uncompiled
 from memfit.torch_private.ranks import has_ranks
+from memfit.torch_private.sharding import groups_that_divide
 from memfit.torch_private.tensors import tensors_in
 
 _MOST_LEAN_PASSES = 64  # without an optimizer's step, before a plan is made all the same
@@ -308,7 +309,8 @@ class Loop:
             self.installed.show_inside(None)
             own = [*self.model.parameters(), *self.model.buffers()]
             uncounted_bytes = self._uncounted_bytes - self.other_bytes
-            recorder = LeanRecorder(self.device, now_bytes - self.bytes_to_come, uncounted_bytes, own)
+            start_bytes, dividing = now_bytes - self.bytes_to_come, groups_that_divide(self.model)
+            recorder = LeanRecorder(self.device, start_bytes, uncounted_bytes, own, dividing)
             again = [*self.plans.blocks, *self.plans.of_rest_again(self._rest, shape)]
             return Pass(rulings=dict.fromkeys(again, FULL), recorder=recorder)
         lean = shape.lean

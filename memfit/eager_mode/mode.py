@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memfit.capture.functionalize import as_cast
 from memfit.capture.generators import STATE_BYTES
 from memfit.eager_mode.again import generator_states
 from memfit.eager_mode.contents import Contents
@@ -27,6 +28,7 @@ from memfit.step.turns import Turn
 from memfit.system.recorder import Usage, empty_cache, page_bytes, record
 from memfit.torch_private.autograd import (
     UnwrappedMode,
+    autocast_watched,
     default_saved_hooks,
     hooks_aside_in_transforms,
     in_backward,
@@ -101,6 +103,7 @@ class BudgetMode(UnwrappedMode):
         self._patches = ExitStack()
         self._patches.enter_context(saved_leaves_themselves())
         self._patches.enter_context(hooks_aside_in_transforms())
+        self.has_autocast = self._patches.enter_context(autocast_watched())
         self.passes.begin(is_noted=True)
         self._open()
         return self
@@ -122,6 +125,7 @@ class BudgetMode(UnwrappedMode):
         contents = self.contents
         if contents.is_busy:
             return func(*args, **(kwargs or {}))
+        func = as_cast(func, args, self.has_autocast)
         operator = self._operators.get(id(func)) or self._operators.setdefault(id(func), Operator(func))
         if operator.kind == VIEW and not operator.takes_unseen:
             return func(*args, **kwargs) if kwargs else func(*args)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
-from memfit.torch_private.autograd import UnwrappedMode, default_saved_hooks, no_modes
+from memfit.torch_private.autograd import UnwrappedMode, autocast_nesting, default_saved_hooks, no_modes
 
 _C: Any = torch._C
 _CUDA: Any = torch.backends.cuda
@@ -91,7 +91,7 @@ def put_back_after_an_error() -> Iterator[None]:
     autocast that no `with` block owns any more would then keep what weights were cast to, over all later steps.
     """
     has_gradients, depth = torch.is_grad_enabled(), _C._functorch.get_dynamic_layer_stack_depth()
-    casts, keeps_casts, nesting = [*map(_casts, _AUTOCAST)], torch.is_autocast_cache_enabled(), _autocast_nesting()
+    casts, keeps_casts, nesting = [*map(_casts, _AUTOCAST)], torch.is_autocast_cache_enabled(), autocast_nesting()
     try:
         yield
     except BaseException:
@@ -100,7 +100,7 @@ def put_back_after_an_error() -> Iterator[None]:
             torch.set_autocast_enabled(device, is_on)
             torch.set_autocast_dtype(device, dtype)
         torch.set_autocast_cache_enabled(keeps_casts)
-        if _autocast_nesting() > nesting:
+        if autocast_nesting() > nesting:
             while torch.autocast_decrement_nesting() > nesting:
                 pass
             torch.clear_autocast_cache()
@@ -113,12 +113,6 @@ _AUTOCAST = ("cpu", "cuda")
 
 def _casts(device: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
-
-def _autocast_nesting() -> int:
-    nesting = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    return nesting
 
 
 def saved_as_they_are(is_own: Callable[[Any], bool]) -> AbstractContextManager[Any]:

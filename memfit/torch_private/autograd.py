@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from memfit.errors import UnsupportedStepError
 from memfit.torch_private.patching import Inside, replaced
 
 RUNS_BACKWARD = torch.autograd.graph._engine_run_backward
@@ -51,7 +52,16 @@ class UnwrappedMode(TorchDispatchMode):
     """A dispatch mode whose calls cost less: torch wraps those of others, so that Dynamo does not compile them.
 
     Here Dynamo is told once to skip the code of `__torch_dispatch__`, and all that it calls.
+
+    Attributes:
+        has_autocast: says while a call is handled whether it came from inside of autocast for a device type.
     """
+
+    has_autocast: Callable[[str], bool]
+
+    def __enter__(self) -> Self:
+        self.has_autocast = _autocast_here()
+        return super().__enter__()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -189,13 +199,57 @@ def views_replayed() -> AbstractContextManager[None]:
     return torch.autograd.grad_mode._force_original_view_tracking(True)
 
 
+_CASTING = ("cpu", "cuda")
+
+
+def _autocast_here() -> Callable[[str], bool]:
+    """Return a function that says whether autocast is on here, to be asked by calls that nothing switches it for."""
+    enabled = {device_type: torch.is_autocast_enabled(device_type) for device_type in _CASTING}
+    nesting = autocast_nesting()
+
+    def is_on(device_type: str) -> bool:
+        if autocast_nesting() != nesting:
+            raise UnsupportedStepError(
+                "nn.Bilinear, whose kernel calls operators that autocast casts, is called where autocast was switched "
+                "on or off inside of a block, which memfit cannot see there: put torch.autocast around the model's "
+                "call, or use memfit.fit"
+            )
+        return enabled.get(device_type, False)
+
+    return is_on
+
+
+def autocast_nesting() -> int:
+    """Return in how many `with torch.autocast` this thread is; a dispatch mode may ask."""
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return nesting
+
+
+@contextmanager
+def casting(device_type: str, dtype: torch.dtype) -> Iterator[None]:
+    """Switch autocast on in the block, which a dispatch mode runs, so that `autocast_watched` does not see it."""
+    was_enabled, former = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    keeps_casts = torch.is_autocast_cache_enabled()
+    set_enabled: Any = torch._C.set_autocast_enabled  # pyright: ignore
+    set_enabled(device_type, True)
+    torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(keeps_casts)
+        torch.set_autocast_dtype(device_type, former)
+        set_enabled(device_type, was_enabled)
+
+
 @contextmanager
 def autocast_watched() -> Iterator[Callable[[str], bool]]:
     """Give the block a function that says whether the step's code has autocast on for a device type.
 
     A dispatch mode cannot ask torch: while it handles a call, autocast is off.
     """
-    enabled: dict[str, bool] = {}
+    enabled = {device_type: torch.is_autocast_enabled(device_type) for device_type in _CASTING}
     set_enabled = torch.set_autocast_enabled
 
     def watched(*args: Any) -> None:
