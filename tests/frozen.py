@@ -28,8 +28,11 @@ class Frozen:
         alive.alive_objects = self.search
 
     def freeze(self) -> None:
-        """Freeze what is alive, without garbage: what was frozen before and is garbage now goes."""
-        self.thaw()
+        """Freeze what is alive, without garbage, beside what is frozen already, which is not looked at again."""
+        if not gc.get_freeze_count():
+            self._wanted.clear()
+        while gc.collect():
+            pass
         self._wanted += map(_reference, filter(_is_wanted, gc.get_objects()))
         gc.freeze()
         self._is_frozen = True

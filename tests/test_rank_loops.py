@@ -19,11 +19,8 @@ from _rank_cases import CASES, OWN, Case
 FAST = [
     "DDP | own | all | checkpoint",
     "FSDP2 | own | all | checkpoint",
-    "FSDP2, LoRA on bf16 | own | accumulation | checkpoint",
     "TP | own | accumulation | checkpoint",
-    "FSDP2, bf16 policy | own | accumulation | eager",
     "DDP, small buckets | own | accumulation | compile",
-    "FSDP2 | own | plain | backend",
 ]
 OVER = {  # in one or two steps, by what is said in docs/ranks.md; their bits are stock's
     "FSDP2 | Trainer | gradient_checkpointing | auto",

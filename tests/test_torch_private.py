@@ -110,6 +110,7 @@ from memfit.torch_private.guarding import (
 )
 from memfit.torch_private.inductor import HELD, LEAN, InductorHalf, ModulePair, compiled_by_inductor
 from memfit.torch_private.modules import (
+    Structure,
     bare_step,
     before_calls,
     eager_call,
@@ -125,7 +126,6 @@ from memfit.torch_private.modules import (
     own_call,
     own_tensors,
     set_call,
-    structure_of,
     submodules_table,
     tables_of,
     uncompiled,
@@ -1874,10 +1874,19 @@ def test_tables_structure_and_lazy_parameters_of_modules() -> None:
     assert has_lazy_parameters(model)
     model(torch.ones(1, 2))
     assert not has_lazy_parameters(model)
-    before = structure_of(model)
-    assert before == structure_of(model)
-    model[1] = torch.nn.Linear(2, 2)
-    assert before != structure_of(model)
+    structure, former = Structure(model), model[1]
+    assert not structure.is_outdated
+    for change in (
+        lambda: setattr(model, "1", torch.nn.Linear(2, 2)),
+        lambda: model[1].add_module("inner", torch.nn.Tanh()),
+        lambda: model.append(torch.nn.Tanh()),
+        lambda: model.pop(2),
+    ):
+        structure = Structure(model)
+        change()
+        assert structure.is_outdated
+    model[1] = former
+    assert not Structure(model).is_outdated
 
 
 def test_nodes_of_reentrant_checkpoints_are_found_by_name() -> None:

@@ -13,7 +13,7 @@ from memfit.checkpointing.blocks import Named, Piece, is_layer, is_wrapper
 from memfit.checkpointing.passes import Spot
 from memfit.checkpointing.steering import Steered, SteeredFunction, Steering
 from memfit.errors import InvalidOptionError, UnsupportedStepError
-from memfit.torch_private.modules import own_call, set_call, structure_of, uncompiled
+from memfit.torch_private.modules import Structure, own_call, set_call, uncompiled
 
 _ABSENT = object()
 _LIBRARY_FLAG, _LIBRARY_FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
@@ -68,7 +68,7 @@ class Installed:
         for whole, pieces in wholes.values():
             self._set(whole, "forward", partial(_in_pieces, pieces))
         own = {id(spot.module): SteeredFunction(steering, spot) for spot in self._spots if is_layer(spot.module)}
-        self._model, self._structure = model, structure_of(model)
+        self._model, self._structure = model, Structure(model)
         self._functions = [
             (module, own.get(id(module), _just_call)) for module in model.modules() if hasattr(module, _LIBRARY_FLAG)
         ]
@@ -78,7 +78,7 @@ class Installed:
     @property
     def is_outdated(self) -> bool:
         """Whether modules were replaced, added or taken out since."""
-        return self._structure != structure_of(self._model)
+        return self._structure.is_outdated
 
     def take_over(self) -> None:
         """Decide in the place of transformers' gradient checkpointing, which loops turn on and off between passes.
@@ -144,8 +144,9 @@ class Installed:
             names: None for all of them.
         """
         wanted = set(self._inside) if names is None else self._inside.keys() & set(names)
-        compiled = {spot.name for spot in self._spots if spot.is_compiled}  # whose code would be compiled anew
-        wanted = {name for name in wanted if self._inside[name][1].block_name not in compiled}
+        if wanted:
+            compiled = {spot.name for spot in self._spots if spot.is_compiled}  # whose code would be compiled anew
+            wanted = {name for name in wanted if self._inside[name][1].block_name not in compiled}
         for name, (table, stand_in, own) in self._inside.items():  # a state that is put back has other ones
             is_shown = table.get("forward") is stand_in
             if is_shown and name not in wanted and own is _ABSENT:

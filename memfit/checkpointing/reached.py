@@ -113,7 +113,7 @@ class Reach:
         lost: iterators that cannot be set back.
         written: (id of a table, key) of tensors that are written to in place.
         generators: of Python and NumPy that code can draw from, whose names it need not read: (read, write).
-        known: (id of a table, key) -> the table, and what was found there, and looked into.
+        known: id of a table -> the table, and what was found there by its keys, and looked into.
         seen: what else was, by its id.
         has_storages: whether the storages of parameters are the model's own: no library exchanges them.
         statistics: of batch normalization, which a forward pass writes and does not read: (id of a table, key).
@@ -127,8 +127,8 @@ class Reach:
     lost: list[Position] = field(default_factory=list[Position])
     written: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
     generators: list[PythonPlace] = field(default_factory=list[PythonPlace])
-    known: dict[tuple[int, str], tuple[dict[str, Any], Any]] = field(
-        default_factory=dict[tuple[int, str], tuple[dict[str, Any], Any]]
+    known: dict[int, tuple[dict[str, Any], dict[str, Any]]] = field(
+        default_factory=dict[int, tuple[dict[str, Any], dict[str, Any]]]
     )
     seen: dict[int, Any] = field(default_factory=dict[int, Any])
     has_storages: bool = True
@@ -148,15 +148,16 @@ class Reach:
             key: there.
             value: itself.
         """
-        known = self.known.get((table, key))
-        return not (known is not None and known[1] is value) and id(value) not in self.seen
+        known = self.known.get(table)
+        return not (known is not None and known[1].get(key) is value) and id(value) not in self.seen
 
     def free_replaced(self) -> None:
         """Hold no containers and objects that are not there any more: there may be tensors in them."""
-        for where, (table, value) in tuple(self.known.items()):
-            if table.get(where[1]) is not value:
-                del self.known[where]
-                self.places = [place for place in self.places if place.of is not value]
+        for table, values in self.known.values():
+            if not all(map(operator.is_, map(table.get, values), values.values())):
+                for key in [key for key, value in values.items() if table.get(key) is not value]:
+                    value = values.pop(key)
+                    self.places = [place for place in self.places if place.of is not value]
 
 
 def reach_of(module: torch.nn.Module, name: str, generators: HostGenerators, models: Collection[int]) -> Reach:
@@ -175,14 +176,14 @@ def reach_of(module: torch.nn.Module, name: str, generators: HostGenerators, mod
     own = [*_own_tables(module), *beside]
     values = found.values()
     own_ids = {id(table) for table in own}
-    known = {
-        (id(table), key): (table, value)
-        for table in own
-        for key, value in table.items()
-        if id(value) in values and not isinstance(value, _CODE)
-    }
-    for _, value in known.values():
-        values.pop(id(value), None)
+    known: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+    for table in own:
+        looked_into = {k: v for k, v in table.items() if id(v) in values and not isinstance(v, _CODE)}
+        if looked_into:
+            known[id(table)] = table, looked_into
+    for _, looked_into in known.values():
+        for value in looked_into.values():
+            values.pop(id(value), None)
     has_storages = not any(map(is_exchanged, module.parameters()))
     skipped = [*own, *(table for _, each in found.modules for table in _librarys_tables(each))]
     reach = Reach(name, own, beside=beside, lost=found.lost(), known=known, has_storages=has_storages)

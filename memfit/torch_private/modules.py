@@ -53,17 +53,21 @@ def own_tensors(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[
     return list(parameters), list(buffers)
 
 
-def structure_of(model: torch.nn.Module) -> list[tuple[str, int]]:
-    """Return the names and ids of a model's modules, in an order of their own; another list if one was replaced."""
-    found: list[tuple[str, int]] = []
-    seen, waiting = {id(model)}, [model]
-    while waiting:
-        for name, child in waiting.pop()._modules.items():
-            found.append((name, id(child)))
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                waiting.append(child)
-    return found
+class Structure:
+    """A model's modules under their names, to see later whether one was replaced, added or taken out.
+
+    Args:
+        model: whose modules are looked at now.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._children = [dict(module._modules) for module in self._modules]
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the model has other modules now; asked in each step."""
+        return self._children != [module._modules for module in self._modules]
 
 
 def has_lazy_parameters(model: torch.nn.Module) -> bool:

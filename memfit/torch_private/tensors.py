@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as _torch_tree_leaves
 from torch.utils._pytree import tree_map as _torch_tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
@@ -108,16 +109,26 @@ INGREDIENTS: dict[type, Callable[[Any], Iterable[torch.Tensor]]] = {}
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested tuples, lists and dicts, in order; of those in INGREDIENTS what they are made of."""
     found: list[torch.Tensor] = []
-
-    def look(leaf: Any) -> Any:
-        if type(leaf) in INGREDIENTS:
-            found.extend(INGREDIENTS[type(leaf)](leaf))
-        elif isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        return leaf  # containers are put together again, and some look at what they are given: PackedSequence
-
-    tree_map(look, tree)
+    _collect(tree, found)
     return found
+
+
+def _collect(tree: Any, found: list[torch.Tensor]) -> None:
+    kind = type(tree)
+    if kind in _ATOMS:
+        return
+    if kind is tuple or kind is list:
+        for branch in tree:
+            _collect(branch, found)
+    elif kind is dict:
+        for branch in tree.values():
+            _collect(branch, found)
+    else:
+        for leaf in (tree,) if isinstance(tree, torch.Tensor) else _torch_tree_leaves(tree):
+            if type(leaf) in INGREDIENTS:
+                found.extend(INGREDIENTS[type(leaf)](leaf))
+            elif isinstance(leaf, torch.Tensor):
+                found.append(leaf)
 
 
 def bytes_in(tree: Any) -> int:
