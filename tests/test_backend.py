@@ -6,6 +6,7 @@ import copy
 import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import nn
 import memfit
 from memfit.dynamo import backend
 from memfit.dynamo.backend import PlannedGraph
+from memfit.dynamo.inputs import Signatures, signatures
 from memfit.errors import (
     InfeasibleBudgetError,
     InvalidBudgetError,
@@ -408,3 +410,44 @@ def test_a_value_that_is_read_under_a_mode_leaves_torch_as_it_was(
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     for own, its in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(own.grad, its.grad)  # pyright: ignore[reportArgumentType]
+
+
+def test_signatures_of_the_same_inputs_are_found_again_and_of_no_others() -> None:
+    weight, running = torch.nn.Parameter(torch.randn(4, 4)), torch.zeros(4)
+    batch = torch.randn(3, 4)
+    both = torch.randn(6, 4)
+    calls: dict[str, Callable[[], tuple[Any, ...]]] = {
+        "another batch": lambda: (weight, running, torch.randn(3, 4), 2),
+        "a number": lambda: (weight, running, batch, 3),
+        "a flag": lambda: (weight, running, batch, True),
+        "a size": lambda: (weight, running, torch.randn(5, 4), 2),
+        "strides": lambda: (weight, running, torch.randn(4, 3).t(), 2),
+        "a dtype": lambda: (weight, running, batch.double(), 2),
+        "a gradient": lambda: (weight, running, batch.clone().requires_grad_(), 2),
+        "another weight": lambda: (torch.nn.Parameter(weight.detach().clone()), running, batch, 2),
+        "memory of the buffer": lambda: (weight, running, running.expand(3, 4), 2),
+        "the buffer itself": lambda: (weight, running, running, 2),
+        "the weight's memory": lambda: (weight, running, weight.detach()[:3], 2),
+        "a conjugate": lambda: (weight, running, torch.randn(3, 4, dtype=torch.complex64).conj(), 2),
+        "two halves": lambda: (weight, both[:3], both[3:], 2),
+        "no tensor": lambda: (weight, running, 1.5, 2),
+        "fewer": lambda: (weight, running, batch),
+    }
+    known = Signatures()
+    for _ in range(4):
+        assert known.of((weight, running, batch, 2)) == signatures((weight, running, batch, 2))
+    for name, call in calls.items():
+        assert known.of(inputs := call()) == signatures(inputs), name
+        for _ in range(3):
+            assert known.of(inputs := (weight, running, batch, 2)) == signatures(inputs)
+    weight.data = both[:4]  # in the memory of a batch
+    assert known.of(inputs := (weight, running, both[1:4], 2)) == signatures(inputs)
+
+
+def test_signatures_hold_no_inputs() -> None:
+    known, weight = Signatures(), torch.nn.Parameter(torch.randn(4, 4))
+    for _ in range(3):
+        known.of((weight, batch := torch.randn(3, 4)))
+    gone = [weakref.ref(weight), weakref.ref(batch)]
+    del weight, batch
+    assert [each() for each in gone] == [None, None]

@@ -19,10 +19,10 @@ from memfit.capture.numbers import numbers_read, with_numbers_as_tensors
 from memfit.dynamo.account import Account
 from memfit.dynamo.compiled_graph import CompiledGraph
 from memfit.dynamo.inputs import (
+    Signatures,
     device_of,
     refuse_other_hooks,
     refuse_ranks,
-    signatures,
 )
 from memfit.dynamo.parts import Levels, Sharing, are_of_part, sharing_of
 from memfit.dynamo.ready_order import in_order
@@ -125,7 +125,7 @@ class PlannedGraph:
         self._given_account = account
         self._device = torch.device("cpu")  # of the latest call
         self._read = read
-        self._hooks = hooks_on_all_modules()
+        self._hooks, self._signatures = hooks_on_all_modules(), Signatures()
 
     def __call__(self, *inputs: Any) -> Any:
         PlannedGraph.called = True
@@ -152,8 +152,8 @@ class PlannedGraph:
             self.account = self.sharing.account
         self._may_be_part = False
 
-    def _call(self, inputs: Sequence[Any]) -> Any:
-        key = (signatures(inputs), torch.is_grad_enabled())
+    def _call(self, inputs: tuple[Any, ...]) -> Any:
+        key = (self._signatures.of(inputs), torch.is_grad_enabled())
         compiled = self.compiled.get(key)
         if compiled is None:
             refuse_ranks(inputs)

@@ -17,7 +17,7 @@ from memfit.errors import InvalidTargetError, NotOneGraphError, UnsupportedStepE
 from memfit.plan import Plan
 from memfit.step.turns import Turn
 from memfit.torch_private.dynamo import compiled_calls, is_compilers
-from memfit.torch_private.modules import eager_call, is_compiled, module_tables, own_call, set_call
+from memfit.torch_private.modules import Structure, eager_call, is_compiled, own_call, set_call
 
 _log = logging.getLogger("memfit")
 _MANY_GRAPHS = 64  # of one model; Dynamo itself takes eight of a function for a sign of such a number
@@ -86,7 +86,7 @@ class PlannedCalls:
         check_initialized(model, where)
         self.graphs: list[PlannedGraph] = []
         self._where = where
-        self._model = model
+        self._model, self._structure = model, Structure(model)
         if not isinstance(options, GraphSettings):
             given = {name: value for name, value in options.items() if value is not None}
             options = read_options(given, where, next((each.device for each in model.parameters()), None))
@@ -157,7 +157,9 @@ class PlannedCalls:
         return returned
 
     def _captured(self, *arguments: Any, **named: Any) -> Any:
-        tables = [module_tables(module)[0] for module in self._model.modules()]
+        if self._structure.is_outdated:
+            self._structure = Structure(self._model)
+        tables = self._structure.parameters
         before = [*map(dict, tables)]
         try:
             returned = self._compiled(*arguments, **named)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from memfit.errors import InfeasibleBudgetError, NoPlanError
 from memfit.graph import Graph
@@ -18,6 +19,7 @@ from memfit.step.prepare import Prepared
 from memfit.system.budget import format_bytes
 
 _MOST_PLANS = 4
+_TAKEN = "device_bytes"  # the attribute of a plan that keeps what `device_bytes` returns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +46,18 @@ class Outside:
 
     def peak_bytes(self, plan: Plan) -> int:
         """Return what a plan takes at its peak, with this outside of it in the place of what it was made for."""
-        taken = simulate(plan.graph, plan.schedule, plan.device).device_bytes
+        taken = device_bytes(plan)
         at = int(np.argmax(plan.schedule.codes == Code.BOUNDARY))
         between = int(taken[at]) - plan.bytes_outside - tangent_bytes(plan.graph) + self.between_bytes
         after = int(taken[at:].max()) - plan.bytes_outside + self.beside(plan.graph)
         return max(int(taken[:at].max(initial=0)), between, after)
+
+
+def device_bytes(plan: Plan) -> NDArray[np.int64]:
+    """Return the bytes that a plan takes in each of its instructions, int64[n]; it is asked in each step."""
+    if _TAKEN not in vars(plan):
+        vars(plan)[_TAKEN] = simulate(plan.graph, plan.schedule, plan.device).device_bytes
+    return vars(plan)[_TAKEN]
 
 
 class OutsideOfGraphs:

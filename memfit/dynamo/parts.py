@@ -20,14 +20,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memfit.capture.joint import JointCapture
 from memfit.dynamo.account import Account
 from memfit.dynamo.compiled_graph import CompiledGraph
-from memfit.dynamo.outside import Outside
+from memfit.dynamo.outside import Outside, device_bytes
 from memfit.errors import InvalidOptionError, NoPlanError
 from memfit.graph import Graph
 from memfit.papers.planners.mirror import Mirror, MirrorPlan
 from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import Settings
 from memfit.schedule import Code
-from memfit.simulate.simulator import simulate
 from memfit.step.prepare import Prepared
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ class Part(CompiledGraph):
         self._known = ()
         self.kept_bytes = 0
         if self.plan is not None:
-            taken = simulate(self.plan.graph, self.plan.schedule, self.plan.device).device_bytes
+            taken = device_bytes(self.plan)
             self.kept_bytes = int(taken[np.argmax(self.plan.schedule.codes == Code.BOUNDARY)])
 
     def _left_bytes(self, graph: Graph) -> int:

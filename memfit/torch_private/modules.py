@@ -62,12 +62,22 @@ class Structure:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = list(model.modules())
-        self._children = [dict(module._modules) for module in self._modules]
+        self._children = [dict(_children_of(module)) for module in self._modules]
+
+    @property
+    def parameters(self) -> list[dict[str, torch.nn.Parameter | None]]:
+        """The tables of parameters, one for each module."""
+        return [module._parameters for module in self._modules if isinstance(module._parameters, dict)]
 
     @property
     def is_outdated(self) -> bool:
         """Whether the model has other modules now; asked in each step."""
-        return self._children != [module._modules for module in self._modules]
+        return self._children != list(map(_children_of, self._modules))
+
+
+def _children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    table = module._modules
+    return table if isinstance(table, dict) else dict(table.items())  # TorchScript's are of another class
 
 
 def has_lazy_parameters(model: torch.nn.Module) -> bool:
