@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from memfit.errors import InfeasibleBudgetError, NoPlanError
 from memfit.graph import Graph
@@ -19,7 +19,7 @@ from memfit.step.prepare import Prepared
 from memfit.system.budget import format_bytes
 
 _MOST_PLANS = 4
-_TAKEN = "device_bytes"  # the attribute of a plan that keeps what `device_bytes` returns
+_TAKEN = "taken"  # the attribute of a plan that keeps what `taken_by` returns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +46,26 @@ class Outside:
 
     def peak_bytes(self, plan: Plan) -> int:
         """Return what a plan takes at its peak, with this outside of it in the place of what it was made for."""
-        taken = device_bytes(plan)
-        at = int(np.argmax(plan.schedule.codes == Code.BOUNDARY))
-        between = int(taken[at]) - plan.bytes_outside - tangent_bytes(plan.graph) + self.between_bytes
-        after = int(taken[at:].max()) - plan.bytes_outside + self.beside(plan.graph)
-        return max(int(taken[:at].max(initial=0)), between, after)
+        taken = taken_by(plan)
+        between = taken.between_bytes - plan.bytes_outside - tangent_bytes(plan.graph) + self.between_bytes
+        after = taken.after_bytes - plan.bytes_outside + self.beside(plan.graph)
+        return max(taken.before_bytes, between, after)
 
 
-def device_bytes(plan: Plan) -> NDArray[np.int64]:
-    """Return the bytes that a plan takes in each of its instructions, int64[n]; it is asked in each step."""
+class Taken(NamedTuple):
+    """The most bytes that a plan takes: before the boundary of its halves, at it, and from it on."""
+
+    before_bytes: int
+    between_bytes: int
+    after_bytes: int
+
+
+def taken_by(plan: Plan) -> Taken:
+    """Return what a plan takes; it is asked in each step, and simulated once."""
     if _TAKEN not in vars(plan):
-        vars(plan)[_TAKEN] = simulate(plan.graph, plan.schedule, plan.device).device_bytes
+        taken = simulate(plan.graph, plan.schedule, plan.device).device_bytes
+        at = int(np.argmax(plan.schedule.codes == Code.BOUNDARY))
+        vars(plan)[_TAKEN] = Taken(int(taken[:at].max(initial=0)), int(taken[at]), int(taken[at:].max()))
     return vars(plan)[_TAKEN]
 
 

@@ -13,20 +13,18 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit.capture.joint import JointCapture
 from memfit.dynamo.account import Account
 from memfit.dynamo.compiled_graph import CompiledGraph
-from memfit.dynamo.outside import Outside, device_bytes
+from memfit.dynamo.outside import Outside, taken_by
 from memfit.errors import InvalidOptionError, NoPlanError
 from memfit.graph import Graph
 from memfit.papers.planners.mirror import Mirror, MirrorPlan
 from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import Settings
-from memfit.schedule import Code
 from memfit.step.prepare import Prepared
 
 if TYPE_CHECKING:
@@ -66,8 +64,7 @@ class Part(CompiledGraph):
         self._known = ()
         self.kept_bytes = 0
         if self.plan is not None:
-            taken = device_bytes(self.plan)
-            self.kept_bytes = int(taken[np.argmax(self.plan.schedule.codes == Code.BOUNDARY)])
+            self.kept_bytes = taken_by(self.plan).between_bytes
 
     def _left_bytes(self, graph: Graph) -> int:
         left_bytes = super()._left_bytes(graph)
