@@ -54,18 +54,20 @@ class Signatures:
         return self._latest
 
     def _note(self, inputs: tuple[Any, ...]) -> None:
-        before, self._latest = self._seen, signatures(inputs)
+        before, key = self._seen, signatures(inputs)
+        is_other, self._latest = key != self._latest, key
         is_tensor = [isinstance(leaf, torch.Tensor) for leaf in inputs]
         self._seen = [weakref.ref(leaf) if is_t else leaf for leaf, is_t in zip(inputs, is_tensor, strict=True)]
         self._metadata = None
         tensors = tuple(itertools.compress(inputs, is_tensor))
-        if len(before) != len(inputs) or overlapping(inputs) or not all(type(leaf) in _PLAIN for leaf in tensors):
+        is_shared = any(each[1] is not None for each in itertools.compress(key, is_tensor))
+        if is_other or is_shared or not all(type(leaf) in _PLAIN for leaf in tensors):
             return
         pairs = enumerate(zip(inputs, before, strict=True))
         self._same = [
             n for n, (leaf, known) in pairs if is_tensor[n] and type(known) is weakref.ref and known() is leaf
         ]
-        self._others = [n for n in range(len(inputs)) if n not in set(self._same)]
+        self._others = sorted(set(range(len(inputs))) - set(self._same))
         same = [inputs[n] for n in self._same]
         self._refs, self._addresses = [self._seen[n] for n in self._same], list(map(torch.Tensor.data_ptr, same))
         self._storages = frozenset(leaf.untyped_storage().data_ptr() for leaf in same)
