@@ -178,7 +178,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("aot",),
         ("ambient", "checkpoints"),
         ("absent", "autograd", "cuda", "modules", "ranks", "sharding", "symbols", "tracing"),
-        ("tensors",),
+        ("compiled_regions", "tensors"),
         ("patching",),
     ),
     "integrations": (("accelerate", "lightning", "transformers"), ("metrics",), ("found_models", "held")),

@@ -80,6 +80,7 @@ from memfit.torch_private.checkpoints import (
     schema_of,
     tell_mismatch,
 )
+from memfit.torch_private.compiled_regions import CompiledRegions, compiled_as_eager, set_aside
 from memfit.torch_private.cuda import (
     LastStream,
     allocator_settings_text,
@@ -960,6 +961,50 @@ def test_dispatch_modes_know_whether_calls_come_from_inside_of_autocast() -> Non
     assert answers == [False, True]
     with Asking(), torch.autocast("cpu"), pytest.raises(UnsupportedStepError, match="inside of a block"):
         ones.relu()
+
+
+def test_calls_of_compiled_code_are_told_and_modes_are_off_in_them() -> None:
+    class Counting(UnwrappedMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+        def compiled_code_begins(self) -> None:
+            seen.append("compiled")
+
+    def refuse() -> Callable[[], None]:
+        raise UnsupportedStepError("compiled")
+
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        raise ValueError(str(x.shape))
+
+    seen: list[str] = []
+    ones, ran = torch.ones(2), list[int]()
+    inner = torch.compile(torch.sin, backend=lambda module, _: lambda *given: ran.append(1) or module(*given))
+    outer = torch.compile(lambda x: inner(x.cos()).relu(), backend="eager", fullgraph=True)
+    wrong = torch.compile(failing, backend="eager")
+    with Counting():
+        (ones + 1).neg()
+        for function in (inner, outer, inner):
+            function(ones)
+        with pytest.raises(ValueError, match="Size"):
+            wrong(ones)
+        with CompiledRegions(refuse), pytest.raises(UnsupportedStepError):
+            inner(ones)
+        modes, put_on = set_aside(UnwrappedMode)
+        assert [type(mode) for mode in modes] == [Counting] and not has_modes()
+        put_on()
+        ones.neg()
+    neg = "aten.neg.default"
+    assert seen == ["aten.add.Tensor", neg, "compiled", "compiled", "compiled", "compiled", neg]
+    assert len(ran) == 2
+    with compiled_as_eager():
+        inner(ones)
+    assert len(ran) == 2
+    inner(ones)
+    assert len(ran) == 3
+    assert torch._dynamo.eval_frame.set_skip_guard_eval_unsafe.__module__ != "memfit.torch_private.compiled_regions"
 
 
 def test_metadata_of_tensors() -> None:

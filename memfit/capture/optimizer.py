@@ -23,6 +23,7 @@ from memfit.cost.single_op import undisturbed
 from memfit.errors import UnsupportedStepError
 from memfit.memory.kept_on_host import is_kept_on_host, on_device
 from memfit.torch_private.absent import real_form
+from memfit.torch_private.compiled_regions import compiled_as_eager
 from memfit.torch_private.modules import bare_step
 from memfit.torch_private.sharding import is_sharded, local, with_local
 from memfit.torch_private.tensors import (
@@ -211,7 +212,7 @@ def update_cost(
         before = {storage_key(tensor) for tensor in tensors_in(trial.state[fake])}
         needs_values = _is_around_another(optimizer) or (not is_tried(optimizer) and is_of_torch(optimizer))
         try:
-            with LiveBytes() as live:
+            with compiled_as_eager(), LiveBytes() as live:
                 if not needs_values:
                     type(optimizer).step(trial)
         except DATA_DEPENDENT_ERRORS:

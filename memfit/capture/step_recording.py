@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,7 @@ from memfit.capture.fully_sharded import FullySharded
 from memfit.capture.function_step import require_state_like
 from memfit.capture.generators import states_kept
 from memfit.capture.gradient_use import GradientUse
-from memfit.capture.lines import user_line
+from memfit.capture.lines import calling_line, user_line
 from memfit.capture.looks import Look
 from memfit.capture.model_tables import (
     entries_of_model,
@@ -54,6 +54,7 @@ from memfit.graph import Role
 from memfit.memory.place import lazy_view
 from memfit.torch_private.absent import has_no_memory
 from memfit.torch_private.autograd import autocast_watched
+from memfit.torch_private.compiled_regions import CompiledRegions
 from memfit.torch_private.modules import gradient_hooks, has_accumulation_hooks
 from memfit.torch_private.tensors import (
     FakeTensorMode,
@@ -70,6 +71,14 @@ _log = logging.getLogger("memfit")
 STATE = "state:"  # begins the names of the outputs of a function of a state
 _AROUND = "memfit.fit and `memfit fit` run such a step under memfit.checkpoint"
 _OUTSIDE = "take that decision outside of the function, between two calls"
+
+
+def _refuse_compiled() -> Callable[[], None]:
+    raise NoGraphError(
+        f"{calling_line()}: the step calls code that torch.compile has compiled, and a planned step would run it in "
+        "eager, with other last bits",
+        "plan it without: TORCH_COMPILE_DISABLE=1 in the environment",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +229,7 @@ class StepRecording:
             memory_kept_real(),
             autocast_watched() as self.trace.has_autocast,
             torch.set_grad_enabled(step.has_backward),
+            CompiledRegions(_refuse_compiled),
         ):
             self._enter_parameters()
             self._gradients.enter_states()

@@ -34,6 +34,7 @@ class BlockMode(UnwrappedMode):
         read: keys of the model's own storages that operators read, other than those that only bring statistics of
             batch normalization up to date.
         wrote: keys of all storages that operators write to.
+        calls_compiled: whether compiled code was called, whose operators are not seen.
 
     Args:
         recorder: of the pass.
@@ -55,6 +56,7 @@ class BlockMode(UnwrappedMode):
         self._alive: list[tuple[int, StorageWeakRef]] = []
         self._moment = 0
         self._hooks: Any = None
+        self.calls_compiled = False
 
     def __enter__(self) -> BlockMode:
         pack, unpack = default_saved_hooks() or (detached, _same)  # the checkpoint's own
@@ -83,6 +85,10 @@ class BlockMode(UnwrappedMode):
     def _end(self, *raised: Any) -> None:
         super().__exit__(*raised)
         self._recorder.inside = None
+
+    def compiled_code_begins(self) -> None:
+        """Let the block be looked at anew, as one that is compiled."""
+        self.calls_compiled = self._recorder.is_incomplete = True
 
     def _saved(self, tensor: torch.Tensor) -> int | None:
         """Return the block's storage of a tensor that autograd saves; None if it is not the block's."""

@@ -237,6 +237,8 @@ class Loop:
         recorder = present.recorder if present is not None else None
         lean = recorder.end() if recorder is not None else None
         usage = self._meter.close(self._kind, self._uncounted_bytes, self.other_bytes)
+        if recorder is not None and recorder.is_incomplete:
+            lean = None
         if recorder is not None and lean is not None and not self._judge.begins_to_share(recorder.groups):
             assert self._shape is not None
             self.plans.learn(self._shape, recorder, lean, usage)

@@ -35,6 +35,7 @@ class Spot:
         is_rest: whether it lies beside the blocks, and is no checkpoint in lean passes.
         block: that it is inside of; None of a block.
         reach: what it can read and change, as the last lean pass found it; None before.
+        calls_compiled: whether its code calls what `torch.compile` has compiled.
     """
 
     name: str
@@ -44,11 +45,16 @@ class Spot:
     is_outside: bool = False
     block: Spot | None = None
     reach: Reach | None = None
+    calls_compiled: bool = False
 
     @property
     def is_compiled(self) -> bool:
         """Whether calls of it, or of a module in it, are compiled."""
-        return self.is_outside or any(own_call(module) is not None for module in self.module.modules())
+        return (
+            self.is_outside
+            or self.calls_compiled
+            or any(own_call(module) is not None for module in self.module.modules())
+        )
 
     def snapshot(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSnapshot:
         """Return what a call that begins can read.

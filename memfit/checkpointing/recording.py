@@ -38,6 +38,7 @@ class LeanRecorder:
 
     Attributes:
         has_returned: whether the model's call has returned.
+        is_incomplete: whether compiled code ran in a block that was not known to call any.
         groups: process groups of the collectives in blocks.
     """
 
@@ -50,7 +51,7 @@ class LeanRecorder:
         dividing: Sequence[Any] = (),
     ) -> None:
         self.device, self._uncounted_bytes, self._dividing = device, uncounted_bytes, dividing
-        self.has_returned = self._has_backward = self._is_over = False
+        self.has_returned = self._has_backward = self._is_over = self.is_incomplete = False
         self.lean = LeanPass(start_bytes=start_bytes)
         self.overloads: dict[str, Any] = {}
         self.own = {key_of(tensor) for tensor in own}

@@ -148,6 +148,7 @@ class Steering:
                 output = call.run()
         else:
             output = self._checkpoint(lambda: (mode, Repeated(again)), call.forward, call.args, call.kwargs)
+        spot.calls_compiled |= mode.calls_compiled
         why = snapshot.end_of_forward(mode.read, mode.wrote)
         if why:
             recorder.refuse(mode.call, f"block {spot.name!r} {why}")

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from memfit.errors import UnsupportedStepError
+from memfit.torch_private.compiled_regions import CompiledRegions, set_aside
 from memfit.torch_private.patching import Inside, replaced
 
 RUNS_BACKWARD = torch.autograd.graph._engine_run_backward
@@ -51,7 +52,8 @@ def without_autocast() -> Any:
 class UnwrappedMode(TorchDispatchMode):
     """A dispatch mode whose calls cost less: torch wraps those of others, so that Dynamo does not compile them.
 
-    Here Dynamo is told once to skip the code of `__torch_dispatch__`, and all that it calls.
+    Here Dynamo is told once to skip the code of `__torch_dispatch__`, and all that it calls. While code runs that
+    `torch.compile` has compiled, the mode is off.
 
     Attributes:
         has_autocast: says while a call is handled whether it came from inside of autocast for a device type.
@@ -61,7 +63,16 @@ class UnwrappedMode(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self.has_autocast = _autocast_here()
+        self._regions = CompiledRegions(_modes_aside)
+        self._regions.__enter__()
         return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._regions.__exit__()
+
+    def compiled_code_begins(self) -> None:
+        """Take note that compiled code is entered, whose operators are not seen."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -182,6 +193,13 @@ def backward_node() -> tuple[str, int] | None:
 def backward_keeps_graph() -> bool:
     """Return whether the backward pass that runs now was asked to retain its graph."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def _modes_aside() -> Callable[[], None]:
+    modes, put_on = set_aside(UnwrappedMode)
+    for mode in modes:
+        mode.compiled_code_begins()
+    return put_on
 
 
 @contextmanager
