@@ -35,7 +35,7 @@ from memfit.plan import Plan, Problem
 from memfit.planners.offload import OffloadPlanner
 from memfit.planning import Settings
 from memfit.schedule import Code, Schedule
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 from memfit.system import spill_file
 from memfit.system.spill_file import SpillFile
 

@@ -17,7 +17,7 @@ from memfit.cost.measurement import measure
 from memfit.doors.step import fit_step
 from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 
 WIDTH, LAYERS = 24, 8
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
