@@ -154,7 +154,8 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("optimizers", "outside", "window"),
     ),
     "doors": (("compile", "function"), ("checkpoint", "fit"), ("step",)),
-    "memory": (("kept_on_host",), ("bits", "contract", "fit_by", "place")),  # the files above `capture` stand in ORDER
+    # The files of `memory` above `capture` stand in ORDER.
+    "memory": (("kept_on_host",), ("bits", "contract", "fit_by", "pinned", "place")),
     "checkpointing": (
         ("step",),
         ("handle",),
@@ -217,6 +218,7 @@ TORCH_ROOMS = {
 TORCH_FILES = {
     "memory/bits.py",
     "memory/kept_on_host.py",
+    "memory/pinned.py",
     "memory/place.py",
     "system/cpu_limit.py",
     "system/instruments.py",
