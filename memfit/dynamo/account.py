@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from memfit.memory.contract import (
 from memfit.memory.contract import Usage as Taken
 from memfit.memory.host.store import HostStore
 from memfit.memory.uncounted import Uncounted
+from memfit.planning import Settings
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, page_bytes
 from memfit.torch_private.autograd import at_end_of_backward
@@ -113,9 +113,9 @@ class Account:
         """The bytes for everything on the device."""
         return self.contract.budget_bytes
 
-    def host(self, budget_bytes: int, directory: Path | None) -> HostStore:
+    def host(self, settings: Settings) -> HostStore:
         """Return the store of all graphs with this host budget, and this directory of a CPU's copies."""
-        where = budget_bytes, directory
+        where = settings.host_budget_bytes, settings.host_dir
         return self._hosts.setdefault(where, HostStore(self.device, *where))
 
     @property

@@ -30,7 +30,7 @@ from memfit.dynamo.inputs import (
 )
 from memfit.dynamo.outside import Outside, of_whole_budget, planned_beside
 from memfit.dynamo.ready_order import noting_order
-from memfit.dynamo.settings import INDUCTOR, as_it_is, host_of, settings_of
+from memfit.dynamo.settings import INDUCTOR, as_it_is, settings_of
 from memfit.dynamo.share import Share
 from memfit.dynamo.window import Mark, Marks, kept_by, storages_of
 from memfit.errors import NoPlanError
@@ -97,7 +97,7 @@ class CompiledGraph:
         self.account = graph.account
         share = Share(self.account, ends_in_break=graph.ends_in_break) if before is None else before.share
         self.share, self.is_late = share, share.is_repeated
-        self._host = self.account.host(*host_of(graph.options.settings))
+        self._host = self.account.host(graph.options.settings)
         self.budget_bytes = int(graph.options.settings.budget)
         self._headroom_bytes = int(_HEADROOM * self.budget_bytes)
         self._bytes_at_start = self.account.live_bytes
@@ -141,7 +141,8 @@ class CompiledGraph:
         def plan(graph: Graph, budget_bytes: int | None) -> Plan:
             outside = self.outside.between_bytes if self.before is None else max(0, self.outside.held_bytes)
             settings = self.settings(graph).within(budget_bytes) if budget_bytes else as_it_is(graph, outside)
-            return make_plan(graph, linked_device(self.device, *host_of(settings)), settings, outside)
+            linked = linked_device(self.device, settings.host_budget_bytes, settings.host_dir)
+            return make_plan(graph, linked, settings, outside)
 
         planning = Planning(
             with_costs=lambda captured: with_costs(captured, self.graph.options.settings),
