@@ -54,7 +54,7 @@ UNPLANNED = ("densenet121", "lstm")  # workloads whose unplanned steps are packe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPoint:
-    """A graph within one of its budgets: bytes, or `share` or `near` for a workload, or `all` of its budgets together.
+    """A graph within one of its budgets: bytes, or `share` or `near` for a workload.
 
     A number in place of a graph's name is the seed of a training chain of up to 64 ops, planned at half of the way
     from its proved least budget to its unplanned peak. A search has `times` the usual moves, or else so many processor
@@ -87,20 +87,17 @@ class PlanPoint:
             graph, device = _graph_at(folder / f"{self.graph}.graph.json.gz"), WORKLOAD_DEVICE
         else:
             graph, device = _graph_at(GRAPHS / f"{self.graph}.graph.json.gz"), GENERIC
-        return Problem(graph=graph, device=device, budget_bytes=self.budgets(graph, device)[0], **how)
+        return Problem(graph=graph, device=device, budget_bytes=self.budget_bytes(graph, device), **how)
 
-    def budgets(self, graph: Graph, device: Device) -> tuple[int, ...]:
-        """Return the bytes of the budget, or of all that are planned together."""
+    def budget_bytes(self, graph: Graph, device: Device) -> int:
+        """Return the bytes of the budget."""
         if isinstance(self.budget, int):
-            return (self.budget,)
-        if self.budget == "all" and self.graph in SHARED_BUDGETS:
-            return SHARED_BUDGETS[str(self.graph)]
-        kinds = ("share", "near") if self.budget == "all" else (self.budget,)
+            return self.budget
         if self.graph not in _RANGES:
             peak_bytes = unplanned_peak_bytes(graph, device)
             least_bytes, _ = least_budget_bound(Problem(graph=graph, device=device, budget_bytes=peak_bytes))
             _RANGES[self.graph] = least_bytes, peak_bytes
-        return tuple(_budget(kind, *_RANGES[self.graph]) for kind in kinds)
+        return _budget(self.budget, *_RANGES[self.graph])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,11 +139,6 @@ def plan_points() -> list[PlanPoint]:
     """Return the points of the searches: three budgets of each shared graph, two of each workload."""
     shared = [PlanPoint(graph=graph, budget=budget) for graph, budgets in SHARED_BUDGETS.items() for budget in budgets]
     return shared + [PlanPoint(graph=name, budget=budget) for name in EIGHT for budget in ("share", "near")]
-
-
-def frontier_points() -> list[PlanPoint]:
-    """Return the graphs whose budgets are planned together, each from the plan of the one below."""
-    return [PlanPoint(graph=graph, budget="all") for graph in (*SHARED_BUDGETS, "unet", "encoder", "resnet50")]
 
 
 def long_points() -> list[PlanPoint]:

@@ -20,7 +20,7 @@ import torch
 
 import memfit
 from memfit.memory.arena.arena import Arena
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 
 KIB, MIB = 1 << 10, 1 << 20
 STREAMS = 3

@@ -147,9 +147,7 @@ def _child(name: str, row: int, seconds: float, measure: Measure, smaller: dict[
     )
 
 
-FAULTS: dict[str, str] = {
-    "inductor-gpt2": "the step in which Inductor makes its kernels counts, and no plan fits into what that leaves",
-}
+FAULTS: dict[str, str] = {}
 """Children that fail in a rehearsal, by a fault of memfit, and which. One that no longer fails has to go from here."""
 
 _INDUCTOR_WAYS = (

@@ -225,6 +225,8 @@ def _fit(ask: Ask, made: Model, budget_bytes: int) -> Way:
         optimizer.state = step.optimizer.state
     with peaks() as read:
         planned = memfit.fit(step.model, step.loss, step.batch, optimizer=optimizer, budget=budget_bytes, **given)
+        if given.get("kernels") == "inductor":
+            planned(step.batch)  # in which ops are measured and the graph is planned, as by `fit` with eager's kernels
     return Way(
         name=ask.name,
         run=lambda: planned(step.batch),

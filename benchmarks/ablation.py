@@ -35,7 +35,6 @@ from _ablation_points import (
     PackPoint,
     PlanPoint,
     capture_missing,
-    frontier_points,
     long_points,
     pack_points,
     plan_points,
@@ -54,7 +53,6 @@ from memfit.plan import Result
 from memfit.planners.auto import AutoPlanner
 from memfit.planners.engine.parts import Parts
 from memfit.planners.search import SearchPlanner
-from memfit.planning import plan_frontier
 
 FOLDER = Path.home() / ".cache" / "memfit-ablation"
 SEEDS = (0, 1, 2)
@@ -69,11 +67,10 @@ CUT = (  # what the stored results leave out, for want of processor time
     "searches of equal seconds",
     "moves: 60,000 a search at most, where a search of 5 s makes several hundred thousand",
     "longer packings of traces D, E and K",
-    "budgets planned together: four graphs only",
 )
 NO_LIMIT_SECONDS = 1e9  # where moves or work are counted
 STORED = ("overhead", "bound", "found_bytes", "bound_bytes", "ratio", "early_ratio", "proven", "pack_seconds")
-PROOF, WARM = "cpsat_proof", "warm_starts"  # of planning up to 64 ops, and of planning several budgets
+PROOF = "cpsat_proof"  # of planning up to 64 ops
 BOUNDS = ("boundary_candidates", "last_large_op", "exact_per_op")
 
 Point = PlanPoint | PackPoint
@@ -167,8 +164,6 @@ def plan_cell(work: Work, without: str, seed: int, known: dict[tuple[Any, ...], 
     begun = time.process_time()
     if point.is_small:
         results = [AutoPlanner(iterations=planner.iterations, without=without).plan(problem)]
-    elif point.budget == "all":
-        results = plan_frontier(problem, point.budgets(problem.graph, problem.device), planner=planner)
     elif point.seconds:
         results = [planner.plan(problem)]
     else:
@@ -218,9 +213,7 @@ def parts_at(point: PlanPoint) -> Sequence[str]:
     """Return the parts that are switched off at a point."""
     if point.is_small:
         return [PROOF]
-    if point.budget == "all":
-        return [WARM]
-    left_out = (PROOF, WARM, *(BOUNDS if point.times > 1 else ()))
+    left_out = (PROOF, *(BOUNDS if point.times > 1 else ()))
     return [part for part in PLAN_PARTS if part not in left_out]
 
 
@@ -390,7 +383,7 @@ def kept_elimination() -> dict[str, Any]:
 
 def all_points() -> list[Point]:
     """Return every point of the ablation."""
-    searches = [plan_points(), frontier_points(), small_points(), long_points(), timed_points()]
+    searches = [plan_points(), small_points(), long_points(), timed_points()]
     return [*(point for points in searches for point in points), *pack_points()]
 
 

@@ -35,7 +35,7 @@ from memfit.memory.snapshot import left_as_it_was
 from memfit.planning import Settings
 from memfit.simulate import simulate
 from memfit.simulate.overlap import simulated_transfers
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 from memfit.step.step_program import op_seconds
 from memfit.workloads import build
 

@@ -20,7 +20,7 @@ from memfit.capture.row_chunks import RowChunks
 from memfit.doors.step import fit_step
 from memfit.errors import NoPlanError
 from memfit.planning import Settings
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 from memfit.workloads import build
 
 WORKLOADS: dict[str, dict[str, Any]] = {"kmeans": {"points": 1_000_000}, "power_iteration": {}}

@@ -24,7 +24,7 @@ from memfit.doors.step import fit_step
 from memfit.errors import NoPlanError
 from memfit.planning import Settings
 from memfit.step import state_forms
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 from memfit.workloads import build
 
 HOST_BYTES = 4 << 30

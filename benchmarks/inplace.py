@@ -38,7 +38,7 @@ from memfit.plan import Plan
 from memfit.planning import Settings, make_plan
 from memfit.schedule import Compute
 from memfit.simulate import simulate
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 
 CHILD_SECONDS = 1800
 VARIANTS = ("apart", "promised", "seen")

@@ -34,7 +34,7 @@ from _record import store
 from memfit import TrainingStep
 from memfit.doors.step import fit_step
 from memfit.planning import Settings
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 
 WAYS = ("eager", "eager_kept", "planned", "planned_kept", "arena")
 WORKLOADS: dict[str, dict[str, Any]] = {"gpt2": {"width": 768, "batch": 1}, "resnet50": {"batch": 4}}  # GPT-2 small

@@ -31,7 +31,7 @@ import memfit
 from memfit.near_plans import PROVISIONAL
 from memfit.planning import SEARCHING
 from memfit.step.measure import resident_bytes
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 from memfit.system.recorder import record
 from memfit.workloads import build
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from memfit.papers.planners.mirror import mirror
     from memfit.plan import Plan, Problem
     from memfit.step.distributed.across import across
-    from memfit.step.step import PlannedStep
+    from memfit.step.planned_step import PlannedStep
 
 __all__ = [
     "Graph",
@@ -52,7 +52,7 @@ _HOME = {
     "Graph": "memfit.graph",
     "MemfitError": "memfit.errors",
     "Plan": "memfit.plan",
-    "PlannedStep": "memfit.step.step",
+    "PlannedStep": "memfit.step.planned_step",
     "Problem": "memfit.plan",
     "TrainingStep": "memfit.capture.training_step",
     "check": "memfit.checker",

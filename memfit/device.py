@@ -6,6 +6,8 @@ from typing import Annotated
 
 import msgspec
 
+from memfit.graph import Graph
+
 Rate = Annotated[float, msgspec.Meta(gt=0)]
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -50,6 +52,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def aligned(self, size_bytes: int) -> int:
         """Return `size_bytes` rounded up to the allocator's alignment."""
         return -(-size_bytes // self.alignment_bytes) * self.alignment_bytes
+
+    def resident_bytes(self, graph: Graph) -> int:
+        """Return what the residents of a graph take, each rounded up."""
+        return sum(self.aligned(storage.bytes) for storage in graph.storages if storage.resident)
 
     @property
     def has_link(self) -> bool:

@@ -227,6 +227,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return plan_html(self)
 
     @property
+    def always_outside_bytes(self) -> int:
+        """The bytes outside that are there from start to end; those from a boundary on are its schedule's."""
+        return 0 if self.graph.boundaries else self.bytes_outside
+
+    @property
     def is_optimal_in_every_order(self) -> bool:
         """Whether no plan at all is faster; else an optimal plan is the fastest in its order of ops."""
         return self.status is Status.OPTIMAL and self.overhead <= self.bounds.overhead + PROVED_TO
@@ -303,9 +308,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             timeline = simulate(self.graph, self.schedule, self.device)
         except (InvalidScheduleError, InvalidDeviceError) as error:
             raise type(error)(f"{where}: {error}") from error
-        outside = 0 if self.graph.boundaries else self.bytes_outside  # else the boundaries of the schedule carry them
+        peak_bytes = timeline.peak_bytes + self.always_outside_bytes
         for what, got, claimed, most in (
-            ("peak_bytes", timeline.peak_bytes + outside, self.predicted.peak_bytes, self.budget_bytes),
+            ("peak_bytes", peak_bytes, self.predicted.peak_bytes, self.budget_bytes),
             ("host_peak_bytes", timeline.host_peak_bytes, self.predicted.host_peak_bytes, self.host_budget_bytes),
         ):
             if got != claimed or got > most:

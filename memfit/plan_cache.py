@@ -27,7 +27,6 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.device import Device
 from memfit.errors import MemfitError, PlanMismatchError
 from memfit.plan import MADE, Plan, Problem, Result, Status
 from memfit.planners import uses_files
@@ -71,9 +70,7 @@ def plan_or_kept(
     )
     own_files = uses_files(planner)  # which a kept plan would neither read nor write
     key = shared, problem.graph, problem.budget_bytes, problem.time_limit_seconds, problem.seed
-    budgets = problem.budget_bytes, problem.host_budget_bytes, problem.bytes_outside
-    near_key = _near_key(problem.graph.structure, problem.device, budgets, planner)
-    path = _path(*key, prefix=f"{near_key}-{problem.graph.all_bytes}-")
+    path = _path(*key, prefix=f"{_near_key(problem, planner)}-{problem.graph.all_bytes}-")
     kept = None if own_files else _read(path, partial(Plan.load, graph=problem.graph))
     was_disturbed = kept is not None and _BESIDE in kept.versions
     if kept is not None:
@@ -107,9 +104,7 @@ def kept_near(problem: Problem, planner: Planner) -> dict[int, Path]:
         planner: with its options.
     """
     near: dict[int, Path] = {}
-    budgets = problem.budget_bytes, problem.host_budget_bytes, problem.bytes_outside
-    near_key = _near_key(problem.graph.structure, problem.device, budgets, planner)
-    for path in sorted((cache_folder() / "plans").glob(f"{near_key}-*-*{_SUFFIX}")):
+    for path in sorted((cache_folder() / "plans").glob(f"{_near_key(problem, planner)}-*-*{_SUFFIX}")):
         middle = path.name.split("-")[1]
         if middle.isdecimal():
             near[int(middle)] = path
@@ -125,9 +120,10 @@ def read_near(path: Path) -> Plan | None:
     return _read(path, Plan.load)
 
 
-def _near_key(structure: str, device: Device, budgets: tuple[int, int, int], planner: Planner) -> str:
+def _near_key(problem: Problem, planner: Planner) -> str:
     """Return what the names of all plans begin with that differ in sizes only."""
-    parts = structure, device, budgets, repr(planner), __version__
+    budgets = problem.budget_bytes, problem.host_budget_bytes, problem.bytes_outside
+    parts = problem.graph.structure, problem.device, budgets, repr(planner), __version__
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
 

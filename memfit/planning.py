@@ -18,14 +18,13 @@ import msgspec
 from memfit.device import Device
 from memfit.errors import InfeasibleBudgetError, InvalidOptionError, NoPlanError, TimeLimitError
 from memfit.graph import Graph
-from memfit.memory.contract import FIRM, SOFT
+from memfit.memory.contract import FIRM, read_firm
 from memfit.plan import Bounds, Plan, Problem, Progress, Result, Status
 from memfit.plan_cache import plan_or_kept
 from memfit.planners import Marked, make_planner
 from memfit.planners.auto import AutoPlanner
 from memfit.planners.engine.pace import processor_clock
 from memfit.planners.engine.results import unplanned_peak_bytes
-from memfit.planners.engine.retention.decisions import Retention
 from memfit.planners.protocols import Planner, SearchOptions
 from memfit.progress import SEARCHING, tell_search, tell_stage
 from memfit.system.budget import Card, format_bytes, on_card, parse_budget
@@ -105,9 +104,7 @@ class Settings:
         if not isinstance(seed, int) or seed < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidOptionError(f"seed is {seed!r}, expected a whole number from 0 on")
         require_host_budget(self.host_dir, self.host_budget_bytes)
-        if self.budget_is not in (FIRM, SOFT):
-            raise InvalidOptionError(f"budget_is is {self.budget_is!r}, expected {FIRM!r} or {SOFT!r}")
-        if self.hard and self.budget_is == SOFT:
+        if not read_firm(self.budget_is) and self.hard:
             raise InvalidOptionError(
                 "hard=True caps the process at the budget, which is then not soft; give one of both"
             )
@@ -262,9 +259,9 @@ class TradeOff:
         >>> TradeOff(problem, KeepEverything()).reach([4096, 8192]).results  # doctest: +SKIP
         {4096: Result(status=..., plan=None, ...), 8192: Result(status=..., plan=Plan(...), ...)}
 
-    A planner that searches starts each budget from what it found at the next smaller one. A plan for a smaller
-    budget is also a plan for a larger one: where it is faster, it takes the other's place, so that a larger budget
-    never gives a slower plan. The results of other planners stay as they are.
+    A plan for a smaller budget is also a plan for a larger one: where it is faster, and the planner searches, it takes
+    the other's place, so that a larger budget never gives a slower plan. The results of other planners stay as they
+    are.
 
     Args:
         problem: what is planned; its own budget does not count, and its time limit holds for each budget.
@@ -277,18 +274,11 @@ class TradeOff:
         self._problem = problem
         self._planner = planner
         self._found: dict[int, Result] = {}
-        self._retention: dict[int, Retention] = {}
 
     def reach(self, budgets: Iterable[int]) -> TradeOff:
         """Plan at these budgets (bytes), from the smallest to the largest; return self."""
         for budget in sorted(set(budgets) - set(self._found)):
-            problem = replace(self._problem, budget_bytes=budget)
-            if not isinstance(self._planner, SearchOptions):
-                self._found[budget] = self._planner.plan(problem)
-                continue
-            smaller = [known for known in self._retention if known < budget]
-            searched = self._planner.plan_from(problem, [self._retention[max(smaller)]] if smaller else [])
-            self._found[budget], self._retention[budget] = searched.result, searched.retention
+            self._found[budget] = self._planner.plan(replace(self._problem, budget_bytes=budget))
         return self
 
     def reach_least(self) -> TradeOff:

@@ -26,8 +26,8 @@ def run(name: str, options: dict[str, Any]) -> dict[str, Any]:
     from memfit.errors import NoPlanError
     from memfit.memory.snapshot import StepState
     from memfit.planning import Settings
+    from memfit.step.planned_step import PlannedStep
     from memfit.step.programs import Programs
-    from memfit.step.step import PlannedStep
     from memfit.workloads import build
 
     step = build(name, optimizer="sgd" if name == "vgg16" else "adamw", **options)  # of VGG's 28 million parameters

@@ -37,7 +37,7 @@ from memfit.memory.hard_cap import require_cap
 from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
 from memfit.step import proof
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 from memfit.system.recorder import Usage, record
 
 FEW_MOVES = {"iterations": 30_000}  # in place of seconds, which a busy machine fills with less

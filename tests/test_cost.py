@@ -33,7 +33,7 @@ from memfit.doors.step import fit_step
 from memfit.errors import CaptureError, WrongFakesError
 from memfit.graph import Op, Phase, Role, Storage
 from memfit.planning import Settings
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 from memfit.system.recorder import allocated_bytes, record
 from memfit.workloads import build
 

@@ -20,7 +20,7 @@ from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
 from memfit.simulate.reserved import DEFAULT
 from memfit.step.cuda_graph import MOST_CAPTURES, _require_on_device, require_capturable
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 
 CAPTURED_IN = 4  # the first step makes the optimizer's state, two prove the plan, and the fourth is captured
 

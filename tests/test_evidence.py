@@ -19,8 +19,8 @@ from memfit.memory import saved_on_host
 from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
 from memfit.step import verify
+from memfit.step.planned_step import PlannedStep
 from memfit.step.programs import Programs
-from memfit.step.step import PlannedStep
 
 FAST = Settings(budget="100%", planner="none")
 

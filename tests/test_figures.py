@@ -24,7 +24,7 @@ from memfit.cost.environment import environment
 from memfit.cost.observations import Observation, Observations
 from memfit.step.measured import Measured
 from memfit.step.overhead import ratio_of, spread_of
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 from memfit.system.load import BUSY, Load
 
 FILE = """

@@ -36,7 +36,7 @@ from memfit.planners import PLANNERS
 from memfit.planning import Settings
 from memfit.step import proof
 from memfit.step.measure import resident_bytes
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 from memfit.step.verify import first_difference
 from memfit.system.recorder import Usage, allocated_bytes, record
 

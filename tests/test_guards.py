@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 import memfit
 from memfit.errors import InfeasibleBudgetError, UnsupportedStepError
 from memfit.step.measure import resident_bytes
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 from memfit.system.recorder import record
 
 WIDTH = 12

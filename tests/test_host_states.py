@@ -14,7 +14,7 @@ import memfit
 from memfit.errors import InfeasibleBudgetError, NoPlanError
 from memfit.memory.kept_on_host import is_kept_on_host
 from memfit.plan import Plan
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 
 WIDTH, LAYERS = 128, 6
 PARAMETER_BYTES = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)

@@ -20,10 +20,11 @@ from memfit.dynamo.inductor_step import InductorStep
 from memfit.dynamo.model import PlannedCalls
 from memfit.errors import InvalidOptionError, NoPlanError, UnsupportedStepError
 from memfit.graph import Graph, Op, Phase, Role, Storage
-from memfit.kernels import host_copies, inductor
+from memfit.kernels import inductor
 from memfit.kernels.chains import with_chains
 from memfit.kernels.joint_graphs import leave_out_overwritten
 from memfit.kernels.node_halves import node_halves, rejoined
+from memfit.memory.host import store
 from memfit.memory.host.store import Lease
 from memfit.schedule import Schedule
 from memfit.system.recorder import record
@@ -159,7 +160,7 @@ def test_copies_to_the_host_stand_in_inductors_code(
     assert_close([planned.total, *planned.gradients], [plain.total, *plain.gradients])
     assert_close(planned.buffers, plain.buffers)
     gc.collect()
-    assert not host_copies._copies  # the last backward pass is over
+    assert not store._left  # the last backward pass is over
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import memfit
 from memfit.step.measure import resident_bytes
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 from memfit.system.recorder import record
 
 Case = tuple[nn.Module, Callable[[nn.Module, Any], Tensor], Sequence[Any]]

@@ -28,6 +28,7 @@ from memfit.errors import (
     InvalidOptionError,
     PlanMismatchError,
     TimeLimitError,
+    UnsupportedStepError,
 )
 from memfit.memory.host import store as host_store
 from memfit.memory.host.layout import host_layout
@@ -35,7 +36,7 @@ from memfit.plan import Plan, Problem
 from memfit.planners.offload import OffloadPlanner
 from memfit.planning import Settings
 from memfit.schedule import Code, Schedule
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 from memfit.system import spill_file
 from memfit.system.spill_file import SpillFile
 
@@ -238,8 +239,7 @@ def test_a_storage_comes_back_as_it_was(make: Callable[[], torch.Tensor], why: s
     source = make()
     whole = bytes(source.untyped_storage())
     store = host_store.HostStore(torch.device("cpu"), 1 << 24)
-    store.reserve(1 << 23)
-    copy = store.begin().offload(source, 4096)
+    copy = store.reserve(1 << 23).begin().offload(source, 4096)
     copy.wait()
     back = copy.prefetch()
     copy.arrived()
@@ -250,6 +250,23 @@ def test_a_storage_comes_back_as_it_was(make: Callable[[], torch.Tensor], why: s
         source.storage_offset(),
     )
     assert torch.equal(back, source) and back.is_conj() == source.is_conj() and back.is_neg() == source.is_neg()
+
+
+def test_programs_of_one_device_keep_one_host_budget() -> None:
+    store = host_store.HostStore(torch.device("cpu"), 9 << 20)
+    first, second = store.reserve(5 << 20), store.reserve(6 << 20)
+    assert store.held_bytes == 6 << 20  # the slab of the first was given back
+    lease = first.begin()
+    assert store.lent_bytes == 6 << 20 and store.left_bytes == 3 << 20
+    with pytest.raises(UnsupportedStepError, match="raise it to 12 MiB, or call backward first"):
+        second.begin()
+    third = store.reserve(3 << 20)
+    assert store.held_bytes == 9 << 20
+    del lease
+    store.reserve(7 << 20)  # of a batch of another shape, say
+    assert store.held_bytes == 7 << 20
+    leases = third.begin(), second.begin()
+    assert [lease.slab.size_bytes for lease in leases] == [3 << 20, 6 << 20]
 
 
 def test_a_full_disk_is_an_error_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,8 +37,7 @@ def test_what_goes_to_the_host_comes_back_while_its_memory_is_used_again() -> No
     numbers = torch.arange(1 << 22, dtype=torch.float32)
     source = numbers.to("cuda")
     store = HostStore(torch.device("cuda", 0), 1 << 25)
-    store.reserve(1 << 24)
-    copy = store.begin().offload(source, 0)
+    copy = store.reserve(1 << 24).begin().offload(source, 0)
     copy.wait()
     del source
     torch.empty(1 << 22, device="cuda").fill_(-1.0)  # on the same stream, in the memory that was let go

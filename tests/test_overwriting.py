@@ -33,7 +33,7 @@ from memfit.plan import Problem
 from memfit.planners import make_planner
 from memfit.planning import Settings
 from memfit.schedule import Compute
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 from memfit.system.recorder import record
 from memfit.workloads import build
 

@@ -33,7 +33,7 @@ from memfit.planners.engine.retention.instance import build_instance
 from memfit.planning import Settings
 from memfit.schedule import Code
 from memfit.simulate import simulate
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 
 PLENTY = 1 << 40
 CONVOLUTION = "aten.convolution.default"

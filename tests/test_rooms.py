@@ -93,8 +93,8 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("searching", "starts", "xorshift"),
     ),
     "step": (
-        ("step",),
-        ("base", "programs"),
+        ("planned_step",),
+        ("programs", "step"),
         ("proof",),
         ("state_forms",),
         ("chunked", "cuda_graph", "distributed", "freed_run", "near_sizes", "variants"),
@@ -154,7 +154,8 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("optimizers", "outside", "window"),
     ),
     "doors": (("compile", "function"), ("checkpoint", "fit"), ("step",)),
-    "memory": (("kept_on_host",), ("bits", "contract", "fit_by", "place")),  # the files above `capture` stand in ORDER
+    # The files of `memory` above `capture` stand in ORDER.
+    "memory": (("kept_on_host",), ("bits", "contract", "fit_by", "pinned", "place")),
     "checkpointing": (
         ("step",),
         ("handle",),
@@ -217,6 +218,7 @@ TORCH_ROOMS = {
 TORCH_FILES = {
     "memory/bits.py",
     "memory/kept_on_host.py",
+    "memory/pinned.py",
     "memory/place.py",
     "system/cpu_limit.py",
     "system/instruments.py",
@@ -232,7 +234,7 @@ UPWARD: dict[tuple[str, str], str] = {
     ("packing/__init__.py", "packing/registry"): "the registry's names are the room's public ones, loaded when used",
     ("planners/__init__.py", "planners/registry"): "the registry's names are the room's public ones, loaded when used",
     ("plan.py", "report"): "`plan.explain()` is a method of plans; its words are the report's",
-    ("step/step.py", "report"): "`step.report(path)` is a method of steps; its page is the report's",
+    ("step/planned_step.py", "report"): "`step.report(path)` is a method of steps; its page is the report's",
 }
 
 

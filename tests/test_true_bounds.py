@@ -22,7 +22,7 @@ from memfit.plan import Problem
 from memfit.planners.engine.bounds.bounds import least_budget_bound
 from memfit.planners.engine.results import unplanned_peak_bytes
 from memfit.step.measure import resident_bytes
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 from memfit.system.recorder import record
 
 CPU = torch.device("cpu")

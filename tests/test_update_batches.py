@@ -17,7 +17,7 @@ from memfit.cost.measurement import measure
 from memfit.doors.step import fit_step
 from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 
 WIDTH, LAYERS = 24, 8
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -110,7 +110,7 @@ def test_updates_cost_what_they_were_measured_to_take_and_are_measured_once(
     def again(*_given: Any) -> Any:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(update_trial, "_measured", again)
+    monkeypatch.setattr(update_trial, "trial_of", again)
     assert step.optimizer is not None
     step.optimizer.param_groups[0]["lr"] = 0.003  # a scheduler's doing
     second = finish(capture(step))

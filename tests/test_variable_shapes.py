@@ -25,7 +25,7 @@ from memfit.planners.engine.carried import CARRIED
 from memfit.planning import SEARCHING
 from memfit.step.behind import Behind
 from memfit.step.measure import resident_bytes
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 from memfit.system.recorder import record
 from memfit.workloads import build
 

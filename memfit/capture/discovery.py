@@ -145,6 +145,10 @@ class Discovery(Found):
             self._discover_held(value, path)
             self._discover_object(value, path)
 
+    def _discover_entries(self, table: Table) -> None:
+        for key, inner in table.before.items():
+            self._discover(inner, table.name(key))
+
     def _discover_held(self, value: Any, path: str) -> None:
         """Copy what an object of one of Python's own types holds beside its attributes."""
         if isinstance(value, dict):
@@ -153,8 +157,7 @@ class Discovery(Found):
                 table, known.names = known, None
             else:
                 table = self.tables[id(value)] = Table(path, value, entries_of(value), None)
-            for key, inner in table.before.items():
-                self._discover(inner, table.name(key))
+            self._discover_entries(table)
             if isinstance(value, defaultdict):
                 self._add_slots(path, value, ["default_factory"])
         elif isinstance(value, (list, deque, set, *BUFFERS)):
@@ -226,8 +229,7 @@ class Discovery(Found):
         if isinstance(value, torch.nn.Module):
             table.settled.update(MODULE_NAMES)  # hooks and tables, which guards compare themselves
         if is_whole:
-            for key, inner in table.before.items():
-                self._discover(inner, table.name(key))
+            self._discover_entries(table)
         else:
             self._object_found(table, value)
         for cls in type(value).__mro__:
@@ -266,8 +268,7 @@ class Discovery(Found):
             return
         self._seen[id(tensor)] = tensor
         table = self.tables[id(attributes)] = Table(path, attributes, dict(attributes), None)
-        for key, inner in table.before.items():
-            self._discover(inner, table.name(key))
+        self._discover_entries(table)
 
     def _copy_own_tables(self, module: torch.nn.Module, path: str) -> None:
         """Copy a module's tables of parameters, buffers, modules and hooks: none is copied again later.

@@ -176,8 +176,7 @@ class Reads(Discovery):
         if table.names is None or self._patch(torch.nn.Module if isinstance(owner, torch.nn.Module) else type(owner)):
             return
         table.names = None
-        for key, value in table.before.items():
-            self._discover(value, table.name(key))
+        self._discover_entries(table)
 
     def _patch(self, cls: type) -> bool:
         if cls in self._patched:
@@ -210,8 +209,7 @@ class Reads(Discovery):
             # vars(object), object.__dict__: all may be read; torch's own modules look attributes up so
             if name == "__dict__" and _reader().f_globals.get("__name__") != "torch.nn.modules.module":
                 table.names.update(table.before)
-                for key, value in table.before.items():
-                    self._discover(value, table.name(key))
+                self._discover_entries(table)
             return
         value = entry_of(table.table, name)
         first = name not in table.names

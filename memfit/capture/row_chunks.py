@@ -71,7 +71,8 @@ class RowChunks:
             value.storage: torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self.device)
             for value in self.outputs
         }
-        last_use = {v.storage: number for number, part in enumerate(self.parts) for v in values_in(_all_values(part))}
+        used = ((number, values_in((each.args, each.kwargs, each.results))) for number, each in enumerate(self.parts))
+        last_use = {value.storage: number for number, values in used for value in values}
         for start in range(0, self.rows, self.rows_at_once):
             self._run(given, start, min(self.rows_at_once, self.rows - start), whole, last_use)
         results = tuple(whole.values())
@@ -129,10 +130,6 @@ class _At:
         position = -1 - value.storage
         tensor = self.given[position]
         return tensor.narrow(0, self.start, self.rows) if position in self.chain.by_rows else tensor
-
-
-def _all_values(call: Call) -> Any:
-    return call.args, call.kwargs, call.results
 
 
 def in_row_chunks(captured: Captured, count: int, *, is_run: bool = True) -> Captured | None:

@@ -119,6 +119,11 @@ class TrainingStep:
         clip_and_step(self.optimizer, self.clip_norm, self.scaler)
 
 
+def parameters_of(optimizer: torch.optim.Optimizer | None) -> list[torch.nn.Parameter]:
+    """Return an optimizer's parameters in the order of its groups; none if it is none, or not made yet."""
+    return [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
+
+
 def clip_and_step(
     optimizer: torch.optim.Optimizer, clip_norm: float | None, scaler: torch.amp.GradScaler | None
 ) -> None:
@@ -132,8 +137,7 @@ def clip_and_step(
     if clip_norm is not None:
         if scaler is not None:
             scaler.unscale_(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+        torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), clip_norm)
     if scaler is not None:
         scaler.step(optimizer)
         scaler.update()

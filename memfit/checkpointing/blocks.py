@@ -143,7 +143,7 @@ def pieces_of(name: str, module: torch.nn.Module) -> list[tuple[str, Piece]]:
     members = list(module.children())
     if not isinstance(module, torch.nn.Sequential) or type(module).forward is not torch.nn.Sequential.forward:
         return []
-    begins = [place for place, member in enumerate(members) if _has_matrix(member)][::2]
+    begins = [place for place, each in enumerate(members) if any(p.dim() > 1 for p in each.parameters())][::2]
     if len(begins) < _LEAST_PIECES or any(True for member in members for _ in member.children()):
         return []
     places = [0, *begins[1:], len(members)]
@@ -151,10 +151,6 @@ def pieces_of(name: str, module: torch.nn.Module) -> list[tuple[str, Piece]]:
         (f"{name}.{first}-{stop - 1}".lstrip("."), Piece(module, members[first:stop]))
         for first, stop in itertools.pairwise(places)
     ]
-
-
-def _has_matrix(module: torch.nn.Module) -> bool:
-    return any(parameter.dim() > 1 for parameter in module.parameters())
 
 
 def _inside(module: torch.nn.Module) -> list[Named]:

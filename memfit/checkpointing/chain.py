@@ -48,7 +48,10 @@ class Link:
         self._device_type = device.type
         of_device = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
         self._random = Snapshot(map(of_generator, [torch.default_generator, *of_device]))
-        self._casts = [(kind, *_cast_of(kind)) for kind in dict.fromkeys(("cpu", device.type))]
+        self._casts = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in dict.fromkeys(("cpu", device.type))
+        ]
         self.again: Callable[[], AbstractContextManager[None]] | None = None
         self._returned: weakref.ref[torch.Tensor] | None = None
         self._version = 0
@@ -110,7 +113,3 @@ class Link:
 
 def _drop(_: Any) -> None:
     return None
-
-
-def _cast_of(kind: str) -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

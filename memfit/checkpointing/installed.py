@@ -51,7 +51,9 @@ class Installed:
                     f"block {name!r} is steered by memfit.checkpoint already; call close() of that handle first"
                 )
             whole = Spot(name=name, module=block, is_block=True, is_rest=name in beside)
-            self._install(whole, steering)
+            if is_wrapper(block) or not is_layer(block):
+                called = partial(_call_wrapped, block) if is_wrapper(block) else block.forward
+                self._set(block, "forward", Steered(steering, whole, called))
             self._spots.append(whole)
             for inner, module in _inside(block):
                 spot = Spot(name=f"{name}.{inner}", module=module, is_block=False, block=whole)
@@ -106,7 +108,7 @@ class Installed:
             compiled, around = own_call(spot.module), outer.get(id(uncompiled(spot.module)), spot.module)
             if spot.is_outside or (compiled is None and uncompiled(around) is around):
                 continue
-            self._put_back(spot.module, "forward")
+            self._put_back((id(vars(spot.module)), "forward"))
             spot.is_outside = True
             steered = Steered(self._steering, spot, cast("Callable[..., Any]", compiled or vars(around)["forward"]))
             if compiled is None:
@@ -115,23 +117,15 @@ class Installed:
                 self._outside.append((spot.module, compiled))
                 set_call(spot.module, steered)
 
-    def _install(self, spot: Spot, steering: Steering) -> None:
-        module: Any = spot.module
-        if is_wrapper(module):
-            self._replace(spot, steering, partial(_call_wrapped, module))
-        elif not is_layer(module):
-            self._replace(spot, steering, module.forward)
-
-    def _replace(self, spot: Spot, steering: Steering, forward: Callable[..., Any]) -> None:
-        self._set(spot.module, "forward", Steered(steering, spot, forward))
-
     def _set(self, module: torch.nn.Module, name: str, value: Any) -> None:
         table = vars(module)
         self._before[id(table), name] = table, table.get(name, _ABSENT)
         table[name] = value
 
-    def _put_back(self, module: torch.nn.Module, name: str) -> None:
-        table, value = self._before.pop((id(vars(module)), name), (vars(module), vars(module).get(name, _ABSENT)))
+    def _put_back(self, place: tuple[int, str]) -> None:
+        if place not in self._before:
+            return
+        (table, value), (_, name) = self._before.pop(place), place
         if value is _ABSENT:
             table.pop(name, None)
         else:
@@ -160,12 +154,8 @@ class Installed:
         for module, compiled in self._outside:
             set_call(module, compiled)
         self._outside.clear()
-        for (_, name), (table, value) in self._before.items():
-            if value is _ABSENT:
-                table.pop(name, None)
-            else:
-                table[name] = value
-        self._before.clear()
+        for place in tuple(self._before):
+            self._put_back(place)
 
 
 def refuse_others(model: torch.nn.Module) -> None:

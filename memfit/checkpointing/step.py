@@ -34,8 +34,8 @@ from memfit.memory.what_is_left import saying_what_is_left
 from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import Settings
 from memfit.step.backward_updates import run_updating, updates_in_backward
-from memfit.step.base import Step
 from memfit.step.measure import measured_eager_peak, resident_bytes
+from memfit.step.step import Step
 from memfit.step.turns import turn_for
 from memfit.step.verify import difference_of_eager, first_difference
 from memfit.system.budget import format_bytes, parse_budget

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memfit.capture.training_step import parameters_of
 from memfit.checkpointing.reporting import WindowSeen
 from memfit.cost.stopwatch import Stopwatch
 from memfit.memory.contract import Usage, WindowKind
@@ -143,6 +144,5 @@ class Updates:
     def are_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer updates the model."""
         own = set(map(id, self._model.parameters()))
-        updated = (tensor for group in optimizer.param_groups for tensor in group["params"])
         # a tensor that is no parameter, and so of no module, is a copy of some that a wrapper updates: DeepSpeed's
-        return any(id(each) in own or type(each) is torch.Tensor for each in updated)
+        return any(id(each) in own or type(each) is torch.Tensor for each in parameters_of(optimizer))

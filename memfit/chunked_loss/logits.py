@@ -169,7 +169,7 @@ def _of_numbers(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str
     first = chunked[0].of
     if any(each.has_classes_second or each.of.shape != first.shape for each in chunked):
         return NotImplemented
-    places = {id(chunked[0]): _end_of(first)}
+    places = {id(chunked[0]): By(STEP, len(first.projections) + len(first.steps) - 1)}
     both = first
     for each in chunked[1:]:
         if id(each) not in places:
@@ -208,10 +208,6 @@ def _of_numbers(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str
 
 class _NotByRowsError(Exception):
     pass
-
-
-def _end_of(of: Rows) -> By:
-    return By(STEP, len(of.projections) + len(of.steps) - 1)
 
 
 def _dtype_of(of: Rows) -> torch.dtype | None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
     from memfit.checkpointing.step import CheckpointedStep
-    from memfit.step.step import PlannedStep
+    from memfit.step.planned_step import PlannedStep
 
 EXAMPLES = """
 Examples:
@@ -98,7 +98,7 @@ def fit(
 
 def _is_of_graph(planned: PlannedStep | CheckpointedStep) -> TypeIs[PlannedStep]:
     """Return whether a step was captured as a graph, and has a plan; else it runs under `memfit.checkpoint`."""
-    from memfit.step.step import PlannedStep
+    from memfit.step.planned_step import PlannedStep
 
     return isinstance(planned, PlannedStep)
 

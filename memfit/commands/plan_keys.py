@@ -54,7 +54,7 @@ def offloads_of(plans: Sequence[Plan], device_type: str, host_dir: Path | None) 
             **{name: sum(host[name] for host in hosts) for name in hosts[0]},
             "offloaded_storages": sum(len(set(storages.tolist())) for storages in offloaded),
             "tier": "disk" if is_disk else "pinned memory",
-            "directory": str(host_dir or spill_directory()) if is_disk else None,
+            "directory": str(spill_directory(host_dir)) if is_disk else None,
         }
     }
 

@@ -85,18 +85,18 @@ class There:
         """Return the step that a function makes."""
         return make() if self.ranks is None else self.ranks.step(make)
 
-    def figures(self, costed: Costed, schedule: Schedule, *, has_seconds: bool = True) -> RankFigures:
-        """Return the figures of a schedule of one rank's step.
-
-        Args:
-            costed: the step.
-            schedule: legal on its graph.
-            has_seconds: whether the graph has the seconds of its ops.
-        """
-        return self.figures_of(play(costed.graph, schedule, costed.device), costed.step, has_seconds=has_seconds)
+    def figures(self, costed: Costed, schedule: Schedule) -> RankFigures:
+        """Return the figures of a legal schedule of one rank's step."""
+        return self.figures_of(play(costed.graph, schedule, costed.device), costed.step)
 
     def figures_of(self, run: Run, step: TrainingStep | None, *, has_seconds: bool = True) -> RankFigures:
-        """Return the figures of a simulated schedule of one rank's step; see `figures`."""
+        """Return the figures of a simulated schedule of one rank's step.
+
+        Args:
+            run: the schedule, played.
+            step: None if only its graph is known.
+            has_seconds: whether the graph has the seconds of its ops.
+        """
         assert self.cluster is not None
         across = None if step is None else step.across
         shards = 1 if across is None else across.shards

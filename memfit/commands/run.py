@@ -17,6 +17,7 @@ import typer
 from memfit.chunked_loss import HELP
 from memfit.commands.verbosity import Quiet, Verbose, Verbosity
 from memfit.errors import BudgetNotHeldError, InvalidFileError, InvalidOptionError, MemfitError
+from memfit.memory.contract import read_firm
 from memfit.system.budget import format_bytes, is_of_card, parse_budget, parse_host_budget
 from memfit.system.lines import lines_on_stderr, say
 from memfit.system.script import Script, when_imported
@@ -39,7 +40,7 @@ accelerate launch -m memfit run --budget 6GiB train.py
 PARSING = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 """Options behind the script are the script's own."""
 
-_DOORS, _KINDS = ("auto", "checkpoint", "eager"), ("firm", "soft")
+_DOORS = ("auto", "checkpoint", "eager")
 _ANY_PEAK_BYTES = 1 << 50  # of which a percentage is taken while only its form is checked
 _BAD_INPUT = 2
 
@@ -91,9 +92,9 @@ def run(
     if not is_of_card(budget):
         parse_budget(budget, _ANY_PEAK_BYTES)
     parse_host_budget(host_budget)
-    for name, value, known in (("--door", door, _DOORS), ("--budget-is", budget_is, _KINDS)):
-        if value not in known:
-            raise InvalidOptionError(f"{name} is {value!r}, expected one of {', '.join(known)}")
+    read_firm(budget_is)
+    if door not in _DOORS:
+        raise InvalidOptionError(f"--door is {door!r}, expected one of {', '.join(_DOORS)}")
     if report is not None and (not report.parent.is_dir() or report.is_dir()):
         raise InvalidFileError(f"{report}: cannot be written: expected a file's name in a folder that exists")
     given = list(arguments or ())

@@ -104,12 +104,7 @@ def kept_rates(group: dist.ProcessGroup, device: torch.device, hosts: list[str],
 
 
 def measured_rates(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    kind: str,
-    slowest: Callable[[float], float],
-    *,
-    clock: Callable[[], float] = time.perf_counter,
+    group: dist.ProcessGroup, device: torch.device, kind: str, slowest: Callable[[float], float]
 ) -> CollectiveRates:
     """Measure the rates, on all ranks at once.
 
@@ -118,10 +113,9 @@ def measured_rates(
         device: of the tensors.
         kind: one of `kinds_of`.
         slowest: returns the largest of the numbers that the ranks give.
-        clock: gives seconds.
     """
     run = _RUN[kind]
-    small, large = (slowest(_seconds(run, group, device, size, clock)) for size in (_SMALL_BYTES, _LARGE_BYTES))
+    small, large = (slowest(_seconds(run, group, device, size)) for size in (_SMALL_BYTES, _LARGE_BYTES))
     rate = (_LARGE_BYTES - _SMALL_BYTES) / max(large - small, 1e-9)
     return CollectiveRates(latency_seconds=max(0.0, small - _SMALL_BYTES / rate), bytes_per_second=rate)
 
@@ -166,15 +160,14 @@ def _seconds(
     group: dist.ProcessGroup,
     device: torch.device,
     size_bytes: int,
-    clock: Callable[[], float],
 ) -> float:
     """Return the median of several runs, after one that makes the connections."""
     tensor = torch.zeros(size_bytes // 4, device=device)
     seconds: list[float] = []
     for _ in range(_RUNS + 1):
-        started = clock()
+        started = time.perf_counter()
         run(tensor, group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds.append(clock() - started)
+        seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[1:])

@@ -24,7 +24,7 @@ from memfit.cost.environment import environment, free_bytes
 from memfit.device import Device, Rate
 from memfit.errors import HostMemoryError, InvalidOptionError
 from memfit.system.cache import environment_path, keep, read_kept
-from memfit.system.spill_file import BLOCK_BYTES, SpillFile, on_disk, spill_directory
+from memfit.system.spill_file import BLOCK_BYTES, SpillFile, spill_directory
 
 _COPY_BYTES = 128 << 20  # well beyond every cache
 _COPY_SHARE = 8  # a copy takes at most this part of the device's free memory: one eighth
@@ -81,9 +81,9 @@ def link_rates(device: torch.device, directory: Path | None = None, *, again: bo
         )
     setting = environment(device)
     if device.type == "cpu":
-        directory = spill_directory() if directory is None else directory
+        directory = spill_directory(directory)
         try:
-            setting["disk"] = str(on_disk(directory).stat().st_dev)
+            setting["disk"] = str(directory.stat().st_dev)
         except OSError as error:
             raise HostMemoryError(f"host_dir {str(directory)!r} cannot be used: {error.strerror}") from error
     path = environment_path("links", setting)

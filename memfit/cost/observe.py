@@ -68,12 +68,7 @@ def observe(
 
 
 def observe_once(
-    graph: Graph,
-    binding: Binding,
-    samples: Samples,
-    tried: Callable[[int], bool],
-    *,
-    clock: Clock = time.perf_counter,
+    graph: Graph, binding: Binding, samples: Samples, tried: Callable[[int], bool]
 ) -> tuple[Observation | None, ...]:
     """Return what each op was seen to do in one run; its seconds are those of `samples`, where these are near.
 
@@ -86,7 +81,6 @@ def observe_once(
         samples: of graphs of the same structure; seconds of ops without a near sample are added.
         tried: of the number of an op: whether its unpromised in-place forms are worth a trial, of one run: another size
             has shown that they do not depend on the order of threads.
-        clock: as for `observe`.
 
     Raises:
         WrongFakesError, CaptureError: as `observe`.
@@ -95,8 +89,9 @@ def observe_once(
     known = Observations.load(environment(device), is_lasting=False)
     exact = set(known.by_key)
     free = free_bytes(device)  # asked once: to read it takes longer than most ops
+    inputs = InputMaker(device)
     measurer = Measurer(
-        graph=graph, device=device, inputs=InputMaker(device), clock=clock, most_runs=1, free_bytes=free
+        graph=graph, device=device, inputs=inputs, clock=time.perf_counter, most_runs=1, free_bytes=free
     )
     keys = [call_key(call) or f"{PRIVATE}{call.op}" for call in binding.calls]
     skipped = _measure_missing(measurer, binding, keys, known, None)

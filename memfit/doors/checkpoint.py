@@ -16,7 +16,7 @@ from memfit.checkpointing.policy import read_policy
 from memfit.chunked_loss.heads import ChunkedHead
 from memfit.cost.calibration import card_of
 from memfit.errors import InvalidDeviceError, InvalidOptionError, UnsupportedStepError
-from memfit.memory.contract import FIRM, SOFT, Contract
+from memfit.memory.contract import Contract, read_firm
 from memfit.memory.hard_cap import tell_of_card
 from memfit.step.hooks import Hook
 from memfit.system.budget import on_card, parse_host_budget
@@ -80,11 +80,9 @@ def checkpoint(
     """
     if budget is None and policy is None:
         raise InvalidOptionError("give a budget, such as memfit.checkpoint(model, '20GiB'), or a policy")
-    if budget_is not in (FIRM, SOFT):
-        raise InvalidOptionError(f"budget_is={budget_is!r}: expected {FIRM!r} or {SOFT!r}")
-    device = _device_of(model)
+    device, is_firm = _device_of(model), read_firm(budget_is)
     budget = None if budget is None else on_card(budget, lambda: card_of(device))
-    contract = None if budget is None else Contract(budget, page_bytes=page_bytes(device), is_firm=budget_is == FIRM)
+    contract = None if budget is None else Contract(budget, page_bytes=page_bytes(device), is_firm=is_firm)
     if contract is not None and not contract.is_share:
         tell_of_card(device, contract.budget_bytes, "memfit.checkpoint")
     given = None if policy is None else read_policy(policy)

@@ -20,7 +20,7 @@ from memfit.dynamo.settings import INDUCTOR, read_kernels
 from memfit.options import FitOptions, require_options, settings_from
 from memfit.plan import Plan
 from memfit.step.distributed.sharding import sharded
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 
 
 def fit(

@@ -11,7 +11,7 @@ from memfit.doors.step import fit_step
 from memfit.options import FunctionOptions, require_options, settings_from
 from memfit.plan import Plan
 from memfit.step.measured import Measured
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 from memfit.step.uncopied import Uncopied
 
 

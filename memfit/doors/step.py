@@ -16,7 +16,7 @@ from memfit.cost.calibration import card_of
 from memfit.errors import CaptureError, GraphBreakError, MemfitError, NoGraphError, UnsupportedStepError
 from memfit.plan import Plan
 from memfit.planning import Settings
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 from memfit.system.instruments import LIBRARY
 from memfit.system.recorder import empty_cache
 

@@ -27,8 +27,9 @@ from memfit.memory.contract import (
     WindowKind,
 )
 from memfit.memory.contract import Usage as Taken
-from memfit.memory.host.store import SharedHost
+from memfit.memory.host.store import HostStore
 from memfit.memory.uncounted import Uncounted
+from memfit.planning import Settings
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, page_bytes
 from memfit.torch_private.autograd import at_end_of_backward
@@ -66,7 +67,6 @@ class Account:
         optimizers: whose updates are measured.
         losses: what runs between the halves of graphs.
         outside: what was seen there.
-        host: the host budget of all graphs.
         is_judging: whether verdicts are given, and plans are replaced.
         excess_bytes: what steps took beyond what their plans allow for.
         most_bytes: the most bytes on the device in any step that was measured, and while a graph was compiled.
@@ -94,7 +94,8 @@ class Account:
         self._last_compiled = -WINDOWS_BEFORE_LARGER  # the step in which a graph was compiled last
         self._uncounted = Uncounted(device)
         self.optimizers = Optimizers(device, lambda: self.ran, self._end_update)
-        self.losses, self.outside, self.host = LossWindows(device), OutsideOfGraphs(), SharedHost()
+        self.losses, self.outside = LossWindows(device), OutsideOfGraphs()
+        self._hosts: dict[Any, HostStore] = {}  # by budget and directory
         self.is_judging = True
         self._open: Window | None = None
         self._is_in_step = False
@@ -111,6 +112,11 @@ class Account:
     def budget_bytes(self) -> int:
         """The bytes for everything on the device."""
         return self.contract.budget_bytes
+
+    def host(self, settings: Settings) -> HostStore:
+        """Return the store of all graphs with this host budget, and this directory of a CPU's copies."""
+        where = settings.host_budget_bytes, settings.host_dir
+        return self._hosts.setdefault(where, HostStore(self.device, *where))
 
     @property
     def live_bytes(self) -> int:

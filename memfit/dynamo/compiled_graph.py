@@ -30,7 +30,7 @@ from memfit.dynamo.inputs import (
 )
 from memfit.dynamo.outside import Outside, of_whole_budget, planned_beside
 from memfit.dynamo.ready_order import noting_order
-from memfit.dynamo.settings import INDUCTOR, as_it_is, host_of, settings_of
+from memfit.dynamo.settings import INDUCTOR, as_it_is, settings_of
 from memfit.dynamo.share import Share
 from memfit.dynamo.window import Mark, Marks, kept_by, storages_of
 from memfit.errors import NoPlanError
@@ -82,9 +82,7 @@ class CompiledGraph:
     """
 
     def __init__(self, graph: PlannedGraph, inputs: Sequence[Any], before: CompiledGraph | None) -> None:
-        self.graph = graph
-        self.before = before
-        self.asked_again = False
+        self.graph, self.before, self.asked_again = graph, before, False
         self.inputs = tensors_in(inputs)
         self.device = device_of(self.inputs)
         self.ready: list[int] = []
@@ -99,6 +97,7 @@ class CompiledGraph:
         self.account = graph.account
         share = Share(self.account, ends_in_break=graph.ends_in_break) if before is None else before.share
         self.share, self.is_late = share, share.is_repeated
+        self._host = self.account.host(graph.options.settings)
         self.budget_bytes = int(graph.options.settings.budget)
         self._headroom_bytes = int(_HEADROOM * self.budget_bytes)
         self._bytes_at_start = self.account.live_bytes
@@ -142,7 +141,8 @@ class CompiledGraph:
         def plan(graph: Graph, budget_bytes: int | None) -> Plan:
             outside = self.outside.between_bytes if self.before is None else max(0, self.outside.held_bytes)
             settings = self.settings(graph).within(budget_bytes) if budget_bytes else as_it_is(graph, outside)
-            return make_plan(graph, linked_device(self.device, *host_of(settings)), settings, outside)
+            linked = linked_device(self.device, settings.host_budget_bytes, settings.host_dir)
+            return make_plan(graph, linked, settings, outside)
 
         planning = Planning(
             with_costs=lambda captured: with_costs(captured, self.graph.options.settings),
@@ -153,7 +153,7 @@ class CompiledGraph:
             held_bytes=lambda: None if self.before is None else self.outside.held_bytes,
             headroom_bytes=self._headroom_bytes,
             decided=self._take_plan,
-            host=host_of(self.graph.options.settings),
+            host=self._host,
         )
         compiled = self._or_least(
             lambda: compile_within(
@@ -173,7 +173,7 @@ class CompiledGraph:
     def settings(self, graph: Graph) -> Settings:
         """Return how the graph is planned."""
         settings = settings_of(self.graph.options, graph)
-        return replace(settings, host_budget_bytes=self.account.host.left_bytes(settings.host_budget_bytes))
+        return replace(settings, host_budget_bytes=self._host.left_bytes)
 
     def should_plan_again(self) -> bool:
         """Return whether the plan has no room for what is outside of the graph now, as steps so far have shown it.
@@ -301,7 +301,7 @@ class CompiledGraph:
                 outputs=[capture.forward_outputs, capture.backward_outputs],
                 bytes_outside=self.outside.beside(graph),
                 planning=costs,
-                store=self.account.host.store(self.device, settings),
+                store=self._host,
             )
             capture, costs = replace(capture, captured=prepared.captured), AS_IT_IS
             return prepared

@@ -16,8 +16,8 @@ from memfit.dynamo.settings import INDUCTOR, GraphSettings
 from memfit.errors import InvalidOptionError
 from memfit.plan import Plan
 from memfit.planning import Settings
-from memfit.step.base import Step
 from memfit.step.measure import measured_eager_peak
+from memfit.step.step import Step
 from memfit.step.turns import Turn
 from memfit.system.budget import parse_budget
 

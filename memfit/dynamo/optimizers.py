@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from memfit.capture.optimizer import innermost, require_supported, update_cost, without_hooks
+from memfit.capture.training_step import parameters_of
 from memfit.errors import InvalidTargetError, UnsupportedStepError
 from memfit.system.recorder import taken_bytes
 from memfit.torch_private.tensors import FakeTensorMode
@@ -135,8 +136,3 @@ def before_update(
     if is_named:
         return given, {**named, "closure": checked}
     return (optimizer, checked, *others[1:]), named
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield what an optimizer updates."""
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,11 +76,6 @@ def read_options(
         kernels=read_kernels(options.get("kernels", EAGER)),
         backward_autocast=_yes_or_no(options, "backward_autocast"),
     )
-
-
-def host_of(settings: Settings) -> tuple[int, Path | None]:
-    """Return the host budget in bytes, and the directory of a CPU's copies."""
-    return settings.host_budget_bytes, settings.host_dir
 
 
 def read_kernels(name: object) -> str:

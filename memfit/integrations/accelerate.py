@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from memfit.dynamo.optimizers import parameters_of
+from memfit.capture.training_step import parameters_of
 from memfit.errors import InvalidOptionError, InvalidTargetError, naming_extra
 from memfit.integrations.held import EAGER, HeldModel
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from memfit.capture.training_step import parameters_of
 from memfit.checkpointing.blocks import Piece, find_blocks
 from memfit.checkpointing.handle import Checkpointed
 from memfit.checkpointing.loop import Loop, loops_of
@@ -20,7 +21,7 @@ from memfit.cost.calibration import card_of
 from memfit.doors.checkpoint import checkpoint
 from memfit.eager_mode.eager import Eager, eager
 from memfit.eager_mode.eager import Report as EagerReport
-from memfit.errors import InvalidOptionError, MemfitError, UnsupportedStepError
+from memfit.errors import MemfitError, UnsupportedStepError
 from memfit.memory.contract import FIRM, Contract, Usage, Warnings, WindowKind
 from memfit.report.run_page import HeldShown
 from memfit.system.alive import alive_objects
@@ -30,7 +31,6 @@ from memfit.torch_private.autograd import has_modes
 from memfit.torch_private.modules import before_calls, own_call, uncompiled
 
 AUTO, CHECKPOINT, EAGER = "auto", "checkpoint", "eager"
-DOORS = (AUTO, CHECKPOINT, EAGER)
 
 _log = logging.getLogger("memfit")
 
@@ -107,9 +107,6 @@ class Running:
         host_budget: see the doors.
         budget_is: see the doors; eager mode is always firm.
         chunk_loss: see the doors.
-
-    Raises:
-        InvalidOptionError: no such door.
     """
 
     budget: str | int
@@ -125,10 +122,6 @@ class Running:
     _hooks: list[Any] = field(default_factory=list[Any], init=False)
     _warnings: Warnings = field(default_factory=Warnings, init=False)
     _is_evaluating: bool = field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        if self.door not in DOORS:
-            raise InvalidOptionError(f"--door is {self.door!r}, expected one of {', '.join(DOORS)}")
 
     def begin(self) -> None:
         """Look at the calls of all modules from now on, and count bytes where they will be counted."""
@@ -219,7 +212,7 @@ class Running:
             return "it is one sequence of single layers"
         own = set(map(id, module.parameters()))
         for optimizer in _optimizers():
-            updated = _updated_by(optimizer)
+            updated = set(map(id, parameters_of(optimizer)))
             if own & updated and not updated <= own:
                 return "its optimizer updates other modules, too"
         return ""
@@ -229,7 +222,7 @@ class Running:
         if optimizer in self._updated:
             return
         self._updated.add(optimizer)
-        given = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        given = [each for each in parameters_of(optimizer) if each.grad is not None]
         own = {id(each) for root in self._roots for each in root.parameters()}
         if any(isinstance(each, torch.nn.Parameter) for each in given) and not any(id(each) in own for each in given):
             raise UnsupportedStepError(
@@ -275,7 +268,3 @@ class Running:
 
 def _optimizers() -> list[torch.optim.Optimizer]:
     return [each for each in alive_objects() if issubclass(type(each), torch.optim.Optimizer)]
-
-
-def _updated_by(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(each) for group in getattr(optimizer, "param_groups", ()) for each in group["params"]}

@@ -13,7 +13,7 @@ from memfit.dynamo.model import PlannedCalls
 from memfit.eager_mode.eager import Eager
 from memfit.errors import InvalidTargetError
 from memfit.integrations.held import HeldModel, Reporting
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 from memfit.torch_private.modules import own_call
 
 _PREFIX = "memfit/"

@@ -9,7 +9,6 @@ When it is freed, so is the copy.
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from collections.abc import Sequence
 from functools import cache
@@ -18,19 +17,17 @@ from typing import Any
 import torch
 
 from memfit.cost.workspaces import OURS
-from memfit.errors import UnsupportedStepError
 from memfit.graph import Graph
-from memfit.memory.host.store import HostCopy, HostStore, Lease
+from memfit.memory.host.store import Reserved, leave, left
 from memfit.schedule import Code, Schedule
 
 _numbers = itertools.count()
 _strides: dict[tuple[int, int], tuple[int, ...]] = {}  # chosen by a compiler, by store and place
-_copies: dict[int, tuple[Lease, HostCopy]] = {}
-_stores: weakref.WeakValueDictionary[int, HostStore] = weakref.WeakValueDictionary()
+_stores: weakref.WeakValueDictionary[int, Reserved] = weakref.WeakValueDictionary()
 
 
-def enter(store: HostStore) -> int:
-    """Return a number by which operators find a store, as long as somebody refers to it."""
+def enter(store: Reserved) -> int:
+    """Return a number by which operators find a graph's part of a store, as long as somebody refers to it."""
     number = next(_numbers)
     _stores[number] = store
     return number
@@ -49,33 +46,15 @@ def places_apart(graph: Graph, schedule: Schedule, alignment: int) -> tuple[dict
     return places, height
 
 
-def _ticket(lease: Lease, copy: HostCopy) -> torch.Tensor:
-    number = next(_numbers)
-    _copies[number] = lease, copy
-    ticket = torch.tensor(number)
-    weakref.finalize(ticket, _copies.pop, number, None).atexit = False
-    return ticket
-
-
-def _found(ticket: torch.Tensor) -> tuple[Lease, HostCopy]:
-    lease, copy = _copies[int(ticket)]
-    if lease.process != os.getpid():
-        raise UnsupportedStepError(
-            "backward runs in a process that was forked after the planned forward pass, whose host copies are the "
-            "other process's; run forward again in this one"
-        )
-    return lease, copy
-
-
 def _leave(tensor: torch.Tensor, previous: torch.Tensor | None, store: int, offset: int) -> torch.Tensor:
-    lease = _stores[store].begin() if previous is None else _found(previous)[0]
-    return _ticket(lease, lease.offload(tensor, offset))
+    lease = _stores[store].begin() if previous is None else left(previous)[0]
+    return leave(lease, lease.offload(tensor, offset))
 
 
 def _left(tensor: torch.Tensor, ticket: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - which lives until now
-    lease, copy = _found(ticket)
+    lease, copy = left(ticket)
     copy.wait()
-    return _ticket(lease, copy)
+    return leave(lease, copy)
 
 
 def _bring(
@@ -87,11 +66,11 @@ def _bring(
     dtype: torch.dtype,  # noqa: ARG001
     device: torch.device,  # noqa: ARG001
 ) -> torch.Tensor:
-    return _found(ticket)[1].prefetch()
+    return left(ticket)[1].prefetch()
 
 
 def _arrived(tensor: torch.Tensor, ticket: torch.Tensor) -> None:  # noqa: ARG001
-    _found(ticket)[1].arrived()
+    left(ticket)[1].arrived()
 
 
 @cache

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from memfit.kernels.node_halves import copying_of, node_halves, rejoined
 from memfit.kernels.race import Clock, Compiled, Race
 from memfit.kernels.rehearse import rehearse
 from memfit.memory.fit_by import Fitted, SamePlanError, Sizes, fit_by
-from memfit.memory.host.store import HostStore
+from memfit.memory.host.store import HostStore, Reserved
 from memfit.plan import Plan
 from memfit.schedule import Code
 from memfit.system.budget import format_bytes
@@ -69,7 +68,7 @@ class Planning:
         headroom_bytes: of the budget besides `left_bytes`, for temporary allocations between steps. Inductor's own
             halves may take it, and those from a plan half of it.
         decided: called with what has won the race, if there is one.
-        host: the budget of copies to the host, and the directory of a CPU's.
+        host: has room for copies to the host.
     """
 
     with_costs: Callable[[Captured], Captured]
@@ -80,7 +79,7 @@ class Planning:
     held_bytes: Callable[[], int | None]
     headroom_bytes: int
     decided: Callable[[Compiled], None]
-    host: tuple[int, Path | None] = (0, None)
+    host: HostStore
 
     def fits(self, own: Compiled) -> bool:
         """Return whether halves of Inductor's own fit."""
@@ -230,7 +229,7 @@ class _Attempt:
     saved_bytes: dict[float, int] = field(default_factory=dict[float, int])
     function: Callable[..., Any] = field(init=False)
     plan: Plan | None = None
-    store: HostStore | None = None
+    reserved: Reserved | None = None  # on the host; operators in the code find it as long as it is there
     left_bytes: int = 0
     _graph: Graph | None = None
     _forward_outputs: int = 0
@@ -344,7 +343,7 @@ class _Attempt:
         sources = [[node for op in chain for node in capture.sources[op]] for chain in members]
         copying = None
         if (plan.schedule.codes == Code.OFFLOAD).any():
-            self.store, copying = copying_of(capture, graph, left, plan.schedule, self.device, *self.planning.host)
+            self.reserved, copying = copying_of(capture, graph, left, plan.schedule, self.planning.host)
         return node_halves(joint, sources, plan.schedule, forward_outputs, copying)
 
     def _plan(self, graph: Graph) -> Plan:

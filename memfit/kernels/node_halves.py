@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from memfit.errors import UnsupportedStepError
 from memfit.graph import Graph as PlanGraph
 from memfit.kernels.host_copies import enter, operators, places_apart
 from memfit.memory.host.slab import alignment_bytes
-from memfit.memory.host.store import HostStore
+from memfit.memory.host.store import HostStore, Reserved
 from memfit.schedule import Code, Schedule
 from memfit.system.budget import format_bytes
 from memfit.torch_private.inductor import CHAIN, HELD
@@ -87,7 +86,7 @@ class Copying:
         graph: of the schedule.
         nodes: by storage that is copied the node of the joint graph whose result it is.
         places: by storage its place on the host.
-        store: the number of the store that has the places.
+        store: the number of the part of the store that has the places.
     """
 
     graph: PlanGraph
@@ -101,36 +100,31 @@ def copying_of(
     graph: PlanGraph,
     left: Sequence[int],
     schedule: Schedule,
-    device: torch.device,
-    budget_bytes: int,
-    directory: Path | None,
-) -> tuple[HostStore, Copying]:
-    """Return the store of a schedule that offloads, with the memory for it, and what its copies need.
+    store: HostStore,
+) -> tuple[Reserved, Copying]:
+    """Return a schedule's part of the store, with the memory for it, and what its copies need.
 
     Args:
         capture: of the joint graph.
         graph: that was planned, with chains as ops.
         left: the numbers of its storages in the capture.
         schedule: of the graph.
-        device: of the step.
-        budget_bytes: on the host.
-        directory: for a CPU's copies.
+        store: of all graphs of the model.
 
     Raises:
         HostMemoryError: the host, or the disk, has no room.
         UnsupportedStepError: the copies do not fit the budget side by side, or a storage is the result of no node.
     """
-    places, height_bytes = places_apart(graph, schedule, alignment_bytes(device))
-    if height_bytes > budget_bytes:
+    places, height_bytes = places_apart(graph, schedule, alignment_bytes(store.device))
+    if height_bytes > store.left_bytes:
         raise UnsupportedStepError(
-            f"the plan's copies take {format_bytes(height_bytes)} side by side on the host, more than the host "
-            f"budget of {format_bytes(budget_bytes)}: raise it"
+            f"the plan's copies take {format_bytes(height_bytes)} side by side on the host, more than the "
+            f"{format_bytes(store.left_bytes)} that are left of the host budget: raise it"
         )
-    store = HostStore(device, budget_bytes, directory)
-    store.reserve(height_bytes)
+    reserved = store.reserve(height_bytes)
     copied: list[int] = schedule.operands[schedule.codes == Code.OFFLOAD].tolist()
     nodes = {storage: _result_node(capture, left[storage]) for storage in copied}
-    return store, Copying(graph=graph, nodes=nodes, places=places, store=enter(store))
+    return reserved, Copying(graph=graph, nodes=nodes, places=places, store=enter(reserved))
 
 
 def _result_node(capture: Captured, storage: int) -> Node:

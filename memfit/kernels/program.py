@@ -8,6 +8,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def make_program(
     if offloads:
         if absent is None:
             store.reserve(host.height_bytes)
-        namespace |= {"begin": store.begin, "leave": leave, "take_up": take_up}
+        namespace |= {"begin": partial(store.begin, host.height_bytes), "leave": leave, "take_up": take_up}
     namespace |= {name: call for name, call in {"tick": tick, "at": at}.items() if call is not None}
     names = ("step",) if len(lowered) == 1 else ("forward", "backward")
     halves: list[Half] = []

@@ -15,7 +15,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 
-from memfit.errors import BudgetNotHeldError, MemfitError
+from memfit.errors import BudgetNotHeldError, InvalidOptionError, MemfitError
 from memfit.system.budget import format_bytes, parse_budget
 
 _log = logging.getLogger("memfit")
@@ -34,6 +34,17 @@ _LEAST_SPARE_IN_PAGES = 20  # the same where an allocator takes pages, of which 
 _PAGES_MARGIN = 40
 _SPARE_PAGES = 2
 _MOST_WARNINGS = 3  # of one kind
+
+
+def read_firm(budget_is: str) -> bool:
+    """Return whether a step that takes more than the budget is an error (`firm`), and not a warning (`soft`).
+
+    Raises:
+        InvalidOptionError: neither.
+    """
+    if budget_is not in (FIRM, SOFT):
+        raise InvalidOptionError(f"budget_is is {budget_is!r}, expected {FIRM!r} or {SOFT!r}")
+    return budget_is == FIRM
 
 
 class WindowKind(enum.Enum):

@@ -7,19 +7,16 @@ the values of now, so that `state_dict` and whoever reads it find them.
 
 from __future__ import annotations
 
-import os
-import tempfile
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from memfit.errors import HostMemoryError
+from memfit.memory.pinned import pin
 from memfit.memory.place import Place, bytes_of
-from memfit.system.budget import format_bytes
-from memfit.system.spill_file import on_disk, spill_directory
+from memfit.system.spill_file import file_with_room
 
 _addresses: set[int] = set()  # of the tensors on the host that this module has made
 
@@ -35,13 +32,19 @@ def kept_on_host(tensor: torch.Tensor, device: torch.device, directory: Path | N
     Raises:
         HostMemoryError: the host, or the disk, has no room for it.
     """
-    size_bytes = tensor.untyped_storage().nbytes()
-    memory = _pinned(size_bytes, device) if device.type == "cuda" else _mapped(size_bytes, directory)
+    size_bytes, what = tensor.untyped_storage().nbytes(), "the optimizer's state"
+    if device.type == "cuda":
+        memory = torch.empty(size_bytes, dtype=torch.uint8)
+        unpin = pin(memory, device, what)
+    else:
+        unpin = None
+        with file_with_room(size_bytes, directory, what) as path:
+            memory = torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8)
     held = Place.of(tensor).on(memory)
     memory.copy_(bytes_of(tensor.detach()))
     address = held.untyped_storage().data_ptr()
     _addresses.add(address)
-    weakref.finalize(held, _forget, address, device if device.type == "cuda" else None).atexit = False
+    weakref.finalize(held, _forget, address, unpin).atexit = False
     return held
 
 
@@ -91,38 +94,7 @@ def _address(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _mapped(size_bytes: int, directory: Path | None) -> torch.Tensor:
-    where = spill_directory() if directory is None else on_disk(directory)
-    try:
-        file, path = tempfile.mkstemp(prefix="memfit-", dir=where)
-        try:
-            os.posix_fallocate(file, 0, max(1, size_bytes))  # a full disk is an error now, and not in a step
-            return torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8)
-        finally:
-            os.close(file)
-            Path(path).unlink()
-    except OSError as error:
-        raise HostMemoryError(
-            f"{str(where)!r} has no room for {format_bytes(size_bytes)} of the optimizer's state: {error.strerror}; "
-            "free some, lower the host budget, or name another directory as host_dir"
-        ) from error
-
-
-def _pinned(size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return pinned memory of exactly this size: torch's own allocator would round it up to a power of two."""
-    memory = torch.empty(size_bytes, dtype=torch.uint8)
-    with torch.cuda.device(device):
-        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size_bytes, 0)) if size_bytes else 0
-    if status:
-        raise HostMemoryError(
-            f"{format_bytes(size_bytes)} of the optimizer's state cannot be pinned on the host (CUDA error {status}); "
-            "lower the host budget, or raise the limit on locked memory (ulimit -l)"
-        )
-    return memory
-
-
-def _forget(address: int, device: torch.device | None) -> None:
+def _forget(address: int, unpin: Callable[[], None] | None) -> None:
     _addresses.discard(address)
-    if device is not None:
-        with suppress(RuntimeError), torch.cuda.device(device):
-            torch.cuda.cudart().cudaHostUnregister(address)
+    if unpin is not None:
+        unpin()

@@ -16,6 +16,7 @@ from memfit.capture.copies import MISSING
 from memfit.capture.draws import HostGenerators
 from memfit.capture.generators import all_states, set_state
 from memfit.capture.reads import Reads
+from memfit.capture.training_step import parameters_of
 from memfit.errors import UnsupportedStepError
 from memfit.memory.bits import same_bits, same_value
 from memfit.memory.python_places import PythonPlace, of_generator, places_of
@@ -107,7 +108,7 @@ class StepState:
         """
         states = step.optimizer.state if step.optimizer is not None else {}
         groups = step.optimizer.param_groups if step.optimizer is not None else []
-        present = {number: states[each] for number, each in enumerate(optimized(step)) if each in states}
+        present = {number: states[each] for number, each in enumerate(parameters_of(step.optimizer)) if each in states}
         values = {(number, key): value for number, state in present.items() for key, value in state.items()}
         gradients = {name: local_gradient(parameter) for name, parameter in step.model.named_parameters()}
         return StepState(
@@ -141,7 +142,7 @@ class StepState:
         if step.optimizer is not None:
             present = dict(step.optimizer.state)
             step.optimizer.state.clear()
-            parameters = optimized(step)
+            parameters = parameters_of(step.optimizer)
             for number, state in self.optimizer.items():
                 parameter = parameters[number]
                 held = present.get(parameter, {})
@@ -341,11 +342,6 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy on a device; of what is there already a clone, which every kind of tensor has."""
     tensor = tensor.detach()
     return tensor.clone() if tensor.device == device else tensor.to(device)
-
-
-def optimized(step: TrainingStep) -> list[torch.Tensor]:
-    """Return the optimizer's parameters in the order of its groups, which number its states."""
-    return [p for group in step.optimizer.param_groups for p in group["params"]] if step.optimizer is not None else []
 
 
 def _tensors(step: TrainingStep) -> dict[str, torch.Tensor]:

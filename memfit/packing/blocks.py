@@ -68,7 +68,8 @@ class Blocks:
         ends: NDArray[np.int64] | Sequence[int],
         alignment_bytes: int = 1,
     ) -> None:
-        _require_alignment(alignment_bytes)
+        if not 1 <= alignment_bytes <= 1 << 40:
+            raise InvalidBlocksError(f"alignment is {alignment_bytes}, expected 1 to {1 << 40}; 1 aligns nothing")
         self.ids = ids if _is_frozen(ids) else np.array(ids, dtype=None if len(ids) else np.int64)
         self.starts, self.ends = _integers(starts, "starts"), _integers(ends, "ends")
         sizes = _integers(sizes_bytes, "sizes_bytes")
@@ -245,11 +246,6 @@ def live_bytes(blocks: Blocks) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     steps, live = steps[order], np.cumsum(changes[order])
     last_of_step = np.flatnonzero(np.append(steps[1:] != steps[:-1], True)) if len(steps) else np.zeros(0, np.int64)
     return steps[last_of_step], live[last_of_step]
-
-
-def _require_alignment(alignment_bytes: int) -> None:
-    if not 1 <= alignment_bytes <= 1 << 40:
-        raise InvalidBlocksError(f"alignment is {alignment_bytes}, expected 1 to {1 << 40}; 1 aligns nothing")
 
 
 def _is_frozen(values: NDArray[Any] | Sequence[Any]) -> TypeGuard[NDArray[Any]]:

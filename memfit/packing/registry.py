@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import ClassVar, Protocol
 
@@ -70,14 +69,11 @@ def pack(blocks: Blocks, packer: str | Packer = "auto", *, time_limit_seconds: f
 
 
 @cache
-def compile_packers(also: Sequence[str] = ()) -> None:
+def compile_packers() -> None:
     """Compile what the packers that search wait for, so that it does not count as their time.
 
     Blocks are packed of which none of them finds the lower bound at once. The machine code is kept on disk: this takes
     seconds once on a machine, and milliseconds later.
-
-    Args:
-        also: names of further packers.
     """
     random = np.random.default_rng(_SEED)
     starts, sizes_bytes = random.integers(0, _BLOCKS, _BLOCKS), random.integers(1, 40, _BLOCKS)
@@ -85,8 +81,6 @@ def compile_packers(also: Sequence[str] = ()) -> None:
     blocks = Blocks(ids=np.arange(_BLOCKS), sizes_bytes=sizes_bytes, starts=starts, ends=ends)
     check_layout(blocks, Portfolio(work=_WORK).pack(PackingProblem(blocks=blocks, time_limit_seconds=_SECONDS)))
     check_layout(blocks, Ejection().pack(PackingProblem(blocks=blocks, time_limit_seconds=_OF_EJECTION_SECONDS)))
-    for name in also:
-        check_layout(blocks, make_packer(name).pack(PackingProblem(blocks=blocks, time_limit_seconds=_SECONDS)))
 
 
 def make_packer(name: str, **options: object) -> Packer:

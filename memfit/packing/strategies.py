@@ -50,11 +50,10 @@ def strategy_bytes(
 
     Source: mxnet 1.0, "Optimizing Memory Consumption", and its memory cost estimation script.
     """
-    resident = sum(device.aligned(storage.bytes) for storage in graph.storages if storage.resident)
     result: dict[str, int] = {}
     for strategy in strategies:
         step = blocks_of(graph, apart(schedule) if strategy == "none" else in_place(graph, schedule), device)
-        always = resident + int(step.outside_bytes.max(initial=0))
+        always = device.resident_bytes(graph) + int(step.outside_bytes.max(initial=0))
         if strategy == "sharing":
             layout = Portfolio().pack(PackingProblem(blocks=step.blocks, time_limit_seconds=seconds))
             check_layout(step.blocks, layout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -11,8 +10,6 @@ import msgspec
 from memfit.plan import Plan, Problem, Result, Status
 from memfit.planners.engine.cpsat.prove import MOST_PROVABLE_OPS, prove_further
 from memfit.planners.engine.parts import Parts
-from memfit.planners.engine.results import Searched
-from memfit.planners.engine.retention.decisions import Retention
 from memfit.planners.offload import OffloadPlanner
 from memfit.planners.protocols import SearchOptions
 
@@ -38,29 +35,22 @@ class AutoPlanner(SearchOptions):
     name: ClassVar[str] = "auto"
     source: ClassVar[str] = "annealing from minimum cuts, with copies to the host; proofs by CP-SAT up to 64 ops"
 
-    def plan_from(self, problem: Problem, warm: Sequence[Retention] = ()) -> Searched:
-        """Return the best plan found, and retention to start from at a neighbouring budget.
-
-        Args:
-            problem: what to plan.
-            warm: retention of the same graph to start from as well.
-        """
+    def plan(self, problem: Problem) -> Result:
+        """See `SearchOptions.plan`."""
         started_seconds, parts = problem.clock(), Parts.without(self.without)
         planner = OffloadPlanner(iterations=self.iterations, threads=self.threads, without=self.without)
         is_provable = len(problem.graph.ops) <= MOST_PROVABLE_OPS and parts.cpsat_proof
         if not is_provable:
-            searched = planner.plan_from(problem, warm)
-            return replace(searched, result=_renamed(searched.result))
+            return _renamed(planner.plan(problem))
         searching = _SEARCHING_COPIES if problem.may_copy else _SEARCHING
         share = replace(problem, time_limit_seconds=searching * problem.time_limit_seconds)
-        searched = planner.plan_from(share, warm)
-        found = searched.result
+        found = planner.plan(share)
         if found.status is not Status.OPTIMAL and not found.interrupted:
             work = None if self.iterations is None else self.iterations / _MOVES_FOR_WORK
             found = prove_further(
                 problem, found, planner=self.name, started_seconds=started_seconds, limit_work=work, parts=parts
             )
-        return replace(searched, result=_renamed(found))
+        return _renamed(found)
 
 
 def _renamed(result: Result) -> Result:

@@ -9,7 +9,6 @@ intervals of the resulting schedule. Beside all that, planner `search` runs for 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from memfit.plan import Problem, Progress
+from memfit.plan import Problem, Progress, Result
 from memfit.planners.engine.bounds.bounds import Proofs, least_budget_bound, least_recompute_seconds
 from memfit.planners.engine.offloading.rounds import (
     SLICE_MOVES,
@@ -29,7 +28,7 @@ from memfit.planners.engine.offloading.rounds import (
 from memfit.planners.engine.parts import Parts
 from memfit.planners.engine.peak_reducing_order import search_order
 from memfit.planners.engine.results import Ending, Searched, make_result
-from memfit.planners.engine.retention.decisions import Retention, evaluate, keep_everything, simulated
+from memfit.planners.engine.retention.decisions import evaluate, keep_everything, simulated
 from memfit.planners.engine.retention.instance import build_instance
 from memfit.planners.protocols import SearchOptions
 from memfit.planners.search import SearchPlanner
@@ -59,16 +58,9 @@ class OffloadPlanner(SearchOptions):
 
     rematerialize: bool = field(default=True, metadata={"help": "false: offload storages and recompute nothing"})
 
-    def plan_from(self, problem: Problem, warm: Sequence[Retention] = ()) -> Searched:
-        """Return the best plan found, and its retention.
-
-        Args:
-            problem: what to plan.
-            warm: retention of the same graph to start from as well.
-        """
-        if not problem.may_copy:
-            return _search(self, 1.0).plan_from(problem, warm)
-        return _Run(self, problem, warm).result()
+    def plan(self, problem: Problem) -> Result:
+        """See `SearchOptions.plan`."""
+        return _Run(self, problem).result() if problem.may_copy else _search(self, 1.0).plan(problem)
 
 
 def _ignore(_: Progress) -> None:
@@ -83,9 +75,8 @@ def _search(options: OffloadPlanner, share: float) -> SearchPlanner:
 class _Run:
     """One planning: the best candidate so far, and the share of the moves or of the time limit that is used up."""
 
-    def __init__(self, options: OffloadPlanner, problem: Problem, warm: Sequence[Retention]) -> None:
+    def __init__(self, options: OffloadPlanner, problem: Problem) -> None:
         self.options, self.problem, self.parts = options, problem, Parts.without(options.without)
-        self.warm = self.given = warm if self.parts.warm_starts else ()
         self.threads = options.threads if options.iterations is not None else max(1, options.threads - 1)
         self.started_seconds = problem.clock()
         self.task = Offloading(
@@ -103,7 +94,7 @@ class _Run:
         self.kept = self.best  # everything kept, with the best offload intervals
         self.least_bytes: int | None = None
 
-    def result(self) -> Searched:
+    def result(self) -> Result:
         with ThreadPoolExecutor(1) as beside:
             try:
                 self._plan(beside)
@@ -121,7 +112,7 @@ class _Run:
             ),
             stats={"moves": float(self.moves)},
         )
-        return Searched(result=make_result(self.problem, ending), retention=self.best.retention)
+        return make_result(self.problem, ending)
 
     def _plan(self, beside: ThreadPoolExecutor) -> None:
         everything = self.best.retention
@@ -146,7 +137,7 @@ class _Run:
 
         options = self.options if self.task.counts_moves else replace(self.options, threads=1)
         problem = replace(self.problem, host_budget_bytes=0, progress=stop_if_asked)
-        return _search(options, 1.0).plan_from(problem, self.given)
+        return _search(options, 1.0).search(problem)
 
     def _try_levels(self) -> None:
         """Search at budgets between the problem's and the unplanned peak: first in the middle, then beside the best."""
@@ -174,9 +165,8 @@ class _Run:
             time_limit_seconds=share * self.problem.time_limit_seconds,
             progress=self.problem.progress if budget_bytes == self.problem.budget_bytes else _ignore,
         )
-        searched = _search(self.options, share).plan_from(problem, self.warm)
+        searched = _search(self.options, share).search(problem)
         self.moves += int(searched.result.stats["moves"])
-        self.warm = (searched.retention,)
         alone = self._take(self._without_offloads(searched))
         if searched.result.interrupted:
             self._interrupt()

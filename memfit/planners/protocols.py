@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from memfit.plan import Problem, Result
 from memfit.planners.engine.parts import WITHOUT_HELP
-from memfit.planners.engine.results import Searched
-from memfit.planners.engine.retention.decisions import Retention
 
 
 class Planner(Protocol):
@@ -26,7 +23,7 @@ class Planner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions(ABC):
-    """The options of the planners that search; all can start from the retention of a neighbouring budget."""
+    """The options of the planners that search."""
 
     iterations: int | None = field(
         default=None, metadata={"help": "moves to try in all, in place of the time limit: the same plan on any machine"}
@@ -34,20 +31,11 @@ class SearchOptions(ABC):
     threads: int = field(default=2, metadata={"help": "runs at a time; they are part of what a seed determines"})
     without: str = field(default="", metadata={"help": WITHOUT_HELP})
 
+    @abstractmethod
     def plan(self, problem: Problem) -> Result:
         """Return the best plan found within the problem's time limit.
 
         Raises:
             InvalidOptionError: a pin that cannot be honoured, or a name in `without` that is no part's.
-        """
-        return self.plan_from(problem).result
-
-    @abstractmethod
-    def plan_from(self, problem: Problem, warm: Sequence[Retention] = ()) -> Searched:
-        """Return the best plan found, and its retention.
-
-        Args:
-            problem: what to plan.
-            warm: retention of the same graph to start from as well.
         """
         ...

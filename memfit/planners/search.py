@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from memfit.plan import PROVED_TO, Prediction, Problem, Progress
+from memfit.plan import PROVED_TO, Prediction, Problem, Progress, Result
 from memfit.planners.engine.annealing.run import AnnealRun, warm_up
 from memfit.planners.engine.bounds.bounds import LeastBudget, Proofs, least_budget_bound, least_recompute_seconds
 from memfit.planners.engine.bounds.minimum_cuts import NO_BOUND
@@ -68,13 +68,12 @@ class SearchPlanner(SearchOptions):
     name: ClassVar[str] = "search"
     source: ClassVar[str] = "simulated annealing over retention intervals, from minimum cuts"
 
-    def plan_from(self, problem: Problem, warm: Sequence[Retention] = ()) -> Searched:
-        """Return the best plan found, and its retention.
+    def plan(self, problem: Problem) -> Result:
+        """See `SearchOptions.plan`."""
+        return self.search(problem).result
 
-        Args:
-            problem: what to plan.
-            warm: retention of the same graph to start from as well.
-        """
+    def search(self, problem: Problem) -> Searched:
+        """Return the best plan found, and its retention."""
         parts, started_seconds = Parts.without(self.without), problem.clock()
         order = search_order(problem.graph, problem.device, parts)
         instance = build_instance(problem, order)
@@ -82,22 +81,16 @@ class SearchPlanner(SearchOptions):
             schedule = kept_schedule(instance)
             if predict(problem, schedule).peak_bytes <= problem.budget_bytes:
                 return _without_search(problem, instance, schedule, started_seconds, parts)
-        warm = warm if parts.warm_starts else ()
         if not any(op.is_gather for op in problem.graph.ops):
-            ending, retention = _Search(self, problem, instance, warm, parts).run()
+            ending, retention = _Search(self, problem, instance, parts).run()
         else:
             spent_seconds = problem.clock() - started_seconds
             _compile(problem, instance)
-            ending, retention = self._with_gathers(problem, order, warm, problem.clock() - spent_seconds, parts)
+            ending, retention = self._with_gathers(problem, order, problem.clock() - spent_seconds, parts)
         return Searched(result=make_result(problem, ending), retention=retention)
 
     def _with_gathers(
-        self,
-        problem: Problem,
-        order: Sequence[int],
-        warm: Sequence[Retention],
-        started_seconds: float,
-        parts: Parts,
+        self, problem: Problem, order: Sequence[int], started_seconds: float, parts: Parts
     ) -> tuple[Ending, Retention]:
         """Return the fastest of three searches: how much of a gather compute hides is known only once all are placed.
 
@@ -120,7 +113,7 @@ class SearchPlanner(SearchOptions):
             left_seconds = limit_seconds - ending_seconds - (problem.clock() - started_seconds)
             seconds = max(left_seconds / left, _LEAST_SEARCHING * limit_seconds / len(variants))
             share = replace(variant, time_limit_seconds=seconds)
-            found.append(_Search(options, share, build_instance(share, order), warm, parts, known).run())
+            found.append(_Search(options, share, build_instance(share, order), parts, known).run())
             if found[-1][0].interrupted:
                 break
         moves = sum(ending.stats["moves"] for ending, _ in found)
@@ -188,11 +181,10 @@ class _Search:
         options: SearchPlanner,
         problem: Problem,
         instance: Instance,
-        warm: Sequence[Retention],
         parts: Parts,
         known: _Known | None = None,
     ) -> None:
-        self.problem, self.warm, self.parts, self.threads = problem, warm, parts, options.threads
+        self.problem, self.parts, self.threads = problem, parts, options.threads
         self.instance = instance
         _compile(problem, instance)
         self.started_seconds = problem.clock()
@@ -234,9 +226,7 @@ class _Search:
 
     def _search(self) -> None:
         self._prove()
-        starts = starting_points(
-            self.instance, self.pool, self.pace, self.parts, self.warm, is_hopeless=self.is_hopeless
-        )
+        starts = starting_points(self.instance, self.pool, self.pace, self.parts, is_hopeless=self.is_hopeless)
         self._report()
         with ThreadPoolExecutor(self.threads) as executor:
             try:

@@ -59,15 +59,14 @@ class LeastBudget:
 def least_budget(plan: Plan) -> LeastBudget:
     """Return the parts of the plan's `least_budget_bound_bytes`, from the ops that its bounds name."""
     graph, device = plan.graph, plan.device
-    resident_bytes = sum(device.aligned(storage.bytes) for storage in graph.storages if storage.resident)
-    outside_bytes = 0 if graph.boundaries else plan.bytes_outside
+    resident_bytes = device.resident_bytes(graph)
     at_end = [storage for storage in graph.storages if storage.required_at_end and not storage.resident]
     bound_bytes = plan.bounds.least_budget_bound_bytes
     holding = plan.bounds.holding_ops
     return LeastBudget(
         bound_bytes=bound_bytes,
         resident_bytes=resident_bytes,
-        outside_bytes=outside_bytes,
+        outside_bytes=plan.always_outside_bytes,
         at_end_bytes=sum(device.aligned(storage.bytes) for storage in at_end),
         ops=tuple(_holding(plan, op, bound_bytes - resident_bytes) for op in holding if op < len(graph.ops)),
     )

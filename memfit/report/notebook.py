@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from memfit.plan import Plan, Problem
+from memfit.plan import Plan
 from memfit.planners.engine.results import unplanned_schedule
 from memfit.report.formatting import change_text, seconds_text, status_text
 from memfit.report.html_template import as_html
@@ -43,13 +43,9 @@ def plan_html(plan: Plan, rows: dict[str, str] | None = None) -> str:
 
 
 def _chart(plan: Plan) -> str:
-    problem = Problem(
-        graph=plan.graph, device=plan.device, budget_bytes=plan.budget_bytes, bytes_outside=plan.bytes_outside
-    )
-    outside_bytes = problem.always_outside_bytes
     curves = [
-        (colour, play(plan.graph, schedule, plan.device).timeline.device_bytes + outside_bytes)
-        for colour, schedule in ((_UNPLANNED, unplanned_schedule(problem)), (_PLANNED, plan.schedule))
+        (colour, play(plan.graph, schedule, plan.device).timeline.device_bytes + plan.always_outside_bytes)
+        for colour, schedule in ((_UNPLANNED, unplanned_schedule(plan)), (_PLANNED, plan.schedule))
     ]
     top = 1.05 * max(plan.budget_bytes, *(int(held.max(initial=1)) for _, held in curves))
     lines = "".join(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.graph import Role
-from memfit.plan import Plan, Problem
+from memfit.plan import Plan
 from memfit.planners.engine.results import unplanned_schedule
 from memfit.report import page_sections
 from memfit.report.chart_points import chart_points
@@ -64,10 +64,7 @@ def render(
     explanation = explained(plan, curve)
     fits = plan.predicted.peak_bytes <= plan.budget_bytes
     verdict, verdict_class = ("fits the budget", "good") if fits else ("over the budget", "bad")
-    problem = Problem(
-        graph=plan.graph, device=plan.device, budget_bytes=plan.budget_bytes, bytes_outside=plan.bytes_outside
-    )
-    unplanned = play(plan.graph, unplanned_schedule(problem), plan.device)
+    unplanned = play(plan.graph, unplanned_schedule(plan), plan.device)
     texts = {
         "title": f"memfit: {plan.graph.name} in {format_bytes(plan.budget_bytes)}",
         "name": plan.graph.name,
@@ -98,8 +95,7 @@ def _picture_caption(plan: Plan) -> str:
 
 def _data(explanation: Explanation, unplanned: Run, picture_height_pixels: int | None) -> dict[str, Any]:
     plan, planned = explanation.plan, explanation.run
-    # With boundaries, the schedule itself has the bytes outside.
-    outside_bytes = 0 if plan.graph.boundaries else plan.bytes_outside
+    outside_bytes = plan.always_outside_bytes
     runs = {"unplanned": chart_points(unplanned, outside_bytes), "planned": chart_points(planned, outside_bytes)}
     shown_ops = {op for run in runs.values() for op in run["ops"] if op is not None}
     strings: dict[str, int] = {}

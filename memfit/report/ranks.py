@@ -78,7 +78,7 @@ def rank_figures(cluster: Cluster, run: Run, *, shards: int, has_seconds: bool) 
         shards=shards,
         by_kind=by_kind,
         peak_bytes=run.timeline.peak_bytes,
-        resident_bytes=sum(run.device.aligned(storage.bytes) for storage in graph.storages if storage.resident),
+        resident_bytes=run.device.resident_bytes(graph),
         seconds=run.timeline.makespan_seconds if has_seconds else None,
         communication_seconds=run.timeline.busy_seconds.get("communication", 0.0) if has_seconds else None,
         gathers=sum(op in known for op in computed) / len(gathers) if gathers else None,

@@ -91,7 +91,6 @@ def taken_of(plan: Plan, served_by: str | None = None) -> Taken | None:
     """
     if plan.graph.boundaries:
         return None
-    residents = sum(plan.device.aligned(storage.bytes) for storage in plan.graph.storages if storage.resident)
     by_mode: dict[str, int] = {}
     if is_for_gpu(plan):
         by_mode = _by_mode(plan, _places(plan).height_bytes)
@@ -102,8 +101,8 @@ def taken_of(plan: Plan, served_by: str | None = None) -> Taken | None:
     else:
         reserved_bytes = plan.predicted.peak_bytes
     return Taken(
-        resident_bytes=residents,
-        plan_bytes=plan.predicted.peak_bytes - plan.bytes_outside - residents,
+        resident_bytes=plan.device.resident_bytes(plan.graph),
+        plan_bytes=plan.predicted.peak_bytes - plan.bytes_outside - plan.device.resident_bytes(plan.graph),
         library_bytes=plan.bytes_outside,
         fragmentation_bytes=reserved_bytes - plan.predicted.peak_bytes,
         reserved_bytes=reserved_bytes,

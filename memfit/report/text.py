@@ -34,7 +34,11 @@ def text_summary(plan: Plan) -> str:
     """
     run = play(plan.graph, plan.schedule, plan.device)
     lines = [*_key_figures(plan), *_peak_lines(run, _STORAGES_IN_SUMMARY), "all storages, by what happens to them:"]
-    return "\n".join([*lines, *(_total_line(total) for total in totals(fates(run), plan.graph))])
+    lines += [
+        f"  {format_bytes(total.bytes):>10}  {total.kind}: {count_text(total.count, 'storage')}"
+        for total in totals(fates(run), plan.graph)
+    ]
+    return "\n".join(lines)
 
 
 def explain(plan: Plan, *, curve: Curve = (), storages_per_fate: int | None = 10) -> str:
@@ -138,10 +142,6 @@ def _storage_line(run: Run, storage: int) -> str:
     module = module if len(module) <= _MODULE_WIDTH else module[: _MODULE_WIDTH - 1] + "…"
     name = f"{printable(held.name)} [{module}]" if module else printable(held.name)
     return f"  {format_bytes(held.bytes):>10}  {held.role:<10}  {name}"
-
-
-def _total_line(total: Total) -> str:
-    return f"  {format_bytes(total.bytes):>10}  {total.kind}: {count_text(total.count, 'storage')}"
 
 
 def _fate_lines(explanation: Explanation, total: Total, members: list[Fate], most: int | None) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 
 from memfit.capture import TrainingStep
 from memfit.capture.optimizer import ParameterUpdate, overlap, updates_one_by_one
+from memfit.capture.training_step import parameters_of
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -60,7 +61,7 @@ def updates_in_backward(step: TrainingStep) -> bool:
     """
     if step.optimizer is None or not updates_one_by_one(step):
         return False
-    parameters = [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(step.optimizer)
     has_hooks = any(getattr(parameter, name, None) for parameter in parameters for name in _HOOKS)
     return not has_hooks and not overlap(parameters)
 

@@ -91,9 +91,9 @@ def prepare(
     settings: Settings,
     *,
     outputs: Sequence[Sequence[Value]],
+    store: HostStore,
     plan: Plan | None = None,
     bytes_outside: int = 0,
-    store: HostStore | None = None,
     planning: Planning = ANEW,
     arena: InArena | None = None,
 ) -> Prepared:
@@ -103,9 +103,9 @@ def prepare(
         captured: a whole step, or the joint graph of a compiled model.
         settings: for `make_plan`.
         outputs: for each half of the program, the values that it returns to the user.
+        store: for host copies.
         plan: a plan made before, used instead of asking a planner.
         bytes_outside: bytes on the device that are not the graph's (see `Problem`).
-        store: for host copies; one of its own if None.
         planning: where costs and plan come from.
         arena: that the program runs in.
 
@@ -124,9 +124,7 @@ def prepare(
     else:
         _require_usable(plan, captured, settings.host_budget_bytes)
     seconds = {"measure": measured - started, "plan": time.perf_counter() - measured}
-    device = captured.binding.device
-    host = host_layout(captured.graph, plan.schedule, alignment_bytes(device))
-    store = store or HostStore(device, max(host.height_bytes, settings.host_budget_bytes), settings.host_dir)
+    host = host_layout(captured.graph, plan.schedule, alignment_bytes(captured.binding.device))
     at = None if arena is None else arena.at
     make = partial(make_program, captured, plan.schedule, outputs, host, store, at=at)
     without = lambda absent: make(absent=absent)  # noqa: E731

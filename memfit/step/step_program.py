@@ -11,6 +11,7 @@ import torch
 
 from memfit.binding import Origin, Resident
 from memfit.capture import Captured, Guards, TrainingStep
+from memfit.capture.training_step import parameters_of
 from memfit.cost.warming import warm
 from memfit.errors import InvalidOptionError
 from memfit.kernels.program import make_program
@@ -244,8 +245,8 @@ def bytes_of_others(step: TrainingStep, captured: Captured) -> int:
     touched = {resident.key for resident in captured.binding.residents if resident.origin is Origin.STATE}
     touched |= names_of(step, kept_by(captured))
     held: list[Any] = []
-    in_groups = (each for group in step.optimizer.param_groups for each in group["params"])
-    for parameter in dict.fromkeys([*in_groups, *step.optimizer.state]):  # a group that was removed leaves its states
+    # A group that was removed leaves its states.
+    for parameter in dict.fromkeys([*parameters_of(step.optimizer), *step.optimizer.state]):
         name = names.get(parameter)
         state = step.optimizer.state.get(parameter, {})
         held += [parameter] if name is None else []

@@ -15,6 +15,7 @@ import torch
 from memfit.binding import Call, Origin, Value
 from memfit.capture import Captured, TrainingStep
 from memfit.capture.optimizer import ParameterUpdate, WholeUpdate, is_of_torch, overlap
+from memfit.capture.training_step import parameters_of
 from memfit.capture.update_trial import with_measured_updates
 from memfit.graph import Op, Phase
 from memfit.rebuild import rebuilt
@@ -38,7 +39,7 @@ class ClipGradients:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         try:
-            torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip_norm)
+            torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), clip_norm)
         finally:
             for parameter in self.parameters:
                 parameter.grad = None

@@ -11,10 +11,11 @@ import torch
 
 from memfit.capture import TrainingStep, capture
 from memfit.capture.compare import require_as_eager
+from memfit.capture.training_step import parameters_of
 from memfit.errors import VerificationError
 from memfit.memory.bits import same_bits, same_value
 from memfit.memory.saved_on_host import EagerRun
-from memfit.memory.snapshot import StepState, left_as_it_was, optimized
+from memfit.memory.snapshot import StepState, left_as_it_was
 from memfit.plan import Plan
 from memfit.step.agreement import agreed_difference
 from memfit.torch_private.tensors import tree_flatten
@@ -79,7 +80,7 @@ def require_same(planned: RunsStep, batch: Any, *, is_recorded: bool = True) -> 
                 f"deterministic and nothing can be compared: {_ADVICE}"
             )
         if is_recorded:
-            _require_same_calls(planned.step, batch)
+            require_as_eager(planned.step, batch, capture(planned.step, batch).stream)
     finally:
         before.put_back(planned.step)
     raise VerificationError(
@@ -186,7 +187,7 @@ def _left_out(step: TrainingStep, before: StepState, after: StepState) -> frozen
 
     They are not finite, or the update has used none: the scaler has skipped it, or the rate is 0 and there is no state.
     """
-    numbers = {parameter: number for number, parameter in enumerate(optimized(step))}
+    numbers = {parameter: number for number, parameter in enumerate(parameters_of(step.optimizer))}
     rates = [g.get("lr", 1.0) for g in (step.optimizer.param_groups if step.optimizer else ()) for _ in g["params"]]
     skipped = bool(before.scaler and after.scaler and after.scaler["scale"] < before.scaler["scale"])
 
@@ -251,9 +252,4 @@ def unplanned_bytes(planned: RunsStep) -> int:
     plan: Plan | None = getattr(planned, "plan", None)
     if plan is None:
         return 0
-    residents = sum(plan.device.aligned(storage.bytes) for storage in plan.graph.storages if storage.resident)
-    return max(0, plan.unplanned.peak_bytes - plan.bytes_outside - residents)
-
-
-def _require_same_calls(step: TrainingStep, batch: Any) -> None:
-    require_as_eager(step, batch, capture(step, batch).stream)
+    return max(0, plan.unplanned.peak_bytes - plan.bytes_outside - plan.device.resident_bytes(plan.graph))

@@ -18,7 +18,8 @@ import re
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 
@@ -54,7 +55,7 @@ class SpillFile:
             HostMemoryError: the directory cannot be written to, or its disk has not that much room.
         """
         self.size_bytes = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
-        where = spill_directory() if directory is None else on_disk(directory)
+        where = spill_directory(directory)
         try:
             self._file, self.is_direct = _open_unnamed(where)
         except OSError as error:
@@ -70,10 +71,7 @@ class SpillFile:
             _take_room(self._file, self.size_bytes)
         except OSError as error:
             self._close()
-            raise HostMemoryError(
-                f"{str(where)!r} has no room for {format_bytes(self.size_bytes)} of offloaded storages: "
-                f"{error.strerror}; free some, lower the host budget, or name another directory as host_dir"
-            ) from error
+            raise _no_room(where, self.size_bytes, "offloaded storages", error) from error
 
     def write(self, address: int, size_bytes: int, offset: int, owner: object = None) -> Call[Span]:
         """Start the copy of `size_bytes` at a memory address to the file; the memory must stay as it is until then.
@@ -193,12 +191,51 @@ def require_host_budget(directory: Path | None, host_budget_bytes: int) -> None:
         )
 
 
-def spill_directory() -> Path:
-    """Return the directory for spilled memory that is used by default: the system's temporary one, if on a disk.
+@contextmanager
+def file_with_room(size_bytes: int, directory: Path | None, what: str) -> Iterator[str]:
+    """Give the block the path of a new file of this size, whose room on the disk is taken; its name goes after it.
+
+    Args:
+        size_bytes: of the file.
+        directory: as for `SpillFile`.
+        what: the file is for, in errors.
 
     Raises:
-        HostMemoryError: no temporary directory is on a disk.
+        HostMemoryError: as `SpillFile`.
     """
+    where = spill_directory(directory)
+    try:
+        file, path = tempfile.mkstemp(prefix="memfit-", dir=where)
+        try:
+            _take_room(file, max(1, size_bytes))  # a full disk is an error now, and not in a step
+            yield path
+        finally:
+            os.close(file)
+            Path(path).unlink()
+    except OSError as error:
+        raise _no_room(where, size_bytes, what, error) from error
+
+
+def _no_room(where: Path, size_bytes: int, what: str, error: OSError) -> HostMemoryError:
+    return HostMemoryError(
+        f"{str(where)!r} has no room for {format_bytes(size_bytes)} of {what}: {error.strerror}; free some, lower the "
+        "host budget, or name another directory as host_dir"
+    )
+
+
+def spill_directory(named: Path | None = None) -> Path:
+    """Return the directory for spilled memory: the one that a user named, or the system's temporary one.
+
+    Raises:
+        HostMemoryError: its file system holds its files in memory, so that what is offloaded there frees nothing.
+    """
+    if named is not None:
+        if is_in_memory(named):
+            raise HostMemoryError(
+                f"host_dir {str(named)!r} is in memory, so what is offloaded there frees nothing; name a directory on "
+                "a disk"
+            )
+        return named
     places = [Path(tempfile.gettempdir()), Path("/var/tmp")]
     for place in places:
         if place.is_dir() and not is_in_memory(place):
@@ -207,20 +244,6 @@ def spill_directory() -> Path:
         f"{' and '.join(map(str, places))} are in memory, so what is offloaded there frees nothing; name a directory "
         "on a disk as host_dir"
     )
-
-
-def on_disk(directory: Path) -> Path:
-    """Return the directory that a user named, if what is offloaded there frees memory.
-
-    Raises:
-        HostMemoryError: its file system holds its files in memory.
-    """
-    if is_in_memory(directory):
-        raise HostMemoryError(
-            f"host_dir {str(directory)!r} is in memory, so what is offloaded there frees nothing; name a directory on "
-            "a disk"
-        )
-    return directory
 
 
 def is_in_memory(directory: Path) -> bool:

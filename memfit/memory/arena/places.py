@@ -295,9 +295,8 @@ def bytes_beside(plan: Plan, places: Places) -> int:
         places: of its schedule.
     """
     device = aligned_as(plan.device, places.requests.alignment_bytes)
-    residents = sum(device.aligned(storage.bytes) for storage in plan.graph.storages if storage.resident)
     outside = blocks_of(plan.graph, plan.schedule, device).outside_bytes
-    return residents + int(outside.max(initial=0)) + plan.bytes_outside
+    return device.resident_bytes(plan.graph) + int(outside.max(initial=0)) + plan.bytes_outside
 
 
 def _begins(counts: Iterable[int]) -> list[int]:

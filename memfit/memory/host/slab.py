@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from memfit.errors import HostMemoryError
+from memfit.memory.pinned import pin
 from memfit.memory.place import bytes_of
 from memfit.system.budget import format_bytes
 from memfit.system.spill_file import BLOCK_BYTES, Span, SpillFile
@@ -115,7 +116,7 @@ class _DiskTransfer:
 
 
 class PinnedSlab:
-    """A slab of pinned host memory, of exactly its size: torch's own allocator would round it up to a power of two.
+    """A slab of pinned host memory.
 
     A place in the slab is used again only after compute has waited for the copy back from it, and copies to the host
     start after what compute has done. So the order of the streams guards the places.
@@ -125,15 +126,7 @@ class PinnedSlab:
         self.size_bytes = size_bytes
         self._device = device
         self._memory = torch.empty(size_bytes, dtype=torch.uint8)
-        address = self._memory.data_ptr()
-        with torch.cuda.device(device):  # CUDA pins for the current device, and makes a context there if there is none
-            status = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)) if size_bytes else 0
-        if status:
-            raise HostMemoryError(
-                f"{format_bytes(size_bytes)} of host memory cannot be pinned (CUDA error {status}); lower the host "
-                "budget, or raise the limit on locked memory (ulimit -l)"
-            )
-        self._unpin = weakref.finalize(self, _unpin, address if size_bytes else 0, device)
+        self._unpin = weakref.finalize(self, pin(self._memory, device, "host memory"))
 
     def write(self, source: torch.Tensor, offset: int) -> Transfer:
         """Start the copy of a tensor's storage to an offset."""
@@ -175,12 +168,6 @@ class PinnedTransfer:
 
     def span(self) -> None:
         """Return None: nobody notes the times of copies on a GPU."""
-
-
-def _unpin(address: int, device: torch.device) -> None:
-    if address:
-        with suppress(RuntimeError), torch.cuda.device(device):  # at the interpreter's exit the driver may be gone
-            torch.cuda.cudart().cudaHostUnregister(address)
 
 
 @cache

@@ -9,18 +9,19 @@ A copy holds the bytes of a whole storage, so that all views of it come back as 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from memfit.errors import UnsupportedStepError
-from memfit.memory.host.slab import Slab, Transfer, make_slab
+from memfit.memory.host.slab import Slab, Transfer, alignment_bytes, make_slab
 from memfit.memory.place import Place
-from memfit.planning import Settings
 from memfit.simulate.overlap import Span, Transfers
 from memfit.system.budget import format_bytes
 
@@ -88,10 +89,11 @@ class HostCopy:
 
 
 class HostStore:
-    """The slabs of the programs of one device that never run at the same time, within a host budget.
+    """The slabs of all programs of one device, within a host budget.
 
-    A run of a program borrows a slab, and returns it when its last host copy is gone. A compiled model may run forward
-    again before the backward of its last forward: the second run then borrows another slab.
+    A run of a program borrows a slab, and returns it when its last host copy is gone. A step may consist of several
+    programs, and a compiled model may run forward again before the backward of its last forward: each of these runs
+    borrows a slab of its own. What is not borrowed is given back to the host where the budget has no room for another.
 
     Args:
         device: that storages leave: a CPU or CUDA device.
@@ -104,8 +106,8 @@ class HostStore:
         self.budget_bytes = budget_bytes
         self._directory = directory
         self._process = os.getpid()
-        self._needed_bytes = 0
         self._free: list[Slab] = []
+        self._are_beside = False  # whether two runs had slabs at a time: none then takes more than it needs
         self._lent: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._last = Transfers(to_host=(), to_device=(), stalls=())
 
@@ -119,23 +121,34 @@ class HostStore:
         """The bytes of the slabs that runs have borrowed."""
         return sum(lease.slab.size_bytes for lease in self._lent)
 
-    def reserve(self, size_bytes: int) -> None:
-        """Get a slab of at least this size before the first run.
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of all slabs, borrowed or not."""
+        return self.lent_bytes + sum(slab.size_bytes for slab in self._free)
+
+    @property
+    def left_bytes(self) -> int:
+        """What is left of the host budget beside the slabs that are borrowed now."""
+        return max(0, self.budget_bytes - self.lent_bytes)
+
+    def reserve(self, size_bytes: int) -> Reserved:
+        """Get a slab of at least this size before the first run of a program, and return what its runs begin with.
 
         Raises:
-            HostMemoryError: the host, or the disk, has no room for it.
+            UnsupportedStepError, HostMemoryError: as `begin`.
         """
-        self._needed_bytes = max(self._needed_bytes, size_bytes)
-        self._free.append(self._take())
+        self._free.append(self._take(size_bytes))
+        return Reserved(self, size_bytes)
 
-    def begin(self) -> Lease:
-        """Borrow a slab for a run.
+    def begin(self, size_bytes: int) -> Lease:
+        """Borrow a slab of at least this size for a run.
 
         Raises:
             UnsupportedStepError: the host budget has no room for another one beside those that are borrowed.
             HostMemoryError: the host, or the disk, has none.
         """
-        lease = Lease(self, self._take())
+        self._are_beside = self._are_beside or bool(self._lent)
+        lease = Lease(self, self._take(size_bytes))
         self._lent.add(lease)
         return lease
 
@@ -158,42 +171,39 @@ class HostStore:
         for slab in [*self._free, *(lease.slab for lease in self._lent)]:
             slab.settle()
 
-    def _take(self) -> Slab:
+    def _take(self, size_bytes: int) -> Slab:
         if self._process != os.getpid():  # a forked process: the files are those of its parent, which copies to them
             self._process = os.getpid()
             self._free.clear()
             self._lent.clear()
-        while self._free:
-            slab = self._free.pop()
-            if slab.size_bytes >= self._needed_bytes:
+        self._free.sort(key=lambda slab: slab.size_bytes)
+        most_bytes = size_bytes + alignment_bytes(self.device) if self._are_beside else math.inf
+        for number, slab in enumerate(self._free):
+            if size_bytes <= slab.size_bytes < most_bytes:
                 slab.settle()
-                return slab
-            slab.close()
+                return self._free.pop(number)
         lent_bytes = self.lent_bytes
-        if lent_bytes and lent_bytes + self._needed_bytes > self.budget_bytes:
+        if lent_bytes and lent_bytes + size_bytes > self.budget_bytes:
             raise UnsupportedStepError(
-                f"a planned forward pass runs again before the backward pass of the one before, and the host budget of "
+                f"a planned forward pass runs before the backward pass of the one before, and the host budget of "
                 f"{format_bytes(self.budget_bytes)} has no room for the host copies of both; raise it to "
-                f"{format_bytes(lent_bytes + self._needed_bytes)}, or call backward first"
+                f"{format_bytes(lent_bytes + size_bytes)}, or call backward first"
             )
-        return make_slab(self.device, self._needed_bytes, self._directory)
+        while self._free and self.held_bytes + size_bytes > self.budget_bytes:
+            self._free.pop(0).close()
+        return make_slab(self.device, size_bytes, self._directory)
 
 
-class SharedHost:
-    """A host budget for several programs, each with a store of its own: what runs have borrowed counts for all."""
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class Reserved:
+    """What a program needs of a store: a slab of so many bytes for each of its runs."""
 
-    def __init__(self) -> None:
-        self._stores: weakref.WeakSet[HostStore] = weakref.WeakSet()
+    store: HostStore
+    size_bytes: int
 
-    def left_bytes(self, budget_bytes: int) -> int:
-        """Return what is left of the host budget beside the slabs that are borrowed now."""
-        return max(0, budget_bytes - sum(store.lent_bytes for store in self._stores))
-
-    def store(self, device: torch.device, settings: Settings) -> HostStore:
-        """Return a store for another program, which was planned for what is left."""
-        store = HostStore(device, settings.host_budget_bytes, settings.host_dir)
-        self._stores.add(store)
-        return store
+    def begin(self) -> Lease:
+        """Borrow a slab for a run; see `HostStore.begin`."""
+        return self.store.begin(self.size_bytes)
 
 
 class Lease:
@@ -231,7 +241,7 @@ _left: dict[int, tuple[Any, ...]] = {}
 
 
 def leave(*things: Any) -> torch.Tensor:
-    """Leave what a forward half holds on the host for the backward half; return a tensor that stands for it.
+    """Leave what a run holds on the host for its later part, its lease first; return a tensor that stands for it.
 
     Autograd saves tensors only. If it drops this one, because backward never runs, what was left is dropped with it.
     """
@@ -242,16 +252,23 @@ def leave(*things: Any) -> torch.Tensor:
     return ticket
 
 
-def take_up(ticket: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a forward half left: its lease first.
+def left(ticket: torch.Tensor) -> tuple[Any, ...]:
+    """Return what was left: the lease of its run first.
 
     Raises:
         UnsupportedStepError: the forward half ran in another process.
     """
-    things = _left.pop(int(ticket))
+    things = _left[int(ticket)]
     if things[0].process != os.getpid():
         raise UnsupportedStepError(
             "backward runs in a process that was forked after the planned forward pass, whose host copies are the "
             "other process's; run forward again in this one"
         )
+    return things
+
+
+def take_up(ticket: torch.Tensor) -> tuple[Any, ...]:
+    """Return what was left, as `left` does, and keep it no longer."""
+    things = left(ticket)
+    del _left[int(ticket)]
     return things

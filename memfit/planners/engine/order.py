@@ -24,20 +24,25 @@ def update_at_once_order(graph: Graph) -> tuple[int, ...]:
     Source: the update of each parameter in its backward hook (torch.Tensor.register_post_accumulate_grad_hook).
     """
     behind = [0] * len(graph.ops)  # the op behind which each stands; itself where it stays
-    last_toucher: dict[int | str, int] = {}
+    for op, earlier in zip(graph.ops, earlier_ops(graph), strict=True):
+        behind[op.id] = op.id
+        if op.phase == Phase.UPDATE:
+            first_allowed = max((b.position for b in graph.boundaries if b.position <= op.id), default=0)
+            behind[op.id] = max((behind[each] for each in earlier), default=0)
+            behind[op.id] = max(behind[op.id], first_allowed)
+    return tuple(sorted(range(len(graph.ops)), key=lambda op: (behind[op], op)))
+
+
+def earlier_ops(graph: Graph) -> list[set[int]]:
+    """Return for each op those that it follows directly: the writers of what it touches, and what `ordered_by` ties."""
+    earlier: list[set[int]] = []
+    last: dict[int | str, int] = {}  # by what ties ops to one another
     for op in graph.ops:
         keys = ordered_by(graph, op)
-        if op.phase == Phase.UPDATE:
-            needed = [graph.writer_of.get(storage, 0) for storage, _ in graph.read_versions[op.id]]
-            needed += [last_toucher[key] for key in keys if key in last_toucher]
-            first_allowed = max((b.position for b in graph.boundaries if b.position <= op.id), default=0)
-            behind[op.id] = max((behind[earlier] for earlier in needed), default=0)
-            behind[op.id] = max(behind[op.id], first_allowed)
-        else:
-            behind[op.id] = op.id
-        for key in keys:
-            last_toucher[key] = op.id
-    return tuple(sorted(range(len(graph.ops)), key=lambda op: (behind[op], op)))
+        writers = {graph.writer_of[storage] for storage, _ in graph.read_versions[op.id] if storage in graph.writer_of}
+        earlier.append(writers.union(last[key] for key in keys if key in last))
+        last.update(dict.fromkeys(keys, op.id))
+    return earlier
 
 
 def ordered_by(graph: Graph, op: Op) -> list[int | str]:

@@ -23,7 +23,6 @@ class Parts:
     segments: bool = True  # keeps what crosses Chen's segments of several sizes
     recursive_checkpoints: bool = True  # checkpoints recursively where no other start fits the budget
     peak_reducing_order: bool = True  # moves ops within their dependences to lower the peak; else the original order
-    warm_starts: bool = True  # starts also from what was found for a neighbouring budget
     # Moves of the annealing; toggles get the share of a move that is switched off.
     exchange: bool = True  # drops one storage and keeps others in its place, or the reverse
     shift: bool = True  # moves a checkpoint by one op

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 from memfit.device import Device
 from memfit.graph import Graph, Phase
-from memfit.planners.engine.order import ordered_by, original_order, update_at_once_order
+from memfit.planners.engine.order import earlier_ops, original_order, update_at_once_order
 from memfit.planners.engine.parts import Parts
 
 Order = tuple[int, ...]
-_ONCE = "once"  # the key of all ops that may not be recomputed: they keep their order
 
 
 def search_order(graph: Graph, device: Device, parts: Parts) -> Order:
@@ -85,14 +84,12 @@ class _Ties:
         readers: dict[int, list[int]] = {}
         earlier: list[list[int]] = []
         later: list[list[int]] = [[] for _ in order]
-        last: dict[int | str, int] = {}
+        tied, once = earlier_ops(graph), list[int]()  # ops that are computed once keep their order
         for place, op in enumerate(order):
-            keys = ordered_by(graph, graph.ops[op])
+            before = {place_of[each] for each in tied[op]}
             if not graph.ops[op].recomputable:
-                keys.append(_ONCE)
-            before = {place_of[graph.writer_of[storage]] for storage in reads[place] if storage in graph.writer_of}
-            before.update(last[key] for key in keys if key in last)
-            last.update(dict.fromkeys(keys, place))
+                before.update(once)
+                once = [place]
             earlier.append(sorted(before))
             for other in before:
                 later[other].append(place)

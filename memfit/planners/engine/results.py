@@ -72,7 +72,7 @@ class _Checked:
         return _Checked(schedule=schedule, predicted=predict(problem, schedule))
 
 
-def unplanned_schedule(problem: Problem) -> Schedule:
+def unplanned_schedule(problem: Problem | Plan) -> Schedule:
     """Return the schedule that keeps every storage to its last use, in the original order, whatever the pins.
 
     Compute hides as much of its collectives as it can, whatever memory that takes.

@@ -219,8 +219,7 @@ def _over_budget(problem: Problem) -> Integers:
             end = len(graph.ops) if storage.required_at_end else last.get(storage.id, begin) + 1
             live[begin] += device.aligned(storage.bytes)
             live[end] -= device.aligned(storage.bytes)
-    resident_bytes = sum(device.aligned(storage.bytes) for storage in graph.storages if storage.resident)
-    held = resident_bytes + np.cumsum(live[:-1])
+    held = device.resident_bytes(graph) + np.cumsum(live[:-1])
     return np.flatnonzero(held > problem.budget_bytes - problem.bytes_outside)
 
 
@@ -254,7 +253,7 @@ def least_budget_bound(problem: Problem, parts: Parts = ALL_PARTS) -> LeastBudge
     """
     graph, device = problem.graph, problem.device
     sizes = [0 if storage.resident else device.aligned(storage.bytes) for storage in graph.storages]
-    resident_bytes = sum(device.aligned(storage.bytes) for storage in graph.storages if storage.resident)
+    resident_bytes = device.resident_bytes(graph)
     # User code may hold bytes from the first boundary on; where there is none, all the time.
     held_from = graph.boundaries[0].position if graph.boundaries else 0
     needs = [op_bytes(graph, device, op) + (problem.bytes_outside if op.id >= held_from else 0) for op in graph.ops]

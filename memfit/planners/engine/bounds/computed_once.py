@@ -8,6 +8,7 @@ import numpy as np
 
 from memfit.device import Device
 from memfit.graph import Graph
+from memfit.planners.engine.order import earlier_ops
 from memfit.planners.engine.tables import Flags
 
 _MOST_OPS = 20_000  # the sets of ops before and after each op take 100 MB then, and a second or two
@@ -71,7 +72,7 @@ def _spans(graph: Graph) -> dict[int, tuple[int, list[int]]]:
 def _order(graph: Graph) -> tuple[list[int], list[int]]:
     """Return for each op the ops that must be computed before it, and those after it, as the bits of a number."""
     count = len(graph.ops)
-    earlier = _earlier(graph)
+    earlier = earlier_ops(graph)
     before, after = [0] * count, [0] * count
     positions = [boundary.position for boundary in graph.boundaries]
     for op in range(count):
@@ -86,21 +87,6 @@ def _order(graph: Graph) -> tuple[list[int], list[int]]:
         for other in earlier[op]:
             after[other] |= after[op] | 1 << op
     return before, after
-
-
-def _earlier(graph: Graph) -> list[set[int]]:
-    """Return for each op those that it follows directly: by a read, a mutated storage, a generator, or ranks."""
-    earlier: list[set[int]] = [set() for _ in graph.ops]
-    last: dict[int | str, int] = {}  # that touched a mutated storage, drew from a generator, or ran between ranks
-    for op in graph.ops:
-        reads = [storage for storage, _ in graph.read_versions[op.id]]
-        earlier[op.id] = {graph.writer_of[storage] for storage in reads if storage in graph.writer_of}
-        shared: list[int | str] = [storage for storage in reads if graph.last_version[storage]]
-        for key in [*shared, *op.kept_in_order]:
-            if key in last:
-                earlier[op.id].add(last[key])
-            last[key] = op.id
-    return earlier
 
 
 def _members(bits: int, count: int) -> Flags:

@@ -73,7 +73,8 @@ def prove(
     built.model.add(built.recompute_units >= int(recompute_bound_seconds * units_per_second) - len(built.computed))
     if start is not None:
         _hint(built, start)
-        built.model.add(built.recompute_units <= _recompute_units(built, start))
+        known_units = sum(built.units[position] for _, position in start) - sum(built.units)
+        built.model.add(built.recompute_units <= known_units)
     elif known is not None:
         built.model.add(built.recompute_units <= int(known_recompute_seconds * units_per_second))
     solver = make_solver(limit_seconds=limit_seconds, limit_work=limit_work, seed=instance.problem.seed)
@@ -147,10 +148,6 @@ def stage_sequence(instance: Instance, stages: Stages, schedule: Schedule) -> tu
             found.extend((position, each) for each in begun)
             begun, latest = [], position
     return tuple(found)
-
-
-def _recompute_units(built: RetentionModel, sequence: Sequence[tuple[int, int]]) -> int:
-    return sum(built.units[position] for _, position in sequence) - sum(built.units)
 
 
 def _hint(built: RetentionModel, sequence: Sequence[tuple[int, int]]) -> None:

@@ -151,11 +151,10 @@ def build_instance(problem: Problem, order: Sequence[int]) -> Instance:
         managed.append(len(graph.storages))
     boundary_at = {position: row.boundary for position, row in enumerate(rows) if row.boundary is not None}
     backward_start = _backward_start(rows)
-    resident_bytes = sum(problem.device.aligned(s.bytes) for s in graph.storages if s.resident)
     return Instance(
         problem=problem,
         tables=_tables(problem, rows, managed, backward_start),
-        base_bytes=resident_bytes + (0 if boundary_at else problem.bytes_outside),
+        base_bytes=problem.device.resident_bytes(graph) + (0 if boundary_at else problem.bytes_outside),
         op_at=tuple(NOT_AN_OP if row.op is None else row.op.id for row in rows),
         boundary_at=boundary_at,
         storage_of=tuple(managed),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from memfit.planners.engine.pace import Pace
 from memfit.planners.engine.parts import Parts
 from memfit.planners.engine.pool import Pool
@@ -24,20 +22,17 @@ Start = tuple[Retention, Temperatures]
 """Where a run starts, and its temperatures."""
 
 
-def starting_points(
-    instance: Instance, pool: Pool, pace: Pace, parts: Parts, warm: Sequence[Retention], *, is_hopeless: bool
-) -> list[Start]:
-    """Return the starting points of one search, those for a neighbouring budget first.
+def starting_points(instance: Instance, pool: Pool, pace: Pace, parts: Parts, *, is_hopeless: bool) -> list[Start]:
+    """Return the starting points of one search.
 
-    They are followed by the kept sets of full stages, the results of the block dynamic program, segments, and keeping
-    everything. If none fits, the best of them and of recursive checkpointing is first.
+    They are the kept sets of full stages, the results of the block dynamic program, segments, and keeping everything.
+    If none fits, the best of them and of recursive checkpointing is first.
 
     Args:
         instance: of the search.
         pool: evaluates them.
         pace: limits how long they take.
         parts: which of them there are.
-        warm: retention that was found for a neighbouring budget.
         is_hopeless: whether the budget is below the proved least, so that only the least peak counts.
     """
     by_block = _joined_by_block(instance, pace, parts) if parts.block_dynamic_program and not is_hopeless else []
@@ -47,7 +42,6 @@ def starting_points(
     segments = kept_by_segments(instance) if parts.segments else []
     others = pool.by_promise([*segments, pool.everything])
     starts: list[Start] = [(others[0], WIDE), (pool.everything, WIDE), (pool.everything, HOT)]
-    warm_starts: list[Start] = [(each, MILD) for each in pool.by_promise(warm)]
     if by_block:
         starts = [(by_block[0], NARROW), (by_block[0], MILD), *starts, (by_block[0], WIDE)]
     if staged and pool.by_promise([*staged[:1], *by_block[:1]])[0] is staged[0]:
@@ -56,7 +50,7 @@ def starting_points(
         for stored in _RECURSIVE_STORED if parts.recursive_checkpoints else ():
             pool.look_at(recursive_checkpoints(instance, stored))
         starts = [((pool.best or pool.least)[1], MILD), *starts]
-    return [*warm_starts, *starts]
+    return starts
 
 
 def _joined_by_block(instance: Instance, pace: Pace, parts: Parts) -> list[Retention]:
