@@ -447,7 +447,7 @@ CLAIMS: tuple[Claim, ...] = (
         against="the column, by network",
         measure=figures.feng_regular(within=0.1),
         verdict=Verdict.OTHER,
-        why="within a tenth; torch's pooling saves its indices, and the version is another",
+        why="within a tenth, with another version of torch",
     ),
     Claim(
         row="feng-table-1-chen",

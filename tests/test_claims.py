@@ -9,6 +9,8 @@ import itertools
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,7 +25,9 @@ MACHINE = "cpu-2core"
 sys.path.insert(0, str(ROOT / "benchmarks"))  # the scripts import one another as scripts do
 
 import _claims  # noqa: E402
+import _record  # noqa: E402
 import evidence  # noqa: E402
+import offloading_planners  # noqa: E402
 import tables  # noqa: E402
 from _claims import CLAIMS, Claim, Verdict, claim_named, found_of  # noqa: E402
 
@@ -51,6 +55,8 @@ def test_what_a_row_names_is_there(claim: Claim) -> None:
         assert (ROOT / path).is_file(), path
         assert path.startswith("tests/test_" if claim.is_test else "benchmarks/")
         assert not claim.is_test or name in names_of_tests(ROOT / path), name
+        options = [word for word in claim.command[1:] if word.startswith("--")]
+        assert all(f'"{option}"' in (ROOT / path).read_text() for option in options), "the script has its options"
     assert (claim.measure is not None) == (bool(claim.command) and not claim.is_test), "a script's figure is read"
     assert bool(claim.command) or claim.verdict in (Verdict.NOT, Verdict.NOTHING), "nothing shows it"
 
@@ -124,6 +130,27 @@ def test_what_is_stored_is_told_without_a_run(
     assert len(capsys.readouterr().out.splitlines()) == len(CLAIMS)
 
 
+def test_points_that_are_stored_are_planned_again_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, float]] = []
+
+    def plan_point(_step: object, curve: str, share: float, _file: Path) -> dict[str, Any]:
+        asked.append((curve, share))
+        return {"status": "feasible", "overhead": 0.25, "plan_seconds": 0.0}
+
+    def keep(name: str, payload: Any) -> Path:
+        return _record.store(name, payload, folder=tmp_path)
+
+    monkeypatch.setattr(offloading_planners, "plan_point", plan_point)
+    monkeypatch.setattr(offloading_planners, "store", keep)
+    monkeypatch.setattr(offloading_planners, "result_path", lambda name: _record.result_path(name, folder=tmp_path))
+    step = SimpleNamespace(graphs=[SimpleNamespace(ops=())])
+    monkeypatch.setattr(offloading_planners, "costed", lambda _network, _machine: step)
+    points = len(offloading_planners.SHARES)
+    for again, planned in ((False, points), (False, points), (True, 2 * points)):
+        offloading_planners.run("vgg16", "h100", ["tflms"], again=again)
+        assert len(asked) == planned
+
+
 # What no other file tests
 
 
@@ -134,7 +161,7 @@ def total_bytes(stored: set[int], costs: list[int], readers: list[list[int]]) ->
     while left:
         part = waiting = {left.pop()}
         while waiting:
-            waiting = set().union(*(beside[v] for v in waiting)) & left
+            waiting = set[int]().union(*(beside[v] for v in waiting)) & left
             part, left = part | waiting, left - waiting
         largest = max(largest, sum(costs[v] for v in part))
     return sum(costs[v] for v in stored) + largest
