@@ -65,7 +65,7 @@ def main() -> int:
     except InvalidOptionError as error:
         print(f"evidence: {error}", file=sys.stderr)
         return 2
-    status, machine = 0, options.machine
+    machine = options.machine
     if not options.stored and claim.command:
         print(f"$ {shlex.join(['python', *words_of(claim)[1:]])}", flush=True)
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -73,8 +73,11 @@ def main() -> int:
             words_of(claim), cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, check=False
         ).returncode
         machine = machine_name()
+        if status:
+            print(f"evidence: what shows {claim.row!r} ended with status {status}: no verdict", file=sys.stderr)
+            return status
     print("\n".join(told(claim, machine)))
-    return status
+    return 0
 
 
 if __name__ == "__main__":

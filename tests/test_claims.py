@@ -115,6 +115,17 @@ def test_a_row_runs_its_command_and_tells_what_came_of_it(
     assert printed.splitlines()[-1].split() == ["verdict", "reproduced"]
 
 
+def test_a_command_that_fails_gives_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evidence, "words_of", lambda _claim: [sys.executable, "-c", "raise SystemExit(3)"])
+    monkeypatch.setattr(sys, "argv", ["evidence.py", "mxnet-trap"])
+    assert evidence.main() == 3
+    printed = capsys.readouterr()
+    assert "verdict" not in printed.out
+    assert printed.err == "evidence: what shows 'mxnet-trap' ended with status 3: no verdict\n"
+
+
 def test_what_is_stored_is_told_without_a_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
