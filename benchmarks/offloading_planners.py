@@ -195,12 +195,13 @@ def _plan_point(
     }
 
 
-def run(workload: str, machine: str, curves: list[str]) -> None:
-    """Fill in the points of one workload on one machine that are not stored yet."""
+def run(workload: str, machine: str, curves: list[str], *, again: bool = False) -> None:
+    """Fill in the points of one workload on one machine that are not stored yet; with `again` all of them."""
     name = f"{FOLDER}/{workload}_{machine}"
     path = result_path(name)
     points: dict[str, Any] = load(path)["payload"]["points"] if path.exists() else {}
-    missing = [(curve, share) for curve in curves for share in SHARES if f"{curve}@{share}" not in points]
+    asked = [(curve, share) for curve in curves for share in SHARES]
+    missing = [(curve, share) for curve, share in asked if again or f"{curve}@{share}" not in points]
     if not missing:
         return
     step = costed(WORKLOADS[workload], machine)
@@ -218,10 +219,11 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help="default: " + " ".join(WORKLOADS))
     parser.add_argument("--machines", nargs="+", default=list(MACHINES), choices=MACHINES)
     parser.add_argument("--planners", nargs="+", default=list(CURVES), choices=list(CURVES), metavar="CURVE")
+    parser.add_argument("--again", action="store_true", help="plan what is stored already, too")
     options = parser.parse_args()
     for machine in options.machines:
         for workload in options.workloads or list(WORKLOADS):
-            run(workload, machine, options.planners)
+            run(workload, machine, options.planners, again=options.again)
 
 
 if __name__ == "__main__":

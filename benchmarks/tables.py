@@ -21,6 +21,7 @@ from _ablation_tables import ABLATION_TABLES
 from _arena_tables import ARENA_NAMES, ARENA_TABLES
 from _baseline_tables import BASELINE_RESULT_TABLES, BASELINE_TABLES
 from _cells import memory, overhead, ratio, yes
+from _claim_tables import EVIDENCE, claim_by_claim
 from _cuda_tables import CUDA_SET_TABLES, CUDA_TABLES
 from _door_tables import DOOR_SET_TABLES, DOOR_TABLES
 from _gpu_tables import DOCS, NAVIGATION, PAGE, documents, first_table, write_page
@@ -214,8 +215,11 @@ def results_of(script: str, machine: str) -> Stored:
 
 def render(name: str, machine: str) -> str | None:
     """Return the table `name`, or None where there are no results for it; InvalidOptionError: no such table."""
+    if name == EVIDENCE:  # of what many scripts stored
+        found = claim_by_claim(lambda script: results_of(script, machine))
+        return None if found is None else _table(*found)
     if name not in TABLES:
-        raise InvalidOptionError(f"no table is called {name!r}; there are {', '.join(TABLES)}")
+        raise InvalidOptionError(f"no table is called {name!r}; there are {', '.join([*TABLES, EVIDENCE])}")
     script, table = TABLES[name]
     stored = results_of(script, machine)
     return table(stored) if stored else None
@@ -293,7 +297,9 @@ def _measured_on(stored: Stored) -> str:
 def main() -> None:
     """Print the tables named on the command line, or all; or put them into files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)}; all if none is named")
+    parser.add_argument(
+        "tables", nargs="*", metavar="TABLE", help=f"{', '.join([*TABLES, EVIDENCE])}; all if none is named"
+    )
     parser.add_argument("--machine", default=machine_name(), help="folder of benchmarks/results to read")
     parser.add_argument("--into", nargs="+", type=Path, default=[], help="Markdown files to put the tables into")
     parser.add_argument("--gpu-page", action="store_true", help="write docs/gpu.md, if a device has a file")
@@ -305,7 +311,7 @@ def main() -> None:
         print(f"docs/{PAGE} is written" if there else f"no device has a file: there is no docs/{PAGE}")
     if options.into or options.gpu_page:
         return
-    for name in options.tables or TABLES:
+    for name in options.tables or [*TABLES, EVIDENCE]:
         table = render(name, options.machine)
         if table is None:
             print(f"{name}: nothing is stored for {options.machine}", file=sys.stderr)
