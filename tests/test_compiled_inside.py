@@ -14,7 +14,7 @@ import memfit
 from memfit.capture import capture
 from memfit.checkpointing.step import CheckpointedStep
 from memfit.errors import NoGraphError
-from memfit.step.step import PlannedStep
+from memfit.step.planned_step import PlannedStep
 from memfit.system.recorder import record
 
 # Dynamo's own warnings while it traces, which are errors under pytest.
