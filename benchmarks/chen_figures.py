@@ -1,10 +1,11 @@
 """Chen et al. 2016, Figures 5 to 7: feature map memory against depth and length, and what it costs in time.
 
 Figures 5 and 6 are predicted: the real models at full size are captured with fake tensors, and each strategy's memory
-is that of its schedule, parameters left out. Weight gradients are used up at once by plain SGD, as the paper's are not
-feature maps. Beyond 256 steps the LSTM's graph repeats the captured step, which is proved equal to the real capture at
-128 and at 256. Figure 7 is measured on this machine at a smaller size, in processor seconds of one thread, planned
-against unplanned in turns. `_chen_strategies.py` says what the strategies are.
+is that of its schedule, parameters left out (5a and 6a), or what a model of torch's allocator reserves (5b and 6b).
+Weight gradients are used up at once by plain SGD, as the paper's are not feature maps. Beyond 256 steps the LSTM's
+graph repeats the captured step, which is proved equal to the real capture at 128 and at 256. Figure 7 is measured on
+this machine at a smaller size, in processor seconds of one thread, planned against unplanned in turns.
+`_chen_strategies.py` says what the strategies are.
 
 `plans` stands for the largest network of each of the first two figures, planned as a user would, from the graph to a
 checked schedule with an address for every storage, in a process of its own: what that takes in time and memory.
