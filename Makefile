@@ -27,7 +27,7 @@ COMPILE_LIBRARIES := from memfit.memory.arena.library import load_arena_library 
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: demo picture test test-all test-ci durations test-cuda test-torch lint bench gpu gpu-rehearsal wheels docs clean
+.PHONY: demo picture test test-all test-ci durations test-cuda test-torch lint bench evidence gpu gpu-rehearsal wheels docs clean
 
 # Fits a ResNet-50 step into $(BUDGET), runs it, proves that its gradients are the same bits, and leaves a report.
 demo: $(INSTALLED)
@@ -88,6 +88,10 @@ bench: $(INSTALLED)
 		loop_cost eager_mode checkpoint run_scripts doors dispatch_modes dense_cuts tables; do \
 		echo "benchmarks/$$script.py"; $(RUN) benchmarks/$$script.py || exit 1; \
 	done
+
+# A row of "What the papers claim" in docs/papers.md: `make evidence ROW=chen-5a`; without ROW all are listed.
+evidence: $(INSTALLED)
+	@$(RUN) benchmarks/evidence.py $(ROW)
 
 # The tests marked `gpu` and the figures by which memfit is judged, in ten minutes; one JSON. See benchmarks/gpu.py.
 # `make gpu GPU_ARGUMENTS=--first` runs the tests and rows 0 and 1, `GPU_ARGUMENTS="--rows 2 4"` only these rows.
