@@ -36,7 +36,8 @@ def figure_totals(figure: str, across: str) -> Callable[[Payload], Table]:
 
     def table(payload: Payload) -> Table:
         rows: list[list[str]] = []
-        for size, point in payload[figure]["points"].items():
+        replayed = {size: point for size, point in payload[figure]["points"].items() if "total_bytes" in point}
+        for size, point in replayed.items():
             row = [size]
             for name in _TOTALS:
                 total = point["total_bytes"][name]

@@ -26,7 +26,7 @@ from memfit.planners import make_planner
 MACHINE, SHARE = "gtx1080ti", 0.45
 BASELINES = ("sublinear", "superneurons_swap", "superneurons_recompute", "superneurons_both", "tflms")
 SMALL = Network(name="resnet50", options={"depth": 18, "batch": 64}, on_cpu={"batch": 8})
-EPISODES, SMALL_EPISODES, BASELINE_SECONDS = 30, 60, 10.0
+EPISODES, SMALL_EPISODES, BASELINE_SECONDS = 12, 20, 10.0
 NO_LIMIT_SECONDS = 1e9
 SEEDS = (0, 1, 2, 3, 4)
 

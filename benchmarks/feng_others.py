@@ -46,7 +46,7 @@ PLANNERS: dict[str, tuple[str, dict[str, bool]]] = {
 def predict(name: str) -> dict[str, Any]:
     """Return the row of a workload."""
     device = load_device(CARD)
-    captured = capture(build(name, device="meta", **NETWORKS[name]))
+    captured = capture(build(name, **NETWORKS[name]))
     graph = roofline(captured.graph, captured.binding, device)
     problem = Problem(graph=graph, device=device, budget_bytes=NO_LIMIT)
     resident_bytes = sum(device.aligned(storage.bytes) for storage in graph.storages if storage.resident)
