@@ -105,6 +105,18 @@ def chen_lstm_in_place(least: float) -> Measure:
     return measure
 
 
+def chen_total(figure: str, times: float) -> Measure:
+    """Figures 5b and 6b: the process's memory by `sublinear`, at the deepest that was put through the allocator."""
+
+    def measure(results: Results) -> Found:
+        point = [each for each in _figure(results, figure)["points"].values() if each.get("total_bytes")][-1]
+        planned, shared = (point["total_bytes"][name]["default"] / GB for name in ("sublinear", "sharing"))
+        text = f"{shared:.1f} to {planned:.1f} GB, by the model of torch's allocator"
+        return Found(text=text, holds=planned * times <= shared)
+
+    return measure
+
+
 def chen_time(network: str, low: float, high: float) -> Measure:
     """Figure 7: how much longer a step takes by the plan, at each depth."""
 
@@ -146,6 +158,15 @@ def chen_planning_time(most_seconds: float) -> Measure:
 
 
 # Feng and Huang 2018
+
+
+def feng_others(results: Results) -> Found:
+    """Sections 1 and 2: the division tree's least memory on networks that are no classifiers."""
+    networks = _one(results, "feng_others")["networks"]
+    shares = {name: row["division_tree"]["bytes"] / row["unplanned_bytes"] for name, row in networks.items()}
+    return Found(
+        text=", ".join(f"{name} {share:.0%}" for name, share in shares.items()), holds=max(shares.values()) < 1
+    )
 
 
 def feng_cuts(*, linear: bool) -> Measure:
@@ -420,7 +441,7 @@ def _one(results: Results, script: str) -> Payload:
 
 
 def _figure(results: Results, figure: str) -> Payload:
-    return _one(results, "chen_figures")[figure]
+    return _one(results, "chen_figures_measured" if figure == "7" else "chen_figures")[figure]
 
 
 def _last(figure: Payload) -> Payload:

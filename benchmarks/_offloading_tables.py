@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from _measure import MIB
@@ -127,30 +127,34 @@ def disk_soak(stored: dict[str, Payload]) -> Table:
 
 
 def dqn_curves(found: Payload) -> Table:
-    """When each training reached the baselines, and where it ended."""
+    """When trainings reached the baselines, and where they ended: the range and the median over the seeds."""
     best = min(overhead for overhead in found["baselines"].values() if overhead is not None)
-    rows = [
-        [
-            "afresh" if run["trained"] == "afresh" else "from ResNet-18",
-            str(run["seed"]),
-            _fall(run["first"]),
-            _fall(run["reached_baseline"]),
-            f"{run['overhead']:.1%}" if run["overhead"] is not None else "-",
-            f"{run['episodes']:,}",
-        ]
-        for run in found["runs"]
-    ]
+    rows: list[list[str]] = []
+    for trained, words in {"afresh": "afresh", "from_resnet18": "from ResNet-18"}.items():
+        runs = [run for run in found["runs"] if run["trained"] == trained]
+        ends = sorted(run["overhead"] for run in runs if run["overhead"] is not None)
+        reached = [run["reached_baseline"]["episode"] for run in runs if run["reached_baseline"] is not None]
+        rows.append(
+            [
+                words,
+                str(len(runs)),
+                _range([run["first"]["overhead"] for run in runs if run["first"] is not None], ".1%"),
+                f"{_range(reached, 'd')} ({len(reached)} of {len(runs)})",
+                f"{statistics.median(ends):.1%}" if ends else "-",
+                _range(ends, ".1%"),
+            ]
+        )
     note = (
         f"ResNet-50, batch 64, predicted for a GTX 1080 Ti, {found['share']:.0%} of the way from the proved least to "
-        f"the unplanned peak; {found['seconds']:.0f} s of training on one core, {found['small_seconds']:.0f} s on "
-        f"ResNet-18. The best of the paper's baselines has an overhead of {best:.1%}."
+        f"the unplanned peak; {found['episodes']} episodes, {found['small_episodes']} on ResNet-18. The best of the "
+        f"paper's baselines has an overhead of {best:.1%}."
     )
-    head = ["network", "seed", "first plan", "as good as the best baseline", "best overhead", "episodes"]
+    head = ["network", "seeds", "first plan", "as good as the best baseline in episode", "overhead, median", "range"]
     return head, rows, note
 
 
-def _fall(fall: Payload | None) -> str:
-    return "-" if fall is None else f"{fall['overhead']:.1%} in episode {fall['episode']}, {fall['seconds']:.0f} s"
+def _range(values: Sequence[float], form: str) -> str:
+    return f"{min(values):{form}} to {max(values):{form}}" if values else "-"
 
 
 def disk_tier(found: Payload) -> Table:

@@ -1,4 +1,4 @@
-"""The tables of docs/papers.md: what `chen_figures.py` and `feng_table1.py` stored, beside the papers' own figures."""
+"""The tables of docs/papers.md: what `chen_figures.py`, `feng_table1.py` and `feng_others.py` stored."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 MB, GB = 1e6, 1e9  # the papers' units
+MIB = 1 << 20
 
 Payload = dict[str, Any]
 Table = tuple[list[str], list[list[str]], str]
@@ -25,6 +26,33 @@ def figure_memory(figure: str, across: str) -> Callable[[Payload], Table]:
         return [across, *names], rows, f"{found['title']}: GB of feature maps and gradients. All predicted."
 
     return table
+
+
+def figure_totals(figure: str, across: str) -> Callable[[Payload], Table]:
+    """Return what makes the table of Figure 5b or 6b: GB that the process takes, beside those of feature maps."""
+    head = [across]
+    for name in _TOTALS:
+        head += [f"{name}, feature maps", f"{name}, total", f"{name}, total, expandable segments"]
+
+    def table(payload: Payload) -> Table:
+        rows: list[list[str]] = []
+        replayed = {size: point for size, point in payload[figure]["points"].items() if "total_bytes" in point}
+        for size, point in replayed.items():
+            row = [size]
+            for name in _TOTALS:
+                total = point["total_bytes"][name]
+                row += [_gigabytes(each) for each in (point["bytes"][name], total["default"], total["expandable"])]
+            rows.append(row)
+        note = (
+            f"{payload[figure]['title']}: GB. Total: what torch's allocator reserves for two steps, parameters and "
+            "batch included, without CUDA's context and workspaces. All predicted."
+        )
+        return head, rows, note
+
+    return table
+
+
+_TOTALS = ("sharing", "sublinear")
 
 
 def figure_time(payload: Payload) -> Table:
@@ -130,6 +158,31 @@ def table_1_measured(payload: Payload) -> Table:
     return head, rows, note
 
 
+def other_graphs(payload: Payload) -> Table:
+    """Networks that are no convolutional classifiers: least memory and its overhead of each planner of the papers."""
+    planners = payload["planners"]
+    head = ["workload", "unplanned, MiB", *(f"`{name}`" for name in planners), "memfit there", "no plan below"]
+    rows: list[list[str]] = []
+    for name, row in payload["networks"].items():
+        found = row["memfit"]
+        rows.append(
+            [
+                name,
+                f"{row['unplanned_bytes'] / MIB:.1f}",
+                *(f"{row[each]['bytes'] / MIB:.1f}, {row[each]['overhead']:.0%}" for each in planners),
+                f"{row['best_bytes'] / MIB:.1f}, "
+                + ("none found" if found["overhead"] is None else f"{found['overhead']:.1%}"),
+                f"{found['overhead_bound']:.1%}",
+            ]
+        )
+    note = (
+        f"Least memory above parameters and batch, and the overhead there. memfit there: planner `search`, "
+        f"{payload['moves']:,} moves, within the least memory of any of these planners. All predicted, by roofline of "
+        f"{payload['card']}."
+    )
+    return head, rows, note
+
+
 def _gigabytes(size: int) -> str:
     return f"{size / GB:.2f}" if size < 10 * GB else f"{size / GB:.1f}"
 
@@ -147,9 +200,12 @@ def _verdict(ours: dict[str, Any], half: float) -> str:
 PAPER_TABLES: dict[str, tuple[str, Callable[[Payload], Table]]] = {
     "chen-5": ("chen_figures", figure_memory("5", "layers")),
     "chen-6": ("chen_figures", figure_memory("6", "steps")),
-    "chen-7": ("chen_figures", figure_time),
-    "chen-plans": ("chen_figures", full_plans),
+    "chen-5b": ("chen_figures", figure_totals("5", "layers")),
+    "chen-6b": ("chen_figures", figure_totals("6", "steps")),
+    "chen-7": ("chen_figures_measured", figure_time),
+    "chen-plans": ("chen_figures_measured", full_plans),
     "feng-1": ("feng_table1", table_1),
     "feng-1-measured": ("feng_table1", table_1_measured),
+    "feng-others": ("feng_others", other_graphs),
 }
 """Each table by name: the script whose only result it shows, and what makes it."""

@@ -307,8 +307,10 @@ def elimination_step(cells: dict[Key, Cell], points: Sequence[Point], off: Seque
 def payload(folder: Path, eliminated: dict[str, Any]) -> dict[str, Any]:
     """Return what is stored: the rows of the table, and the figures of the cells behind it."""
     cells, points, path = read_cells(folder), all_points(), result_path("ablation")
-    kept = load(path)["payload"] if path.exists() else {}  # its rows of parts that are gone
-    by_point: dict[str, dict[str, dict[str, list[Any]]]] = {}
+    kept = load(path)["payload"] if path.exists() else {}  # of parts that are gone, or were measured elsewhere
+    by_point: dict[str, dict[str, dict[str, list[Any]]]] = kept.get("switched_off", {})
+    for point, without in {(point, without) for point, without, _ in cells}:
+        by_point.setdefault(point, {}).pop(without or "nothing", None)  # measured anew
     for point, without, seed in sorted(cells):
         figures = by_point.setdefault(point, {}).setdefault(without or "nothing", {"seeds": []})
         figures["seeds"].append(seed)

@@ -120,13 +120,14 @@ def problem_of(network: str, batch: int) -> Problem:
     return Problem(graph=graph, device=device, budget_bytes=NO_LIMIT)
 
 
-def least_plan(problem: Problem, planner: str) -> tuple[Plan, float]:
+def least_plan(problem: Problem, planner: str, **options: bool) -> tuple[Plan, float]:
     """Return the planner's plan of least memory, and how long it took to find."""
+    made = make_planner(planner, **options)
     started = time.perf_counter()
-    least = make_planner(planner).plan(dataclasses.replace(problem, budget_bytes=1)).bounds.least_budget_found_bytes
+    least = made.plan(dataclasses.replace(problem, budget_bytes=1)).bounds.least_budget_found_bytes
     seconds = time.perf_counter() - started
     assert least is not None
-    plan = make_planner(planner).plan(dataclasses.replace(problem, budget_bytes=least)).plan
+    plan = made.plan(dataclasses.replace(problem, budget_bytes=least)).plan
     assert plan is not None
     return plan, seconds
 

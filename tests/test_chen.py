@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 
 import msgspec
 import numpy as np
@@ -29,6 +30,7 @@ from memfit.planners.engine.order import original_order, update_at_once_order
 from memfit.planners.engine.retention.emit import emit
 from memfit.planners.engine.retention.instance import Instance, build_instance
 from memfit.planners.engine.starts.forward_part import ForwardPart
+from memfit.schedule import Code, Schedule
 from memfit.simulate import simulate
 
 
@@ -180,7 +182,7 @@ def test_splits_are_algorithm_3(sizes: list[int], budget: int) -> None:
 
 def test_appendix_a_tries_zero_the_root_and_a_grid_of_six() -> None:
     instance = program_of(chain(64))
-    splits = appendix_a_splits(instance)
+    splits = appendix_a_splits(ForwardPart.of(instance))
     assert len(splits) == 8
     assert splits[0].between_bytes == 6300
     assert splits[0].stage_bytes == 100
@@ -201,7 +203,7 @@ def test_stages_of_a_residual_network_end_between_units_too() -> None:
     narrow = [place for place, may in enumerate(forward_part.is_narrow) if may]
     assert narrow == [1, *range(7, 320, 4)]  # nothing skips the first unit: it ends a stage at its narrow layer
     assert sum(forward_part.is_candidate) > len(narrow)
-    splits = appendix_a_splits(instance)
+    splits = appendix_a_splits(forward_part)
     assert len(splits) == 16
     peaks = [evaluate_counts(instance, counts_keeping(instance, split.kept)).peak_bytes for split in splits]
     assert min(peaks[8:]) < min(peaks[:8])
@@ -211,6 +213,37 @@ def test_sublinear_takes_twice_the_root_of_a_chain() -> None:
     result = make_planner("sublinear").plan(problem(chain(256), 100 * (2 * 16 + 6)))
     assert result.plan is not None
     assert result.plan.predicted.seconds <= 3 * 256
+
+
+def test_costly_results_are_kept_where_they_fit() -> None:
+    # Every fourth layer takes ten times as long as the others, and writes a quarter of their bytes.
+    seconds = [10.0 if number % 4 == 3 else 1.0 for number in range(64)]
+    sizes = [25 if number % 4 == 3 else 100 for number in range(64)]
+    graph = network(sizes, seconds=seconds)
+    plain, aware = (make_planner("sublinear", costly=each).plan(problem(graph, 2200)) for each in (False, True))
+    assert plain.plan is not None
+    assert aware.plan is not None
+    assert aware.plan.predicted.seconds < plain.plan.predicted.seconds
+
+    def recomputed(schedule: Schedule) -> set[int]:
+        computed = Counter(schedule.operands[schedule.codes == Code.COMPUTE].tolist())
+        return {op for op, times in computed.items() if times > 1}
+
+    assert all(seconds[op] == 1.0 for op in recomputed(aware.plan.schedule))
+    assert any(seconds[op] == 10.0 for op in recomputed(plain.plan.schedule))
+
+
+def test_costs_take_no_plan_away() -> None:
+    graph = network(
+        [20 + 37 * number % 101 for number in range(24)], seconds=[1.0 + number % 5 for number in range(24)]
+    )
+    for budget in (500, 700, 1000, 1300):
+        plain, aware = (
+            make_planner("sublinear", costly=costly).plan(problem(graph, budget)) for costly in (False, True)
+        )
+        if plain.plan is not None:
+            assert aware.plan is not None
+            assert aware.plan.predicted.seconds <= plain.plan.predicted.seconds
 
 
 # Section 4.4

@@ -184,6 +184,70 @@ def test_graphs_of_seven_vertices_are_solved_as_by_brute_force(step: int) -> Non
     assert not_optimal(itertools.islice(graphs_of(7), 0, None, step), random.Random(7)) == []
 
 
+def connected_parts(stored: set[int], readers: Readers) -> list[set[int]]:
+    """The connected parts of what is not stored, whatever they touch: each is recomputed at once."""
+    beside = [set(each) for each in readers]
+    for vertex, each in enumerate(readers):
+        for reader in each:
+            beside[reader].add(vertex)
+    left = set(range(len(readers))) - stored
+    parts: list[set[int]] = []
+    while left:
+        waiting, part = [left.pop()], set[int]()
+        while waiting:
+            vertex = waiting.pop()
+            part.add(vertex)
+            waiting += beside[vertex] & left
+            left -= beside[vertex]
+        parts.append(part)
+    return parts
+
+
+def least_of_all_stored_sets(costs: Sequence[int], readers: Readers) -> tuple[int, tuple[int, ...]]:
+    """Equation 1 over every set of stored vertices, and the first set that is least by it."""
+    last = len(readers) - 1
+    return min(
+        (
+            sum(costs[v] for v in inner)
+            + max((sum(costs[v] for v in part) for part in connected_parts({0, last, *inner}, readers)), default=0),
+            inner,
+        )
+        for size in range(last)
+        for inner in itertools.combinations(range(1, last), size)
+    )
+
+
+def drawn_graph(pick: random.Random, count: int) -> tuple[list[int], Readers]:
+    """A graph of so many vertices between source and target, each of which reads one or two before it."""
+    readers: Readers = [[] for _ in range(count + 2)]
+    for vertex in range(1, count + 1):
+        for before in pick.sample(range(vertex), min(vertex, pick.randint(1, 2))):
+            readers[before].append(vertex)
+    for vertex in range(count + 1):
+        if not readers[vertex]:
+            readers[vertex].append(count + 1)
+    return [0, *(pick.randint(1, 9) for _ in range(count)), 0], readers
+
+
+def test_a_stored_set_that_leaves_no_closed_sets_may_be_better() -> None:
+    # A chain 0 to 4 in which 3 also reads 0. What is left beside a stored 2 is {1} and {3}, and 3 touches 0, 2 and 4.
+    costs, readers = [0, 2, 1, 3, 0], [[1, 3], [2], [3], [4], []]
+    assert solve_graph(costs, readers).total_bytes == 6
+    assert least_of_all_stored_sets(costs, readers) == (1 + 3, (2,))
+    assert closed_parts({0, 2, 4}, readers) is None
+
+
+def test_division_trees_are_optimal_among_closed_sets_only() -> None:
+    pick = random.Random(0)
+    better = 0
+    for _ in range(60):
+        costs, readers = drawn_graph(pick, 7)
+        total, least = solve_graph(costs, readers).total_bytes, least_of_all_stored_sets(costs, readers)[0]
+        assert least <= total
+        better += least < total
+    assert better == 53  # as docs/papers.md says
+
+
 def test_a_chain_is_solved_alike_by_both() -> None:
     pick = random.Random(1)
     costs = [0, *(pick.randint(1, 100) for _ in range(40)), 0]

@@ -47,15 +47,17 @@ def test_the_bounds_without_their_parts_prove_no_more() -> None:
 def test_moves_that_are_switched_off_give_their_share_to_toggles() -> None:
     graph = residual(4, equal=True)
     instance = build_instance(problem(graph, 1150), original_order(graph))
-    names = ("exchange_until", "shift_until", "run_until", "evict_until", "each_reader_until", "later_stage_until")
+    moves = "exchange_until", "shift_until", "run_until", "evict_until", "forget_until"
+    names = *moves, "each_reader_until", "later_stage_until"
 
     def shares(off: str) -> list[float]:
         totals = make_annealing_state(instance, 0, Parts.without(off)).totals
         return [float(totals[name][0]) for name in names]
 
-    assert shares("") == [0.2, 0.3, 0.32, 0.42, 0.05, 0.1]
-    assert shares("exchange, drop_for_each_reader") == [0.0, 0.1, 0.12, 0.22, 0.0, 0.05]
-    assert shares("evict_at_peak,hold_from_later_stage") == [0.2, 0.3, 0.32, 0.0, 0.05, 0.05]
+    assert shares("") == [0.2, 0.3, 0.32, 0.42, 0.5, 0.05, 0.1]
+    assert shares("exchange, drop_for_each_reader") == [0.0, 0.1, 0.12, 0.22, 0.3, 0.0, 0.05]
+    assert shares("evict_at_peak,hold_from_later_stage") == [0.2, 0.3, 0.32, 0.0, 0.4, 0.05, 0.05]
+    assert shares("forget_sources") == [0.2, 0.3, 0.32, 0.42, 0.42, 0.05, 0.1]
 
 
 @pytest.mark.parametrize("planner", ["search", "auto", "offload"])

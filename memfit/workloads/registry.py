@@ -140,6 +140,7 @@ _KNOWN = {
         Option(name="channels_last", default=False, what="store images with channels innermost"),
         Option(name="levels", default=2, what="resolutions", least=2),
         Option(name="tokens", default=1, what="tokens in a sample", least=1),
+        Option(name="frames", default=1, what="images in a clip", least=1),
         Option(name="steps", default=1, what="time steps", least=1),
         Option(name="layers", default=1, what="layers", least=1),
         Option(name="width", default=1, what="features of a token, or of the first level", least=1),
@@ -216,6 +217,20 @@ WORKLOADS: dict[str, Workload] = {
             source="Ronneberger et al. 2015, arXiv:1505.04597; with padding and batch normalization",
             module="unet",
             options=_options(batch=2, size=256, width=32, levels=5, classes=2, channels_last=False),
+        ),
+        Workload(
+            name="dcgan",
+            description="GAN on images: generator and discriminator trained in one step",
+            source="Radford et al. 2015, arXiv:1511.06434",
+            module="dcgan",
+            options=_options(batch=16, size=64, width=128),
+        ),
+        Workload(
+            name="c3d",
+            description="C3D on clips of video: three-dimensional convolutions, dropout 0.5",
+            source="Tran et al. 2014, arXiv:1412.0767; a video network that Feng and Huang 2018 name",
+            module="video",
+            options=_options(batch=2, frames=16, size=112, width=64, feedforward=4096, classes=101),
         ),
         Workload(
             name="gpt2",

@@ -1,4 +1,4 @@
-"""Planner `division_tree`: the optimal split of an arbitrary graph (Feng and Huang 2018, section 5, Algorithm 5)."""
+"""Planner `division_tree`: a split of any graph into closed sets (Feng and Huang 2018, section 5, Algorithm 5)."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ class DivisionTree(CountPlanner):
     sets those of `memfit.papers.planners.closed_sets`. Bounds are skipped as in
     `memfit.papers.planners.linear_split`. A closed set without vertices costs nothing and is never expanded.
 
+    The paper calls the split optimal for any graph. It is optimal among the stored sets between which closed sets are
+    left; another stored set may be better by the same sum (tests/test_feng.py has such graphs).
+
     Source: Feng and Huang 2018, "Cutting Down Training Memory by Re-forwarding", section 5, Algorithm 5.
     """
 
@@ -43,7 +46,9 @@ class DivisionTree(CountPlanner):
 
 
 def solve_graph(cost_bytes: Sequence[int], readers: Sequence[Sequence[int]]) -> SplitCost:
-    """Return the split of a graph that is optimal by equation 1; the source and the target are always stored.
+    """Return the split of a graph that is optimal by equation 1 among those that leave closed sets.
+
+    The source and the target are always stored.
 
         >>> solve_graph([0, 1, 5, 5, 1, 0], [[1], [2, 3], [4], [4], [5], []])  # a chain with a diamond in it
         SplitCost(stored_bytes=2, largest_bytes=5, stored=(0, 1, 4, 5))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
 
+from memfit.papers.planners.drop_cheap import prices, tried_thresholds
 from memfit.papers.planners.recompute_counts import CountPlanner, Counts, counts_keeping
 from memfit.planners.engine.retention.instance import Instance
 from memfit.planners.engine.starts.forward_part import ForwardPart, Split
@@ -32,21 +34,52 @@ class Sublinear(CountPlanner):
     equal steps, as in the code of the authors (mxnet-memonger). As in the paper, y leaves out the stage after the last
     split.
 
+    The paper says that the algorithm can be generalized "by considering the cost to run each operation to try to keep
+    time consuming operations when possible", and leaves it there. Option `costly` does so: results that take more
+    seconds for each byte than a threshold have m(v) = 0, too, and are not added up within a stage; all of the above is
+    then done for each threshold (those of planner `drop_cheap`).
+
     Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", Algorithms 2 and 3, appendix A.
     """
 
     name: ClassVar[str] = "sublinear"
     source: ClassVar[str] = "Chen et al. 2016, Algorithm 3 and appendix A"
 
+    costly: bool = field(
+        default=False, metadata={"help": "also keep what takes the most seconds a byte, where that fits (section 4.3)"}
+    )
+
     def counts(self, instance: Instance) -> list[Counts]:
-        """Return the counts of the split; see the class."""
-        splits = {split.kept: split for split in appendix_a_splits(instance)}
-        return [counts_keeping(instance, split.kept) for split in splits.values()]
+        """Return the counts of the splits; see the class."""
+        kept = dict.fromkeys(split.kept for split in appendix_a_splits(ForwardPart.of(instance)))
+        if self.costly:
+            kept |= dict.fromkeys(_with_costly(instance))
+        return [counts_keeping(instance, storages) for storages in kept]
 
 
-def appendix_a_splits(instance: Instance) -> list[Split]:
-    """Return the splits of appendix A, for each set of candidates: B = 0, sqrt(x y), and the grid around it."""
-    forward_part = ForwardPart.of(instance)
+def _with_costly(instance: Instance) -> Iterator[frozenset[int]]:
+    """Yield the kept sets of the splits between the costly results of each threshold, with these."""
+    forward_part, price_at = ForwardPart.of(instance), prices(instance)
+    price_of = {op: float(price) for op, price in zip(instance.op_at, price_at, strict=True)}
+    for threshold in tried_thresholds(instance):
+        costly = [price_of[op] >= threshold for op in forward_part.ops]
+        written = zip(forward_part.written_bytes, costly, strict=True)
+        cheap = replace(forward_part, written_bytes=tuple(0 if stays else size for size, stays in written))
+        stored = frozenset(
+            storage
+            for op, stays in zip(forward_part.ops, costly, strict=True)
+            for storage in (instance.graph.ops[op].writes if stays else ())
+        )
+        for split in appendix_a_splits(cheap):
+            yield split.kept | stored
+
+
+def appendix_a_splits(forward_part: ForwardPart) -> list[Split]:
+    """Return the splits of appendix A, for each set of candidates: B = 0, sqrt(x y), and the grid around it.
+
+    Args:
+        forward_part: of a step.
+    """
     sets = [forward_part.is_candidate]
     if any(forward_part.is_narrow) and forward_part.is_narrow != forward_part.is_candidate:
         sets.append(forward_part.is_narrow)

@@ -28,6 +28,7 @@ class Parts:
     shift: bool = True  # moves a checkpoint by one op
     run: bool = True  # keeps or drops storages that are written one after the other
     evict_at_peak: bool = True  # drops a storage that is held, but not used, at the peak
+    forget_sources: bool = True  # drops a storage, and what is recomputed for it is not held either; or the reverse
     drop_for_each_reader: bool = True  # recomputes a dropped storage anew for each of its readers
     hold_from_later_stage: bool = True  # drops over a random part of an interval
     # How later runs start, and how each run proceeds.

@@ -15,6 +15,8 @@ _OTHER = 0.3  # share of toggles of intervals that do not cross the forward/back
 _LONGEST_RUN = 24
 _TRIES = 24  # draws for an interval whose storage is held at the peak
 _LATER = 0.5  # share of storages dropped at the peak that are dropped for longer than the peak
+_KEPT = 0.5  # share of dropped storages that are kept together with a change of their sources
+_DRAWN = 0.5  # share of changes of sources in which each of them is drawn
 _MOST_EXCHANGED = 6  # storages kept in place of a dropped one, or dropped in place of a kept one
 
 
@@ -37,6 +39,8 @@ def propose(tables: Tables, state: IncrementalState, annealing: AnnealingState) 
         _run(tables, state, annealing)
     elif kind < annealing.totals[0].evict_until and annealing.totals[0].excess > 0:
         _drop_at_peak(tables, state, annealing)
+    elif count > 0 and annealing.totals[0].evict_until <= kind < annealing.totals[0].forget_until:
+        _forget_sources(tables, state, annealing, draw_crossing(tables, annealing, 0, count, over_peak))
     else:
         more = draw(annealing.totals)
         for _ in range(1 if more < 0.6 else 2 if more < 0.9 else 3):
@@ -166,6 +170,39 @@ def _shift(tables: Tables, state: IncrementalState, annealing: AnnealingState, i
     if tables.intervals[around].end - tables.intervals[around].start > 1:
         _flip(tables, state, annealing, interval, not kept)
         _flip(tables, state, annealing, around, kept)
+
+
+@compiled
+def _forget_sources(tables: Tables, state: IncrementalState, annealing: AnnealingState, interval: int) -> None:
+    """Drop a storage without holding on to what is recomputed for it; or keep it, and hold on to that.
+
+    What is recomputed on the way to a storage is mostly held to its own later uses. Where it is dropped again at once,
+    and recomputed for those, the peak between is lower. Both changes together may pay where neither does alone. In half
+    of these moves it is drawn for each of these sources whether it is held.
+    """
+    fixed, row = tables.intervals[interval], state.intervals[interval]
+    keeps = row.release < row.hold and draw(annealing.totals) < _KEPT
+    _give(tables, state, annealing, interval, 0 if keeps else fixed.start, 0 if keeps else fixed.start + 1)
+    held = 0.5 if draw(annealing.totals) < _DRAWN else 1.0 if keeps else 0.0
+    totals, stage, top = state.totals[0], fixed.end, 1
+    totals.stamp += 1
+    state.work[0].stack = tables.storages[fixed.storage].writer
+    while top > 0:
+        top -= 1
+        op = tables.positions[state.work[top].stack]
+        for slot in range(op.read_start, op.read_end):
+            storage = tables.reads[slot].storage
+            writer = tables.storages[storage].writer
+            around = interval_before(tables, storage, stage)
+            source, start = state.intervals[around], tables.intervals[around].start
+            if state.stages[writer].mark == totals.stamp or source.release >= source.hold:
+                continue
+            state.stages[writer].mark = totals.stamp
+            state.work[top].stack = writer
+            top += 1
+            if tables.intervals[around].end > stage:
+                hold = start + 1 if draw(annealing.totals) < held else stage + 1
+                _give(tables, state, annealing, around, min(source.release, hold - 1), hold)
 
 
 @compiled

@@ -17,7 +17,7 @@ from memfit.system.compiled import compiled
 MOST_CHANGES = 64  # intervals changed by one move
 
 # Of all moves, in percent; the rest toggles one, two or three intervals.
-_EXCHANGE, _SHIFT, _RUN, _EVICT = 20, 10, 2, 10
+_EXCHANGE, _SHIFT, _RUN, _EVICT, _FORGET = 20, 10, 2, 10, 8
 # Of all drops, in percent; the rest drops at once and holds once recomputed.
 _FOR_EACH_READER, _FROM_LATER_STAGE = 5, 5
 _TRIES = 8  # draws for an interval over the peak, before any other is taken
@@ -26,7 +26,7 @@ _CHANGED = record("interval release hold")
 _TOTALS = record(
     "budget_bytes aim_bytes peak_bytes peak_stage best_peak_bytes dropped changes accepted tried",
     floats="temperature penalty cost excess best_seconds exchange_until shift_until run_until evict_until "
-    "each_reader_until later_stage_until",
+    "forget_until each_reader_until later_stage_until",
     flags="best_is_current oscillates",
     unsigned="random",
 )
@@ -88,8 +88,14 @@ def make_annealing_state(instance: Instance, seed: int, parts: Parts = ALL_PARTS
 
 def _set_shares(totals: Table, parts: Parts) -> None:
     """Set the cumulative shares of moves and of drops; the rest gets the share of a part that is switched off."""
-    moves = parts.exchange * _EXCHANGE, parts.shift * _SHIFT, parts.run * _RUN, parts.evict_at_peak * _EVICT
-    names = "exchange_until", "shift_until", "run_until", "evict_until"
+    moves = (
+        parts.exchange * _EXCHANGE,
+        parts.shift * _SHIFT,
+        parts.run * _RUN,
+        parts.evict_at_peak * _EVICT,
+        parts.forget_sources * _FORGET,
+    )
+    names = "exchange_until", "shift_until", "run_until", "evict_until", "forget_until"
     for name, percent in zip(names, itertools.accumulate(moves), strict=True):
         totals[name] = percent / 100
     if not parts.evict_at_peak:
