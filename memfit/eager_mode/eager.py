@@ -131,11 +131,21 @@ class Eager(Uncopied):
         needs = Needs(self.device)
         live_bytes = partial(_live, self.device, offset_bytes)
         model_bytes = partial(_model_bytes, self._model)
-        self._mode = BudgetMode(self.budget_bytes, live_bytes, model_bytes, needs, host, may_grow=may_grow)
+        gathering = modules_that_gather(self._model)
+        may_be_off = self.device.type == "cpu" and not gathering  # whose hooks write to parameters in backward
+        self._mode = BudgetMode(
+            self.budget_bytes,
+            live_bytes,
+            model_bytes,
+            needs,
+            host,
+            may_grow=may_grow,
+            modules=list(self._model.modules()) if may_be_off else None,
+        )
         self._mode.__enter__()
         self._hooks = [] if self._head is None else self._head.hooked(Hook)
         contents = self._mode.contents
-        for module in modules_that_gather(self._model):  # which let go of their parameters after each pass
+        for module in gathering:  # which let go of their parameters after each pass
             self._hooks.append(module.register_forward_hook(Hook(partial(_keep_results, contents))))
         if self.device.type == "cuda":
             self._hooks.append(self._model.register_forward_pre_hook(Hook(self._mode.follow_stream)))
