@@ -283,10 +283,10 @@ def eager_loops(found: Payload) -> Table:
     head = ["loop", "way", "peak, MiB", "budget, MiB", "same bits", "median step", "after the first third", "all steps"]
     steps = max((each["steps"] for each in found["loops"]), default=0)
     note = (
-        f"{steps} steps each, in turns, from the same seed; times are ratios to the bare loop's, of the same "
-        "steps. The budget is 60% of the largest step's peak, residents included, or what checkpoints take; so are all "
-        "peaks. Bare and with checkpoints the peak is that of the largest step. On a CPU eager mode counts the calls "
-        "outside of backward passes and updates. Bits are those of all losses and final parameters."
+        f"{steps} steps each, in turns, from the same seed; times are the processor's on one thread, as ratios to the "
+        "bare loop's of the same steps. The budget is 60% of the largest step's peak, residents included, or what "
+        "checkpoints take; so are all peaks. Bare and with checkpoints the peak is that of the largest step. Bits are "
+        "those of all losses and final parameters. Eager mode counts the calls outside of backward passes and updates."
     )
     return [*head, "calls made again", "passes"], rows, note
 

@@ -41,7 +41,7 @@ COSTS: dict[str, dict[str, Any]] = {  # small, so that the operators' own work d
 }
 ROUNDS = 60
 WARM_UP = 5  # rounds: first calls are not what is asked for
-STEPS = 100
+STEPS = 50
 SIZED = ("bare", "checkpoints")  # ways in which a step takes as much as it takes
 KEYS = {"costs": "workload", "loops": "loop"}
 CHILD_SECONDS = 3600

@@ -139,6 +139,24 @@ def test_the_mode_is_off_in_backward_and_in_updates(monkeypatch: pytest.MonkeyPa
     assert LooksToo.found == [False] * 2 * STEPS + [True] + [False] * (STEPS - 1)  # the first update of a class is seen
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_updates_that_a_scheduler_counts(inside: bool) -> None:
+    model = mlp()
+    optimizer = LooksToo(model.parameters(), lr=0.01)
+    schedulers = [] if inside else [torch.optim.lr_scheduler.ConstantLR(optimizer)]
+    before = vars(optimizer).get("step")
+    with memfit.eager(model, budget=bytes_of_tensors(CPU) + (8 << 20)):
+        for number in range(3):
+            plain(model, optimizer, number)
+            for scheduler in schedulers:
+                scheduler.step()
+            schedulers = schedulers or [torch.optim.lr_scheduler.ConstantLR(optimizer)]
+    assert LooksToo.found == [True, False, False]
+    assert inside or vars(optimizer).get("step") is before
+    plain(model, optimizer, 3)
+    assert LooksToo.found == [True, False, False, False]
+
+
 def test_the_mode_stays_on_where_hooks_of_parameters_may_write() -> None:
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         next(iter(model.parameters())).register_hook(lambda gradient: gradient * 0.5)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -69,10 +70,11 @@ class Aside:
         self.is_off = False
         self._mode, self._contents, self._ended = mode, contents, ended
         self._modules, self._optimizers = modules, set[type]()
+        self._scheduled: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
         self._has_hooks = False  # on tensors of a graph
 
     def __enter__(self) -> None:
-        self._thread = threading.current_thread()
+        self._thread: threading.Thread | None = threading.current_thread()
         self._patches = ExitStack()
         self._patches.enter_context(backward_through(self._run_backward))
         self._patches.enter_context(backward_code_through(self._on, self._hooked))
@@ -81,6 +83,9 @@ class Aside:
 
     def __exit__(self, *raised: object) -> None:
         self._patches.close()
+        for optimizer, step in self._scheduled.items():
+            optimizer.step = step
+        self._thread = None  # what a scheduler that was made in the block calls does nothing more
 
     def come_back(self) -> None:
         """Switch the mode on where code makes a graph inside: a closure, or a checkpoint that runs forward again."""
@@ -147,10 +152,15 @@ class Aside:
             self._ended(live_bytes + (usage.peak_bytes if usage is not None else 0), is_backward)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        kind: Any = type(optimizer)
-        if kind not in self._optimizers and threading.current_thread() is self._thread:
+        if threading.current_thread() is not self._thread:
+            return
+        kind, own = type(optimizer), vars(optimizer).get("step")
+        if own is None and kind not in self._optimizers:
             self._optimizers.add(kind)
             self._patches.enter_context(replaced(kind, "step", self._around(kind.step)))
+        elif own is not None and optimizer not in self._scheduled:  # a scheduler of learning rates has put it there
+            self._scheduled[optimizer] = own
+            optimizer.step = self._around(own)
 
     def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return an optimizer's step with the mode off."""
@@ -159,9 +169,11 @@ class Aside:
         def stepped(*args: Any, **kwargs: Any) -> Any:
             if threading.current_thread() is not self._thread:
                 return step(*args, **kwargs)
-            if self._contents.holds_saved() or not is_innermost(self._mode):
+            if self._contents.holds_saved():
                 with self._on():
                     return step(*args, **kwargs)
+            if not is_innermost(self._mode):
+                return step(*args, **kwargs)
             with self._off(is_backward=False):
                 return step(*args, **kwargs)
 

@@ -47,12 +47,14 @@ class Report:
         passes: backward passes.
         calm, by_policy: of the passes, those in which memory was plentiful and nothing was noted, and those in which it
             was decided call by call what had to go.
-        calls: of operators, views not counted.
+        calls: of operators that the mode has seen, views not counted: on a CPU it is off in most backward passes and
+            updates.
         let_go, made_again: how often contents were freed, and how many calls were recomputed.
         to_host_bytes, to_device_bytes: copied to the host, and back.
         again_seconds: for calls that were recomputed, and copies to the host and back.
         freed_within_bytes: freed while a call ran, before it took memory that did not fit; 0 on a GPU.
-        bounded, exceeded: first calls of their kind, whose needs were bounded from above, and how many took more.
+        bounded, exceeded: first calls of their kind, whose needs were bounded from above, and how many took more; 0 on
+            a CPU, where the allocator asks for room.
     """
 
     budget_bytes: int
@@ -78,11 +80,15 @@ class Report:
             if self.to_host_bytes
             else ""
         )
+        bounded = (
+            f"; {self.bounded:,} calls were bounded before they were known, {self.exceeded:,} of them too low"
+            if self.bounded
+            else ""
+        )
         return (
             f"{self.passes:,} passes: {how}; peak {format_bytes(self.peak_bytes)} of "
             f"{format_bytes(self.budget_bytes)}; {self.made_again:,} of {self.calls:,} calls recomputed{copied} in "
-            f"{self.again_seconds:.3f} s; {format_bytes(self.freed_within_bytes)} freed while calls ran; "
-            f"{self.bounded:,} calls were bounded before they were known, {self.exceeded:,} of them too low"
+            f"{self.again_seconds:.3f} s; {format_bytes(self.freed_within_bytes)} freed while calls ran{bounded}"
         )
 
 
