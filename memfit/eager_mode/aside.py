@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -139,7 +139,7 @@ class Aside:
         self.is_off, live_bytes = True, contents.live_bytes()
         usage = None
         try:
-            with switched_off(self._mode), record(_CPU) as usage:
+            with switched_off(self._mode), nullcontext() if was_off else record(_CPU) as usage:
                 yield
         except torch.OutOfMemoryError:
             refusal, contents.refusal = contents.refusal, None
