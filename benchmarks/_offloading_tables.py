@@ -263,6 +263,7 @@ _WAYS_OF_LOOPS = {
     "bare": "bare",
     "eager": "`memfit.eager`",
     "checkpoints": "checkpoints at {placed}",
+    "eager, as checkpoints": "`memfit.eager` in their bytes",
     "plain DTR": "a plain DTR",
 }
 
@@ -274,7 +275,7 @@ def eager_loops(found: Payload) -> Table:
             each["loop"],
             _WAYS_OF_LOOPS[row["way"]].format(placed=each["placed"]),
             f"{row['peak_bytes'] / MIB:.1f}",
-            f"{each['budget_bytes'] / MIB:.1f}" if "passes" in row else "",
+            f"{(row.get('budget_bytes') or each['budget_bytes']) / MIB:.1f}" if "passes" in row else "",
             "yes" if row["same_bits"] else "**no**",
             *(f"{row[key]:.2f}" for key in ("median_ratio", "later_ratio", "whole_ratio")),
             f"{row['made_again'] / row['calls']:.1%}" if "passes" in row else "",
@@ -286,9 +287,10 @@ def eager_loops(found: Payload) -> Table:
     head = ["loop", "way", "peak, MiB", "budget, MiB", "same bits", "median step", "after the first third", "all steps"]
     steps = max((each["steps"] for each in found["loops"]), default=0)
     note = (
-        f"{steps} steps each, in turns, from the same seed; times are ratios to the bare loop's, of the same "
-        "steps. The budget is 60% of the largest step's peak, residents included; so are all peaks. Bare and with "
-        "checkpoints the peak is that of the largest step. Bits are those of all losses and final parameters."
+        f"{steps} steps each, in turns, from the same seed; times are the processor's on one thread, as ratios to the "
+        "bare loop's of the same steps. The budget is 60% of the largest step's peak, residents included, or what "
+        "checkpoints take; so are all peaks. Bare and with checkpoints the peak is that of the largest step. Bits are "
+        "those of all losses and final parameters. Eager mode counts the calls outside of backward passes and updates."
     )
     return [*head, "calls made again", "passes"], rows, note
 

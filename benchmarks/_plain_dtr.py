@@ -17,7 +17,7 @@ from typing import Any
 
 from memfit.eager_mode import mode
 from memfit.eager_mode.kept import Kept
-from memfit.eager_mode.sources import Call, Source, seconds_to_make
+from memfit.eager_mode.sources import Call, Source, Sources, seconds_to_make
 
 _LEAST_SHARE = 0.01  # of the average size
 Users = weakref.WeakKeyDictionary[Source, list["weakref.ref[Source]"]]
@@ -31,9 +31,9 @@ def make_plain(contents: Any) -> None:
     """
     mode._QUIET_PASSES = sys.maxsize  # pyright: ignore[reportPrivateUsage]
     users: Users = weakref.WeakKeyDictionary()
-    contents.releasing.policy = PlainDTR(users)
+    contents.releasing.policy, contents.releasing.keeps_order = PlainDTR(users), False
     for name in ("made", "written"):
-        setattr(contents.sources, name, _noting_users(getattr(contents.sources, name), users))
+        setattr(Sources, name, _noting_users(getattr(Sources, name), users))
 
 
 def _noting_users(enter: Callable[..., Source], users: Users) -> Callable[..., Source]:

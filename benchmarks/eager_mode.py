@@ -6,7 +6,7 @@ to spare, in turns; the difference to the bare step, divided by the operators th
 The loops: a ResNet-110 of which blocks are skipped at random (stochastic depth, as dqn2020 runs it), a mixture of
 experts, GPT-2 over sentences of all lengths, and a recursive network over random trees. Each trains from the same seed
 bare, in eager mode, with checkpoints placed by hand, and in a plain DTR, in turns of a few steps; the budget is 60% of
-what the longest, deepest step takes bare, residents included.
+what the longest, deepest step takes bare, residents included, and for eager mode once more what checkpoints take.
 
     python benchmarks/eager_mode.py              # all that is not stored yet, stored as it comes: 20 minutes
     python benchmarks/eager_mode.py lstm trees   # some
@@ -41,7 +41,7 @@ COSTS: dict[str, dict[str, Any]] = {  # small, so that the operators' own work d
 }
 ROUNDS = 60
 WARM_UP = 5  # rounds: first calls are not what is asked for
-STEPS = 300
+STEPS = 50
 SIZED = ("bare", "checkpoints")  # ways in which a step takes as much as it takes
 KEYS = {"costs": "workload", "loops": "loop"}
 CHILD_SECONDS = 3600

@@ -136,6 +136,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     "eager_mode": (
         ("eager",),
         ("mode",),
+        ("aside",),
         ("contents",),
         ("again", "passes", "releasing"),
         ("kept", "operators"),

@@ -53,14 +53,18 @@ from memfit.torch_private.autograd import (
     at_end_of_backward,
     autocast_nesting,
     autocast_watched,
+    backward_code_through,
     backward_keeps_graph,
     backward_node,
+    backward_through,
     casting,
+    creates_graph,
     default_saved_hooks,
     has_modes,
     hooks_aside_in_transforms,
     in_backward,
     in_transform,
+    is_innermost,
     is_on,
     next_sequence_number,
     no_modes,
@@ -68,6 +72,9 @@ from memfit.torch_private.autograd import (
     require_unwritten,
     saved_leaves_themselves,
     saved_with,
+    switch_on,
+    switched_off,
+    switched_on,
     views_replayed,
     without_autocast,
 )
@@ -1192,6 +1199,70 @@ def test_tensors_with_dispatch_of_their_own() -> None:
     assert has_own_dispatch(torch.nested.nested_tensor([torch.zeros(3)], layout=torch.jagged))
     assert not has_own_dispatch(torch.zeros(3))
     assert not has_own_dispatch(torch.nn.Parameter(torch.zeros(3)))
+
+
+def test_a_mode_is_taken_off_and_put_on_again() -> None:
+    class Counts(UnwrappedMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Counts.count += 1
+            return func(*args, **(kwargs or {}))
+
+    x, mode, other = torch.ones(2), Counts(), UnwrappedMode()
+    assert not is_innermost(mode)
+    with mode:
+        assert is_innermost(mode)
+        with switched_off(mode):
+            x.sin()
+            assert not is_on(mode) and Counts.count == 0
+            with switched_on(mode):
+                x.sin()
+            assert not is_on(mode) and Counts.count == 1
+            switch_on(mode)
+            switch_on(mode)
+            x.sin()
+        assert is_innermost(mode) and Counts.count == 2
+        with other:
+            assert not is_innermost(mode) and is_on(mode)
+    assert not has_modes()
+
+
+def test_backward_passes_and_their_code_go_through_functions() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(_ctx: Any, *gradients: torch.Tensor) -> Any:
+            found.append("code")
+            return gradients[0] * 2
+
+    found: list[Any] = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        found.append("in")
+        yield
+        found.append("out")
+
+    def run(backward: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(creates_graph(*args))
+        return backward(*args, **kwargs)
+
+    x = torch.ones(2, requires_grad=True)
+    with backward_through(run), backward_code_through(around, lambda: found.append("hook")):
+        Twice.apply(x).sum().backward()  # pyright: ignore
+        torch.autograd.grad(x.square().sum(), x, create_graph=True)
+        assert found == [False, "in", "code", "out", True]
+        x.register_hook(lambda gradient: gradient)
+        x.register_post_accumulate_grad_hook(lambda _: None)
+        assert found[5:] == ["hook", "hook"]
+    assert x.grad is not None and x.grad.tolist() == [2.0, 2.0]
+    found.clear()
+    Twice.apply(x).sum().backward()  # pyright: ignore
+    assert found == ["code"]
 
 
 def test_hooks_of_saved_tensors_are_taken_off_for_transformations() -> None:

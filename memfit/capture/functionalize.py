@@ -256,6 +256,11 @@ def as_cast(func: Any, args: Sequence[Any], has_autocast: Callable[[str], bool])
     return _under_autocast(func, device_type, torch.get_autocast_dtype(device_type))
 
 
+def is_cast_inside(func: Any) -> bool:
+    """Return whether `as_cast` may return another operator."""
+    return func in _CAST_OVERLOADS
+
+
 @cache
 def _under_autocast(func: Any, device_type: str, dtype: torch.dtype) -> UnderAutocast:
     """Return the one call of its kind: whoever notes operators tells them apart by `is`."""

@@ -6,7 +6,7 @@ import gc
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -88,9 +88,12 @@ class Contents:
 
     def note(self, call: Call, args: Any, kwargs: Any, returned: Any) -> None:
         """Note how a call made new contents."""
-        made = [(place, each) for place, each in enumerate(flat(returned)) if isinstance(each, torch.Tensor)]
-        storages = [(place, each.untyped_storage()) for place, each in made if is_dense(each)]
-        new = [(place, storage) for place, storage in storages if self.sources.find(storage) is None]
+        new: list[tuple[int, torch.UntypedStorage]] = []
+        for place, each in enumerate(flat(returned)):
+            if isinstance(each, torch.Tensor) and is_dense(each):
+                storage = each.untyped_storage()
+                if self.sources.find(storage) is None:
+                    new.append((place, storage))
         if not new:
             return
         try:
@@ -168,13 +171,12 @@ class Contents:
 
     def pack(self, tensor: torch.Tensor) -> Saved:
         """Return what autograd holds in the place of a tensor that it saves."""
+        is_plain = is_dense(tensor) and not tensor.is_conj() and not tensor.is_neg()
+        source = self.sources.find(tensor.untyped_storage()) if is_plain else None
+        if (source is None or source.call is None) and (not is_plain or self.releasing.host is None):
+            return Saved(None, tensor if tensor.is_leaf else _alias(tensor))
         alias = _alias(tensor)  # a result that its own node saves would keep itself alive; the version is shared
-        if not is_dense(alias) or alias.is_conj() or alias.is_neg():
-            return Saved(None, alias)
-        source = self.sources.find(alias.untyped_storage())
         if source is None or source.call is None:
-            if self.releasing.host is None:
-                return Saved(None, alias)
             source = self.sources.of(alias.untyped_storage())
             source.used_at = self.calls
         kept = self.kept.get(source)
@@ -189,10 +191,11 @@ class Contents:
     def unpack(self, saved: Saved) -> torch.Tensor:
         """Return the tensor that autograd saved."""
         require_unwritten(saved.alias, saved.version)
-        if saved.kept is not None:
-            saved.kept.source.used_at = self.calls
-            if not saved.kept.is_there:
-                self._bring_back(saved.kept)
+        if saved.kept is None:
+            return saved.alias
+        saved.kept.source.used_at = self.calls
+        if not saved.kept.is_there:
+            self._bring_back(saved.kept)
         return _alias(saved.alias)  # one of its own: the alias may be freed while this one is in use
 
     def _bring_back(self, kept: Kept) -> None:
@@ -251,6 +254,7 @@ class Contents:
         self.releasing.pinned = set() if self._target is None else {self._target}
         assert self.releasing.host is not None
         need_bytes = taken_bytes(source.bytes, self.releasing.host.device)
+        self.upper_bytes = self.live_bytes()
         if self.upper_bytes + need_bytes > self.budget_bytes:
             self.make_room(need_bytes, "a copy back from the host")
         self.upper_bytes += need_bytes
@@ -273,7 +277,6 @@ class Contents:
         self.upper_bytes = self.live_bytes()
         if self.upper_bytes + need_bytes <= self.budget_bytes:
             return
-        self._forget_dead()
         if self._let_go_for(need_bytes):
             return
         for recent_calls in (_RECENT_CALLS, 0):  # what is known of calls holds contents, too
@@ -300,8 +303,7 @@ class Contents:
         Returns:
             why there is no room, as `refusal` has it; None if there is, and for what this object and the mode take.
         """
-        running = self.running
-        if running is None:
+        if (running := self.running) is None:
             return None
         self.running, pinned, before_bytes = None, self.releasing.pinned, self.live_bytes()
         function, args, kwargs = running
@@ -320,7 +322,7 @@ class Contents:
 
     def _let_go_for(self, need_bytes: int) -> bool:
         """Let contents go, in the policy's order, until there is room for a call; return whether there is."""
-        for kept in self.releasing.best_first(self.kept.values(), self.calls + 1):
+        for kept in self.releasing.best_first(self._living, self.calls + 1):
             seconds = self.releasing.let_go(kept)
             if self._target is None:  # or the seconds are those of what is recomputed
                 self.passes.again_seconds += seconds
@@ -329,8 +331,23 @@ class Contents:
                 return True
         return False
 
+    def holds_saved(self) -> bool:
+        """Return whether autograd holds anything that it saved."""
+        self._forget_dead()
+        return bool(self.kept)
+
+    def after_unseen(self) -> None:
+        """Go on after calls that were not seen: what they may have written to counts as what cannot be recomputed."""
+        if not self.holds_saved():
+            self.sources = Sources()
+        self.upper_bytes = self.live_bytes()
+
+    def _living(self) -> Collection[Kept]:
+        self._forget_dead()
+        return self.kept.values()
+
     def _forget_dead(self) -> None:
-        self.kept = {source: kept for source, kept in self.kept.items() if kept.alive()}
+        self.kept = {source: kept for source, kept in self.kept.items() if kept.is_alive()}
 
     def forget(self, recent_calls: int = _RECENT_CALLS) -> None:
         """Forget how what nobody saved was made, or a loop's calls would all be remembered.

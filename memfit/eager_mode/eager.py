@@ -47,12 +47,14 @@ class Report:
         passes: backward passes.
         calm, by_policy: of the passes, those in which memory was plentiful and nothing was noted, and those in which it
             was decided call by call what had to go.
-        calls: of operators, views not counted.
+        calls: of operators that the mode has seen, views not counted: on a CPU it is off in most backward passes and
+            updates.
         let_go, made_again: how often contents were freed, and how many calls were recomputed.
         to_host_bytes, to_device_bytes: copied to the host, and back.
         again_seconds: for calls that were recomputed, and copies to the host and back.
         freed_within_bytes: freed while a call ran, before it took memory that did not fit; 0 on a GPU.
-        bounded, exceeded: first calls of their kind, whose needs were bounded from above, and how many took more.
+        bounded, exceeded: first calls of their kind, whose needs were bounded from above, and how many took more; 0 on
+            a CPU, where the allocator asks for room.
     """
 
     budget_bytes: int
@@ -78,11 +80,15 @@ class Report:
             if self.to_host_bytes
             else ""
         )
+        bounded = (
+            f"; {self.bounded:,} calls were bounded before they were known, {self.exceeded:,} of them too low"
+            if self.bounded
+            else ""
+        )
         return (
             f"{self.passes:,} passes: {how}; peak {format_bytes(self.peak_bytes)} of "
             f"{format_bytes(self.budget_bytes)}; {self.made_again:,} of {self.calls:,} calls recomputed{copied} in "
-            f"{self.again_seconds:.3f} s; {format_bytes(self.freed_within_bytes)} freed while calls ran; "
-            f"{self.bounded:,} calls were bounded before they were known, {self.exceeded:,} of them too low"
+            f"{self.again_seconds:.3f} s; {format_bytes(self.freed_within_bytes)} freed while calls ran{bounded}"
         )
 
 
@@ -131,11 +137,21 @@ class Eager(Uncopied):
         needs = Needs(self.device)
         live_bytes = partial(_live, self.device, offset_bytes)
         model_bytes = partial(_model_bytes, self._model)
-        self._mode = BudgetMode(self.budget_bytes, live_bytes, model_bytes, needs, host, may_grow=may_grow)
+        gathering = modules_that_gather(self._model)
+        may_be_off = self.device.type == "cpu" and not gathering  # whose hooks write to parameters in backward
+        self._mode = BudgetMode(
+            self.budget_bytes,
+            live_bytes,
+            model_bytes,
+            needs,
+            host,
+            may_grow=may_grow,
+            modules=list(self._model.modules()) if may_be_off else None,
+        )
         self._mode.__enter__()
         self._hooks = [] if self._head is None else self._head.hooked(Hook)
         contents = self._mode.contents
-        for module in modules_that_gather(self._model):  # which let go of their parameters after each pass
+        for module in gathering:  # which let go of their parameters after each pass
             self._hooks.append(module.register_forward_hook(Hook(partial(_keep_results, contents))))
         if self.device.type == "cuda":
             self._hooks.append(self._model.register_forward_pre_hook(Hook(self._mode.follow_stream)))

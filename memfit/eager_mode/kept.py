@@ -10,8 +10,8 @@ from memfit.eager_mode.sources import Source
 from memfit.memory.place import Place, bytes_of
 from memfit.torch_private.autograd import no_modes
 
-_FEW_WORDS = 512  # of 8 bytes: fewer are kept as they are
-BOX_WORDS = 1 << 18  # of a checksum, at most
+_COLUMNS = 512  # of a checksum's tables; fewer words, of 8 bytes, are kept as they are
+TABLE_WORDS = 1 << 17  # of one, at most
 
 
 class Kept:
@@ -35,6 +35,10 @@ class Kept:
     def alive(self) -> list[Saved]:
         """Return what autograd still holds."""
         return [saved for each in self.saved if (saved := each()) is not None]
+
+    def is_alive(self) -> bool:
+        """Return whether autograd still holds any of it."""
+        return any(each() is not None for each in self.saved)
 
     def let_go(self) -> None:
         """Let go of the storage; its memory is free if nobody else holds it."""
@@ -88,19 +92,15 @@ class Saved:
 def checksum(storage: torch.UntypedStorage) -> list[int]:
     """Return numbers that tell contents apart, those in another order included.
 
-    The words are placed in boxes. The sums over a box's layers, in each of its three directions, change where a word
-    changes or takes another place. It reads the storage three times, box by box: on CUDA sums take copies of a box.
+    The words are placed in tables. The sums of a table's rows and of its columns change where a word changes or takes
+    another place. It reads the storage twice, table by table: on CUDA sums take copies of a table.
     """
     with no_modes(), torch.no_grad():
         whole = bytes_of(storage)
         words = whole[: whole.numel() // 8 * 8].view(torch.int64)
-        tail = whole[words.numel() * 8 :].tolist()
-        sums: list[torch.Tensor] = []
-        while words.numel() >= _FEW_WORDS:
-            side = max(8, round(min(words.numel(), BOX_WORDS) ** (1 / 3)) // 8 * 8)
-            height = min(words.numel() // side**2, side)
-            box = words[: height * side**2].view(height, side, side)
-            sums += [box.sum(others) for others in ((1, 2), (0, 2), (0, 1))]
-            words = words[box.numel() :]
-        found = [hash(tuple(torch.cat(sums).tolist()))] if sums else []
-        return found + words.tolist() + tail
+        found = whole[words.numel() * 8 :].tolist()
+        while words.numel() >= _COLUMNS:
+            table = words[: min(words.numel(), TABLE_WORDS) // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
+            found += [hash(sums.cpu().numpy().tobytes()) for sums in (table.sum(0), table.sum(1))]
+            words = words[table.numel() :]
+        return found + words.tolist()

@@ -6,7 +6,8 @@ While memory is plentiful, the mode is *calm*: nothing is noted and autograd sav
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from memfit.capture.functionalize import as_cast
 from memfit.capture.generators import STATE_BYTES
 from memfit.eager_mode.again import generator_states
+from memfit.eager_mode.aside import Aside
 from memfit.eager_mode.contents import Contents
 from memfit.eager_mode.needs import Need, Needs
 from memfit.eager_mode.operators import FOREIGN, ONCE, VIEW, WRITES, Operator, require_as_bare
@@ -39,7 +41,7 @@ from memfit.torch_private.cuda import LastStream
 
 _UNUSED_BLOCKS = 2  # of the largest size, which the allocator may leave unused beyond what a pass has shown
 _UNUSED_SHARE = 1 / 3  # of the budget, in the allocator's pages on CUDA, before a pass has shown it
-_RESERVE_BYTES = {"cpu": 1 << 12, "cuda": 1 << 23}  # of the budget, for the mode's own numbers, and for checksums
+_RESERVE_BYTES = {"cpu": 1 << 13, "cuda": 1 << 23}  # of the budget, for the mode's own numbers, and for checksums
 _FORGET_EVERY = 4096  # calls
 _CALM_SHARE = 4  # the mode is calm while less than one part in so many of the budget's free bytes is taken
 _QUIET_PASSES = 2  # that stayed below it, one after the other, before the mode is calm
@@ -56,6 +58,7 @@ class BudgetMode(UnwrappedMode):
         host: where contents are copied to; None if that is nowhere.
         may_grow: whether the policy gets more of the budget where passes leave some: not where torch's allocator takes
             whole blocks, of which more may be unused then.
+        modules: of the model, if the mode may be off in backward passes and updates.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class BudgetMode(UnwrappedMode):
         host: Host | None = None,
         *,
         may_grow: bool = True,
+        modules: Sequence[torch.nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self._device = needs.device
@@ -89,6 +93,7 @@ class BudgetMode(UnwrappedMode):
         self._watch_bytes = self._calm_bytes()
         self._thread: threading.Thread | None = None  # that is in the block
         self._turn = Turn()  # to read what autograd saved
+        self._aside = None if modules is None else Aside(self, self.contents, modules, self._was_off)
 
     @property
     def is_in_pass(self) -> bool:
@@ -104,6 +109,8 @@ class BudgetMode(UnwrappedMode):
         self._patches.enter_context(saved_leaves_themselves())
         self._patches.enter_context(hooks_aside_in_transforms())
         self.has_autocast = self._patches.enter_context(autocast_watched())
+        if self._aside is not None:
+            self._patches.enter_context(self._aside)
         self.passes.begin(is_noted=True)
         self._open()
         return self
@@ -117,6 +124,7 @@ class BudgetMode(UnwrappedMode):
         if self._is_noting:
             self._hooks.__exit__(*raised)
         self._patches.close()
+        self._aside = None  # which refers to this object
         super().__exit__(*raised)
         self.contents.close()
         del self._hooks  # which refer to this object
@@ -125,9 +133,10 @@ class BudgetMode(UnwrappedMode):
         contents = self.contents
         if contents.is_busy:
             return func(*args, **(kwargs or {}))
-        func = as_cast(func, args, self.has_autocast)
-        operator = self._operators.get(id(func)) or self._operators.setdefault(id(func), Operator(func))
-        if operator.kind == VIEW and not operator.takes_unseen:
+        operator = self._operators.get(id(func)) or self._operator(func)
+        if operator.is_cast:
+            operator = self._operator(as_cast(func, args, self.has_autocast))
+        if operator.is_free:
             return func(*args, **kwargs) if kwargs else func(*args)
         outer, contents.running = contents.running, None
         try:
@@ -139,6 +148,9 @@ class BudgetMode(UnwrappedMode):
             raise refusal from None
         finally:
             contents.running = outer
+
+    def _operator(self, func: Any) -> Operator:
+        return self._operators.get(id(func)) or self._operators.setdefault(id(func), Operator(func))
 
     def _called(self, operator: Operator, args: Any, kwargs: Any) -> Any:
         """Make a call of the loop, and what comes before and after it."""
@@ -180,39 +192,55 @@ class BudgetMode(UnwrappedMode):
 
     def _noted(self, operator: Operator, args: Any, kwargs: Any, *, is_forward: bool) -> Any:
         """Make a call, and note how it makes contents."""
-        contents, func, kind = self.contents, operator.function, operator.kind
-        number = contents.calls
+        contents, func, kind, number = self.contents, operator.function, operator.kind, self.contents.calls
         if number % _FORGET_EVERY == 0:
             contents.forget()
-        need = operator.need(args, kwargs)
         is_remade = (is_forward or torch.is_grad_enabled()) and kind not in (FOREIGN, ONCE)
-        state_bytes = STATE_BYTES["cpu"] if is_remade and operator.draws else 0
-        generators = None
-        if state_bytes:
-            if contents.upper_bytes + state_bytes > self._watch_bytes:
+        state_bytes, generators = 0, None
+        if is_remade and operator.draws:
+            state_bytes = STATE_BYTES["cpu"]
+            if self._is_limited or contents.upper_bytes + state_bytes > self._watch_bytes:
                 self._look(state_bytes, func)
             generators = generator_states((*args, *kwargs.values()))
             contents.upper_bytes += state_bytes
-        written = operator.written(args, kwargs)
-        if need is None:
-            returned, need = self._first_call(operator, args, kwargs, written)
-            seconds = need.seconds
-        else:
-            if contents.upper_bytes + need.peak_bytes > self._watch_bytes:
-                self._look(need.peak_bytes, func)
+        written = operator.written(args, kwargs) if operator.may_write else []
+        if not any(contents.sources.find(tensor.untyped_storage()) for tensor in written):
+            written = []  # nothing is known of what is lost
+        if self._is_limited:  # what the call takes need not be known before
             if written:
-                contents.before_writes(written, need.peak_bytes, func)
+                contents.before_writes(written, 0, func)
             contents.running = func, args, kwargs
-            returned, seconds = self.needs.timed(func, args, kwargs, need)
+            began = time.perf_counter()
+            returned = func(*args, **kwargs) if kwargs else func(*args)
+            seconds, need_bytes = time.perf_counter() - began, 0
             contents.running = None
-            contents.upper_bytes += need.result_bytes
+            if self._watch_bytes < contents.budget_bytes and contents.live_bytes() > self._watch_bytes:
+                self._look(0, func)
+        else:
+            returned, seconds, need_bytes = self._with_need(operator, args, kwargs, written)
         if is_remade or written:
-            call = Call(number, func, seconds, need.peak_bytes + state_bytes, generators)
+            call = Call(number, func, seconds, need_bytes + state_bytes, generators)
             if written:
                 contents.note_writes(call if is_remade and kind == WRITES else None, args, kwargs, written)
             if is_remade and kind != WRITES:
-                contents.note(call, args, kwargs, returned)
+                contents.note(call, operator.read_again(args), kwargs, returned)
         return returned
+
+    def _with_need(self, operator: Operator, args: Any, kwargs: Any, written: Any) -> tuple[Any, float, int]:
+        """Make a call that there is room for before it; return what it returned, its seconds, and what it takes."""
+        contents, func, need = self.contents, operator.function, operator.need(args, kwargs)
+        if need is None:
+            returned, need = self._first_call(operator, args, kwargs, written)
+            return returned, need.seconds, need.peak_bytes
+        if contents.upper_bytes + need.peak_bytes > self._watch_bytes:
+            self._look(need.peak_bytes, func)
+        if written:
+            contents.before_writes(written, need.peak_bytes, func)
+        contents.running = func, args, kwargs
+        returned, seconds = self.needs.timed(func, args, kwargs, need)
+        contents.running = None
+        contents.upper_bytes += need.result_bytes
+        return returned, seconds, need.peak_bytes
 
     def _first_call(self, operator: Operator, args: Any, kwargs: Any, written: list[torch.Tensor]) -> tuple[Any, Need]:
         """Make a call that is like none before."""
@@ -220,9 +248,9 @@ class BudgetMode(UnwrappedMode):
         contents.is_busy = True
         try:
             bound_bytes = self.needs.bound(func, args, kwargs)
-            self._look(bound_bytes, func, makes_room=not self._is_limited)
+            self._look(bound_bytes, func)
             if written:
-                contents.before_writes(written, 0 if self._is_limited else bound_bytes, func)
+                contents.before_writes(written, bound_bytes, func)
             contents.running = func, args, kwargs
             returned, need = self.needs.learn(func, args, kwargs, bound_bytes, contents)
         finally:
@@ -233,6 +261,8 @@ class BudgetMode(UnwrappedMode):
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         contents = self.contents
+        if self._aside is not None and self._aside.is_off:  # a closure
+            self._aside.come_back()
         outer, contents.running = contents.running, None
         try:
             return contents.pack(tensor)
@@ -240,20 +270,32 @@ class BudgetMode(UnwrappedMode):
             contents.running = outer
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        if self._thread not in (None, threading.current_thread()) and not is_on(self):
-            raise UnsupportedStepError(
-                f"backward runs in thread {threading.current_thread().name!r}, and memfit.eager's block was entered in "
-                f"thread {self._thread.name!r}, whose calls alone it keeps within the budget: call backward there, or "
-                "enter the block in the thread that trains"
-            )
-        contents = self.contents
-        outer, contents.running = contents.running, None
+        contents, thread = self.contents, threading.current_thread()
+        outer, contents.running, self._was_backward = contents.running, None, True
         try:
+            if self._is_limited and self._thread is thread:
+                return contents.unpack(saved)
+            self._require_its(thread)
             with self._turn.of(saved, "backward after memfit.eager's block", may_nest=True):
-                self._was_backward = True
                 return contents.unpack(saved)
         finally:
             contents.running = outer
+
+    def _require_its(self, thread: threading.Thread) -> None:
+        """Refuse a backward pass in another thread than the block's; autograd's own threads work for that one."""
+        is_off = self._aside is not None and self._aside.is_off
+        if self._thread not in (None, thread) and not is_on(self) and not is_off:
+            raise UnsupportedStepError(
+                f"backward runs in thread {thread.name!r}, and memfit.eager's block was entered in "
+                f"thread {self._thread.name!r}, whose calls alone it keeps within the budget: call backward there, or "
+                "enter the block in the thread that trains"
+            )
+
+    def _was_off(self, most_bytes: int, is_backward: bool) -> None:
+        """Go on after the mode was off; a pass that took more than a quiet one is none."""
+        self._was_backward |= is_backward
+        if most_bytes > self._watch_bytes:
+            self._quiet_passes, self._watch_bytes = 0, self.contents.budget_bytes
 
     def _aim(self, aim_bytes: int) -> None:
         self._aim_bytes = aim_bytes
@@ -314,13 +356,12 @@ class BudgetMode(UnwrappedMode):
         live_bytes, budget_bytes = self.contents.live_bytes(), self.contents.budget_bytes
         return min(budget_bytes, live_bytes + (budget_bytes - live_bytes) // _CALM_SHARE)
 
-    def _look(self, need_bytes: int, what: Any, *, makes_room: bool = True) -> None:
+    def _look(self, need_bytes: int, what: Any) -> None:
         """Look at what is live, before a call that may not fit; note calls from here on if they have to be noted.
 
         Args:
             need_bytes: that the call takes.
             what: is called.
-            makes_room: whether there has to be room for it now; or it is made while the call runs.
 
         Raises:
             OverBudgetError: there is no room for it.
@@ -332,8 +373,7 @@ class BudgetMode(UnwrappedMode):
         self._quiet_passes = 0
         if in_backward() or self._set_noting(is_wanted=True):
             self._watch_bytes = contents.budget_bytes  # a pass is quiet no more
-        if makes_room:
-            contents.make_room(need_bytes, what)
+        contents.make_room(need_bytes, what)
 
     def _set_noting(self, *, is_wanted: bool) -> bool:
         """Note calls and what autograd saves from here on, or no longer, and return whether it is now as wanted.
@@ -343,8 +383,9 @@ class BudgetMode(UnwrappedMode):
         """
         if self._is_noting == is_wanted:
             return True
-        own = (self._hooks.pack_hook, self._hooks.unpack_hook)
-        if default_saved_hooks() != (self._outer_hooks if is_wanted else own):
+        if default_saved_hooks() != (
+            self._outer_hooks if is_wanted else (self._hooks.pack_hook, self._hooks.unpack_hook)
+        ):
             return False
         if is_wanted:
             try:

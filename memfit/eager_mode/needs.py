@@ -135,16 +135,12 @@ class Needs:
         return returned, need
 
     def timed(self, function: Any, args: Any, kwargs: Any, need: Need) -> tuple[Any, float]:
-        """Make a call that is like an earlier one; return what it returned, and the seconds of its kernels.
+        """Make a call on a GPU that is like an earlier one; return what it returned, and the seconds of its kernels.
 
         A GPU runs kernels after the call has returned. One call of each kind lies between two events there, which are
         read when the GPU has reached them, and stands for those after it: the second one, since the first loads the
         kernels. Until then the seconds of the first count, which was waited for.
         """
-        if self.device.type != "cuda":
-            began = time.perf_counter()
-            returned = function(*args, **kwargs)
-            return returned, time.perf_counter() - began
         if not self._on_gpu.has_to_time(need.number):
             return function(*args, **kwargs), self._on_gpu.seconds.get(need.number, need.seconds)
         with self._on_gpu.between_events(need.number):

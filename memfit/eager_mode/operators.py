@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memfit.capture.batch_norms import BATCH_NORMS
+from memfit.capture.functionalize import is_cast_inside
 from memfit.capture.lines import calling_line
 from memfit.capture.traced import mutated_tensors
 from memfit.capture.under_modes import UnderModes, is_looked_at
@@ -44,16 +45,31 @@ class Operator:
         kind: VIEW, PLAIN, WRITES, DATA_DECIDES, FOREIGN or ONCE.
         draws: whether it draws random numbers.
         is_looked_at: whether PyTorch may compute it otherwise under a mode.
-        takes_unseen: whether it is a view, and may take memory all the same.
+        is_free: whether it is a view, and takes no memory.
+        is_cast: whether it has to be called inside of autocast if the code is there.
+        may_write: whether it may write to tensors.
     """
 
-    __slots__ = ("_needs", "draws", "function", "is_looked_at", "kind", "takes_unseen")
+    __slots__ = (
+        "_needs",
+        "_statistics",
+        "draws",
+        "function",
+        "is_cast",
+        "is_free",
+        "is_looked_at",
+        "kind",
+        "may_write",
+    )
 
     def __init__(self, function: Any) -> None:
         self.function, self.kind = function, _kind(function)
         self.draws = torch.Tag.nondeterministic_seeded in function.tags
         self.is_looked_at = is_looked_at(function)
-        self.takes_unseen = function is _LIFTED or torch.Tag.inplace_view in function.tags
+        takes_unseen = function is _LIFTED or torch.Tag.inplace_view in function.tags
+        self.is_free, self.is_cast = self.kind == VIEW and not takes_unseen, is_cast_inside(function)
+        self._statistics = BATCH_NORMS.get(function._overloadpacket)
+        self.may_write = self.kind in (WRITES, FOREIGN) or self._statistics is not None
         self._needs: dict[Hashable, Need] = {}
 
     def need(self, args: Any, kwargs: Any) -> Need | None:
@@ -79,8 +95,8 @@ class Operator:
             found = mutated_tensors(function, args, kwargs)
         elif self.kind == FOREIGN:
             found = tensors_given((args, kwargs))
-        elif function._overloadpacket in BATCH_NORMS:
-            mean, variance, training = BATCH_NORMS[function._overloadpacket]
+        elif self._statistics is not None:
+            mean, variance, training = self._statistics
             if training is not None and not args[training]:
                 return []
             found = [arg for arg in args[mean : variance + 1] if isinstance(arg, torch.Tensor)]
@@ -88,10 +104,20 @@ class Operator:
             return []
         return [tensor for tensor in found if is_dense(tensor)]
 
+    def read_again(self, args: Any) -> Any:
+        """Return the arguments as the call is remade with: without the running statistics of a batch normalization in
+        training, which it does not read, and must not update again."""
+        if self._statistics is None:
+            return args
+        mean, variance, training = self._statistics
+        if training is not None and not args[training]:
+            return args
+        return [None if place in (mean, variance) else arg for place, arg in enumerate(args)]
+
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has a storage of its own that can be freed and recomputed."""
-    is_plain = tensor.layout is torch.strided and not tensor.is_nested and type(tensor) in _PLAIN_TYPES
+    is_plain = type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_nested
     return is_plain and not is_zero_tensor(tensor)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 
@@ -34,13 +34,14 @@ def cheap_and_stale(free: Sequence[Kept], now: int, seconds_of: Callable[[Kept],
     Args:
         free, now, seconds_of: see `Policy`.
     """
-    scored: list[tuple[float, int, Kept]] = []
+    scored: list[tuple[float, int]] = []
     for number, kept in enumerate(free):
         source = kept.source
         seconds = seconds_of(kept)
         if seconds < NEVER_SECONDS:
-            scored.append((seconds / (source.bytes * math.sqrt(now - source.used_at)), number, kept))
-    return (kept for _, _, kept in sorted(scored, key=lambda each: each[:2]))
+            scored.append((seconds / (source.bytes * math.sqrt(max(1, now - source.used_at))), number))
+    scored.sort()
+    return [free[number] for _, number in scored]
 
 
 class Releasing:
@@ -49,6 +50,7 @@ class Releasing:
     Attributes:
         host: where contents are copied to; None if that is nowhere.
         policy: what goes first.
+        keeps_order: whether its order counts for some calls; else it is asked each time.
         pinned: contents that stay, since a call is given them.
         held_back: contents that are not dropped until a call has written to what they are made of.
         dropped: contents that were, by the call that made them.
@@ -62,25 +64,44 @@ class Releasing:
     def __init__(self, host: Host | None) -> None:
         self.host = host
         self.policy: Policy = cheap_and_stale
+        self.keeps_order = True
+        self._order: Iterator[Kept] = iter(())
+        self._order_ends = 0
         self.pinned: set[Source] = set()
         self.held_back: frozenset[Source] = frozenset()
         self.dropped: dict[Call, list[Kept]] = {}
         self.freed = self.to_host_bytes = self.to_device_bytes = 0
 
-    def best_first(self, contents: Iterable[Kept], now: int) -> Iterable[Kept]:
+    def best_first(self, contents: Callable[[], Collection[Kept]], now: int) -> Iterator[Kept]:
         """Give what may be freed, in the policy's order.
 
+        An order counts for as many calls as it has contents, so that a call costs a few looks at contents. What is made
+        meanwhile was used last, and seldom goes first.
+
         Args:
-            contents: all that autograd saved.
+            contents: returns all that autograd saved.
             now: the number of the next call.
         """
+        if self.keeps_order and now < self._order_ends:
+            yield from self._left()
+        everything = contents()
         seconds_of = self._seconds if self.host is not None else _seconds_to_make_again
-        return self.policy([kept for kept in contents if self._may_go(kept)], now, seconds_of)
+        free = [kept for kept in everything if self._may_go(kept)]
+        self._order, self._order_ends = iter(self.policy(free, now, seconds_of)), now + len(free)
+        yield from self._left()
+
+    def _left(self) -> Iterator[Kept]:
+        """Give what is left of the order, as far as it may still be freed."""
+        for kept in self._order:
+            if self._may_go(kept) and kept.is_alive():
+                yield kept
 
     def _may_go(self, kept: Kept) -> bool:
         source = kept.source
         if not kept.is_there or source.bytes < LEAST_BYTES or source in self.pinned:
             return False
+        if self.host is None:
+            return self._may_be_dropped(source)
         return self._may_be_dropped(source) or self._copy_seconds(kept) < NEVER_SECONDS
 
     def _may_be_dropped(self, source: Source) -> bool:
@@ -160,7 +181,8 @@ class Releasing:
 
     def forget_dead(self) -> None:
         """Forget what was dropped and autograd no longer holds."""
-        alive = {call: [kept for kept in group if kept.alive()] for call, group in self.dropped.items()}
+        self._order = iter(())
+        alive = {call: [kept for kept in group if kept.is_alive()] for call, group in self.dropped.items()}
         self.dropped = {call: group for call, group in alive.items() if group}
 
     def close(self) -> None:

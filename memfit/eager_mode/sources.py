@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from memfit.binding import values_in
-from memfit.capture.batch_norms import BATCH_NORMS
 from memfit.memory.host.room import OnHost
 from memfit.memory.place import Place
 
@@ -62,10 +60,12 @@ class Call:
         Raises:
             NotImplementedError, RuntimeError: a tensor without a storage, or without a shape, of its own.
         """
-        self.args = template(sources, _without_statistics(self.function, args), self.number)
+        read: dict[Source, None] = {}
+        number = self.number
+        self.args = [arg if type(arg) in _ATOMS else template(sources, arg, number, read) for arg in args]
         if kwargs:
-            self.kwargs = template(sources, kwargs, self.number)
-        self.inputs = list(dict.fromkeys(place.storage for place in values_in((self.args, self.kwargs))))
+            self.kwargs = template(sources, kwargs, number, read)
+        self.inputs = list(read)
         self.held = [source.hold() for source in self.inputs if source.call is None]
 
 
@@ -212,13 +212,14 @@ class Sources:
                 source.call = None
 
 
-def template(sources: Sources, tree: Any, now: int) -> Any:
+def template(sources: Sources, tree: Any, now: int, read: dict[Source, None]) -> Any:
     """Return arguments with a Place in a Source in the place of each tensor, and note that call `now` reads them.
 
     Args:
         sources: of all storages.
         tree: an argument, or a tuple, list or dict of them.
         now: number of the call.
+        read: is given the Sources, in order.
     """
     if type(tree) in _ATOMS:
         return tree
@@ -226,11 +227,12 @@ def template(sources: Sources, tree: Any, now: int) -> Any:
         source = sources.of(tree.untyped_storage())
         source.used_at = now
         source.readers += 1
+        read[source] = None
         return Place.of(tree, source)
     if isinstance(tree, list | tuple):
-        return [template(sources, each, now) for each in tree]  # pyright: ignore[reportUnknownVariableType]
+        return [template(sources, each, now, read) for each in tree]  # pyright: ignore[reportUnknownVariableType]
     if isinstance(tree, dict):
-        return {key: template(sources, each, now) for key, each in tree.items()}  # pyright: ignore
+        return {key: template(sources, each, now, read) for key, each in tree.items()}  # pyright: ignore
     return tree
 
 
@@ -262,9 +264,11 @@ def seconds_to_make(source: Source) -> float:
     Returns:
         infinity if they cannot be recomputed.
     """
-    if source.call is None:
+    call = source.call
+    if call is None:
         return float("inf")
-    total, seen, waiting = source.call.seconds, {source.call}, list(source.call.inputs)
+    waiting = [each for each in call.inputs if each.storage is None or each.storage() is None]
+    total, seen = call.seconds, {call}
     while waiting:
         at = waiting.pop()
         if at.live is not None:
@@ -303,18 +307,6 @@ def call_of(source: Source) -> Call:
     """Return the call that made contents, of those that have one."""
     assert source.call is not None
     return source.call
-
-
-def _without_statistics(function: Any, args: Any) -> Any:
-    """Return the arguments of a batch normalization in training without the running statistics: it does not read them,
-    and must not update them again."""
-    found = BATCH_NORMS.get(getattr(function, "_overloadpacket", None))
-    if found is None:
-        return args
-    mean, variance, training = found
-    if training is not None and not args[training]:
-        return args
-    return [None if place in (mean, variance) else arg for place, arg in enumerate(args)]
 
 
 def flat(returned: Any) -> list[Any]:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
 from typing import Any, Self
 
 import torch
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from memfit.errors import UnsupportedStepError
 from memfit.torch_private.compiled_regions import CompiledRegions, set_aside
@@ -37,6 +43,90 @@ def no_modes() -> Any:
 def is_on(mode: TorchDispatchMode) -> bool:
     """Return whether a mode is on in this thread; a thread of autograd's has the modes of the one that it works for."""
     return any(each is mode for each in _get_current_dispatch_mode_stack())
+
+
+def is_innermost(mode: TorchDispatchMode) -> bool:
+    """Return whether a mode is the first in this thread that sees a call."""
+    depth = torch._C._len_torch_dispatch_stack()
+    return depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is mode
+
+
+@contextmanager
+def switched_off(mode: TorchDispatchMode) -> Iterator[None]:
+    """Take a mode off in the block that is this thread's innermost one, and was entered before."""
+    _pop_mode()
+    try:
+        yield
+    finally:
+        switch_on(mode)
+
+
+@contextmanager
+def switched_on(mode: TorchDispatchMode) -> Iterator[None]:
+    """Put a mode that was taken off on again in the block, as the innermost one."""
+    _push_mode(mode)
+    try:
+        yield
+    finally:
+        if is_innermost(mode):
+            _pop_mode()
+
+
+def switch_on(mode: TorchDispatchMode) -> None:
+    """Put a mode that was taken off on again, unless it is on; in backward until its present node ends."""
+    if not is_on(mode):
+        _push_mode(mode)
+
+
+def backward_through(around: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Let all backward passes, and all gradients that are asked for, go through a function inside the block.
+
+    Args:
+        around: called with what runs the pass, and its arguments.
+    """
+    owner: Any = torch.autograd
+    run = owner._engine_run_backward
+    return replaced(owner, "_engine_run_backward", lambda *args, **kwargs: around(run, *args, **kwargs))
+
+
+@contextmanager
+def backward_code_through(
+    around: Callable[[], AbstractContextManager[None]], hooked: Callable[[], None]
+) -> Iterator[None]:
+    """Let the backward of custom functions run in a context, and tell of hooks on tensors, inside the block.
+
+    Args:
+        around: returns the context.
+        hooked: called when a hook is put on a tensor.
+    """
+    function: Any = torch.autograd.function.BackwardCFunction
+    apply, register = function.apply, torch.Tensor.register_hook
+    accumulated = torch.Tensor.register_post_accumulate_grad_hook
+
+    def applied(*args: Any) -> Any:
+        with around():
+            return apply(*args)
+
+    def telling(registering: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(registering)
+        def registered(*args: Any, **kwargs: Any) -> Any:
+            hooked()
+            return registering(*args, **kwargs)
+
+        return registered
+
+    with (
+        replaced(function, "apply", applied),
+        replaced(torch.Tensor, "register_hook", telling(register)),
+        replaced(torch.Tensor, "register_post_accumulate_grad_hook", telling(accumulated)),
+    ):
+        yield
+
+
+def creates_graph(*args: Any) -> bool:
+    """Return whether a backward pass with these arguments makes a graph of itself."""
+    _outputs, _gradients, _keeps_graph, does_create = args[:4]
+    return bool(does_create)
 
 
 def has_modes() -> bool:
