@@ -207,6 +207,14 @@ def test_contents_in_another_order_have_another_checksum() -> None:
         assert checksum(words.clone().untyped_storage()) == before
 
 
+@pytest.mark.parametrize("count", [130_000, 12 * BOX_WORDS + 4_000])
+def test_a_checksum_takes_less_than_the_modes_reserve(count: int) -> None:
+    words = torch.zeros(count, dtype=torch.float64)
+    with record("cpu") as usage:
+        checksum(words.untyped_storage())
+    assert usage.peak_bytes < 1 << 12
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, at the first derivative
 def test_zero_tensors_of_forward_derivatives_have_no_memory() -> None:
     lin = torch.nn.Sequential(*(layer for _ in range(3) for layer in (torch.nn.Linear(16, 16), torch.nn.Tanh())))

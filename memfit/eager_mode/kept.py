@@ -12,6 +12,7 @@ from memfit.torch_private.autograd import no_modes
 
 _FEW_WORDS = 512  # of 8 bytes: fewer are kept as they are
 BOX_WORDS = 1 << 18  # of a checksum, at most
+_SUMS_AT_ONCE = {"cpu": 3, "cuda": 3 << 10}  # of up to 64 words: the mode's reserve has room for them, and a GPU waits
 
 
 class Kept:
@@ -95,12 +96,14 @@ def checksum(storage: torch.UntypedStorage) -> list[int]:
         whole = bytes_of(storage)
         words = whole[: whole.numel() // 8 * 8].view(torch.int64)
         tail = whole[words.numel() * 8 :].tolist()
-        sums: list[torch.Tensor] = []
+        found, sums = list[int](), list[torch.Tensor]()
         while words.numel() >= _FEW_WORDS:
             side = max(8, round(min(words.numel(), BOX_WORDS) ** (1 / 3)) // 8 * 8)
             height = min(words.numel() // side**2, side)
             box = words[: height * side**2].view(height, side, side)
             sums += [box.sum(others) for others in ((1, 2), (0, 2), (0, 1))]
             words = words[box.numel() :]
-        found = [hash(tuple(torch.cat(sums).tolist()))] if sums else []
+            if len(sums) >= _SUMS_AT_ONCE[storage.device.type] or words.numel() < _FEW_WORDS:
+                found.append(hash(tuple(torch.cat(sums).tolist())))
+                sums.clear()
         return found + words.tolist() + tail
