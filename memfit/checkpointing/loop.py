@@ -34,7 +34,7 @@ from memfit.torch_private.autograd import at_end_of_backward
 from memfit.torch_private.modules import has_lazy_parameters, module_hooks, uncompiled
 from memfit.torch_private.ranks import has_ranks
 from memfit.torch_private.sharding import groups_that_divide
-from memfit.torch_private.tensors import tensors_in
+from memfit.torch_private.tensors import tensors_reached
 
 _MOST_LEAN_PASSES = 64  # without an optimizer's step, before a plan is made all the same
 _NOT_SEEN = (
@@ -161,7 +161,7 @@ class Loop:
                 return
         if self.installed.is_outdated:
             self._install_again()
-        self._numel = sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
+        self._numel = sum(tensor.numel() for tensor in tensors_reached((args, kwargs)))
         self._meter.last_stream.follow()
         if self.device.type == "cuda" and self._judge.is_over(held_bytes(self.device) - self.other_bytes):
             empty_cache(self.device)
@@ -202,14 +202,14 @@ class Loop:
         self.steering.present.let_leave()
         self.steering.present.link = None  # or the last input would be held until the end of backward
         awaited = Awaited(self._backward_begins)
-        for tensor in tensors_in(output):  # a loop may use any of them
+        for tensor in tensors_reached(output):  # a loop may use any of them
             if tensor.requires_grad:
                 self._awaited.add(awaited)
                 tensor.register_hook(awaited)
 
     def _watch_evaluation(self, output: Any) -> None:
         """Warn if a call in eval mode is trained on, which is not steered."""
-        grown = next((tensor for tensor in tensors_in(output) if tensor.requires_grad), None)
+        grown = next((tensor for tensor in tensors_reached(output) if tensor.requires_grad), None)
         if grown is not None and not self.model.training:
             grown.register_hook(lambda _: self.warnings.warn(_NOT_STEERED, "eval mode", most=1))
 

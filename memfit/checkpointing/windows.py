@@ -15,7 +15,7 @@ from memfit.memory.contract import Usage, WindowKind
 from memfit.system.recorder import Usage as Recorded
 from memfit.system.recorder import record
 from memfit.torch_private.cuda import LastStream
-from memfit.torch_private.tensors import tensors_in
+from memfit.torch_private.tensors import tensors_reached
 
 _MOST_REMEMBERED = 1000
 
@@ -133,7 +133,7 @@ class Updates:
         Args:
             given: all arguments of the call.
         """
-        needs = [tensor.requires_grad for tensor in (*tensors_in(given), *self._parameters)]
+        needs = [tensor.requires_grad for tensor in (*tensors_reached(given), *self._parameters)]
         return hash(tuple(needs))
 
     def count(self) -> None:

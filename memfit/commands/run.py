@@ -192,8 +192,7 @@ def _run(words: Sequence[str]) -> int:
         made = app(list(words), prog_name="memfit run", standalone_mode=False)
         return made.start() if isinstance(made, Run) else 0
     except MemfitError as error:
-        is_other = isinstance(error, BudgetNotHeldError) and "eager" not in words
-        say(f"error: {error}{', or run it with --door eager, which needs no blocks' if is_other else ''}")
+        say(f"error: {error}")
         return error.exit_status
     except typer.TyperException as error:
         say(f"error: {error.format_message()} (see `memfit run --help`)")
