@@ -137,6 +137,40 @@ def test_predictions_are_what_is_measured() -> None:
     handle.close()
 
 
+def in_parts(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        x = model.before(x)
+        for layer in model.layers:
+            x = layer(x)
+        return model.after(x)
+
+    return call
+
+
+@pytest.mark.parametrize("called", [lambda model: model.forward, in_parts])
+@pytest.mark.parametrize("kind", KINDS)
+def test_methods_and_parts_that_a_loop_calls_are_held_as_the_model_is(kind: str, called: Any) -> None:
+    make, data = KINDS[kind]
+    wanted = bare(make, data)
+    budget = int(0.85 * max(wanted.peaks[2:])) + older_bytes()
+    model = make()
+    with memfit.checkpoint(model, budget) as handle:
+        got = train(model, data, call=called(model))
+        handle.end_step()
+        assert got.same_bits(wanted) and max(got.peaks) <= budget
+        assert [window.plan > 0 for window in handle.report().windows] == [False] + [True] * 7
+        with torch.no_grad():
+            called(model)(data(0)[0])
+        handle.end_step()
+        kinds = [window.kind for window in handle.report().windows]
+        assert kinds == [WindowKind.FIRST] * 8  # an evaluation in the midst of none is in no window
+        train(model, data, steps=1, call=called(model))
+        with torch.no_grad():
+            called(model)(data(0)[0])
+        handle.end_step()
+        assert handle.report().windows[-1].kind is WindowKind.EVALUATION
+
+
 def test_what_a_loop_takes_after_an_update_is_predicted() -> None:
     """The bytes of the state that the first update makes are told from it."""
     model = mlps()

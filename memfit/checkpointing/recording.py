@@ -20,7 +20,7 @@ from memfit.errors import UnsupportedStepError
 from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
 from memfit.torch_private.checkpoints import saved_node_names
 from memfit.torch_private.sharding import local
-from memfit.torch_private.tensors import bytes_in, tensors_in, tensors_reached
+from memfit.torch_private.tensors import bytes_in, tensors_reached
 
 _MOST_NODES = 10_000
 

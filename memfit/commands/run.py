@@ -16,7 +16,7 @@ import typer
 
 from memfit.chunked_loss import HELP
 from memfit.commands.verbosity import Quiet, Verbose, Verbosity
-from memfit.errors import BudgetNotHeldError, InvalidFileError, InvalidOptionError, MemfitError
+from memfit.errors import InvalidFileError, InvalidOptionError, MemfitError
 from memfit.system.budget import format_bytes, is_of_card, parse_budget, parse_host_budget
 from memfit.system.lines import lines_on_stderr, say
 from memfit.system.script import Script, when_imported

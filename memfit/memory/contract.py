@@ -234,8 +234,8 @@ class Contract:
             f"a step took {format_bytes(refused.needed_bytes)} ({refused.needed_bytes} bytes), "
             f"{format_bytes(refused.over_bytes)} ({refused.over_bytes} bytes) more than its budget of "
             f"{format_bytes(self.budget_bytes)}, and {what}; the step is complete. Raise the budget to "
-            f"{refused.needed_bytes} bytes, make the batch smaller, {instead and instead + ', '}or give budget_is='soft' "
-            "to go on with a warning",
+            f"{refused.needed_bytes} bytes, make the batch smaller, {instead and instead + ', '}or give "
+            "budget_is='soft' to go on with a warning",
             over_bytes=refused.over_bytes,
         )
 
