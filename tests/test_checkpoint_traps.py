@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import checkpoint_reaching
@@ -384,6 +385,38 @@ class Reentrant(Mlp):
 class NotReentrant(Mlp):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+
+def _plain_gelu(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    x = y + bias
+    return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+
+_PLAIN = _plain_gelu
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_function_of_torch_jit_is_refused_and_has_its_bits_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second call has other formulas for gradients than its first one."""
+
+    class Scripted(Mlp):
+        def __init__(self) -> None:
+            super().__init__(64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.b(_plain_gelu(self.a(x), self.a.bias))
+
+    def make() -> Net:
+        monkeypatch.setitem(globals(), "_plain_gelu", torch.jit.script(FunctionType(_PLAIN.__code__, globals())))
+        return net(Scripted)()
+
+    wanted = train(make())
+    model = make()
+    with memfit.checkpoint(model, "1GiB"), pytest.raises(UnsupportedStepError, match=r"'_plain_gelu', .*memfit\.eager"):
+        train(model)
+    model = make()
+    with memfit.eager(model, budget=int(0.75 * max(wanted.peaks)) + bytes_now(torch.device("cpu"))):
+        assert train(model).same_bits(wanted)
 
 
 def test_a_reentrant_checkpoint_in_a_block_is_refused_by_name() -> None:

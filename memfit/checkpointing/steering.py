@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
+from memfit.capture.code_reads import calls_scripts, scripts_in
 from memfit.checkpointing.chain import Link
 from memfit.checkpointing.contexts import Again, Keep, KeepRule, selective_contexts
 from memfit.checkpointing.groups import CHAINS, HALVED, HOSTED
@@ -160,7 +161,8 @@ class Steering:
                 output = call.run()
         else:
             output = self._checkpoint(lambda: (mode, Repeated(again)), call.forward, call.args, call.kwargs)
-        why = snapshot.end_of_forward(mode.read, mode.wrote)
+        scripts = scripts_in(spot.module)
+        why = calls_scripts(scripts) if scripts else snapshot.end_of_forward(mode.read, mode.wrote)
         if why:
             recorder.refuse(mode.call, f"block {spot.name!r} {why}")
         recorder.returned(mode, output)
