@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import logging
 import random
 from collections.abc import Callable
@@ -385,6 +387,69 @@ class Reentrant(Mlp):
 class NotReentrant(Mlp):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+
+def _layers() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh())]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_layer_of_a_sequence_in_pieces_that_is_replaced_counts_from_the_next_call_on(is_frozen: bool) -> None:
+    """A call takes up the model's forward before hooks on the model run."""
+
+    def trained(*, is_held: bool) -> tuple[list[torch.Tensor], torch.nn.Sequential]:
+        model, losses = _layers(), list[torch.Tensor]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = memfit.checkpoint(model, "1GiB") if is_held else None
+        for number in range(7):
+            if number == 3 and is_frozen and handle is not None:
+                handle.freeze()
+            if number == 4:
+                torch.manual_seed(1)
+                model[2] = torch.nn.Linear(8, 8)
+            if number == 5:
+                model.append(torch.nn.Linear(4, 4))
+            losses.append(model(rows(number)[0]).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if handle is not None:
+            handle.close()
+            assert "forward" not in vars(model)
+        return losses, model
+
+    (wanted, bare), (got, model) = trained(is_held=False), trained(is_held=True)
+    assert all(map(torch.equal, got, wanted))
+    assert all(map(torch.equal, model.parameters(), bare.parameters()))
+
+
+def test_copies_of_a_sequence_in_pieces_run_their_own_layers() -> None:
+    model, values = _layers(), rows(0)[0]
+    with memfit.checkpoint(model, "1GiB"):
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            assert torch.equal(other(values), model(values))
+            other[0] = torch.nn.Linear(8, 8)
+            assert not torch.equal(other(values), model(values))
+
+
+def test_a_forward_that_the_user_puts_there_meanwhile_stays() -> None:
+    model = mlps()
+    layer: Any = model.layers[0]
+    with memfit.checkpoint(model, "1GiB"):
+        train(model, steps=3)
+        before = layer.forward
+        layer.forward = lambda x: 2 * before(x)
+        doubled = layer(torch.ones(2, 64))
+    assert torch.equal(layer(torch.ones(2, 64)), doubled)
+    train(model, steps=2)
+    del layer.forward
+    assert torch.equal(2 * layer(torch.ones(2, 64)), doubled) is False  # trained on
+    assert all("forward" not in vars(each) for each in model.modules())
 
 
 def _plain_gelu(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

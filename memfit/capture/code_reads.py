@@ -110,8 +110,7 @@ def calls_scripts(names: list[str]) -> str:
     """
     return (
         f"calls {names[0]!r}, a function or a module of torch.jit, whose first calls compute gradients otherwise than "
-        "later ones do: take torch.jit.script away, run with PYTORCH_JIT=0 in the environment, or train in eager mode "
-        "(memfit.eager, memfit run --door eager)"
+        "later ones do: take torch.jit.script away, or run with PYTORCH_JIT=0 in the environment"
     )
 
 

@@ -147,7 +147,9 @@ def _check_kinds(step: TrainingStep, where: str) -> None:
         raise UnsupportedStepError(f"{where}: model is a script of torch.jit; give the module that it was made from")
     scripts = scripts_in(step.model)
     if scripts:
-        raise UnsupportedStepError(f"{where}: the model {calls_scripts(scripts)}")
+        raise UnsupportedStepError(
+            f"{where}: the model {calls_scripts(scripts)}, or train in eager mode (memfit.eager)"
+        )
     if not callable(step.loss):
         raise InvalidTargetError(
             f"{where}: loss is a {_kind(step.loss)}, expected a function loss(model, batch) or a loss module"

@@ -386,7 +386,7 @@ class Loop:
             self.installed.remove()
             if self.steering.host is not None:
                 self.steering.host.close()
-            self.steering.present = None
+            self.steering.present, self.is_paused = None, True  # code of the user's may hold stand-ins
 
     def _remove_hooks(self) -> None:
         self._remove(self._model_hooks)

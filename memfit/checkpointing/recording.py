@@ -131,7 +131,7 @@ class LeanRecorder:
             UnsupportedStepError: it is to be.
         """
         if not call.is_kept:
-            raise UnsupportedStepError(why)
+            raise UnsupportedStepError(f"{why}, or train in eager mode (memfit.eager, memfit run --door eager)")
         call.must_stay = why
 
     def note_groups(self, groups: Iterable[Any]) -> None:
