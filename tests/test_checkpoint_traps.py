@@ -389,6 +389,31 @@ class NotReentrant(Mlp):
         return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
 
 
+class WritesTwo(Mlp):
+    """Writes to two of its tensors in one call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.act(self.a(x))
+        two = [y.detach().sin(), y.detach().cos()]
+        torch._foreach_add_(two, 1.0)
+        return x + self.b(y * two[0] + two[1] * y.tanh())
+
+
+def test_a_call_that_writes_to_several_tensors_is_right() -> None:
+    for share in (0.9, 0.75, 0.6):
+        same_as_bare(net(lambda: WritesTwo(64)), share=share)
+
+
+def test_noise_that_autograd_saves_before_it_is_drawn_is_refused() -> None:
+    """Torch's own checkpoint around RReLU alone ends its second forward pass before the noise is there."""
+    model = net(lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.RReLU()))()
+    with (
+        memfit.checkpoint(model, "1GiB"),
+        pytest.raises(UnsupportedStepError, match=r"rrelu_with_noise.*memfit\.eager"),
+    ):
+        train(model)
+
+
 def _layers() -> torch.nn.Sequential:
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh())]
