@@ -184,9 +184,9 @@ class BlockMode(UnwrappedMode):
         if any(storage.saves and storage.saves[-1] > before for storage in own):
             self._recorder.refuse(
                 self.call,
-                f"block {self.call.block!r} calls {func}, of which autograd saves a tensor before it is written (such as "
-                "the noise of torch.nn.RReLU), and torch's checkpoints may stop there: take another operator, or name "
-                f"other blocks: memfit.checkpoint(..., blocks=[...]) without {self.call.block!r}",
+                f"block {self.call.block!r} calls {func}, of which autograd saves a tensor before it is written "
+                "(as the noise of torch.nn.RReLU), and torch's checkpoints may stop there: take another operator, or "
+                f"name other blocks: memfit.checkpoint(..., blocks=[...]) without {self.call.block!r}",
             )
 
     def _note_dropped(self) -> None:
