@@ -144,9 +144,9 @@ class BlockMode(UnwrappedMode):
         beside = (written | updated) & self._recorder.own
         if storage is not None and beside:
             self._made_beside.append((storage, beside))
-        self._refuse_early_saves(func, written)
         touched = {storage, *(self.of.get(key) for key in written)} - {None}
         if len(touched) > 1:  # one kept without the other would lack what the call writes, or have it twice
+            self._refuse_early_saves(func, written)
             for each in touched:
                 self._compute_always(each)  # pyright: ignore[reportArgumentType]
         for key in given:
